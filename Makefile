@@ -1,0 +1,52 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Each makes .venv when it is missing.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := .ci/constraints.txt
+# One stamp per set of extras and torch, so that another TORCH= installs again.
+STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
+
+.PHONY: help demo test soak bench lint typecheck format check-wheel clean
+
+help:  ## what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("doge_fast needs Python >= 3.11; %s is %s. Pass another: make PYTHON=python3.12 ..." % (sys.executable, sys.version.split()[0]) if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: nothing later may pull another build of it.
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) '$(TORCH)' -e '.[$(firstword $(subst -, ,$*))]'
+	@touch $@
+
+demo: $(call STAMP,pipeline)  ## the whole story on text found on this machine, in minutes
+	$(BIN)/python -m doge_fast demo
+
+test: $(call STAMP,all)  ## the test suite, under 15 minutes on two cores
+	$(BIN)/python -m pytest -m 'not soak'
+
+soak: $(call STAMP,all)  ## the slow tests too
+	$(BIN)/python -m pytest
+
+bench: $(call STAMP,all)  ## what a step costs on this machine
+	$(BIN)/python benchmarks/optimizer_step.py
+
+lint: $(call STAMP,all)  ## linter and formatter check
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+typecheck: $(call STAMP,all)  ## strict types
+	$(BIN)/python -m mypy
+
+format: $(call STAMP,all)  ## rewrite the sources in the house format
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+check-wheel: $(call STAMP,all)  ## wheel, sdist, editable install and plain checkout all import
+	$(BIN)/python -m pytest tests/test_layout.py
+
+clean:  ## remove what was built; keeps runs/
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

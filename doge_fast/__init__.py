@@ -1,0 +1,1 @@
+"""DoGE domain reweighting: an optimizer wrapper that learns domain weights."""

@@ -1,0 +1,1 @@
+"""Hosts that the optimizer plugs into, one file each."""

@@ -1,0 +1,1 @@
+"""The two-stage pipeline: corpus, proxy, base, evaluation, report."""

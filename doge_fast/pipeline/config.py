@@ -1,0 +1,166 @@
+"""One frozen dataclass per stage: what a stage is told, and what its run directory repeats.
+
+The command line is made from these classes: a field is a flag, its docstring the help text.
+They import nothing, so a configuration can be read where the pipeline is not installed.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Where the text comes from and how it becomes blocks of tokens."""
+
+    data: str = "installed"
+    """A directory (one folder or file per domain), a file or Hub id with `domain_column`, or
+    "installed": seven domains of text found in this Python environment."""
+    domains: tuple[str, ...] = ()
+    """Domains to train on, in this order. Empty: all that `data` holds, less the targets."""
+    text_column: str = "text"
+    """The column of parquet and jsonl files that holds a document."""
+    domain_column: str | None = None
+    """For a single file or Hub data set: the column (dots reach into structs) naming the domain."""
+    tokenizer: str = "train"
+    """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
+    vocab_size: int = 4096
+    """Entries of a trained tokenizer."""
+    block_size: int = 128
+    """Tokens in a block; every training example is one block."""
+    validation_fraction: float = 0.05
+    """Share of documents held out where the data brings no validation split."""
+    max_tokens_per_domain: int | None = None
+    """Stop packing a domain there; None: all of it."""
+    cache_dir: Path | None = None
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which causal language model is trained."""
+
+    model: str = "tiny"
+    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or a folder or Hub id
+    whose config.json AutoConfig opens."""
+    pretrained: bool = False
+    """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
+    num_layers: int | None = None
+    """Overrides the size's number of layers; likewise the two below."""
+    embed_dim: int | None = None
+    num_heads: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What both stages tell the Trainer."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    learning_rate: float = 5e-4
+    """Peak; the paper's for all sizes below 684M (appendix, model-archs)."""
+    min_learning_rate: float = 1e-4
+    """End of the cosine."""
+    warmup_steps: int | None = None
+    """Linear warm-up; None: a twentieth of the steps."""
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    """Norm to which the gradient that moves the model is cut."""
+    seed: int = 0
+    """Model initialisation and the order of the data."""
+    eval_every: int | None = None
+    """Steps between evaluations on held-out blocks; None: at the end only."""
+    eval_blocks: int = 256
+    """Held-out blocks per domain in those evaluations."""
+    save_every: int | None = None
+    """Steps between checkpoints that a killed run resumes from; None: at the end only."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast, with float32 master weights."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+    compile: bool = False
+    """torch.compile the model."""
+
+
+@dataclass(frozen=True)
+class ProxyConfig:
+    """Stage one: learn the domain weights with a proxy model."""
+
+    out: Path
+    """The run directory."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    target: tuple[str, ...] = ("universal",)
+    """universal; mix; or held-out domains, each NAME or NAME=WEIGHT."""
+    sequences_per_domain: int = 4
+    """Blocks of every domain in every step."""
+    mu: float = 0.01
+    """Bregman coefficient; larger: slower weights."""
+    score: Literal["paper", "published"] = "paper"
+    """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
+    domain_max_grad_norm: float | None = None
+    """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0)."""
+    smoothing: float = 0.0
+    """Mixture of the weights with uniform at every step."""
+    selection: Path | None = None
+    """A JSON list of parameter names whose columns enter W; None: all."""
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """Stage two: train a model at given domain weights."""
+
+    out: Path
+    """The run directory."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    weights: str = "uniform"
+    """uniform; natural (by tokens); a weights.json; or a proxy's run directory."""
+    batch_size: int = 28
+    """Blocks in every step, over all domains."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Per-domain perplexity of a run's model on held-out documents."""
+
+    run: Path
+    """The run directory whose model is measured."""
+    blocks: int | None = None
+    """Held-out blocks per domain; None: all of them."""
+    domains: tuple[str, ...] = ()
+    """Domains to measure; empty: all that the corpus holds."""
+    batch_size: int = 16
+    """Blocks in a forward pass."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Runs -> one page with figures and tables."""
+
+    runs: tuple[Path, ...]
+    """Run directories, proxies and bases; or one directory that holds them."""
+    out: Path | None = None
+    """The page; None: report.html beside or inside the runs."""
+    token_budget: int | None = None
+    """Tokens of the training the weights are meant for, for the implied epochs; None: those of
+    the longest base run."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """The whole story on text found on this machine: proxies, bases, table, report."""
+
+    out: Path = Path("demo")
+    """Where the runs and the report go."""
+    proxy_steps: int = 300
+    base_steps: int = 300
+    seed: int = 0

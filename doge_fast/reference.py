@@ -1,0 +1,134 @@
+"""The whole method, slow and in the open: one equation per line, float64 when given float64.
+
+This file is the truth that tests and benchmarks compare against. It imports torch and
+nothing of ours on purpose: sharing code with what it checks would share the mistakes.
+
+Rows of `grads_RN` are domain gradients: the K training domains first, then M domains that
+are measured and never trained on (R = K + M).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def gram(grads_RN: Tensor) -> Tensor:
+    """All inner products of the rows, G_ij = < g_i , g_j >, [R, R], in the dtype of the rows."""
+    return grads_RN @ grads_RN.T
+
+
+def weighted_sum(grads_RN: Tensor, coefficients_R: Tensor) -> Tensor:
+    """sum_r c_r g_r, [N]; a row whose coefficient is zero is not looked at."""
+    used = coefficients_R != 0
+    return coefficients_R[used].to(grads_RN.dtype) @ grads_RN[used]
+
+
+def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> list[Tensor]:
+    """What each row holds afterwards: the gradient, or the row plus the gradient."""
+    return [
+        (row.double() + grad.double() if add else grad.double()).to(row.dtype)
+        for grad, row in zip(grads, rows, strict=True)
+    ]
+
+
+def clip_factors(norms_R: Tensor, max_norm: float | None) -> Tensor:
+    """s_i = min(1, c / (||g_i|| + 1e-6)), [R]: each domain's gradient cut to norm c."""
+    if max_norm is None:
+        return torch.ones_like(norms_R)
+    return (max_norm / (norms_R + 1e-6)).clamp(max=1)
+
+
+def gain(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
+    """W_j = < g_j , sum_r tau_r g_r > for the K training domains, [K].
+
+    Source: DoGE, eq. (ge-decompose); tau = 1 on the training rows is Algorithm 1, tau = 1 on
+    a measured row and 0 elsewhere is Algorithm 2.
+    """
+    return (gram_RR @ tau_R)[:num_domains]
+
+
+def difficulty(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
+    """tau_j ||g_j||^2, the second term of eq. (ge-decompose), [K]."""
+    return (tau_R * gram_RR.diagonal())[:num_domains]
+
+
+def influence(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
+    """W_j less the difficulty: the first term of eq. (ge-decompose), [K]."""
+    return gain(gram_RR, tau_R, num_domains) - difficulty(gram_RR, tau_R, num_domains)
+
+
+def scaled_by_mean_norm(gain_K: Tensor, norms_K: Tensor) -> Tensor:
+    """W over the mean norm of the training rows: the published code's scale (not the paper's)."""
+    return gain_K / (norms_K.mean() + 1e-6)
+
+
+def mirror_step(alpha_K: Tensor, gain_K: Tensor, lr: float, mu: float) -> Tensor:
+    """alpha'_j = alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu), eq. (update_dw)."""
+    alpha_hat_K = alpha_K * torch.exp(lr * (gain_K - gain_K.max()) / mu)
+    return alpha_hat_K / alpha_hat_K.sum()
+
+
+def smooth(alpha_K: Tensor, smoothing: float) -> Tensor:
+    """(1 - eps) alpha + eps / K."""
+    return (1 - smoothing) * alpha_K + smoothing / len(alpha_K)
+
+
+def step(
+    grads_RN: Tensor,
+    alpha_K: Tensor,
+    *,
+    tau_R: Tensor,
+    lr: float,
+    mu: float,
+    selected_N: Tensor | None = None,
+    scale_by_mean_norm: bool = False,
+    bounds: tuple[float, float] | None = None,
+    domain_max_grad_norm: float | None = None,
+    smoothing: float = 0.0,
+    max_grad_norm: float | None = None,
+    present_R: Tensor | None = None,
+    last_gain_K: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of Algorithm 1 or 2: new domain weights, the gradient that moves the model, W.
+
+    Args:
+        grads_RN: [R, N]; training domains first.
+        alpha_K: [K], on the simplex.
+        tau_R: [R] >= 0; the objective is sum_r tau_r l_r.
+        lr: eta, this step's learning rate.
+        mu: > 0, Bregman coefficient.
+        selected_N: [N] bool; columns that enter W. None: all. Norms always see all columns.
+        scale_by_mean_norm: the published code's scale.
+        bounds: the published code's cut of the scaled score.
+        domain_max_grad_norm: norm to which each row is cut before anything else.
+        smoothing: mixture with uniform.
+        max_grad_norm: norm to which the combined gradient is cut.
+        present_R: [R] bool; rows of absent domains are zero and their score is carried.
+        last_gain_K: [K]; the scores to carry.
+
+    Returns:
+        alpha'_K [K], gradient_N [N], gain_K [K].
+    """
+    num_domains = len(alpha_K)
+    present_R = torch.ones_like(tau_R, dtype=torch.bool) if present_R is None else present_R
+    norms_R = grads_RN.square().sum(1).sqrt()
+    rows_RN = grads_RN * clip_factors(norms_R, domain_max_grad_norm)[:, None]
+    rows_RN = torch.where(present_R[:, None], rows_RN, torch.zeros_like(rows_RN))
+    columns_RN = rows_RN if selected_N is None else rows_RN[:, selected_N]
+    gain_K = gain(gram(columns_RN), tau_R, num_domains)
+    if scale_by_mean_norm:
+        present_K = present_R[:num_domains]
+        norms_K = columns_RN[:num_domains][present_K].square().sum(1).sqrt()
+        gain_K = scaled_by_mean_norm(gain_K, norms_K)
+    if bounds is not None:
+        gain_K = gain_K.clamp(*bounds)
+    if last_gain_K is not None:
+        targets_seen = bool(present_R[num_domains:][tau_R[num_domains:] > 0].all())
+        gain_K = torch.where(present_R[:num_domains] & targets_seen, gain_K, last_gain_K)
+    alpha_K = smooth(mirror_step(alpha_K, gain_K, lr, mu), smoothing)
+    gradient_N = alpha_K @ rows_RN[:num_domains]
+    norm = gradient_N.square().sum().sqrt()
+    if max_grad_norm is not None:
+        gradient_N = gradient_N * (max_grad_norm / (norm + 1e-6)).clamp(max=1)
+    return alpha_K, gradient_N, gain_K
