@@ -1,0 +1,191 @@
+"""Parameters <-> columns, domains <-> rows: the memory behind `grads_RN`.
+
+The buffer is parameter-major: for each parameter one contiguous block of R rows, each as long
+as the parameter, padded with zeros to a multiple of 64 elements. A block is allocated when the
+first gradient of its parameter appears, so building the buffer costs nothing and a parameter
+that never sees a gradient never gets one. Beside its block a parameter has the combined
+gradient that becomes `p.grad`; it is kept from step to step, since fresh pages cost more than
+the arithmetic.
+
+Gradients arrive one parameter at a time, in the middle of a backward pass. They are collected
+until `PENDING_BYTES` of them wait and are then written in one call, which keeps the number of
+calls low without keeping a second copy of the gradient alive.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from doge_fast.kernels import accumulate, weighted_sum
+
+# Elements: 256 bytes of float32, so that every row starts on a cache line and a 16-byte vector.
+ALIGNMENT = 64
+# On a CPU what waits should still be in the cache; elsewhere fewer launches count for more.
+PENDING_BYTES = {"cpu": 1 << 20}
+PENDING_BYTES_ELSEWHERE = 1 << 26
+
+
+class Block:
+    """One parameter's rows: `rows_RN` is an [R, numel] view, `rows[r]` the r-th row."""
+
+    __slots__ = ("combined", "is_pending", "param", "rows", "rows_RN", "written")
+
+    def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
+        stride = -(-param.numel() // ALIGNMENT) * ALIGNMENT
+        memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
+        memory[:, param.numel() :] = 0
+        self.param = param
+        self.rows_RN = memory[:, : param.numel()]
+        self.rows: Sequence[Tensor] = self.rows_RN.unbind(0)
+        # Bit r: row r holds a gradient of this step.
+        self.written = 0
+        self.is_pending = False
+        self.combined: Tensor | None = None
+
+    def clear_rows_not_written(self) -> None:
+        """Zero the rows of domains that did not touch this parameter in this step."""
+        if self.written != (1 << len(self.rows)) - 1:
+            for r, row_N in enumerate(self.rows):
+                if not self.written >> r & 1:
+                    row_N.zero_()
+
+    def gradient(self) -> Tensor:
+        """Memory of the combined gradient: shape and dtype of the parameter; holds no promise."""
+        if self.combined is None:
+            self.combined = torch.empty_like(
+                self.param, memory_format=torch.contiguous_format, requires_grad=False
+            )
+        return self.combined
+
+
+class FlatBuffer:
+    """Rows of domain gradients, filled during backward passes and read by the operators.
+
+    Args:
+        num_rows: R, training domains and measured-only ones.
+        dtype: of the rows; None: that of each gradient. Sums over micro-batches round to it.
+    """
+
+    def __init__(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
+        self.num_rows = num_rows
+        self.dtype = dtype
+        # By id: tensors compare elementwise. A block holds its parameter, so ids stay unique.
+        self._blocks: dict[int, Block] = {}
+        self._grads: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._pending: list[Block] = []
+        self._pending_bytes = 0
+        self._pending_adds = False
+
+    def __getstate__(self) -> dict[str, object]:
+        """Only the shape: gradients are a step's business and do not outlive the process."""
+        return {"num_rows": self.num_rows, "dtype": self.dtype}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """An empty buffer of the same shape."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, padding included; the combined gradients are not counted."""
+        return sum(
+            block.rows_RN.stride(0) * block.rows_RN.shape[0] * block.rows_RN.element_size()
+            for block in self._blocks.values()
+        )
+
+    def receive(self, row: int, param: Tensor, grad: Tensor) -> None:
+        """Add `grad` to row `row` of `param`'s block; the first of a step replaces what was there.
+
+        Raises:
+            RuntimeError: the gradient is sparse, or lives elsewhere than the block.
+        """
+        block = self._block(param, grad)
+        adds = bool(block.written >> row & 1)
+        if self._grads and (
+            block.is_pending or adds != self._pending_adds or grad.device != self._grads[0].device
+        ):
+            self.flush()
+        block.written |= 1 << row
+        block.is_pending = True
+        self._pending.append(block)
+        self._pending_adds = adds
+        self._grads.append(grad.reshape(-1))
+        self._rows.append(block.rows[row])
+        self._pending_bytes += grad.nbytes
+        if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._grads:
+            accumulate(self._grads, self._rows, add=self._pending_adds)
+        for block in self._pending:
+            block.is_pending = False
+        self._grads, self._rows, self._pending, self._pending_bytes = [], [], [], 0
+
+    def clear(self) -> None:
+        """Forget this step's rows; the memory stays."""
+        self._grads, self._rows, self._pending, self._pending_bytes = [], [], [], 0
+        for block in self._blocks.values():
+            block.written = 0
+            block.is_pending = False
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.clear()
+        self._blocks.clear()
+
+    def is_combined(self, param: Tensor) -> bool:
+        """Whether `param.grad` is the combined gradient that this buffer holds."""
+        return any(block.combined is param.grad for block in self._find([param]))
+
+    def touched(self, params: Iterable[Tensor]) -> list[Block]:
+        """Blocks of those `params` that any domain gave a gradient in this step, rows complete."""
+        self.flush()
+        blocks = [block for block in self._find(params) if block.written]
+        for block in blocks:
+            block.clear_rows_not_written()
+        return blocks
+
+    def _find(self, params: Iterable[Tensor]) -> Iterator[Block]:
+        for param in params:
+            block = self._blocks.get(id(param))
+            if block is not None:
+                yield block
+
+    def _block(self, param: Tensor, grad: Tensor) -> Block:
+        block = self._blocks.get(id(param))
+        if block is None:
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    "domain gradients must be dense; a parameter of shape "
+                    f"{list(param.shape)} got one of layout {grad.layout}. "
+                    "Build its module with sparse=False."
+                )
+            block = Block(param, self.num_rows, self.dtype or grad.dtype)
+            self._blocks[id(param)] = block
+        elif block.rows_RN.device != grad.device or (
+            self.dtype is None and block.rows_RN.dtype != grad.dtype
+        ):
+            raise RuntimeError(
+                f"the model was moved or cast after its first gradient: a parameter of shape "
+                f"{list(param.shape)} had rows of {block.rows_RN.dtype} on "
+                f"{block.rows_RN.device} and now sends {grad.dtype} on {grad.device}. "
+                "Move the model first and build the optimizer after that."
+            )
+        return block
+
+
+def weighted_gradients(blocks: Sequence[Block], coefficients_R: Tensor) -> list[Tensor]:
+    """sum_r c_r g_r for every block, in the memory that becomes `p.grad`; in the order of `blocks`.
+
+    Args:
+        blocks: whose rows are complete.
+        coefficients_R: [R] float64; a row with coefficient zero is not read.
+    """
+    gradients = [block.gradient() for block in blocks]
+    # [N] views: parameters are contiguous in the combined gradient whatever their own strides.
+    flat = [gradient.view(-1) for gradient in gradients]
+    weighted_sum([block.rows_RN for block in blocks], coefficients_R, out=flat)
+    return gradients

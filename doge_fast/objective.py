@@ -1,0 +1,112 @@
+"""Whose loss is to become small: the rows there are, and how much each counts.
+
+Training domains come first and span the simplex; after them stand rows that are measured and
+never trained on. A target of the training domains alone adds no row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Target = str | Sequence[str] | Mapping[str, float]
+
+UNIVERSAL: Literal["universal"] = "universal"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """sum_r tau_r l_r over the rows.
+
+    Args:
+        domains: the K training domains, in the order of the simplex.
+        rows: these, then the M that are only measured.
+        tau: [R] weights >= 0, one per row.
+        is_universal: Algorithm 1: tau is one on every training domain.
+    """
+
+    domains: tuple[str, ...]
+    rows: tuple[str, ...]
+    tau: tuple[float, ...]
+    is_universal: bool
+
+    @classmethod
+    def of(cls, domains: Sequence[str], target: Target = UNIVERSAL) -> "Objective":
+        """Check names and weights and put the rows in order.
+
+        Args:
+            domains: distinct non-empty names, at least one.
+            target: "universal": every training domain, weight one. A name, several names
+                (weight one each) or {name: weight >= 0}; names outside `domains` become
+                measured-only rows.
+
+        Raises:
+            ValueError: the names or weights are not such; the message says which.
+        """
+        names = _checked_domains(domains)
+        tau = _checked_target(target, names)
+        rows = names + tuple(name for name in tau if name not in names)
+        return cls(
+            domains=names,
+            rows=rows,
+            tau=tuple(tau.get(name, 0.0) for name in rows),
+            is_universal=isinstance(target, str) and target == UNIVERSAL,
+        )
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The M rows that are measured and never trained on."""
+        return self.rows[len(self.domains) :]
+
+    @property
+    def target(self) -> str | dict[str, float]:
+        """As a user would write it: "universal", or {name: tau} of the rows that count."""
+        if self.is_universal:
+            return UNIVERSAL
+        return {name: tau for name, tau in zip(self.rows, self.tau, strict=True) if tau > 0}
+
+
+def _checked_domains(domains: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(domains, str):
+        raise ValueError(f"domains must be a sequence of names; got the string {domains!r}.")
+    names = tuple(domains)
+    if not names:
+        raise ValueError("domains must name at least one training domain; got none.")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a domain name must be a non-empty string; got {name!r} in {names}.")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(f"domain names must be distinct; {duplicates} occur more than once.")
+    if UNIVERSAL in names:
+        raise ValueError(
+            f"{UNIVERSAL!r} means all training domains and cannot name one; rename the domain."
+        )
+    return names
+
+
+def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float]:
+    """{name: tau}, tau >= 0, some tau > 0."""
+    if isinstance(target, str):
+        tau = dict.fromkeys(domains, 1.0) if target == UNIVERSAL else {target: 1.0}
+    elif isinstance(target, Mapping):
+        tau = {name: float(value) for name, value in target.items()}
+    elif isinstance(target, Sequence):
+        tau = dict.fromkeys(target, 1.0)
+        if len(tau) != len(target):
+            raise ValueError(f"target names must be distinct; got {list(target)}.")
+    else:
+        raise ValueError(
+            "target must be 'universal', a name, a list of names or {name: weight}; "
+            f"got {target!r}."
+        )
+    for name, value in tau.items():
+        if not isinstance(name, str) or not name or name == UNIVERSAL:
+            raise ValueError(
+                f"a target must be a non-empty name, and {UNIVERSAL!r} stands alone; "
+                f"got {name!r} in {target!r}."
+            )
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"target weights must be finite and >= 0; {name!r} has {value}.")
+    if not any(value > 0 for value in tau.values()):
+        raise ValueError(f"target needs at least one name with a positive weight; got {target!r}.")
+    return tau

@@ -1,0 +1,702 @@
+"""DoGEOptimizer: collect every domain's gradient, weigh the domains, step the wrapped optimizer.
+
+One step of Algorithm 1 (or 2) as three verbs: `domain(name)` routes what a backward pass
+produces into that domain's row of the flat buffer; `combine()` takes the Gram matrix of the
+rows, moves the domain weights and writes the weighted gradient into `p.grad`; `step()` lets the
+wrapped optimizer use it. Between Gram matrix and weighted sum everything is K x K and stays on
+the device.
+"""
+
+import json
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from doge_fast import generalization, simplex
+from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
+from doge_fast.generalization import PAPER, PUBLISHED, Score
+from doge_fast.kernels import gram
+from doge_fast.objective import UNIVERSAL, Objective, Target
+from doge_fast.reweighting import Reweighted, Rule, reweight
+
+STATE_KEY = "doge"
+STATE_VERSION = 1
+
+
+class LastStep(NamedTuple):
+    """What the last `combine()` saw and did; every tensor float64 on the gradients' device.
+
+    `gram` has the rows of `optimizer.rows`: training domains, then measured-only ones. Gradients
+    are in unscaled units and, except for `grad_norms`, after per-domain clipping.
+    """
+
+    gram: Tensor
+    """[R, R] inner products over the selected columns."""
+    gain: Tensor
+    """[K] the scores that moved the weights: W, or its published variant."""
+    influence: Tensor
+    """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
+    difficulty: Tensor
+    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
+    grad_norms: Tensor
+    """[R] before any clipping; over all parameters, or the selected where only those are read."""
+    combined_norm: Tensor
+    """Scalar: norm of sum_j alpha_j g_j before the global clip."""
+    alpha: Tensor
+    """[K] domain weights after the step."""
+    lr: float | Tensor
+    """eta of this step."""
+    skipped: Tensor
+    """Bool scalar: a gradient was not finite, nothing moved."""
+
+
+class DoGEOptimizer(Optimizer):
+    """Learn domain weights while the wrapped optimizer trains the proxy model.
+
+    W_j      = < g_j , sum_r tau_r g_r >
+    alpha'_j = alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu)
+    theta'   = optimizer step with sum_j alpha'_j g_j
+
+    Every backward pass runs inside `domain(name)`; a domain may be entered again before
+    `step()`, and its gradients add up (gradient accumulation). `lr` is that of the first
+    parameter group at this step, whatever the other groups use. Parameters that no domain
+    touches keep `p.grad` None; those that some domains do not touch count as zero there. Where
+    the model is float64 everything is; float32 and 16-bit gradients are summed in float32 or
+    better and the K x K algebra is float64 always.
+
+    Args:
+        optimizer: the optimizer of the proxy model. Its parameter groups are shared, so
+            schedulers may be given either object.
+        domains: names of the training domains; their order is the order of `alpha`.
+        target: whose loss is to become small. "universal": all training domains, each with
+            weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}:
+            a name that is not in `domains` is a row that is measured and never trained on
+            (Alg. 2, held-out mixtures) and needs its own `with optimizer.domain(name)`.
+        mu: > 0, Bregman coefficient; larger values move the weights more slowly.
+        score: "paper" (W), "published" (the published code's: W over the mean norm of the
+            training rows, cut to [0, 5]), or a `Score` with those parts chosen one by one. The
+            published configurations add `domain_max_grad_norm` 5.0 (universal) or 1.0.
+        max_grad_norm: norm to which the combined gradient is cut, over all parameters; None
+            leaves that to the loop.
+        domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored
+            and before it is combined. Follows the published code; None, the default, the paper.
+        smoothing: in [0, 1); the weights become (1 - smoothing) alpha + smoothing / K each step.
+        selection: the parameters whose columns enter W, as tensors or, when `optimizer` was
+            built from `model.named_parameters()`, as names. Clipping sees all parameters.
+        buffer_dtype: of the stored domain gradients; None: that of each gradient.
+        absent: what `step()` does about a domain that was not entered. "error": refuse. "keep":
+            its gradient is zero and its last score is used again; without a measured-only
+            target row that the objective needs, all scores are. The combined gradient is not
+            renormalised.
+
+    Raises:
+        TypeError: `optimizer` is not a torch optimizer.
+        ValueError: an argument outside its range; the message says which and why.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        domains: Sequence[str],
+        target: Target = UNIVERSAL,
+        mu: float = 0.01,
+        score: Literal["paper", "published"] | Score = "paper",
+        max_grad_norm: float | None = None,
+        domain_max_grad_norm: float | None = None,
+        smoothing: float = 0.0,
+        selection: Collection[str] | Collection[Tensor] | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        absent: Literal["error", "keep"] = "error",
+    ) -> None:
+        # super().__init__ would copy the parameter groups; what else it sets up follows below.
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "DoGEOptimizer wraps a torch.optim.Optimizer, for example "
+                f"torch.optim.AdamW(model.parameters()); got {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, DoGEOptimizer):
+            raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
+        self._inner = optimizer
+        self.objective = Objective.of(domains, target)
+        self.rule = Rule(
+            mu=mu,
+            score=_checked_score(score),
+            domain_max_grad_norm=domain_max_grad_norm,
+            max_grad_norm=max_grad_norm,
+            smoothing=smoothing,
+        )
+        if absent not in ("error", "keep"):
+            raise ValueError(f"absent must be 'error' or 'keep'; got {absent!r}.")
+        self.absent = absent
+        params = self._tracked()
+        if not params:
+            raise ValueError(
+                "the wrapped optimizer has no parameter that requires a gradient; give it "
+                "model.parameters() before wrapping it."
+            )
+        self._selection = None if selection is None else self._resolve(selection)
+        self._row_of = {name: row for row, name in enumerate(self.rows)}
+        self._buffer = FlatBuffer(len(self.rows), _checked_dtype(buffer_dtype))
+        self._active: str | None = None
+        self._has_received = False
+        self._seen: set[str] = set()
+        self._is_combined = False
+        # p.grad holds zeros that zero_grad(set_to_none=False) left.
+        self._is_zeroed = False
+        self.last: LastStep | None = None
+        alpha_K = simplex.uniform(len(self.domains), device=params[0].device)
+        self._state: dict[str, Tensor] = {
+            "alpha": alpha_K,
+            "alpha_mean": alpha_K.clone(),
+            "gain": torch.zeros_like(alpha_K),
+            "num_steps": torch.zeros((), dtype=torch.int64, device=alpha_K.device),
+            "num_skipped": torch.zeros((), dtype=torch.int64, device=alpha_K.device),
+        }
+        self._hooks: dict[int, Any] = {}
+        self._set_up_optimizer_hooks()
+        self._listen()
+
+    # The parts of a torch optimizer, shared with the wrapped one. Properties, since its
+    # load_state_dict puts a new list in the place of param_groups.
+
+    @property
+    def inner(self) -> Optimizer:
+        """The wrapped optimizer."""
+        return self._inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups, the very list."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state, the very dict. Ours is apart: see `state_dict`."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._inner.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._inner.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimizer; they count from the next domain on."""
+        self._inner.add_param_group(param_group)
+        self._listen()
+
+    # Results.
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the K training domains, in the order of `alpha`."""
+        return self.objective.domains
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of the R rows: training domains, then those that are only measured."""
+        return self.objective.rows
+
+    @property
+    def alpha(self) -> Tensor:
+        """[K] float64: the domain weights now, in the order of `domains`, on the device."""
+        return self._state["alpha"]
+
+    @property
+    def alpha_mean(self) -> Tensor:
+        """[K] float64: their mean over the steps that were taken: stage one's result."""
+        return self._state["alpha_mean"]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The average domain weights by name. Waits for the device."""
+        return dict(zip(self.domains, self.alpha_mean.tolist(), strict=True))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that moved the weights. Waits for the device."""
+        return int(self._state["num_steps"])
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped because a gradient was not finite. Waits for the device."""
+        return int(self._state["num_skipped"])
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Write the average and last weights as a name-keyed JSON file (docs/weights.md).
+
+        Written beside and renamed, so that a reader never sees half of it.
+        """
+        last = self.alpha.tolist()
+        record = {
+            "schema_version": 1,
+            "method": "doge",
+            "score": _score_name(self.rule.score),
+            "target": self.objective.target,
+            "domains": [
+                {"name": name, "weight": weight, "weight_last": last[i]}
+                for i, (name, weight) in enumerate(self.weights.items())
+            ],
+            "steps": self.num_steps,
+            "versions": {"torch": torch.__version__},
+        }
+        path = Path(path)
+        beside = path.with_name(path.name + ".tmp")
+        beside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+
+    # The step.
+
+    @contextmanager
+    def domain(self, name: str) -> Iterator[None]:
+        """Gradients that backward passes inside produce belong to domain `name`.
+
+        Entering a domain again before `step()` adds to what is there. An exception inside
+        drops all domains of this step, since half a backward pass may have been added.
+
+        Raises:
+            ValueError: `name` is neither a training domain nor a target.
+            RuntimeError: another domain is active; gradients of the last step are still in
+                `p.grad`; or no parameter of the wrapped optimizer received a gradient inside.
+        """
+        self._open(name)
+        self._active, self._has_received = name, False
+        try:
+            yield
+            self._buffer.flush()
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._active = None
+        if not self._has_received:
+            raise RuntimeError(
+                f"no parameter of the optimizer received a gradient inside domain({name!r}). "
+                "Run loss.backward() inside it; if you did, the model's parameters were "
+                "replaced after the optimizer was built: build it from the model's present ones."
+            )
+        self._seen.add(name)
+
+    def combine(self, *, grad_scale: float | Tensor = 1.0) -> None:
+        """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
+
+        `step()` calls this if the loop has not. Call it yourself where something must see
+        `p.grad` before the step: clipping in the loop, a GradScaler.
+
+        Args:
+            grad_scale: the factor that losses were multiplied by, as `GradScaler.get_scale()`.
+                Weights and norms are those of the unscaled gradients; `p.grad` keeps the
+                factor, so that `scaler.step` works as usual.
+
+        Raises:
+            RuntimeError: a domain has not been entered since the last step and `absent` is
+                "error"; inside a domain; or called twice in one step.
+        """
+        if self._active is not None:
+            raise RuntimeError(
+                f"combine() and step() belong outside domain(...); {self._active!r} is active."
+            )
+        if self._is_combined:
+            raise RuntimeError("combine() has been called in this step; call step() next.")
+        self._check_complete()
+        with torch.no_grad():
+            self._combine(grad_scale)
+        self._is_combined = True
+        self._is_zeroed = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Weigh the domains (unless `combine()` has) and step the wrapped optimizer.
+
+        A gradient that is not finite skips the step: domain weights, parameters and the wrapped
+        optimizer's state stay as they are, and `num_skipped` counts it. Without any domain
+        gradient but with `p.grad` set by someone else, this is the wrapped optimizer's own step.
+
+        Args:
+            closure: runs the domains and returns the loss; called once.
+
+        Raises:
+            RuntimeError: as `combine`, or there are no gradients at all.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._is_combined and (self._seen or not self._has_foreign_gradients()):
+            self.combine()
+        if not self._is_combined:
+            self._inner.step()
+            return loss
+        self._step_inner()
+        self._forget()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad` and forget the domain gradients collected since the last step."""
+        self._inner.zero_grad(set_to_none)
+        self._forget()
+        self._is_zeroed = not set_to_none
+
+    # State: the wrapped optimizer's, with ours under one more key.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state_dict with one more key, "doge".
+
+        Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self._inner.state_dict()
+        state_dict[STATE_KEY] = {
+            "version": STATE_VERSION,
+            "domains": list(self.domains),
+            "rows": list(self.rows),
+            **{name: tensor.clone() for name, tensor in self._state.items()},
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict()` stood, bit for bit.
+
+        A state_dict of the bare wrapped optimizer is accepted: the domain weights then stay as
+        they are.
+
+        Raises:
+            ValueError: it belongs to other domains, or to a later version.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        ours = state_dict.pop(STATE_KEY, None)
+        if ours is not None:
+            self._check_state(ours)
+        self._inner.load_state_dict(state_dict)
+        if ours is not None:
+            for name, tensor in self._state.items():
+                self._state[name] = ours[name].to(tensor).clone()
+        self._forget()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the hooks on the parameters, which cannot travel."""
+        state = self.__dict__.copy()
+        state["_hooks"] = {}
+        # Schedulers put a patched step on the instance; the class has the real one.
+        state.pop("step", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take `state` and listen to the parameters again."""
+        self.__dict__.update(state)
+        self._patch_step_function()
+        self._listen()
+
+    def __repr__(self) -> str:
+        """Domains, target and the wrapped optimizer."""
+        return (
+            f"{type(self).__name__}(domains={list(self.domains)}, target={self.objective.target}, "
+            f"mu={self.rule.mu}, optimizer={self._inner!r})"
+        )
+
+    def release(self) -> None:
+        """Stop listening to the parameters and give the buffer's memory back.
+
+        For a model that goes on to train without domains while this object is still alive. The
+        results stay readable; entering a domain listens again.
+        """
+        self._forget()
+        self._buffer.release()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks = {}
+
+    # What is below is nobody's business outside.
+
+    def _set_up_optimizer_hooks(self) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        self._patch_step_function()
+
+    def _tracked(self) -> list[Tensor]:
+        """Parameters of the wrapped optimizer that require a gradient, looked up afresh."""
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _listen(self) -> None:
+        """Have each tracked parameter hand us its gradient; stop listening to the others."""
+        tracked = {id(p): p for p in self._tracked()}
+        for key in self._hooks.keys() - tracked.keys():
+            self._hooks.pop(key).remove()
+        if new := tracked.keys() - self._hooks.keys():
+            on_gradient = _listener(weakref.ref(self))
+            for key in new:
+                param = tracked[key]
+                self._hooks[key] = param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    on_gradient
+                )
+
+    def _receive(self, param: Tensor) -> None:
+        """Take the gradient that autograd has just finished; it never stays in `p.grad`."""
+        grad, param.grad = param.grad, None
+        if self._active is None:
+            raise RuntimeError(
+                "a backward pass ran outside any domain, so its gradient belongs to none of "
+                f"{list(self.rows)}. Run it inside `with optimizer.domain(name):`, or call "
+                "optimizer.release() when the model is to train without domains."
+            )
+        assert grad is not None
+        self._buffer.receive(self._row_of[self._active], param, grad)
+        self._has_received = True
+
+    def _open(self, name: str) -> None:
+        """Check that a domain may be entered now."""
+        if name not in self._row_of:
+            raise ValueError(
+                f"unknown domain {name!r}; the optimizer knows {list(self.rows)}. "
+                "Name it in domains= (trained on) or in target= (measured only)."
+            )
+        if self._active is not None:
+            raise RuntimeError(
+                f"domain({name!r}) was entered inside domain({self._active!r}); a gradient "
+                "belongs to one domain. Leave the first before entering the next."
+            )
+        if not self._seen:
+            self._listen()
+        # The combined gradient of the last step, or somebody else's, would be added to this one.
+        # Zeros left by zero_grad(set_to_none=False) add nothing and go here.
+        for param in self._tracked():
+            if param.grad is not None:
+                if not self._is_zeroed:
+                    raise RuntimeError(
+                        "a parameter still holds a gradient from before this domain; call "
+                        "optimizer.zero_grad() after step() and before the next domain."
+                    )
+                param.grad = None
+        if self._is_combined:
+            # Combined and then cleared without a step, as a scaler does on overflow.
+            self._forget()
+
+    def _forget(self) -> None:
+        self._buffer.clear()
+        self._seen.clear()
+        self._is_combined = False
+
+    def _has_foreign_gradients(self) -> bool:
+        """Whether somebody else has set a `p.grad`; one that we left there is not foreign."""
+        return any(
+            param.grad is not None and not self._buffer.is_combined(param)
+            for param in self._tracked()
+        )
+
+    def _check_complete(self) -> None:
+        missing = [name for name in self.rows if name not in self._seen]
+        if missing and (self.absent == "error" or len(missing) == len(self.rows)):
+            raise RuntimeError(
+                f"step() needs a gradient from every domain; missing {missing} of "
+                f"{list(self.rows)}. Run backward for them inside optimizer.domain(name), or "
+                "pass absent='keep' if an absent domain is intended."
+            )
+
+    def _combine(self, grad_scale: float | Tensor) -> None:
+        """Gram matrix, K x K step, weighted sum: the three passes of one step."""
+        blocks = self._buffer.touched(self._tracked())
+        gram_RR, full_RR = self._grams(blocks, grad_scale)
+        state = {name: tensor.to(gram_RR.device) for name, tensor in self._state.items()}
+        grad_norms_R = (gram_RR if full_RR is None else full_RR).diagonal().sqrt()
+        lr = self.param_groups[0]["lr"]
+        new = reweight(
+            gram_RR,
+            grad_norms_R,
+            state["alpha"],
+            torch.tensor(self.objective.tau, dtype=torch.float64, device=gram_RR.device),
+            torch.tensor([name in self._seen for name in self.rows], device=gram_RR.device),
+            lr=lr,
+            rule=self.rule,
+            carried_K=None if len(self._seen) == len(self.rows) else state["gain"],
+        )
+        finite = grad_norms_R.isfinite().all()
+        # NaN, so that a scaler or a clipping loop sees the overflow too.
+        scale = torch.where(finite, 1.0, torch.nan).to(new.coefficients)
+        if full_RR is not None:
+            combined_norm = generalization.combined_norm(full_RR, new.coefficients)
+            scale = scale * generalization.clip_factors(combined_norm, self.rule.max_grad_norm)
+        gradients = weighted_gradients(blocks, new.coefficients * scale)
+        if full_RR is None:
+            combined_norm = self._norm_of(gradients) / grad_scale
+            finite = finite & combined_norm.isfinite()
+            if self.rule.max_grad_norm is not None:
+                scale = generalization.clip_factors(combined_norm, self.rule.max_grad_norm)
+                for gradient in gradients:
+                    gradient.mul_(scale.to(gradient.device))
+        for block, gradient in zip(blocks, gradients, strict=True):
+            block.param.grad = gradient
+        self._commit(state, new, finite)
+        self.last = LastStep(
+            gram=new.gram,
+            gain=new.gain,
+            influence=new.influence,
+            difficulty=new.difficulty,
+            grad_norms=grad_norms_R,
+            combined_norm=combined_norm,
+            alpha=self.alpha,
+            lr=lr,
+            skipped=~finite,
+        )
+
+    def _grams(
+        self, blocks: list[Block], grad_scale: float | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gram matrices of the selected columns and of all; the latter None where not needed.
+
+        The Gram matrix is additive over columns. Columns outside the selection are read only
+        for per-domain clipping; the combined gradient's own norm is cheaper to take from it.
+        """
+        selected = None if self._selection is None else {id(param) for param in self._selection}
+        inside = [b.rows_RN for b in blocks if selected is None or id(b.param) in selected]
+        outside = [b.rows_RN for b in blocks if selected and id(b.param) not in selected]
+        if not inside:
+            raise RuntimeError(
+                "no selected parameter received a gradient in this step; `selection` must name "
+                "parameters that the domains touch."
+            )
+        gram_RR = gram(inside) / grad_scale**2
+        if not outside:
+            return gram_RR, gram_RR
+        if self.rule.domain_max_grad_norm is None:
+            return gram_RR, None
+        return gram_RR, gram_RR + gram(outside) / grad_scale**2
+
+    def _norm_of(self, gradients: list[Tensor]) -> Tensor:
+        """Norm of the combined gradient, in one pass over N: its Gram matrix is one number."""
+        return gram([gradient.view(1, -1) for gradient in gradients])[0, 0].sqrt()
+
+    def _commit(self, state: dict[str, Tensor], new: Reweighted, finite: Tensor) -> None:
+        """Make the new weights the state, unless a gradient was not finite. No host sync."""
+        num_steps = state["num_steps"] + finite
+        alpha_K = torch.where(finite, new.alpha, state["alpha"])
+        mean_K = simplex.running_mean(state["alpha_mean"], alpha_K, num_steps.clamp(min=1))
+        self._state = {
+            "alpha": alpha_K,
+            "alpha_mean": torch.where(finite, mean_K, state["alpha_mean"]),
+            "gain": torch.where(finite, new.gain, state["gain"]),
+            "num_steps": num_steps,
+            "num_skipped": state["num_skipped"] + ~finite,
+        }
+
+    def _step_inner(self) -> None:
+        """Step the wrapped optimizer unless the step is skipped."""
+        assert self.last is not None
+        skipped = self.last.skipped
+        if self._inner_takes_found_inf() and skipped.device.type != "cpu":
+            # On the device, so that the host need not wait for the flag.
+            self._inner.grad_scale = None  # type: ignore[attr-defined]
+            self._inner.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+            try:
+                self._inner.step()
+            finally:
+                del self._inner.grad_scale, self._inner.found_inf  # type: ignore[attr-defined]
+        elif not bool(skipped):
+            self._inner.step()
+
+    def _inner_takes_found_inf(self) -> bool:
+        return bool(getattr(self._inner, "_step_supports_amp_scaling", False)) and all(
+            group.get("fused") for group in self.param_groups
+        )
+
+    def _resolve(self, selection: Collection[str] | Collection[Tensor]) -> list[Tensor]:
+        """The selected parameters."""
+        if isinstance(selection, str) or not len(selection):
+            raise ValueError(
+                f"selection must be a non-empty collection of parameters or names; "
+                f"got {selection!r}. Pass None for all parameters."
+            )
+        tracked = {id(p) for p in self._tracked()}
+        by_name = {
+            name: param
+            for group in self.param_groups
+            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+        selected: list[Tensor] = []
+        for item in selection:
+            param = by_name.get(item) if isinstance(item, str) else item
+            if param is None or id(param) not in tracked:
+                raise ValueError(
+                    f"selection names {item if isinstance(item, str) else 'a tensor'!r}, which "
+                    "is not a parameter the wrapped optimizer trains. "
+                    + (
+                        f"It knows {sorted(by_name)[:8]} ..."
+                        if by_name
+                        else "It knows no names: build it from model.named_parameters()."
+                    )
+                )
+            selected.append(param)
+        return selected
+
+    def _check_state(self, ours: dict[str, Any]) -> None:
+        if ours["version"] > STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's DoGE state has version {ours['version']}; this library reads "
+                f"up to {STATE_VERSION}. Update doge_fast."
+            )
+        if tuple(ours["domains"]) != self.domains:
+            raise ValueError(
+                f"the checkpoint holds weights of domains {list(ours['domains'])}; this optimizer "
+                f"has {list(self.domains)}. Build it with the same domains in the same order."
+            )
+
+
+def _listener(ref: "weakref.ref[DoGEOptimizer]") -> Callable[[Tensor], None]:
+    """A hook that does not keep its optimizer alive."""
+
+    def on_gradient(param: Tensor) -> None:
+        optimizer = ref()
+        if optimizer is not None:
+            optimizer._receive(param)
+
+    return on_gradient
+
+
+def _checked_score(score: str | Score) -> Score:
+    if isinstance(score, Score):
+        return score
+    named = {"paper": PAPER, "published": PUBLISHED}
+    if score not in named:
+        raise ValueError(f"score must be 'paper', 'published' or a Score; got {score!r}.")
+    return named[score]
+
+
+def _score_name(score: Score) -> str:
+    return {PAPER: "paper", PUBLISHED: "published"}.get(score, repr(score))
+
+
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"buffer_dtype must be a floating type or None; got {dtype}.")
+    return dtype

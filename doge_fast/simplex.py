@@ -1,0 +1,91 @@
+"""Points on the probability simplex: how domain weights start, move, mix and average."""
+
+import torch
+from torch import Tensor
+
+
+def uniform(num_domains: int, *, device: torch.device | str | None = None) -> Tensor:
+    """1/K everywhere, [K] float64: where Algorithm 1 starts.
+
+    Raises:
+        ValueError: `num_domains` < 1.
+    """
+    if num_domains < 1:
+        raise ValueError(f"a simplex needs at least one domain; got {num_domains}.")
+    return torch.full((num_domains,), 1 / num_domains, dtype=torch.float64, device=device)
+
+
+def mirror_step(alpha_K: Tensor, gain_K: Tensor, *, lr: float | Tensor, mu: float) -> Tensor:
+    """Move the domain weights one step of exponentiated gradient.
+
+    alpha'_j  =  alpha_j exp(lr * W_j / mu) / sum_i alpha_i exp(lr * W_i / mu)
+
+    Computed as a softmax of logarithms, so a large gain cannot overflow and a weight of zero
+    stays zero. W is `gain_K`.
+
+    Args:
+        alpha_K: [K] floating, on the simplex.
+        gain_K: [K], same dtype; loss decrease per unit of `lr`.
+        lr: >= 0; this step's learning rate (a warm-up may start at 0). A tensor is not looked
+            at, so that it may live on a device.
+        mu: > 0; Bregman coefficient. The limit of large `mu` is "do not move".
+
+    Returns:
+        [K], same dtype; sums to 1 within K ulp.
+
+    Raises:
+        ValueError: `lr` < 0 or NaN, `mu` <= 0 or NaN, or the shapes differ.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
+    """
+    check_mu(mu)
+    if not isinstance(lr, Tensor) and not lr >= 0:
+        raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
+    if alpha_K.shape != gain_K.shape or alpha_K.ndim != 1:
+        raise ValueError(
+            "domain weights and gains must be vectors of one length; got "
+            f"{list(alpha_K.shape)} and {list(gain_K.shape)}."
+        )
+    return torch.softmax(alpha_K.log() + (lr / mu) * gain_K, dim=-1)
+
+
+def smooth(alpha_K: Tensor, smoothing: float) -> Tensor:
+    """(1 - eps) alpha + eps / K, [K]: mixture with uniform, which keeps every weight above eps / K.
+
+    Raises:
+        ValueError: `smoothing` outside [0, 1) or NaN.
+    """
+    check_smoothing(smoothing)
+    return (1 - smoothing) * alpha_K + smoothing / len(alpha_K) if smoothing else alpha_K
+
+
+def running_mean(mean_K: Tensor, alpha_K: Tensor, count: float | Tensor) -> Tensor:
+    """Mean of `count` points, the last of which is `alpha_K` and the others have mean `mean_K`.
+
+    Source: DoGE, Algorithm 1, last line: alpha_bar = (1/T) sum_t alpha^(t).
+    """
+    return mean_K + (alpha_K - mean_K) / count
+
+
+def effective_domains(alpha_K: Tensor) -> Tensor:
+    """exp(H(alpha)), scalar between 1 (one domain takes all) and K (uniform)."""
+    entropy: Tensor = torch.special.entr(alpha_K).sum()
+    return entropy.exp()
+
+
+def check_mu(mu: float) -> None:
+    """Raise ValueError unless `mu` > 0."""
+    if not 0 < mu < float("inf"):
+        raise ValueError(
+            f"mu, the Bregman coefficient, must be positive and finite; got {mu}. "
+            "Larger values move the domain weights more slowly."
+        )
+
+
+def check_smoothing(smoothing: float) -> None:
+    """Raise ValueError unless 0 <= `smoothing` < 1."""
+    if not 0 <= smoothing < 1:
+        raise ValueError(
+            f"smoothing, the share of uniform in the domain weights, must be in [0, 1); "
+            f"got {smoothing}."
+        )
