@@ -1,0 +1,552 @@
+"""What the wrapper refuses, what it keeps, and how it behaves as a torch optimizer."""
+
+import copy
+import gc
+import json
+import math
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from doge_fast import DoGEOptimizer
+from tests.models import domain_tokens, tied_transformer
+
+DOMAINS = ("a", "b", "c")
+
+
+def build(model: nn.Module | None = None, **kwargs: Any) -> tuple[nn.Module, DoGEOptimizer]:
+    model = tied_transformer() if model is None else model
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, DoGEOptimizer(inner, domains=DOMAINS, **kwargs)
+
+
+def fill(model: nn.Module, optimizer: DoGEOptimizer, step: int = 0, skip: str = "") -> None:
+    for row, name in enumerate(optimizer.rows):
+        if name not in skip:
+            with optimizer.domain(name):
+                model(domain_tokens(row, step)).backward()
+
+
+def everything(model: nn.Module, optimizer: DoGEOptimizer) -> list[Tensor]:
+    """Parameters, the wrapped optimizer's state and the domain weights, copied."""
+    state = [t.clone() for s in optimizer.state.values() for t in s.values()]
+    return [p.detach().clone() for p in model.parameters()] + state + [optimizer.alpha.clone()]
+
+
+def assert_unmoved(before: list[Tensor], after: list[Tensor]) -> None:
+    assert len(before) == len(after)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+
+
+class TestBadArguments:
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"domains": []}, "at least one training domain; got none"),
+            ({"domains": ["a", "a", "b"]}, r"must be distinct; \['a'\] occur more than once"),
+            ({"domains": ["a", ""]}, "must be a non-empty string; got ''"),
+            ({"domains": "abc"}, "sequence of names; got the string 'abc'"),
+            ({"domains": ["universal", "a"]}, "cannot name one; rename the domain"),
+            ({"target": 3}, "'universal', a name, a list of names or {name: weight}; got 3"),
+            ({"target": []}, "at least one name with a positive weight"),
+            ({"target": {"x": -1.0}}, "finite and >= 0; 'x' has -1.0"),
+            ({"target": {"x": 0.0}}, "at least one name with a positive weight"),
+            ({"target": {"x": math.nan}}, "finite and >= 0; 'x' has nan"),
+            ({"target": ["x", "universal"]}, "'universal' stands alone"),
+            ({"target": ["x", "x"]}, "target names must be distinct"),
+            ({"mu": 0.0}, "must be positive and finite; got 0.0"),
+            ({"mu": -1.0}, "must be positive and finite; got -1.0"),
+            ({"mu": math.nan}, "must be positive and finite; got nan"),
+            ({"smoothing": -0.1}, r"must be in \[0, 1\); got -0.1"),
+            ({"smoothing": math.nan}, r"must be in \[0, 1\); got nan"),
+            ({"score": "best"}, "'paper', 'published' or a Score; got 'best'"),
+            ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, or None"),
+            ({"domain_max_grad_norm": -1.0}, "domain_max_grad_norm must be positive, or None"),
+            ({"absent": "zero"}, "absent must be 'error' or 'keep'; got 'zero'"),
+            ({"selection": []}, "non-empty collection"),
+            ({"selection": ["nope"]}, "It knows no names: build it from model.named_parameters"),
+            ({"buffer_dtype": torch.int32}, "must be a floating type or None; got torch.int32"),
+        ],
+    )
+    def test_is_refused_with_a_sentence(self, kwargs: dict[str, Any], message: str) -> None:
+        inner = torch.optim.SGD(tied_transformer().parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=message):
+            DoGEOptimizer(inner, **{"domains": DOMAINS, **kwargs})
+
+    def test_unknown_name_in_selection_lists_known_ones(self) -> None:
+        inner = torch.optim.SGD(tied_transformer().named_parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"'nope', which is not a parameter.*It knows \['emb"):
+            DoGEOptimizer(inner, domains=DOMAINS, selection=["nope"])
+
+    def test_needs_an_optimizer(self) -> None:
+        with pytest.raises(TypeError, match=r"wraps a torch.optim.Optimizer.*got list"):
+            DoGEOptimizer(list(tied_transformer().parameters()), domains=DOMAINS)
+
+    def test_does_not_wrap_itself(self) -> None:
+        _, optimizer = build()
+        with pytest.raises(TypeError, match="already"):
+            DoGEOptimizer(optimizer, domains=DOMAINS)
+
+    def test_needs_parameters(self) -> None:
+        inner = torch.optim.SGD([{"params": []}], lr=0.1)
+        with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+            DoGEOptimizer(inner, domains=DOMAINS)
+
+
+class TestMisuse:
+    def test_unknown_domain(self) -> None:
+        _, optimizer = build(target="x")
+        with (
+            pytest.raises(ValueError, match=r"unknown domain 'z'; the optimizer knows .*'x'\]"),
+            optimizer.domain("z"),
+        ):
+            pass
+
+    def test_missing_domain(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer, skip="b")
+        before = everything(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"gradient from every domain; missing \['b'\] of"):
+            optimizer.step()
+        assert_unmoved(before, everything(model, optimizer))
+
+    def test_missing_target(self) -> None:
+        model, optimizer = build(target="x")
+        fill(model, optimizer, skip="x")
+        with pytest.raises(RuntimeError, match=r"missing \['x'\]"):
+            optimizer.step()
+
+    def test_step_without_anything(self) -> None:
+        _, optimizer = build()
+        with pytest.raises(RuntimeError, match=r"missing .* Run backward for them inside"):
+            optimizer.step()
+
+    def test_step_twice(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="missing"):
+            optimizer.step()
+
+    def test_backward_outside_any_domain(self) -> None:
+        model, optimizer = build()
+        with pytest.raises(RuntimeError, match="ran outside any domain"):
+            model(domain_tokens(0, 0)).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.release()
+        model(domain_tokens(0, 0)).backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+    def test_nested_domains(self) -> None:
+        _, optimizer = build()
+        with (
+            pytest.raises(RuntimeError, match=r"entered inside domain\('a'\)"),
+            optimizer.domain("a"),
+            optimizer.domain("b"),
+        ):
+            pass
+
+    def test_step_inside_a_domain(self) -> None:
+        model, optimizer = build()
+        with optimizer.domain("a"):
+            model(domain_tokens(0, 0)).backward()
+            with pytest.raises(RuntimeError, match=r"belong outside domain.*'a' is active"):
+                optimizer.step()
+
+    def test_combine_twice(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.combine()
+        with pytest.raises(RuntimeError, match="call step"):
+            optimizer.combine()
+
+    def test_forgetting_to_clear(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.step()
+        with (
+            pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\) after step"),
+            optimizer.domain("a"),
+        ):
+            pass
+
+    def test_no_backward_inside_a_domain(self) -> None:
+        _, optimizer = build()
+        with (
+            pytest.raises(RuntimeError, match=r"received a gradient inside domain\('a'\)"),
+            optimizer.domain("a"),
+        ):
+            pass
+
+    def test_parameters_replaced_after_construction(self) -> None:
+        model = nn.Linear(3, 1, bias=False)
+        _, optimizer = build(model)
+        model.weight = nn.Parameter(torch.ones(1, 3))
+        with (
+            pytest.raises(RuntimeError, match="parameters were replaced after the optimizer"),
+            optimizer.domain("a"),
+        ):
+            model(torch.ones(2, 3)).sum().backward()
+
+    def test_model_moved_after_its_first_gradient(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.float()
+        with (
+            pytest.raises(RuntimeError, match="moved or cast after its first gradient"),
+            optimizer.domain("a"),
+        ):
+            model(domain_tokens(0, 0)).backward()
+
+    def test_model_moved_before_its_first_gradient_is_fine(self) -> None:
+        model, optimizer = build()
+        model.float()
+        fill(model, optimizer)
+        optimizer.step()
+        assert optimizer.num_steps == 1
+
+    def test_sparse_gradients(self) -> None:
+        model = nn.Embedding(4, 2, sparse=True)
+        inner = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        optimizer = DoGEOptimizer(inner, domains=DOMAINS)
+        with (
+            pytest.raises(RuntimeError, match="must be dense"),
+            optimizer.domain("a"),
+        ):
+            model(torch.tensor([1])).sum().backward()
+
+    def test_exception_inside_a_domain_drops_the_step(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer, skip="c")
+        model.norm.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError), optimizer.domain("c"):
+            model(domain_tokens(2, 0)).backward()
+        model.norm.weight._backward_hooks.clear()
+        with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'c'\]"):
+            optimizer.step()
+        fill(model, optimizer)
+        optimizer.step()
+        assert optimizer.num_steps == 1
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    @pytest.mark.parametrize("selected", [False, True])
+    def test_skips_counts_and_moves_nothing(self, value: float, selected: bool) -> None:
+        model = tied_transformer()
+        inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+        selection = ["norm.weight"] if selected else None
+        optimizer = DoGEOptimizer(inner, domains=DOMAINS, max_grad_norm=1.0, selection=selection)
+        fill(model, optimizer, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = everything(model, optimizer)
+        mean = optimizer.alpha_mean.clone()
+        # One element of one domain, outside the selection.
+        handle = model.layers[0]["up"].weight.register_hook(
+            lambda grad: grad.index_fill(0, torch.tensor([1]), value)
+        )
+        fill(model, optimizer, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_unmoved(before, everything(model, optimizer))
+        assert torch.equal(optimizer.alpha_mean, mean)
+        assert (optimizer.num_steps, optimizer.num_skipped) == (1, 1)
+        assert bool(optimizer.last.skipped)
+        handle.remove()
+        fill(model, optimizer, 2)
+        optimizer.step()
+        assert (optimizer.num_steps, optimizer.num_skipped) == (2, 1)
+        assert not torch.equal(optimizer.alpha_mean, mean)
+
+
+class TestGradients:
+    def test_gradient_is_the_weighted_sum(self) -> None:
+        model, optimizer = build()
+        params = list(model.parameters())
+        grads = [torch.autograd.grad(model(domain_tokens(row, 0)), params) for row in range(3)]
+        fill(model, optimizer)
+        optimizer.combine()
+        for i, param in enumerate(params):
+            expected = sum(a * g[i] for a, g in zip(optimizer.alpha, grads, strict=True))
+            torch.testing.assert_close(param.grad, expected, rtol=1e-12, atol=1e-14)
+
+    def test_untouched_parameters_keep_no_gradient(self) -> None:
+        model, optimizer = build(
+            nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)}).double()
+        )
+        for name in DOMAINS:
+            with optimizer.domain(name):
+                model["used"](torch.ones(1, 2).double()).sum().backward()
+        before = model["unused"].weight.clone()
+        optimizer.step()
+        assert model["unused"].weight.grad is None
+        assert torch.equal(model["unused"].weight, before)
+
+    def test_a_parameter_some_domains_do_not_touch_counts_as_zero(self) -> None:
+        """Over two steps, so that a row left from the first would show in the second."""
+        model, optimizer = build(
+            nn.ModuleDict({"all": nn.Linear(2, 1), "some": nn.Linear(2, 1)}).double()
+        )
+        x = torch.ones(1, 2).double()
+        for step in range(2):
+            for i, name in enumerate(DOMAINS):
+                with optimizer.domain(name):
+                    loss = model["all"](x).sum()
+                    if (i + step) % 2 == 0:
+                        loss = loss + model["some"](x).sum() * (i + 1)
+                    loss.backward()
+            optimizer.combine()
+            alpha = optimizer.alpha
+            expected = sum(alpha[i] * (i + 1) for i in range(len(DOMAINS)) if (i + step) % 2 == 0)
+            torch.testing.assert_close(model["some"].bias.grad, expected[None])
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def test_frozen_parameters_stay(self) -> None:
+        model = tied_transformer()
+        model.position.weight.requires_grad_(False)
+        _, optimizer = build(model)
+        before = model.position.weight.clone()
+        fill(model, optimizer)
+        optimizer.step()
+        assert model.position.weight.grad is None
+        assert torch.equal(model.position.weight, before)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_parameters(self, dtype: torch.dtype) -> None:
+        model, optimizer = build(tied_transformer().to(dtype))
+        params = list(model.parameters())
+        grads = [torch.autograd.grad(model(domain_tokens(row, 0)), params) for row in range(3)]
+        rows = torch.stack([torch.cat([g.double().flatten() for g in gs]) for gs in grads])
+        fill(model, optimizer)
+        optimizer.combine()
+        gram = rows @ rows.T
+        torch.testing.assert_close(optimizer.last.gram, gram, rtol=1e-6, atol=0)
+        flat = torch.cat([p.grad.double().flatten() for p in params])
+        expected = optimizer.alpha @ rows
+        assert all(p.grad.dtype == dtype for p in params)
+        # One rounding to storage: half an ulp of each element.
+        assert ((flat - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
+
+    def test_float32_buffer_of_bfloat16_gradients_adds_micro_batches_in_float32(self) -> None:
+        weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+        optimizer = DoGEOptimizer(
+            torch.optim.SGD([weight], lr=0.0), domains=["a"], buffer_dtype=torch.float32
+        )
+        # 256 + 1 rounds back to 256 in bfloat16.
+        for value in (256.0, 1.0):
+            with optimizer.domain("a"):
+                (weight * value).sum().backward()
+        optimizer.combine()
+        assert optimizer.last.gram.item() == 257.0**2
+
+    def test_gradient_accumulation_adds_up(self) -> None:
+        model, optimizer = build()
+        params = list(model.parameters())
+        expected = [torch.zeros_like(p) for p in params]
+        for micro in range(3):
+            for row, name in enumerate(DOMAINS):
+                with optimizer.domain(name):
+                    model(domain_tokens(row, micro)).backward()
+                if name == "b":
+                    for e, g in zip(
+                        expected,
+                        torch.autograd.grad(model(domain_tokens(row, micro)), params),
+                        strict=True,
+                    ):
+                        e += g
+        optimizer.combine()
+        norm_b = torch.cat([e.flatten() for e in expected]).norm()
+        torch.testing.assert_close(optimizer.last.grad_norms[1], norm_b, rtol=1e-12, atol=0)
+
+    def test_grad_scale_changes_nothing_but_the_factor_in_p_grad(self) -> None:
+        grads, alphas = [], []
+        for scale in (1.0, 1024.0):
+            model, optimizer = build(max_grad_norm=0.1)
+            for row, name in enumerate(DOMAINS):
+                with optimizer.domain(name):
+                    (model(domain_tokens(row, 0)) * scale).backward()
+            optimizer.combine(grad_scale=scale)
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]) / scale)
+            alphas.append(optimizer.alpha)
+        torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(alphas[0], alphas[1], rtol=1e-12, atol=0)
+
+    def test_grad_scaler(self) -> None:
+        model, optimizer = build()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        twin, plain = build()
+        for step in range(3):
+            for row, name in enumerate(DOMAINS):
+                with optimizer.domain(name):
+                    scaler.scale(model(domain_tokens(row, step))).backward()
+            optimizer.combine(grad_scale=scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            fill(twin, plain, step)
+            plain.step()
+            plain.zero_grad()
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(param, other, rtol=1e-9, atol=1e-12)
+
+    def test_memory_is_rows_plus_one_gradient(self) -> None:
+        model, optimizer = build(target="x")
+        fill(model, optimizer)
+        optimizer.step()
+        padded = sum(-(-p.numel() // 64) * 64 for p in model.parameters())
+        assert optimizer._buffer.num_bytes == 4 * padded * 8
+
+
+class TestTorchOptimizer:
+    def test_is_one(self) -> None:
+        _, optimizer = build()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is optimizer.inner.param_groups
+        assert optimizer.state is optimizer.inner.state
+
+    def test_scheduler_reaches_the_wrapped_optimizer_and_eta(self) -> None:
+        model, optimizer = build()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for step in range(3):
+            fill(model, optimizer, step)
+            optimizer.step()
+            assert optimizer.last.lr == optimizer.inner.param_groups[0]["lr"] == 1e-2 * 0.5**step
+            scheduler.step()
+            optimizer.zero_grad()
+
+    def test_hooks_run(self) -> None:
+        model, optimizer = build()
+        seen: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+        optimizer.register_state_dict_post_hook(lambda *_: seen.append("state"))
+        fill(model, optimizer)
+        optimizer.step()
+        optimizer.state_dict()
+        assert seen == ["pre", "post", "state"]
+
+    def test_closure(self) -> None:
+        model, optimizer = build()
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            fill(model, optimizer)
+            return 1.5
+
+        assert optimizer.step(closure) == 1.5
+        assert optimizer.num_steps == 1
+
+    def test_foreign_gradient_is_the_wrapped_optimizers_own_step(self) -> None:
+        model, optimizer = build()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert optimizer.num_steps == 0
+        assert len(optimizer.state) > 0
+
+    def test_zero_grad_to_zeros(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert all((p.grad == 0).all() for p in model.parameters())
+        twin = copy.deepcopy(optimizer.alpha)
+        fill(model, optimizer, 1)
+        optimizer.step()
+        assert not torch.equal(twin, optimizer.alpha)
+
+    def test_zero_grad_forgets_the_domains(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="missing"):
+            optimizer.step()
+
+    def test_add_param_group(self) -> None:
+        model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+        inner = torch.optim.SGD(model["a"].parameters(), lr=0.1)
+        optimizer = DoGEOptimizer(inner, domains=DOMAINS)
+        optimizer.add_param_group({"params": list(model["b"].parameters())})
+        for name in DOMAINS:
+            with optimizer.domain(name):
+                (model["a"](torch.ones(1, 2)) + model["b"](torch.ones(1, 2))).sum().backward()
+        before = model["b"].weight.clone()
+        optimizer.step()
+        assert not torch.equal(before, model["b"].weight)
+
+    @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+    def test_copies_go_on_alone(self, way: str) -> None:
+        model, optimizer = build()
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+        fill(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        pair = (model, optimizer)
+        twin, copied = (
+            copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+        )
+        for m, o in ((model, optimizer), (twin, copied)):
+            fill(m, o, 1)
+            o.step()
+            o.zero_grad()
+        assert torch.equal(optimizer.alpha_mean, copied.alpha_mean)
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert param is not other
+            assert torch.equal(param, other)
+
+    def test_does_not_outlive_its_references(self) -> None:
+        model, optimizer = build()
+        ref = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert ref() is None
+        model(domain_tokens(0, 0)).backward()
+
+    def test_plain_checkpoint_loads(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.step()
+        plain = optimizer.inner.state_dict()
+        alpha = optimizer.alpha.clone()
+        optimizer.load_state_dict(plain)
+        assert torch.equal(optimizer.alpha, alpha)
+        optimizer.inner.load_state_dict(optimizer.state_dict())
+
+    def test_other_domains_in_a_checkpoint(self) -> None:
+        model, optimizer = build()
+        state = optimizer.state_dict()
+        inner = torch.optim.AdamW(model.parameters())
+        other = DoGEOptimizer(inner, domains=["a", "c", "b"])
+        with pytest.raises(ValueError, match=r"weights of domains \['a', 'b', 'c'\]"):
+            other.load_state_dict(state)
+
+    def test_later_version_in_a_checkpoint(self) -> None:
+        _, optimizer = build()
+        state = optimizer.state_dict()
+        state["doge"]["version"] = 99
+        with pytest.raises(ValueError, match="has version 99; this library reads up to"):
+            optimizer.load_state_dict(state)
+
+
+def test_save_weights_is_keyed_by_name(tmp_path: Path) -> None:
+    weights_file = tmp_path / "weights.json"
+    model, optimizer = build(target={"x": 0.5})
+    fill(model, optimizer)
+    optimizer.step()
+    optimizer.save_weights(weights_file)
+    record = json.loads(weights_file.read_text())
+    assert [d["name"] for d in record["domains"]] == list(DOMAINS)
+    assert {d["name"]: d["weight"] for d in record["domains"]} == optimizer.weights
+    assert math.isclose(sum(optimizer.weights.values()), 1.0)
+    assert record["target"] == {"x": 0.5}
+    assert list(tmp_path.iterdir()) == [weights_file]

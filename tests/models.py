@@ -1,0 +1,54 @@
+"""Small models and batches that the tests of the method share."""
+
+import torch
+from torch import Tensor, nn
+
+
+class TiedTransformer(nn.Module):
+    """A causal transformer whose output matrix is its embedding: a few thousand parameters."""
+
+    def __init__(self, vocab_size: int = 32, width: int = 16, num_layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.position = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm1": nn.LayerNorm(width),
+                    # No bias: that of the keys has a gradient of exactly zero, and AdamW turns
+                    # the rounding noise it gets in place of it into steps of 1e-9.
+                    "qkv": nn.Linear(width, 3 * width, bias=False),
+                    "out": nn.Linear(width, width),
+                    "norm2": nn.LayerNorm(width),
+                    "up": nn.Linear(width, 4 * width),
+                    "down": nn.Linear(4 * width, width),
+                }
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Mean next-token loss of `tokens` [B, L]."""
+        hidden = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            q, k, v = layer["qkv"](layer["norm1"](hidden)).chunk(3, dim=-1)
+            hidden = hidden + layer["out"](
+                nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            )
+            hidden = hidden + layer["down"](nn.functional.gelu(layer["up"](layer["norm2"](hidden))))
+        logits = self.norm(hidden) @ self.embedding.weight.T
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tied_transformer(seed: int = 0, **kwargs: int) -> TiedTransformer:
+    """A TiedTransformer in float64, initialised from `seed`."""
+    torch.manual_seed(seed)
+    return TiedTransformer(**kwargs).double()
+
+
+def domain_tokens(row: int, step: int, *, batch: int = 2, length: int = 12) -> Tensor:
+    """Tokens [batch, length] of domain `row` at `step`: each domain uses another part of 0..31."""
+    generator = torch.Generator().manual_seed(1000 * step + row)
+    low = 4 * row % 24
+    return torch.randint(low, low + 8, (batch, length), generator=generator)
