@@ -1,0 +1,516 @@
+"""What a run leaves on disk, and what is believed when it is read back.
+
+A run directory is complete enough to be reported without the code that made it:
+
+    config.json      what was asked, of which corpus, with which versions
+    metrics.jsonl    one object a line, {"step", "kind": "train" | "eval", ...}; only appended to
+    weights.json     the domain weights, keyed by name (proxy stage)
+    evaluation.json  loss and perplexity per domain on held-out blocks
+
+Whole files are written beside and renamed; a line is one write. So a run killed at any
+moment leaves complete files and at most one torn line, which the next run drops. JSON has
+no word for NaN and infinity: in metrics they become null, in weights they are an error.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+WEIGHTS = "weights.json"
+EVALUATION = "evaluation.json"
+
+Stage = Literal["proxy", "base"]
+Json = dict[str, Any]
+
+# Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
+_SUM_TOLERANCE = 1e-5
+
+# Where a run lies and where its blocks are cached does not change what it computes.
+_NOT_COMPARED = ("out", "corpus.cache_dir")
+
+_REPORTED_PACKAGES = (
+    "doge-fast",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "numpy",
+)
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of every installed package that decides a run's numbers."""
+    found = {"python": python_version()}
+    for package in _REPORTED_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON holds it: dataclasses, paths, arrays and tensors become plain values.
+
+    Non-finite numbers become None, for JSON has no word for them.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` (see `plain`) as JSON: beside `path`, then renamed over it."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files that only the owner reads; a record is for everybody.
+        os.chmod(beside, 0o666 & ~_umask())
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def _umask() -> int:
+    """The process's file mode mask; reading it is setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def read_json(path: Path) -> Json:
+    """The object that the file holds.
+
+    Raises:
+        ValueError: there is no such file, it is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must hold JSON and does not: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object; it holds a {type(value).__name__}.")
+    return value
+
+
+def _check_schema(record: Json, path: Path) -> None:
+    """A record of another schema is refused before any of it is believed."""
+    version = record.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(
+            f"{path} must say which schema it follows, as an integer schema_version; "
+            f"it says {version!r}."
+        )
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} follows schema {version}; this version of doge_fast reads up to "
+            f"{SCHEMA_VERSION}. Upgrade doge_fast to read it."
+        )
+
+
+def check_run(out: Path, *, stage: Stage, config: Any) -> bool:
+    """Whether `out` already holds this very run, so that it can be resumed.
+
+    Writes nothing, so it can be asked before the corpus is packed. Where `out` lies and
+    where blocks are cached is not compared.
+
+    Args:
+        out: the run directory; need not exist.
+        stage: which stage wants it.
+        config: the stage's dataclass, or what `plain` makes of it.
+
+    Raises:
+        ValueError: `out` is a file, holds files but no config.json, or holds another run.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"A run needs a directory; {out} is a file. Name another one.")
+    if not (out / CONFIG).exists():
+        _check_empty(out)
+        return False
+    recorded = read_config(out)
+    if recorded["stage"] != stage:
+        raise ValueError(
+            f"{out} holds a {recorded['stage']} run; this is the {stage} stage. "
+            "Name another directory."
+        )
+    _check_same("configuration", out, recorded["config"], plain(config), _NOT_COMPARED)
+    return True
+
+
+def open_run(out: Path, *, stage: Stage, config: Any, corpus: Mapping[str, Any]) -> bool:
+    """Make `out` the directory of this run, or find that it already is.
+
+    Args:
+        out: the run directory; made where absent.
+        stage: "proxy" or "base".
+        config: the stage's dataclass.
+        corpus: {"domains": {name: {"train_tokens", "train_blocks", "validation_blocks",
+            "documents"}}, "targets": likewise, "tokenizer_sha256", "block_size",
+            "vocab_size"}.
+
+    Returns:
+        True where the directory held this very run already: resume it.
+
+    Raises:
+        ValueError: it holds another run: another stage, configuration or corpus.
+    """
+    if check_run(out, stage=stage, config=config):
+        _check_same("corpus", out, read_config(out)["corpus"], plain(corpus), ())
+        return True
+    out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "stage": stage,
+        "config": config,
+        "corpus": corpus,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_json(out / CONFIG, record)
+    return False
+
+
+def read_config(run: Path) -> Json:
+    """config.json of a run directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, of a future schema, or lacks a part.
+    """
+    if not (run / CONFIG).exists():
+        raise ValueError(f"{run} is not a run directory: it holds no {CONFIG}.")
+    record = read_json(run / CONFIG)
+    _check_schema(record, run / CONFIG)
+    _check_keys(record, ("stage", "config", "corpus"), run / CONFIG)
+    if record["stage"] not in ("proxy", "base"):
+        raise ValueError(
+            f"{run / CONFIG} must name the stage proxy or base; it says {record['stage']!r}."
+        )
+    return record
+
+
+def _check_keys(record: Json, keys: Iterable[str], path: Path) -> None:
+    """Every key that a reader will ask for is there."""
+    missing = [key for key in keys if key not in record]
+    if missing:
+        raise ValueError(f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}.")
+
+
+def _check_empty(out: Path) -> None:
+    """A directory with somebody else's files is not made a run."""
+    if not out.is_dir():
+        return
+    # What a run leaves that was killed while it wrote its very first file.
+    torn = f".{CONFIG}."
+    held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(torn))
+    if held:
+        raise ValueError(
+            f"A new run needs an empty directory; {out} holds {', '.join(held[:3])}"
+            f"{', ...' if len(held) > 3 else ''} and no {CONFIG}. Name another directory."
+        )
+
+
+def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
+    """The recorded object equals the one asked for, outside `ignored` dotted names."""
+    before, now = _flat(recorded), _flat(asked)
+    names = [
+        name
+        for name in dict.fromkeys((*before, *now))
+        if name not in ignored and before.get(name, "absent") != now.get(name, "absent")
+    ]
+    if not names:
+        return
+    first = names[0]
+    others = f" (also {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})"
+    raise ValueError(
+        f"{out} holds another run: the {what}'s {first} is {before.get(first, 'absent')!r} there "
+        f"and {now.get(first, 'absent')!r} here{others if len(names) > 1 else ''}. Name another "
+        "directory, or repeat the recorded run to resume it."
+    )
+
+
+def _flat(value: Any, prefix: str = "") -> Json:
+    """{"a": {"b": 1}} -> {"a.b": 1}; a list is one value, an empty object too."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: Json = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
+    """Append one line to metrics.jsonl, in one write.
+
+    Args:
+        run: the run directory.
+        line: {"step": int, "kind": "train" | "eval", ...}; see `plain`.
+
+    Raises:
+        ValueError: `step` or `kind` is missing or is something else.
+    """
+    record = plain(line)
+    _check_line(record, "A line of metrics.jsonl")
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    descriptor = os.open(run / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    with open(descriptor, "wb", buffering=0) as file:
+        file.write(text.encode())
+
+
+def resume_metrics(run: Path, *, step: int) -> None:
+    """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
+
+    A torn last line is dropped, and so is every line past `step`. A negative `step`
+    empties the file: the run starts from the beginning.
+
+    Raises:
+        ValueError: a line before the last is not a metrics line.
+    """
+    path = run / METRICS
+    if not path.exists():
+        return
+    lines = [line for line in _parse_metrics(path) if line["step"] <= step]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    beside = path.with_name(f".{METRICS}.cut")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> list[Json]:
+    """The lines of metrics.jsonl in order, of one kind or all; a torn last line is left out.
+
+    Raises:
+        ValueError: there is no such file, or a line before the last is not a metrics line.
+    """
+    path = run / METRICS
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: the run in {run} has not logged a step.")
+    return [line for line in _parse_metrics(path) if kind in (None, line["kind"])]
+
+
+def _parse_metrics(path: Path) -> list[Json]:
+    """Every complete line; what follows the last line break was torn by a kill."""
+    complete = path.read_bytes().split(b"\n")[:-1]
+    return [_parse_line(text, f"{path}, line {n}") for n, text in enumerate(complete, start=1)]
+
+
+def _parse_line(text: bytes, where: str) -> Json:
+    try:
+        line = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{where}, must hold a JSON object and does not: {error}. The file was changed by "
+            "something other than a run; restore it, or start the run anew elsewhere."
+        ) from None
+    _check_line(line, where)
+    return dict(line)
+
+
+def _check_line(line: Any, where: str) -> None:
+    is_object = isinstance(line, dict)
+    step = line.get("step") if is_object else None
+    kind = line.get("kind") if is_object else None
+    if not isinstance(step, int) or isinstance(step, bool) or kind not in ("train", "eval"):
+        raise ValueError(
+            f'{where} needs an integer "step" and a "kind" of "train" or "eval"; '
+            f"it has step {step!r} and kind {kind!r}."
+        )
+
+
+def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
+    """Write weights.json, after the checks that `read_weights` makes.
+
+    Args:
+        path: the file, or the run directory it goes to.
+        weights: {"method", "domains": [{"name", "weight", ...}], ...}; `schema_version` is
+            added where absent.
+
+    Raises:
+        ValueError: as `read_weights`; nothing is written.
+    """
+    file = path / WEIGHTS if path.is_dir() else path
+    record = {"schema_version": SCHEMA_VERSION, **weights}
+    _check_weights(record, file)
+    write_json(file, record)
+
+
+def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
+    """weights.json, checked.
+
+    Args:
+        path: the file, or a run directory that holds one.
+        domains: where given, exactly these domains must have a weight, in any order.
+
+    Returns:
+        The record; its "domains" are put in the order of `domains` where that is given.
+
+    Raises:
+        ValueError: the file is absent or not JSON; its schema is unknown; a domain has no
+            name, occurs twice or has a weight that is not a finite number >= 0; the weights
+            do not sum to 1 (within 1e-5); the domains are not `domains`.
+    """
+    file = path / WEIGHTS if path.is_dir() else path
+    record = read_json(file)
+    _check_weights(record, file)
+    if domains is None:
+        return record
+    by_name = {entry["name"]: entry for entry in record["domains"]}
+    _check_domains(by_name, domains, file)
+    return record | {"domains": [by_name[name] for name in domains]}
+
+
+def weights_by_name(record: Mapping[str, Any]) -> dict[str, float]:
+    """{name: weight} of a record that `read_weights` returned, in its order."""
+    return {entry["name"]: float(entry["weight"]) for entry in record["domains"]}
+
+
+def _check_weights(record: Json, path: Path) -> None:
+    _check_schema(record, path)
+    entries = record.get("domains")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(
+            f'{path} must hold "domains", a list of {{"name", "weight"}}; it holds {entries!r}.'
+        )
+    names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in entries]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{path}: every entry of domains needs a name; the names are {names}.")
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path}: a domain has one weight; {', '.join(twice)} occurs twice.")
+    for entry in entries:
+        _check_weight(entry, path)
+    total = math.fsum(entry["weight"] for entry in entries)
+    if abs(total - 1) > _SUM_TOLERANCE:
+        raise ValueError(
+            f"{path}: domain weights must sum to 1; these sum to {total:.6g}. "
+            "Divide each by the sum."
+        )
+
+
+def _check_weight(entry: Mapping[str, Any], path: Path) -> None:
+    weight = entry.get("weight")
+    if not _is_weight(weight):
+        raise ValueError(
+            f"{path}: a domain weight must be a finite number >= 0; that of {entry['name']} is "
+            f"{weight}. The run that wrote it has diverged, or the file was edited."
+        )
+
+
+def _is_weight(value: Any) -> bool:
+    """A finite number >= 0; JSON's true and false are Python's numbers and not ours."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value >= 0
+
+
+def _check_domains(found: Iterable[str], domains: Sequence[str], path: Path) -> None:
+    missing = [name for name in domains if name not in found]
+    extra = [name for name in found if name not in domains]
+    if missing or extra:
+        parts = [f"no weight for {', '.join(missing)}"] if missing else []
+        parts += [f"weights for {', '.join(extra)}, which are not trained on"] if extra else []
+        raise ValueError(
+            f"{path} must weigh exactly the domains of this corpus ({', '.join(domains)}); it has "
+            f"{' and '.join(parts)}. Train on the domains of the file, or name another file."
+        )
+
+
+def evaluation(
+    *, step: int, blocks: Mapping[str, int], loss: Mapping[str, float], block_size: int
+) -> Json:
+    """What evaluation.json holds, from the held-out loss of every domain.
+
+    perplexity_d        =  exp(loss_d)
+    average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
+    worst               =  max_d perplexity_d
+
+    Args:
+        step: optimizer steps the model has made.
+        blocks: held-out blocks measured, per domain.
+        loss: mean loss per predicted token in nats, per domain.
+        block_size: tokens in a block; the first of each is not predicted.
+
+    Raises:
+        ValueError: the domains of `blocks` and `loss` differ, or there are none.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
+    """
+    if not loss or set(loss) != set(blocks):
+        raise ValueError(
+            f"An evaluation needs blocks and loss of the same domains; it has blocks of "
+            f"{sorted(blocks)} and loss of {sorted(loss)}."
+        )
+    perplexity = {name: _exp(value) for name, value in loss.items()}
+    return {
+        "step": step,
+        "blocks": dict(blocks),
+        "loss": dict(loss),
+        "perplexity": perplexity,
+        "average_perplexity": _exp(math.fsum(loss.values()) / len(loss)),
+        "worst": max(perplexity.values()),
+        "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
+    }
+
+
+def _exp(value: float) -> float:
+    """exp without OverflowError: a diverged model's perplexity is infinite."""
+    return math.exp(value) if value < 709 else math.inf
+
+
+def write_evaluation(run: Path, record: Mapping[str, Any]) -> None:
+    """Write evaluation.json (see `evaluation`) into the run directory."""
+    _check_keys(dict(record), _EVALUATION_KEYS, run / EVALUATION)
+    write_json(run / EVALUATION, record)
+
+
+def read_evaluation(run: Path) -> Json:
+    """evaluation.json of a run directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, or lacks a part.
+    """
+    if not (run / EVALUATION).exists():
+        raise ValueError(f"{run} holds no {EVALUATION}: run doge-fast evaluate on it.")
+    record = read_json(run / EVALUATION)
+    _check_keys(record, _EVALUATION_KEYS, run / EVALUATION)
+    return record
+
+
+_EVALUATION_KEYS = (
+    "step",
+    "blocks",
+    "loss",
+    "perplexity",
+    "average_perplexity",
+    "worst",
+    "tokens",
+)
