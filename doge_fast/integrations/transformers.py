@@ -1,0 +1,348 @@
+"""Hugging Face's Trainer with a gradient per domain.
+
+Trainer owns the loop: it accumulates micro-batches, clips `p.grad`, steps, schedules, logs and
+saves. What DoGE needs differently is small, and all of it is here: one forward and backward per
+domain instead of one per batch, the weighted gradient in `p.grad` before Trainer looks at it,
+and no second clipping of a gradient that `DoGEOptimizer` has cut already.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from doge_fast.optimizer import DoGEOptimizer
+
+Batch = dict[str, Any]
+"""What a model takes: `input_ids`, `labels` and so on."""
+
+
+class DoGETrainer(Trainer):
+    """A `transformers.Trainer` that learns domain weights while it trains.
+
+    Change the class, say which domains there are, and give the data by domain:
+
+        trainer = DoGETrainer(
+            model=model,
+            args=TrainingArguments(output_dir="out", per_device_train_batch_size=4, max_steps=1000),
+            train_dataset={"arxiv": arxiv, "book": book},   # datasets.Dataset or any torch Dataset
+            domains=["arxiv", "book"],
+        )
+        trainer.train()
+        trainer.weights                                     # {"arxiv": 0.61, "book": 0.39}
+
+    Everything else is Trainer's: the optimizer that `args.optim` names is created as always and
+    wrapped, `args.max_grad_norm` cuts the combined gradient (once), schedulers, gradient
+    accumulation, bfloat16, logging and resuming work as they did. A domain's loss is the mean
+    over the tokens it has in the whole optimizer step, so that the number of micro-batches
+    changes nothing; this is l_j of the paper.
+
+    `train_dataset` may be:
+
+    - a mapping from row names to datasets: a step takes `per_device_train_batch_size` examples
+      of every row; an epoch is one pass over the longest, the shorter ones start again;
+    - a dataset whose examples are `{domain: example}`: collated domain by domain;
+    - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
+      reach the model as they are.
+
+    Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN` beside Trainer's own.
+
+    Args:
+        domains: names of the training domains; the simplex, in this order.
+        target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent: as
+            `DoGEOptimizer` takes them. `selection` holds names of `model.named_parameters()`.
+        *args, **kwargs: as `Trainer` takes them.
+
+    Raises:
+        ValueError: no domain is named, or what `DoGEOptimizer` refuses.
+        RuntimeError: more than one process or device would train.
+
+    Source: DoGE, Algorithms 1 and 2.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        domains: Sequence[str] = (),
+        target: str | Sequence[str] | Mapping[str, float] = "universal",
+        mu: float = 0.01,
+        score: Literal["paper", "published"] = "paper",
+        domain_max_grad_norm: float | None = None,
+        smoothing: float = 0.0,
+        selection: Sequence[str] | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        absent: Literal["error", "keep"] = "error",
+        **kwargs: Any,
+    ) -> None:
+        if not domains:
+            raise ValueError(
+                f"DoGETrainer needs the names of the training domains; got domains={domains!r}. "
+                'Pass domains=["arxiv", "book", ...].'
+            )
+        self._doge_options: dict[str, Any] = {
+            "domains": list(domains),
+            "target": target,
+            "mu": mu,
+            "score": score,
+            "domain_max_grad_norm": domain_max_grad_norm,
+            "smoothing": smoothing,
+            "selection": selection,
+            "buffer_dtype": buffer_dtype,
+            "absent": absent,
+        }
+        self._doge: DoGEOptimizer | None = None
+        self._is_new_step = True
+        self.domain_losses: dict[str, Tensor] = {}
+        super().__init__(*args, **kwargs)
+        self._check_host()
+
+    def _check_host(self) -> None:
+        if self.args.world_size * max(1, self.args.n_gpu) > 1:
+            raise RuntimeError(
+                f"DoGETrainer runs in one process on one device; got {self.args.world_size} "
+                f"processes and {self.args.n_gpu} visible GPUs. Start it without a launcher, and "
+                "set CUDA_VISIBLE_DEVICES to one GPU."
+            )
+
+    @property
+    def doge(self) -> DoGEOptimizer:
+        """The optimizer that holds the domain weights; exists once training has begun."""
+        if self._doge is None:
+            raise RuntimeError(
+                "The domain weights exist once train() has created the optimizer; call train() "
+                "or create_optimizer() first."
+            )
+        return self._doge
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The average domain weights so far, {domain: weight}; the result."""
+        return self.doge.weights
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer that `args` ask for, as Trainer does, inside a `DoGEOptimizer`."""
+        # Trainer calls again when train() is called again; by then the optimizer may be wrapped
+        # by accelerate too.
+        self._is_new_step = True
+        if self._doge is not None and self.optimizer is not None:
+            return cast(torch.optim.Optimizer, self.optimizer)
+        inner = super().create_optimizer(model)
+        if not isinstance(inner, DoGEOptimizer):
+            _name_parameters(inner, self.model if model is None else model)
+            max_grad_norm = self.args.max_grad_norm
+            inner = DoGEOptimizer(
+                inner,
+                max_grad_norm=max_grad_norm if max_grad_norm and max_grad_norm > 0 else None,
+                **self._doge_options,
+            )
+        self.optimizer = self._doge = inner
+        return inner
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of batches `{domain: batch}`; the class says what `train_dataset` may be."""
+        if self.train_dataset is None:
+            raise ValueError("DoGETrainer needs a train_dataset to train; got None.")
+        options: dict[str, Any] = {
+            "num_workers": self.args.dataloader_num_workers,
+            "pin_memory": self.args.dataloader_pin_memory,
+            "persistent_workers": self.args.dataloader_persistent_workers,
+            "prefetch_factor": self.args.dataloader_prefetch_factor,
+        }
+        if isinstance(self.train_dataset, IterableDataset):
+            return DataLoader(self.train_dataset, batch_size=None, **options)
+        dataset = self.train_dataset
+        if isinstance(dataset, Mapping):
+            dataset = DomainZip(
+                {name: self._without_unused_columns(rows) for name, rows in dataset.items()}
+            )
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=self._train_batch_size,
+            sampler=self._get_train_sampler(dataset),
+            collate_fn=_PerDomain(self.data_collator),
+            drop_last=self.args.dataloader_drop_last,
+            **options,
+        )
+        return cast("DataLoader[Any]", self.accelerator.prepare(loader))
+
+    def _without_unused_columns(self, rows: Any) -> Any:
+        if hasattr(rows, "column_names"):
+            return self._remove_unused_columns(rows, description="training")
+        return rows
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The micro-batches of one optimizer step, and how many targets each domain has in them."""
+        batches = list(islice(epoch_iterator, num_batches))
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            return batches, None
+        num_targets: dict[str, Tensor | int] = {}
+        for batch in batches:
+            for name, domain_batch in _check_batch(batch).items():
+                if "labels" in domain_batch:
+                    count = self._num_targets(domain_batch["labels"], device)
+                    num_targets[name] = num_targets.get(name, 0) + count
+        return batches, num_targets
+
+    def _num_targets(self, labels: Tensor, device: torch.device) -> Tensor:
+        # A causal model shifts the labels, so the first of a row is nobody's target.
+        shifted = labels[..., 1:] if self._shifts_labels() else labels
+        # A domain whose tokens are all masked has loss zero, not 0/0.
+        return shifted.ne(-100).sum().clamp(min=1).to(device)
+
+    def _shifts_labels(self) -> bool:
+        # Trainer asks `model.loss_type`, which some causal models (GPT-2) leave None; what the
+        # model then computes is this function.
+        model = self.accelerator.unwrap_model(self.model)
+        is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
+        return is_causal and not getattr(model.config, "is_encoder_decoder", False)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Batch], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """One forward and backward per domain; on the last micro-batch, the weighted gradient.
+
+        Args:
+            model: what Trainer trains.
+            inputs: {domain: batch}, for every training domain and every measured target.
+            num_items_in_batch: {domain: number of targets in the optimizer step}, from
+                `get_batch_samples`; None: each micro-batch's mean counts alike.
+
+        Returns:
+            The mean of the training domains' losses, detached; `domain_losses` has each row's.
+
+        Raises:
+            ValueError: `inputs` is not by domain, or names a domain that is not a row.
+        """
+        model.train()
+        inputs = self._prepare_inputs(_check_batch(inputs))
+        if self._is_new_step:
+            self.doge.zero_grad()
+            self.domain_losses = {}
+        counts = num_items_in_batch or {}
+        losses = {
+            name: self._backward(model, name, batch, counts.get(name))
+            for name, batch in inputs.items()
+        }
+        for name, loss in losses.items():
+            seen = self.domain_losses.get(name)
+            self.domain_losses[name] = loss if seen is None else seen + loss
+        # Trainer says here whether the optimizer will step after this micro-batch.
+        self._is_new_step = bool(self.accelerator.sync_gradients)
+        if self._is_new_step:
+            scaler = self.accelerator.scaler
+            self.doge.combine(grad_scale=1.0 if scaler is None else scaler.get_scale())
+        trained = [losses[name] for name in self.doge.domains if name in losses]
+        return torch.stack(trained or list(losses.values())).mean()
+
+    def _backward(
+        self, model: nn.Module, name: str, batch: Batch, num_targets: Tensor | None
+    ) -> Tensor:
+        """One domain's share of the loss, added to its row; detached."""
+        with self.doge.domain(name):
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, batch, num_items_in_batch=num_targets)
+            if not self._is_scaled_by_targets(num_targets):
+                loss = loss / self.current_gradient_accumulation_steps
+            self.accelerator.backward(loss)
+        return cast(Tensor, loss.detach())
+
+    def _is_scaled_by_targets(self, num_targets: Tensor | None) -> bool:
+        # Trainer's own rule; a subclass with its own compute_loss answers for itself.
+        answer = getattr(self, "loss_is_scaled_for_ga", None)
+        if answer is not None:
+            return bool(answer)
+        by_model = self.model_accepts_loss_kwargs and num_targets is not None
+        return bool(by_model or self.compute_loss_func is not None)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        # combine() has cut the gradient already: Trainer only wants to know the norm.
+        return self.doge.last.combined_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
+        # Known from the Gram matrix; Trainer would read every gradient again.
+        return self.doge.last.combined_norm
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """Trainer's estimate, summed over the domains."""
+        return sum(super(DoGETrainer, self).floating_point_ops(batch) for batch in inputs.values())
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        for batch in inputs.values():
+            super()._track_num_input_tokens(batch)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's log, with the losses and weights of the domains beside the training loss."""
+        if "loss" in logs and self._doge is not None:
+            logs |= {f"loss/{name}": float(loss) for name, loss in self.domain_losses.items()}
+            for kind, alpha_K in (("alpha", self.doge.alpha), ("alpha_mean", self.doge.alpha_mean)):
+                pairs = zip(self.doge.domains, alpha_K.tolist(), strict=True)
+                logs |= {f"{kind}/{name}": weight for name, weight in pairs}
+        super().log(logs, *args, **kwargs)
+
+
+class DomainZip(Dataset[dict[str, Any]]):
+    """Datasets by domain as one dataset whose examples are `{domain: example}`.
+
+    Example i holds example i mod n_d of every domain d, so the length is the longest domain's
+    and the shorter ones repeat.
+
+    Raises:
+        ValueError: there is no domain, or one is empty.
+    """
+
+    def __init__(self, datasets: Mapping[str, Any]) -> None:
+        empty = [name for name, rows in datasets.items() if len(rows) == 0]
+        if empty or not datasets:
+            raise ValueError(
+                "A mapping of training datasets needs at least one example for every domain; got "
+                f"{list(datasets)} of which {empty} hold none. Leave the empty ones out of both "
+                "train_dataset and domains."
+            )
+        self.datasets = dict(datasets)
+
+    def __len__(self) -> int:
+        return max(len(rows) for rows in self.datasets.values())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: rows[index % len(rows)] for name, rows in self.datasets.items()}
+
+
+class _PerDomain:
+    """Collates examples `{domain: example}` into `{domain: batch}`."""
+
+    def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
+        self.collate = collate
+
+    def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Batch]:
+        return {
+            name: self.collate([example[name] for example in examples])
+            for name in _check_batch(examples[0])
+        }
+
+
+def _check_batch(batch: Any) -> dict[str, Any]:
+    """The batch, if it is one by domain."""
+    if isinstance(batch, Mapping) and all(isinstance(rows, Mapping) for rows in batch.values()):
+        return cast("dict[str, Any]", batch)
+    found = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+    raise ValueError(
+        'DoGETrainer takes batches by domain, {"arxiv": {"input_ids": ..., "labels": ...}, ...}; '
+        f"got {found}. Pass train_dataset as a mapping from domains to datasets, or yield such "
+        "batches from an iterable dataset."
+    )
+
+
+def _name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Write `param_names` into the groups, as torch does when given named parameters."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        names = [name_of.get(id(parameter)) for parameter in group["params"]]
+        if "param_names" not in group and None not in names:
+            group["param_names"] = names
