@@ -1,0 +1,193 @@
+"""The K x K algebra: W and its parts, clipping, norms, scores, carried scores."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast import generalization, reference
+from doge_fast.generalization import PAPER, PUBLISHED, Score
+from doge_fast.objective import Objective
+from doge_fast.reweighting import Rule, reweight
+
+
+def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, columns, generator=generator, dtype=torch.float64)
+
+
+TAU = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+
+
+def test_gain_is_the_inner_product_with_the_target_gradient() -> None:
+    grads_RN = rows()
+    direct_K = grads_RN[:3] @ (TAU @ grads_RN)
+    ours_K = generalization.gain(grads_RN @ grads_RN.T, TAU, 3)
+    torch.testing.assert_close(ours_K, direct_K, rtol=1e-13, atol=1e-13)
+
+
+def test_influence_and_difficulty_add_up_to_the_gain() -> None:
+    grads_RN = rows()
+    gram_RR = grads_RN @ grads_RN.T
+    difficulty_K = generalization.difficulty(gram_RR, TAU, 3)
+    direct_K = (grads_RN[:3] ** 2).sum(1) * TAU[:3]
+    torch.testing.assert_close(difficulty_K, direct_K, rtol=1e-13, atol=0)
+    influence_K = torch.stack(
+        [sum(TAU[r] * grads_RN[j] @ grads_RN[r] for r in range(5) if r != j) for j in range(3)]
+    )
+    ours_K = generalization.gain(gram_RR, TAU, 3) - difficulty_K
+    torch.testing.assert_close(ours_K, influence_K, rtol=1e-12, atol=1e-12)
+
+
+def test_gain_is_the_loss_decrease_of_a_step() -> None:
+    """The estimate's meaning: minus the derivative of the objective along domain j's step."""
+    theta = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    centers_RN = rows()
+    grads_RN = theta - centers_RN
+
+    def objective(point: Tensor) -> Tensor:
+        return (TAU * 0.5 * (point - centers_RN).square().sum(1)).sum()
+
+    gain_K = generalization.gain(grads_RN @ grads_RN.T, TAU, 3)
+    lr = 1e-6
+    for j in range(3):
+        decrease = (objective(theta) - objective(theta - lr * grads_RN[j])) / lr
+        # Second order: lr / 2 * ||g_j||^2 * sum tau.
+        assert abs(decrease - gain_K[j]) < lr * grads_RN[j].square().sum() * TAU.sum()
+
+
+def test_clip_factors_make_the_gram_matrix_of_clipped_rows() -> None:
+    grads_RN = rows()
+    gram_RR = grads_RN @ grads_RN.T
+    norms_R = gram_RR.diagonal().sqrt()
+    factors_R = generalization.clip_factors(norms_R, 6.0)
+    assert 0 < (factors_R < 1).sum() < 5
+    clipped_RN = torch.stack([row.clone() for row in grads_RN])
+    for row in clipped_RN:
+        param = torch.zeros_like(row, requires_grad=True)
+        param.grad = row
+        torch.nn.utils.clip_grad_norm_([param], 6.0)
+    ours = factors_R[:, None] * gram_RR * factors_R
+    torch.testing.assert_close(ours, clipped_RN @ clipped_RN.T, rtol=1e-12, atol=1e-12)
+
+
+def test_combined_norm_is_known_before_the_sum() -> None:
+    grads_RN = rows()
+    coefficients_R = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.0], dtype=torch.float64)
+    norm = generalization.combined_norm(grads_RN @ grads_RN.T, coefficients_R)
+    torch.testing.assert_close(norm, (coefficients_R @ grads_RN).norm(), rtol=1e-13, atol=0)
+
+
+def test_cosine_has_ones_on_the_diagonal_and_zeros_for_zero_rows() -> None:
+    grads_RN = rows()
+    grads_RN[1] = 0
+    cosine_RR = generalization.cosine(grads_RN @ grads_RN.T)
+    assert cosine_RR.isfinite().all()
+    assert (cosine_RR[1] == 0).all()
+    expected = torch.nn.functional.cosine_similarity(grads_RN[0], grads_RN[2], dim=0)
+    torch.testing.assert_close(cosine_RR[0, 2], expected)
+
+
+def test_scores_of_both_texts() -> None:
+    gain_K = torch.tensor([-1.0, 2.0, 400.0], dtype=torch.float64)
+    norms_K = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    present_K = torch.ones(3, dtype=torch.bool)
+    assert generalization.scored(gain_K, norms_K, present_K, PAPER) is gain_K
+    published = generalization.scored(gain_K, norms_K, present_K, PUBLISHED)
+    expected = torch.tensor([0.0, 2 / (2 + 1e-6), 5.0], dtype=torch.float64)
+    torch.testing.assert_close(published, expected, rtol=1e-15, atol=0)
+    present_K[2] = False
+    scaled = generalization.scored(gain_K, norms_K, present_K, Score(scale_by_mean_norm=True))
+    torch.testing.assert_close(scaled, gain_K / (1.5 + 1e-6), rtol=1e-15, atol=0)
+
+
+def test_published_score_is_linear_in_the_scale_of_the_gradients() -> None:
+    grads_RN = rows() * 1e3
+    for score, power in ((Score(), 2), (Score(scale_by_mean_norm=True), 1)):
+        scores = []
+        for scale in (1.0, 10.0):
+            gram_RR = scale**2 * grads_RN @ grads_RN.T
+            norms_K = gram_RR.diagonal()[:3].sqrt()
+            gain_K = generalization.gain(gram_RR, TAU, 3)
+            scores.append(generalization.scored(gain_K, norms_K, torch.ones(3).bool(), score))
+        torch.testing.assert_close(scores[1], 10**power * scores[0], rtol=1e-9, atol=0)
+
+
+def test_bounds_need_room() -> None:
+    with pytest.raises(ValueError, match="bounds must be low < high; got"):
+        Score(bounds=(5.0, 0.0))
+
+
+def test_objective_orders_rows_and_names_the_target() -> None:
+    objective = Objective.of(["a", "b"], {"x": 0.7, "b": 2.0, "y": 0.0})
+    assert objective.rows == ("a", "b", "x", "y")
+    assert objective.tau == (0.0, 2.0, 0.7, 0.0)
+    assert objective.measured == ("x", "y")
+    assert objective.target == {"b": 2.0, "x": 0.7}
+    assert Objective.of(["a", "b"]).target == "universal"
+    assert Objective.of(["a", "b"]).tau == (1.0, 1.0)
+    assert Objective.of(["a", "b"], "b").tau == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(0.5, PAPER, None, None, 0.0),
+        Rule(0.5, PUBLISHED, 5.0, None, 0.1),
+        Rule(0.5, Score(bounds=(-2.0, 2.0)), 1.0, None, 0.0),
+    ],
+    ids=["paper", "published", "bounded"],
+)
+def test_reweight_equals_the_reference(rule: Rule) -> None:
+    grads_RN = rows()
+    gram_RR = grads_RN @ grads_RN.T
+    alpha_K = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    new = reweight(
+        gram_RR,
+        gram_RR.diagonal().sqrt(),
+        alpha_K,
+        TAU,
+        torch.ones(5, dtype=torch.bool),
+        lr=0.01,
+        rule=rule,
+    )
+    alpha, gradient_N, gain_K = reference.step(
+        grads_RN,
+        alpha_K,
+        tau_R=TAU,
+        lr=0.01,
+        mu=rule.mu,
+        scale_by_mean_norm=rule.score.scale_by_mean_norm,
+        bounds=rule.score.bounds,
+        domain_max_grad_norm=rule.domain_max_grad_norm,
+        smoothing=rule.smoothing,
+    )
+    torch.testing.assert_close(new.alpha, alpha, rtol=1e-12, atol=0)
+    torch.testing.assert_close(new.gain, gain_K, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(new.coefficients @ grads_RN, gradient_N, rtol=1e-12, atol=1e-12)
+    assert (new.coefficients[3:] == 0).all()
+
+
+def test_absent_domains_carry_their_score() -> None:
+    grads_RN = rows()
+    grads_RN[1] = 0
+    gram_RR = grads_RN @ grads_RN.T
+    carried_K = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
+    rule = Rule(0.5, PAPER, None, None, 0.0)
+
+    def gains(present: list[bool]) -> Tensor:
+        return reweight(
+            gram_RR,
+            gram_RR.diagonal().sqrt(),
+            torch.full((3,), 1 / 3, dtype=torch.float64),
+            TAU,
+            torch.tensor(present),
+            lr=0.01,
+            rule=rule,
+            carried_K=carried_K,
+        ).gain
+
+    partly = gains([True, False, True, True, True])
+    assert partly[1] == 8
+    torch.testing.assert_close(partly[::2], generalization.gain(gram_RR, TAU, 3)[::2])
+    # A measured row that the objective needs is missing: nobody's W is whole.
+    assert gains([True, True, True, True, False]).tolist() == [7.0, 8.0, 9.0]

@@ -1,0 +1,179 @@
+"""Wheel, sdist, editable install and plain checkout all import, and leak no bare `kernels`.
+
+Everything is built from a copy of the tracked files into folders of its own, and imported from
+outside the checkout with the interpreter's own packages (torch, numpy) still visible.
+"""
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PIP_INSTALL = (
+    "install --quiet --no-deps --no-build-isolation --disable-pip-version-check --no-cache-dir"
+).split()
+
+# Reaches both folders that stand outside the package in a checkout.
+PROBE = """
+import importlib.util, sys
+import doge_fast, doge_fast.kernels
+from doge_fast import _layout
+assert (_layout.KERNELS_DIR / "gram" / "torch_kernel.py").exists()
+assert (_layout.CSRC_DIR / "cpu" / "gram.cpp").exists()
+import torch
+doge_fast.kernels.gram(torch.ones(2, 3), implementation="torch")
+import doge_fast.pipeline.config
+found = importlib.util.find_spec("kernels")
+assert found is None or found.origin is None, found
+print(doge_fast.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would clone, working-tree changes included."""
+    copy = tmp_path_factory.mktemp("checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout: what belongs to it cannot be listed")
+    for name in listed.stdout.splitlines():
+        source = ROOT / name
+        if source.is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(source.read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(checkout, "--wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def build(source: Path, kind: str, out: Path) -> Path:
+    # Without isolation: setuptools is installed, and nothing is fetched.
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", out, source],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    (built,) = out.iterdir()
+    return built
+
+
+def install(where: Path, *what: str | Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", *PIP_INSTALL, "--target", where, *what],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+
+def probe(path: Path, cwd: Path) -> Path:
+    """Import from `path`, ahead of any installed copy; where the package was found."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBE],
+        cwd=cwd,
+        env={"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin", "DOGE_FAST_NO_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def test_wheel(wheel: Path, tmp_path: Path) -> None:
+    install(tmp_path / "site", wheel)
+    assert probe(tmp_path / "site", tmp_path).is_relative_to(tmp_path / "site")
+
+
+def test_wheel_carries_sources_and_nothing_at_top_level(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"doge_fast"}
+    for folder in ("kernels", "csrc"):
+        sources = {
+            path.relative_to(ROOT).as_posix()
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in {".py", ".cpp", ".cu", ".h", ".cuh"}
+        }
+        carried = {name.removeprefix("doge_fast/_src/") for name in names}
+        assert sources <= carried, sources - carried
+
+
+def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    sdist = build(checkout, "--sdist", tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    again = build(unpacked, "--wheel", tmp_path / "again")
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_editable(checkout: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    # torch, numpy and setuptools of this environment, ours not.
+    here = [p for p in sys.path if p.endswith("site-packages")]
+    (site / "outer.pth").write_text("\n".join(here) + "\n")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", venv / "bin/python", *PIP_INSTALL]
+        + ["--ignore-installed", "--editable", checkout],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    done = subprocess.run(
+        [venv / "bin/python", "-P", "-c", PROBE],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "DOGE_FAST_NO_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip().splitlines()[-1]).is_relative_to(checkout)
+
+
+def test_plain_checkout(checkout: Path, tmp_path: Path) -> None:
+    assert probe(checkout, tmp_path).is_relative_to(checkout)
+
+
+def test_packages_are_all_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(project["tool"]["setuptools"]["packages"])
+    there = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "doge_fast").rglob("__init__.py")
+    }
+    assert listed == there | {"doge_fast._src.kernels", "doge_fast._src.csrc"}
+
+
+def test_library_needs_torch_and_numpy_only() -> None:
+    """Importing the optimizer and the operators pulls in neither the pipeline nor triton."""
+    code = (
+        "import sys, doge_fast, doge_fast.kernels\n"
+        "heavy = {'transformers', 'datasets', 'accelerate', 'triton', 'matplotlib', 'tyro'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]", done.stdout
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert {d.split(">")[0] for d in project["project"]["dependencies"]} == {"torch", "numpy"}
