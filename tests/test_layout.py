@@ -15,9 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PIP_INSTALL = (
-    "install --quiet --no-deps --no-build-isolation --disable-pip-version-check --no-cache-dir"
-).split()
+PIP_INSTALL = [
+    "install",
+    "--quiet",
+    "--no-deps",
+    "--no-build-isolation",
+    "--disable-pip-version-check",
+    "--no-cache-dir",
+]
 
 # Reaches both folders that stand outside the package in a checkout.
 PROBE = """
@@ -132,8 +137,10 @@ def test_editable(checkout: Path, tmp_path: Path) -> None:
     here = [p for p in sys.path if p.endswith("site-packages")]
     (site / "outer.pth").write_text("\n".join(here) + "\n")
     subprocess.run(
-        [sys.executable, "-m", "pip", "--python", venv / "bin/python", *PIP_INSTALL]
-        + ["--ignore-installed", "--editable", checkout],
+        [
+            *[sys.executable, "-m", "pip", "--python", venv / "bin/python", *PIP_INSTALL],
+            *["--ignore-installed", "--editable", checkout],
+        ],
         check=True,
         capture_output=True,
         text=True,
