@@ -120,6 +120,8 @@ class BaseConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     weights: str = "uniform"
     """uniform; natural (by tokens); a weights.json; or a proxy's run directory."""
+    targets: tuple[str, ...] = ()
+    """Domains that are measured and never trained on, as in the proxy whose weights are used."""
     batch_size: int = 28
     """Blocks in every step, over all domains."""
     log_every: int = 10
