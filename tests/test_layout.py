@@ -16,12 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 PIP_INSTALL = [
-    "install",
-    "--quiet",
-    "--no-deps",
-    "--no-build-isolation",
-    "--disable-pip-version-check",
-    "--no-cache-dir",
+    *["install", "--quiet", "--no-deps", "--no-build-isolation"],
+    *["--disable-pip-version-check", "--no-cache-dir"],
 ]
 
 # Reaches both folders that stand outside the package in a checkout.

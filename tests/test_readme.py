@@ -1,0 +1,58 @@
+"""Every Python example of the README and the docs, and every docstring example, executed."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import doge_fast
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(python_blocks(page), start=1):
+        # The file name makes a traceback say which block failed.
+        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_readme_example_learns_weights() -> None:
+    (block,) = python_blocks(ROOT / "README.md")
+    assert len([line for line in block.splitlines() if line]) <= 16
+    namespace: dict[str, object] = {}
+    exec(block, namespace)
+    weights = namespace["optimizer"].weights  # type: ignore[attr-defined]
+    assert sum(weights.values()) == pytest.approx(1)
+    # The domain with the large gradients is the difficult one, and gets the most.
+    assert max(weights, key=weights.get) == "code"
+
+
+def test_readme_tree_names_what_is_there() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for folder in ("doge_fast", "kernels", "csrc", "benchmarks", "tests", "docs"):
+        assert f"\n{folder}/" in readme
+        assert (ROOT / folder).is_dir()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [m.name for m in pkgutil.walk_packages(doge_fast.__path__, "doge_fast.")],
+)
+def test_docstring_examples_run(name: str) -> None:
+    if name.endswith("__main__") or "triton" in name:
+        pytest.skip("importing it runs a program or needs triton")
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
