@@ -1,0 +1,195 @@
+"""The paper's model family, proxy and base alike, and any other causal language model.
+
+A size of the family is a GPT-2 of transformers, so that what a stage saves opens with
+`AutoModelForCausalLM` and everything built on it.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from doge_fast.pipeline.config import ModelConfig
+
+# Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
+VOCAB_MULTIPLE = 64
+
+
+class Size(NamedTuple):
+    """Layers, attention heads and embedding width; the hidden width is four times the last."""
+
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+
+
+SIZES: dict[str, Size] = {
+    # For CPUs: minutes, not hours.
+    "tiny": Size(2, 4, 128),
+    "mini": Size(3, 6, 192),
+    "small": Size(4, 8, 256),
+    # Source: DoGE, Table archictectures (the names count a vocabulary of 50304, tied).
+    "60M": Size(3, 6, 768),
+    "82M": Size(6, 12, 768),
+    "124M": Size(12, 12, 768),
+    "210M": Size(24, 16, 768),
+    "684M": Size(36, 24, 1200),
+}
+
+
+def build_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, block_size: int
+) -> PreTrainedModel:
+    """The causal language model that `config` describes, for this tokenizer and block size.
+
+    Fresh weights are drawn from torch's global generator: seed it first. Dropout is zero in the
+    family; the vocabulary is the tokenizer's, padded to a multiple of 64.
+
+    Args:
+        config: a size of the family, or a folder or Hub id of any causal language model.
+        tokenizer: gives the vocabulary and the end-of-text token.
+        block_size: tokens in a training example; positions that the model needs.
+
+    Returns:
+        The model, in float32 (a pretrained one too).
+
+    Raises:
+        ValueError: the name is no size, folder or Hub id; heads do not divide the width; a
+            pretrained model has another vocabulary or is asked to change shape; the model has
+            fewer positions than a block has tokens.
+
+    Source: DoGE, appendix model-archs.
+    """
+    if config.model in SIZES:
+        return _causal(_family_member(config, tokenizer, block_size))
+    return _causal(_other_model(config, tokenizer, block_size))
+
+
+def open_model(name: str | Path) -> PreTrainedModel:
+    """The causal language model of a folder or Hub id, with its weights, in float32."""
+    return _causal(AutoModelForCausalLM.from_pretrained(name, dtype="float32"))
+
+
+def _causal(model: Any) -> PreTrainedModel:
+    # Some causal models (GPT-2) leave it None and compute this loss, with a warning.
+    if getattr(model, "loss_type", None) is None:
+        model.loss_type = "ForCausalLM"
+    return cast(PreTrainedModel, model)
+
+
+def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's entries, up to the next multiple of 64."""
+    return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _family_member(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> PreTrainedModel:
+    if config.pretrained:
+        raise ValueError(
+            f"pretrained=True needs a folder or Hub id to load weights from; got the size "
+            f"{config.model!r}, which has none. Leave pretrained out to train it from scratch."
+        )
+    size = SIZES[config.model]
+    num_heads = config.num_heads or size.num_heads
+    embed_dim = config.embed_dim or size.embed_dim
+    _check_heads(num_heads, embed_dim)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=padded_vocab_size(tokenizer),
+            n_positions=block_size,
+            n_layer=config.num_layers or size.num_layers,
+            n_head=num_heads,
+            n_embd=embed_dim,
+            # One epoch or less: nothing to regularise, and W is about the loss itself.
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def _other_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> PreTrainedModel:
+    architecture = _load_architecture(config.model)
+    shape = _asked_shape(config)
+    if config.pretrained:
+        _check_pretrained(config, architecture, tokenizer, shape)
+    else:
+        architecture.vocab_size = padded_vocab_size(tokenizer)
+        for attribute, value in shape.items():
+            setattr(architecture, attribute, value)
+        _check_heads(architecture.num_attention_heads, architecture.hidden_size)
+    _check_positions(config.model, architecture, block_size)
+    if config.pretrained:
+        return open_model(config.model)
+    return cast(PreTrainedModel, AutoModelForCausalLM.from_config(architecture))
+
+
+def _load_architecture(name: str) -> Any:
+    is_missing_folder = name.startswith((".", "/", "~")) and not Path(name).is_dir()
+    try:
+        if is_missing_folder:
+            raise OSError(f"{name} is not a folder")
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
+            f"config.json AutoConfig opens; got {name!r} ({reason})."
+        ) from error
+
+
+def _asked_shape(config: ModelConfig) -> dict[str, int]:
+    asked = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.embed_dim,
+        "num_attention_heads": config.num_heads,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _check_heads(num_heads: int, embed_dim: int) -> None:
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"The embedding width must be a multiple of the number of heads; got {embed_dim} and "
+            f"{num_heads}. Change embed_dim or num_heads."
+        )
+
+
+def _check_pretrained(
+    config: ModelConfig,
+    architecture: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: dict[str, int],
+) -> None:
+    if shape:
+        raise ValueError(
+            f"A pretrained model keeps its shape; got pretrained=True with {shape}. Leave out "
+            "num_layers, embed_dim and num_heads, or train from scratch."
+        )
+    if architecture.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"{config.model} knows {architecture.vocab_size} tokens and the corpus's tokenizer "
+            f"has {len(tokenizer)}. Continue pretraining with the model's own tokenizer: "
+            f"tokenizer={config.model!r}."
+        )
+
+
+def _check_positions(name: str, architecture: Any, block_size: int) -> None:
+    positions = getattr(architecture, "max_position_embeddings", None)
+    if positions is not None and positions < block_size:
+        raise ValueError(
+            f"{name} has {positions} positions, fewer than the {block_size} tokens of a block. "
+            f"Pass block_size={positions} or less."
+        )

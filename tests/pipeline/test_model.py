@@ -1,0 +1,152 @@
+"""The family has the sizes that its names say; any other causal model opens or is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+
+from doge_fast.pipeline.config import ModelConfig
+from doge_fast.pipeline.model import SIZES, build_model, open_model, padded_vocab_size
+
+PAPER_VOCAB = 50257
+
+
+def tokenizer_of(num_entries: int) -> PreTrainedTokenizerFast:
+    entries = {f"w{i}": i for i in range(num_entries - 1)} | {"<|endoftext|>": num_entries - 1}
+    words = Tokenizer(models.WordLevel(entries, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+
+
+@pytest.fixture(scope="module")
+def paper_tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_of(PAPER_VOCAB)
+
+
+@pytest.mark.parametrize("name", ["60M", "82M", "124M", "210M", "684M"])
+def test_a_size_of_the_paper_has_the_parameters_of_its_name(
+    name: str, paper_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with torch.device("meta"):
+        model = build_model(ModelConfig(model=name), paper_tokenizer, block_size=512)
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert model.config.vocab_size == 50304
+    # The names round, the 82M's down: 12 x 6 x 768^2 + 50304 x 768 = 81.1M without the rest.
+    assert millions == pytest.approx(float(name.removesuffix("M")), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["tiny", "mini", "small"])
+def test_a_small_size_learns_in_one_step(name: str) -> None:
+    set_seed(0)
+    model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
+    assert model.config.vocab_size == 128
+    tokens_BL = torch.arange(64).view(4, 16)
+    first = model(input_ids=tokens_BL, labels=tokens_BL).loss
+    first.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.1 * parameter.grad
+    assert model(input_ids=tokens_BL, labels=tokens_BL).loss < first
+
+
+def test_there_is_no_dropout_and_one_embedding() -> None:
+    model = build_model(ModelConfig(), tokenizer_of(100), block_size=16).train()
+    tokens_BL = torch.arange(32).view(2, 16)
+    assert torch.equal(model(tokens_BL).logits, model(tokens_BL).logits)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_the_seed_gives_the_model() -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        set_seed(seed)
+        model = build_model(ModelConfig(), tokenizer_of(100), block_size=16)
+        return torch.cat([parameter.flatten() for parameter in model.parameters()])
+
+    assert torch.equal(drawn(3), drawn(3))
+    assert not torch.equal(drawn(3), drawn(4))
+
+
+def test_a_size_can_be_changed() -> None:
+    config = ModelConfig(model="tiny", num_layers=1, embed_dim=48, num_heads=3)
+    model = build_model(config, tokenizer_of(100), block_size=16)
+    assert (model.config.n_layer, model.config.n_embd, model.config.n_head) == (1, 48, 3)
+
+
+def test_a_saved_model_opens_with_transformers(tmp_path: Path) -> None:
+    model = build_model(ModelConfig(), tokenizer_of(100), block_size=16).eval()
+    model.save_pretrained(tmp_path)
+    tokens_BL = torch.arange(16).view(1, 16)
+    expected = model(tokens_BL).logits
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens_BL).logits, expected)
+    assert torch.equal(open_model(tmp_path)(tokens_BL).logits, expected)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=192,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_any_causal_model_starts_afresh_with_the_corpus_tokenizer(llama: Path) -> None:
+    config = ModelConfig(model=str(llama), num_layers=1)
+    model = build_model(config, tokenizer_of(100), block_size=16)
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.config.num_hidden_layers == 1
+    assert model.config.vocab_size == 128
+
+
+def test_pretraining_continues_from_the_saved_weights_in_float32(llama: Path) -> None:
+    config = ModelConfig(model=str(llama), pretrained=True)
+    model = build_model(config, tokenizer_of(192), block_size=16)
+    saved = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
+
+
+def test_misuse_is_answered_in_a_sentence(llama: Path, tmp_path: Path) -> None:
+    words = tokenizer_of(100)
+
+    def build(block_size: int = 16, **settings: object) -> None:
+        build_model(ModelConfig(**settings), words, block_size=block_size)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="got the size 'tiny', which has none"):
+        build(pretrained=True)
+    with pytest.raises(ValueError, match="multiple of the number of heads; got 128 and 3"):
+        build(num_heads=3)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="must be a size of the family .*tiny.* got '.*empty'"):
+        build(model=str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match="is not a folder"):
+        build(model="./no-such-folder")
+    with pytest.raises(ValueError, match="32 positions, fewer than the 64 tokens of a block"):
+        build(model=str(llama), block_size=64)
+    with pytest.raises(ValueError, match="keeps its shape"):
+        build(model=str(llama), pretrained=True, num_layers=1)
+    with pytest.raises(ValueError, match="knows 192 tokens and the corpus's tokenizer has 500"):
+        build_model(
+            ModelConfig(model=str(llama), pretrained=True), tokenizer_of(500), block_size=16
+        )
+
+
+def test_the_vocabulary_is_padded_for_matrix_products() -> None:
+    assert [padded_vocab_size(tokenizer_of(n)) for n in (63, 64, 65)] == [64, 64, 128]
+    assert set(SIZES) >= {"tiny", "mini", "small"}
