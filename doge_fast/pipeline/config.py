@@ -163,6 +163,31 @@ class DemoConfig:
 
     out: Path = Path("demo")
     """Where the runs and the report go."""
+    data: str = "installed"
+    """The corpus, as for the other stages."""
+    target: str | None = None
+    """The domain of the out-of-domain half; None: the one that suits the installed corpus."""
+    proxy_model: str = "tiny"
+    """Size of the proxies."""
+    base_model: str = "tiny"
+    """Size of the base models."""
     proxy_steps: int = 300
+    """Optimizer steps of each of the two proxies."""
     base_steps: int = 300
+    """Optimizer steps of each of the five base models."""
+    sequences_per_domain: int = 4
+    """Blocks of every domain in a step of a proxy."""
+    batch_size: int = 28
+    """Blocks in a step of a base model."""
+    learning_rate: float = 2e-3
+    """Peak; small models want more than the paper's."""
+    mu: float = 0.01
+    """Bregman coefficient of the proxies."""
+    eval_blocks: int = 128
+    """Held-out blocks per domain that the table is measured on."""
     seed: int = 0
+    """Model initialisation and the order of the data."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+    cache_dir: Path | None = None
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
