@@ -1,0 +1,34 @@
+"""Rows filled from gradients, in plain torch: any device, always available, the fallback.
+
+Reads each gradient once, and each row once when adding; writes each row once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# 512 KiB of float64: a cast tile that stays in the second-level cache.
+TILE_COLUMNS = 65_536
+
+
+def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
+    """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes."""
+    for grad, row in zip(grads, rows, strict=True):
+        flat_grad, flat_row = grad.view(-1), row.view(-1)
+        if not add:
+            flat_row.copy_(flat_grad)
+        elif grad.dtype == row.dtype:
+            flat_row.add_(flat_grad)
+        else:
+            _add_in_tiles(flat_grad, flat_row)
+
+
+def _add_in_tiles(grad_N: Tensor, row_N: Tensor) -> None:
+    # Tiles: torch would make whole-row copies in the common dtype on a CPU. float16 with
+    # bfloat16 promotes to float32, so no pair loses more than the store does.
+    common = torch.promote_types(grad_N.dtype, row_N.dtype)
+    for first in range(0, len(row_N), TILE_COLUMNS):
+        row_T = row_N[first : first + TILE_COLUMNS]
+        grad_T = grad_N[first : first + TILE_COLUMNS]
+        row_T.copy_(row_T.to(common) + grad_T.to(common))

@@ -1,0 +1,240 @@
+"""The public operators, and their registration as `torch.ops.doge_fast.*`.
+
+Opaque to `torch.compile` (a schema and a fake kernel each), so they trace with
+`fullgraph=True`; `torch.library.opcheck` passes. Not differentiable: gradients are their data.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from doge_fast.kernels.dispatch import choose
+from doge_fast.kernels.schema import (
+    NAMESPACE,
+    SIGNATURES,
+    check_accumulate,
+    check_gram,
+    check_weighted_sum,
+    gram_shape,
+)
+
+_library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+    """All inner products of the rows, in one pass over them.
+
+    G_ij  =  sum_n g_in g_jn
+
+    Products are exact or float32, sums float32 over at most 8192 columns and float64 beyond
+    (float64 throughout for float64 rows). Symmetric to the bit. The same call gives the same
+    bits, whatever the number of threads for `cpp`; implementations differ in the last
+    float32 bits. Reads each row once.
+
+    Args:
+        grads: [K, N], rows of float32, bfloat16, float16 or float64 at any distance from each
+            other; or a list of such blocks [K, n_p], whose dtypes and devices may differ.
+        implementation: "torch", "cpp" or "triton"; None leaves it to the dispatcher.
+
+    Returns:
+        [K, K] float64, on the device of the first block.
+
+    Raises:
+        ValueError: there is no block, a block is not [K, n] of these dtypes with neighbouring
+            columns, or the number of rows differs.
+        RuntimeError: the forced implementation cannot run.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (ge-decompose): W = G tau.
+    """
+    blocks = _as_blocks(grads)
+    if _is_one_device(blocks):
+        gram_KK: Tensor = _gram_op(blocks, implementation=implementation)
+        return gram_KK
+    grams = [
+        _gram_op([blocks[i] for i in group], implementation=implementation)
+        for group in _by_device(blocks)
+    ]
+    return torch.stack([each.to(grams[0].device) for each in grams]).sum(0)
+
+
+def weighted_sum(
+    grads: Tensor | Sequence[Tensor],
+    coefficients_R: Tensor,
+    *,
+    out: Tensor | Sequence[Tensor] | None = None,
+    implementation: str | None = None,
+) -> Tensor | list[Tensor]:
+    """The combined gradient: the sum of the rows, each times its coefficient.
+
+    out_n  =  sum_r c_r g_rn     over the rows with c_r != 0
+
+    A row whose coefficient is exactly zero does not enter: it may hold NaN. Sums are float32,
+    float64 for float64 rows; every element is added in row order. Reads each row that counts
+    once, writes each output once; coefficients stay on the device.
+
+    Args:
+        grads: [R, N] or a list of blocks [R, n_p], as for `gram`.
+        coefficients_R: [R] floating; used in float64, rounded to the dtype of the sum.
+        out: contiguous, n_p elements each in any shape, any of the four dtypes, apart from
+            the rows; one tensor where `grads` is one, else a list. None: [n_p] in the rows'
+            dtype.
+        implementation: as for `gram`.
+
+    Returns:
+        `out`, or what was allocated for it.
+
+    Raises:
+        ValueError: `grads` are refused as by `gram`; there is not one coefficient per row;
+            an output is missing, of another size, elsewhere or not contiguous.
+        RuntimeError: the forced implementation cannot run.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithm 1: sum_j alpha'_j g_j.
+    """
+    blocks = _as_blocks(grads)
+    outs = (
+        _as_blocks(out) if out is not None else [each.new_empty(each.shape[1:]) for each in blocks]
+    )
+    if _is_one_device(blocks) or len(blocks) != len(outs):
+        c_R = coefficients_R.to(blocks[0].device if blocks else None, torch.float64)
+        _weighted_sum_op(blocks, c_R, outs, implementation=implementation)
+    else:
+        for group in _by_device(blocks):
+            _weighted_sum_op(
+                [blocks[i] for i in group],
+                coefficients_R.to(blocks[group[0]].device, torch.float64),
+                [outs[i] for i in group],
+                implementation=implementation,
+            )
+    return outs[0] if isinstance(grads, Tensor) else list(outs)
+
+
+def accumulate(
+    grads: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    *,
+    add: bool,
+    implementation: str | None = None,
+) -> None:
+    """Write gradients into their rows, all in one call.
+
+    rows[i]  =  grads[i]     or, with `add`,     rows[i]  =  rows[i] + grads[i]
+
+    Added in float32, in float64 if either side is, and rounded once to the row's dtype. Reads
+    each gradient once (and its row, with `add`); writes each row once.
+
+    Args:
+        grads: dense tensors of any shape and of float32, bfloat16, float16 or float64; one
+            that is not contiguous is copied first.
+        rows: for each gradient a contiguous tensor of as many elements, of any of the dtypes,
+            on the same device.
+        add: whether what the rows hold counts.
+        implementation: as for `gram`.
+
+    Raises:
+        ValueError: the lists differ in length, or a row in size or device from its gradient;
+            a gradient is sparse; a row is not contiguous.
+        RuntimeError: the forced implementation cannot run.
+    """
+    if _is_one_device(grads) or len(grads) != len(rows):
+        _accumulate_op(grads, rows, add, implementation=implementation)
+        return
+    for group in _by_device(grads):
+        _accumulate_op(
+            [grads[i] for i in group],
+            [rows[i] for i in group],
+            add,
+            implementation=implementation,
+        )
+
+
+def _as_blocks(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _is_one_device(tensors: Sequence[Tensor]) -> bool:
+    if torch.compiler.is_compiling():
+        return all(tensor.device == tensors[0].device for tensor in tensors)
+    # Half the price of .device, which makes an object each; -1 is the CPU.
+    return len(set(map(Tensor.get_device, tensors))) <= 1
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the tensors of each device, in order of first appearance."""
+    groups: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(index)
+    return list(groups.values())
+
+
+def _run_gram(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+    if not blocks:
+        check_gram(blocks)
+    run: Callable[..., Tensor] = choose("gram", blocks[0].device, implementation)
+    return run(blocks)
+
+
+def _run_weighted_sum(
+    blocks: Sequence[Tensor],
+    coefficients_R: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    implementation: str | None = None,
+) -> None:
+    device = blocks[0].device if blocks else coefficients_R.device
+    choose("weighted_sum", device, implementation)(blocks, coefficients_R, outs)
+    increment_version(outs)
+
+
+def _run_accumulate(
+    grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool, *, implementation: str | None = None
+) -> None:
+    if not grads and not rows:
+        return
+    if not all(map(Tensor.is_contiguous, grads)):
+        check_accumulate(grads, rows)
+        grads = [grad.contiguous() for grad in grads]
+    device = (grads or rows)[0].device
+    choose("accumulate", device, implementation)(grads, rows, add)
+    increment_version(rows)
+
+
+def _fake_gram(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+    check_gram(blocks)
+    gram_RR: Tensor = gram_shape(blocks)
+    return gram_RR
+
+
+def _fake_weighted_sum(
+    blocks: Sequence[Tensor],
+    coefficients_R: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    implementation: str | None = None,
+) -> None:
+    check_weighted_sum(blocks, coefficients_R, outs)
+
+
+def _fake_accumulate(
+    grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool, *, implementation: str | None = None
+) -> None:
+    check_accumulate(grads, rows)
+
+
+def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    _library.define(  # type: ignore[no-untyped-call]
+        name + SIGNATURES[name],
+        # Strides are part of the contract; a compiler must not choose others.
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+    )
+    # Every device: which implementation runs is settled by ours, not by torch's dispatcher.
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+_gram_op = _register("gram", _run_gram, _fake_gram)
+_weighted_sum_op = _register("weighted_sum", _run_weighted_sum, _fake_weighted_sum)
+_accumulate_op = _register("accumulate", _run_accumulate, _fake_accumulate)

@@ -1,0 +1,157 @@
+"""Each operator's signature, output shape and argument rules, written once.
+
+Every implementation takes the positional arguments of its schema and nothing else; only the
+registered operators carry `implementation`. The checks below are the one place that words a
+complaint: plain torch and Triton run them first, and the compiled code, which guards itself,
+has them run when it refuses, so that a mistake reads the same whatever ran.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "doge_fast"
+# The same operators without `implementation`, as compiled from csrc/cpu.
+CPP_NAMESPACE = "doge_fast_cpp"
+
+SIGNATURES: dict[str, str] = {
+    "gram": "(Tensor[] blocks, *, str? implementation=None) -> Tensor",
+    "weighted_sum": (
+        "(Tensor[] blocks, Tensor coefficients_R, Tensor(a!)[] outs, *, "
+        "str? implementation=None) -> ()"
+    ),
+    "accumulate": (
+        "(Tensor[] grads, Tensor(a!)[] rows, bool add, *, str? implementation=None) -> ()"
+    ),
+}
+
+STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def gram_shape(blocks: Sequence[Tensor]) -> Tensor:
+    """An empty result of `gram`: [R, R] float64 on the blocks' device."""
+    num_rows = blocks[0].shape[0]
+    return blocks[0].new_empty((num_rows, num_rows), dtype=torch.float64)
+
+
+def check_gram(blocks: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `blocks` are [R, n_p] floating rows on one device."""
+    _check_blocks("gram", blocks)
+
+
+def check_weighted_sum(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    """Raise ValueError unless every block has its coefficient per row and its output."""
+    _check_blocks("weighted_sum", blocks)
+    num_rows, device = blocks[0].shape[0], blocks[0].device
+    if coefficients_R.shape != (num_rows,) or coefficients_R.dtype != torch.float64:
+        raise ValueError(
+            f"weighted_sum() needs one float64 coefficient per row, shape [{num_rows}]; "
+            f"coefficients_R has shape {list(coefficients_R.shape)} and "
+            f"{coefficients_R.dtype}. Pass coefficients for the {num_rows} rows of the blocks."
+        )
+    if coefficients_R.device != device:
+        raise ValueError(
+            "weighted_sum() reads the coefficients where the blocks are; coefficients_R is on "
+            f"{coefficients_R.device}, the blocks on {device}. Move them with .to({str(device)!r})."
+        )
+    _check_pairs("weighted_sum", "blocks", [block.shape[1] for block in blocks], "outs", outs)
+    _check_writable("weighted_sum", "outs", outs, device)
+
+
+def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Raise ValueError unless every gradient has a contiguous row of its size."""
+    for index, grad in enumerate(grads):
+        if grad.layout != torch.strided or grad.dtype not in STORAGE_DTYPES:
+            raise ValueError(
+                f"accumulate() reads dense {_dtype_names()} gradients; grads[{index}] is "
+                f"{grad.dtype} with layout {grad.layout}. Convert it, or turn off sparse=True "
+                "in the layer that made it."
+            )
+    _check_pairs("accumulate", "grads", [grad.numel() for grad in grads], "rows", rows)
+    if grads:
+        device = grads[0].device
+        for index, grad in enumerate(grads):
+            if grad.device != device:
+                raise ValueError(
+                    "accumulate() works on one device at a time; grads[0] is on "
+                    f"{device}, grads[{index}] on {grad.device}. Call it once per device."
+                )
+        _check_writable("accumulate", "rows", rows, device)
+
+
+def _check_blocks(operator: str, blocks: Sequence[Tensor]) -> None:
+    if not blocks:
+        raise ValueError(
+            f"{operator}() needs at least one block to know the number of rows; got an empty "
+            "list. Pass [K, n] tensors, or one [K, N] tensor."
+        )
+    first = blocks[0]
+    for index, block in enumerate(blocks):
+        if block.dim() != 2 or block.shape[0] == 0:
+            raise ValueError(
+                f"{operator}() needs blocks of shape [K, n] with K >= 1; blocks[{index}] has "
+                f"shape {list(block.shape)}. View it as [K, numel]."
+            )
+        if block.dtype not in STORAGE_DTYPES:
+            raise ValueError(
+                f"{operator}() reads {_dtype_names()}; blocks[{index}] is {block.dtype}. "
+                "Convert it with .to(torch.float32)."
+            )
+        if block.shape[0] != first.shape[0]:
+            raise ValueError(
+                f"{operator}() needs the same number of rows in every block; blocks[0] has "
+                f"{first.shape[0]}, blocks[{index}] has {block.shape[0]}. "
+                "A domain that did not touch a parameter is a row of zeros."
+            )
+        if block.device != first.device:
+            raise ValueError(
+                f"the operator {operator} works on one device at a time; blocks[0] is on "
+                f"{first.device}, blocks[{index}] on {block.device}. "
+                f"doge_fast.kernels.{operator} groups blocks by device."
+            )
+        if block.shape[1] > 1 and block.stride(1) != 1:
+            raise ValueError(
+                f"{operator}() needs rows whose elements are neighbours, stride(1) == 1; "
+                f"blocks[{index}] has strides {list(block.stride())}. Call .contiguous() on it."
+            )
+
+
+def _check_pairs(
+    operator: str, left: str, sizes: Sequence[int], right: str, tensors: Sequence[Tensor]
+) -> None:
+    if len(sizes) != len(tensors):
+        raise ValueError(
+            f"{operator}() pairs {left} with {right}; got {len(sizes)} {left} and "
+            f"{len(tensors)} {right}. Pass one of {right} for each of {left}."
+        )
+    for index, (size, tensor) in enumerate(zip(sizes, tensors, strict=True)):
+        if tensor.numel() != size:
+            raise ValueError(
+                f"{operator}() needs {right}[i] as long as a row of {left}[i]; "
+                f"{left}[{index}] has {size} elements, {right}[{index}] has {tensor.numel()}. "
+                "Check that both lists are in the same order."
+            )
+
+
+def _check_writable(
+    operator: str, name: str, tensors: Sequence[Tensor], device: torch.device
+) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in STORAGE_DTYPES or tensor.device != device:
+            raise ValueError(
+                f"{operator}() writes {_dtype_names()} on {device}, where it reads; "
+                f"{name}[{index}] is {tensor.dtype} on {tensor.device}. Allocate it there."
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{operator}() writes contiguous memory; {name}[{index}] has shape "
+                f"{list(tensor.shape)} and strides {list(tensor.stride())}. Pass a contiguous "
+                "tensor and copy from it."
+            )
+
+
+def _dtype_names() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGE_DTYPES)
