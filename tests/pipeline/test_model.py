@@ -133,7 +133,7 @@ def test_misuse_is_answered_in_a_sentence(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of the number of heads; got 128 and 3"):
         build(num_heads=3)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="must be a size of the family .*tiny.* got '.*empty'"):
+    with pytest.raises(ValueError, match=r"must be a size of the family .*tiny.* got '.*empty'"):
         build(model=str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="is not a folder"):
         build(model="./no-such-folder")

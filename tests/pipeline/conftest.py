@@ -1,0 +1,107 @@
+"""A corpus of seconds: generated text in four domains, and settings that train on it."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    CorpusConfig,
+    ModelConfig,
+    ProxyConfig,
+    TrainingConfig,
+)
+
+# Overlapping words, so that domains help each other; different order, so that they differ.
+WORDS = {
+    "code": "def return if else for in range print value index list not and or import class",
+    "prose": "the and of a in range to value was he that it his her with not for as had list",
+    "verse": "o thou my heart the sea and of light no more for ever value class the a wind",
+    "table": "0 1 2 3 4 5 6 7 8 9 index value list range sum mean 0 1 2 3",
+}
+
+
+def _document(words: list[str], draw: random.Random) -> str:
+    # A chain of words: the next is near the last, so there is something to learn.
+    position, text = draw.randrange(len(words)), []
+    for _ in range(120):
+        position = (position + draw.choice((1, 1, 1, 2, 5))) % len(words)
+        text.append(words[position])
+    return " ".join(text)
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of four domains, 60 documents each, 200 of prose."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for name, words in WORDS.items():
+        draw = random.Random(name)
+        documents = [_document(words.split(), draw) for _ in range(200 if name == "prose" else 60)]
+        # A blank line ends a document of a text file only when it is long; one line of JSON does.
+        lines = [f'{{"text": "{document}"}}\n' for document in documents]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def blocks_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed once for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def settings(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
+    """Corpus, model and training of a run that takes a second."""
+    return {
+        "corpus": CorpusConfig(
+            data=str(small_corpus),
+            vocab_size=320,
+            block_size=16,
+            validation_fraction=0.2,
+            cache_dir=blocks_cache,
+        ),
+        "model": ModelConfig(model="tiny", num_layers=1, embed_dim=32, num_heads=2),
+        "training": TrainingConfig(
+            steps=8, learning_rate=3e-3, warmup_steps=1, eval_blocks=8, device="cpu"
+        ),
+    }
+
+
+@pytest.fixture
+def proxy(settings: dict[str, Any], tmp_path: Path) -> Callable[..., ProxyConfig]:
+    """Makes a ProxyConfig; keywords replace settings, those of `training` by name."""
+
+    def make(out: str = "proxy", **changes: Any) -> ProxyConfig:
+        return ProxyConfig(
+            out=tmp_path / out, **_changed(settings, {"sequences_per_domain": 2} | changes)
+        )
+
+    return make
+
+
+@pytest.fixture
+def base(settings: dict[str, Any], tmp_path: Path) -> Callable[..., BaseConfig]:
+    """Makes a BaseConfig, likewise."""
+
+    def make(out: str = "base", **changes: Any) -> BaseConfig:
+        return BaseConfig(
+            out=tmp_path / out, **_changed(settings, {"batch_size": 8, "log_every": 1} | changes)
+        )
+
+    return make
+
+
+def _changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the nested dataclasses are named by their own names."""
+    changed = dict(settings)
+    for part in ("corpus", "model", "training"):
+        fields = {key: changes.pop(key) for key in list(changes) if key in _fields(settings[part])}
+        changed[part] = type(settings[part])(**(vars(settings[part]) | fields))
+    return changed | changes
+
+
+def _fields(config: Any) -> frozenset[str]:
+    return frozenset(vars(config))

@@ -1,0 +1,179 @@
+"""Stage two trains at the weights it was given, whoever gave them, and survives being killed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from doge_fast.pipeline import records, training
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.training import RecordedTrainer
+
+NAMES = ["code", "prose", "table", "verse"]
+Make = Callable[..., BaseConfig]
+
+
+def write_weights(path: Path, weights: dict[str, float]) -> Path:
+    entries = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    path.write_text(json.dumps({"schema_version": 1, "domains": entries}))
+    return path
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in line.items() if key != "seconds"}
+        for line in records.read_metrics(run)
+    ]
+
+
+def test_a_run_leaves_records_the_weights_used_and_a_model(base: Make) -> None:
+    config = base()
+    assert train_base(config) == config.out
+    held = sorted(entry.name for entry in config.out.iterdir())
+    assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
+    assert records.weights_by_name(records.read_weights(config.out)) == dict.fromkeys(NAMES, 0.25)
+    lines = records.read_metrics(config.out, kind="train")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    # 8 blocks of 16 tokens a step, a quarter each.
+    assert lines[-1]["tokens"] == dict.fromkeys(NAMES, 8 * 2 * 16)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert set(records.read_metrics(config.out, kind="eval")[-1]["loss"]) == set(NAMES)
+    AutoModelForCausalLM.from_pretrained(config.out / "model")
+
+
+def test_the_first_loss_is_that_of_the_fresh_model(base: Make) -> None:
+    """A mean over predicted tokens: a model that knows nothing loses about log V on each."""
+    config = base(steps=1, warmup_steps=0)
+    train_base(config)
+    loss = records.read_metrics(config.out, kind="train")[0]["loss"]
+    assert loss == pytest.approx(5.77, abs=0.1)  # log 320
+
+
+def test_natural_weights_are_by_tokens(base: Make) -> None:
+    config = base(weights="natural")
+    train_base(config)
+    weights = records.weights_by_name(records.read_weights(config.out))
+    domains = records.read_config(config.out)["corpus"]["domains"]
+    total = sum(domain["train_tokens"] for domain in domains.values())
+    for name, domain in domains.items():
+        assert weights[name] == pytest.approx(domain["train_tokens"] / total, rel=1e-12)
+    tokens = records.read_metrics(config.out, kind="train")[-1]["tokens"]
+    assert max(tokens, key=tokens.__getitem__) == "prose"
+
+
+def test_tokens_follow_the_weights(base: Make, tmp_path: Path) -> None:
+    wanted = {"code": 0.5, "prose": 0.3, "table": 0.2, "verse": 0.0}
+    config = base(weights=str(write_weights(tmp_path / "w.json", wanted)), steps=20)
+    train_base(config)
+    tokens = records.read_metrics(config.out, kind="train")[-1]["tokens"]
+    assert sum(tokens.values()) == 20 * 8 * 16
+    for name, weight in wanted.items():
+        # Each step's count is within one block of its share; so is their running sum or nearly.
+        assert abs(tokens[name] / 16 - 20 * 8 * weight) <= 20
+
+
+def test_a_proxy_run_gives_its_average_weights(
+    base: Make, proxy: Callable[..., ProxyConfig]
+) -> None:
+    learned = learn_weights(proxy(target=("verse",)))
+    config = base(weights=str(learned), targets=("verse",))
+    train_base(config)
+    used = records.weights_by_name(records.read_weights(config.out))
+    assert used == records.weights_by_name(records.read_weights(learned))
+    assert "verse" in records.read_metrics(config.out, kind="eval")[-1]["loss"]
+    assert set(records.read_metrics(config.out, kind="train")[-1]["tokens"]) == set(NAMES[:3])
+
+
+def test_the_seed_gives_the_run_and_the_weights_matter(base: Make, tmp_path: Path) -> None:
+    skewed = write_weights(tmp_path / "w.json", dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
+    one, two = train_base(base("one")), train_base(base("two"))
+    other = train_base(base("other", weights=str(skewed)))
+    assert lines_of(one) == lines_of(two)
+    assert lines_of(one) != lines_of(other)
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing on the way may swallow it."""
+
+
+def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
+    base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = write_weights(tmp_path / "w.json", dict.fromkeys(NAMES, 0.25))
+    whole = base("whole", save_every=3, weights=str(source))
+    cut = base("cut", save_every=3, weights=str(source))
+    train_base(whole)
+    original, steps = RecordedTrainer.training_step, iter(range(1, 1000))
+
+    def dying(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
+        if next(steps) == 6:
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordedTrainer, "training_step", dying)
+        with pytest.raises(Killed):
+            train_base(cut)
+    write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
+    train_base(cut)
+    assert lines_of(cut.out) == lines_of(whole.out)
+    model = "model/model.safetensors"
+    assert (cut.out / model).read_bytes() == (whole.out / model).read_bytes()
+    assert not (cut.out / training.CHECKPOINTS).exists()
+
+
+def test_pretraining_continues_from_a_run(base: Make, small_corpus: Path) -> None:
+    first = train_base(base("first"))
+    config = base(
+        "second",
+        model=str(first / "model"),
+        pretrained=True,
+        num_layers=None,
+        embed_dim=None,
+        num_heads=None,
+        tokenizer=str(first / "model"),
+    )
+    train_base(config)
+    before = records.read_metrics(first, kind="train")[0]["loss"]
+    assert records.read_metrics(config.out, kind="train")[0]["loss"] < before - 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"weights": "learned"}, "weights must be uniform or natural, a weights.json, or a proxy"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"log_every": 0}, "log_every must be at least 1; got 0"),
+        ({"targets": ("nowhere",)}, "nowhere"),
+        ({"save_every": 0}, "save_every must be > 0; got 0"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    base: Make, changes: dict[str, Any], text: str
+) -> None:
+    config = base(**changes)
+    with pytest.raises(ValueError, match=text):
+        train_base(config)
+    assert not config.out.exists()
+
+
+def test_weights_of_other_domains_are_refused(base: Make, tmp_path: Path) -> None:
+    file = write_weights(tmp_path / "w.json", {"code": 0.5, "poetry": 0.5})
+    config = base(weights=str(file))
+    with pytest.raises(ValueError, match="no weight for prose, table, verse and weights for poet"):
+        train_base(config)
+    assert not config.out.exists()
+
+
+def test_a_complete_run_is_left_as_it_is(base: Make, caplog: pytest.LogCaptureFixture) -> None:
+    config = base()
+    train_base(config)
+    with caplog.at_level("INFO", logger="doge_fast"):
+        train_base(config)
+    assert "complete already, nothing to do" in caplog.text

@@ -1,0 +1,296 @@
+"""Stage one leaves what it promises, learns what the optimizer learns, survives being killed."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from doge_fast.pipeline import records, training
+from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights, parse_target
+
+NAMES = ["code", "prose", "table", "verse"]
+Make = Callable[..., ProxyConfig]
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The records without what a clock says."""
+    return [
+        {key: value for key, value in line.items() if key != "seconds"}
+        for line in records.read_metrics(run)
+    ]
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    assert lines_of(run) == lines_of(other)
+    assert records.read_weights(run) == records.read_weights(other)
+    model = "model/model.safetensors"
+    assert (run / model).read_bytes() == (other / model).read_bytes()
+
+
+def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
+    config = proxy()
+    assert learn_weights(config) == config.out
+    held = sorted(entry.name for entry in config.out.iterdir())
+    assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
+    record = records.read_weights(config.out, domains=NAMES)
+    weights = [entry["weight"] for entry in record["domains"]]
+    assert math.isclose(sum(weights), 1, rel_tol=1e-12)
+    assert weights != pytest.approx([0.25] * 4, abs=1e-6)
+    # Three times as many documents of prose.
+    prior = {entry["name"]: entry["prior"] for entry in record["domains"]}
+    assert max(prior, key=prior.__getitem__) == "prose"
+    assert record["target"] == "universal"
+    assert (record["steps"], record["seed"], record["block_size"]) == (8, 0, 16)
+    model = AutoModelForCausalLM.from_pretrained(config.out / "model")
+    assert model.config.use_cache
+    tokenizer = AutoTokenizer.from_pretrained(config.out / "model")
+    assert tokenizer.decode(tokenizer("def return")["input_ids"]) == "def return"
+    assert not [file for file in config.out.rglob("*") if file.suffix in (".pt", ".bin", ".pth")]
+
+
+def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> None:
+    config = proxy()
+    learn_weights(config)
+    lines = records.read_metrics(config.out, kind="train")
+    assert [line["step"] for line in lines] == list(range(9))
+    assert lines[0]["alpha"] == lines[0]["alpha_mean"] == dict.fromkeys(NAMES, 0.25)
+    for name in NAMES:
+        mean = sum(line["alpha"][name] for line in lines[1:]) / 8
+        assert lines[-1]["alpha_mean"][name] == pytest.approx(mean, rel=1e-12)
+    last = lines[-1]
+    assert last["rows"] == NAMES
+    for j, name in enumerate(NAMES):
+        assert last["gain"][name] == pytest.approx(
+            last["influence"][name] + last["difficulty"][name], rel=1e-9
+        )
+        assert last["cosine"][j][j] == pytest.approx(1)
+        assert last["difficulty"][name] == pytest.approx(last["grad_norm"][name] ** 2, rel=1e-9)
+    assert last["tokens"] == dict.fromkeys(NAMES, 8 * 2 * 16)
+    assert last["skipped"] is False
+    assert last["combined_norm"] > 0
+    assert lines[1]["lr"] == 0.0  # Warm-up begins there.
+    assert lines[2]["lr"] == pytest.approx(3e-3)
+    weights = records.weights_by_name(records.read_weights(config.out))
+    assert last["alpha_mean"] == weights
+    held_out = records.read_metrics(config.out, kind="eval")
+    assert [line["step"] for line in held_out] == [8]
+    assert set(held_out[0]["loss"]) == set(NAMES)
+
+
+def test_the_loss_falls_in_every_domain(proxy: Make) -> None:
+    config = proxy(steps=30, eval_every=15, log_every=10)
+    learn_weights(config)
+    lines = records.read_metrics(config.out, kind="train")
+    assert [line["step"] for line in lines] == [0, 10, 20, 30]
+    first, last = records.read_metrics(config.out, kind="eval")
+    assert all(last["loss"][name] < first["loss"][name] for name in NAMES)
+
+
+def test_drift_is_how_far_the_average_moved_in_the_last_fifth(proxy: Make) -> None:
+    config = proxy(steps=10)
+    learn_weights(config)
+    lines = {line["step"]: line for line in records.read_metrics(config.out, kind="train")}
+    before, after = lines[8]["alpha_mean"], lines[10]["alpha_mean"]
+    expected = sum(abs(after[name] - before[name]) for name in NAMES)
+    assert records.read_weights(config.out)["drift"] == pytest.approx(expected, rel=1e-12)
+    assert expected > 0
+
+
+def test_the_seed_gives_the_run(proxy: Make) -> None:
+    configs = [proxy("one"), proxy("two"), proxy("other", seed=1)]
+    one, two, other = (learn_weights(config) for config in configs)
+    assert_same_run(one, two)
+    assert lines_of(one) != lines_of(other)
+
+
+def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
+    config = proxy(target=("verse",))
+    learn_weights(config)
+    record = records.read_weights(config.out, domains=["code", "prose", "table"])
+    assert record["target"] == {"verse": 1.0}
+    line = records.read_metrics(config.out, kind="train")[-1]
+    assert line["rows"] == ["code", "prose", "table", "verse"]
+    assert set(line["alpha"]) == {"code", "prose", "table"}
+    # No training domain is its own target.
+    assert line["difficulty"] == dict.fromkeys(["code", "prose", "table"], 0.0)
+    assert "verse" in records.read_metrics(config.out, kind="eval")[-1]["loss"]
+    assert list(records.read_config(config.out)["corpus"]["targets"]) == ["verse"]
+
+
+def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
+    config = proxy(target=("verse=0.5", "table=2"), domains=("prose", "code"))
+    learn_weights(config)
+    record = records.read_weights(config.out)
+    assert [entry["name"] for entry in record["domains"]] == ["prose", "code"]
+    assert record["target"] == {"verse": 0.5, "table": 2.0}
+
+
+def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make) -> None:
+    config = proxy(target=("mix",))
+    learn_weights(config)
+    line = records.read_metrics(config.out, kind="train")[-1]
+    assert line["rows"] == [*NAMES, "mix"]
+    assert line["difficulty"] == dict.fromkeys(NAMES, 0.0)
+    whole = proxy("whole")
+    learn_weights(whole)
+
+    def blocks(run: Path) -> int:
+        domains = records.read_config(run)["corpus"]["domains"]
+        return sum(domain["train_blocks"] for domain in domains.values())
+
+    assert blocks(config.out) < blocks(whole.out)
+
+
+def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -> None:
+    selection = tmp_path / "selection.json"
+    selection.write_text('["transformer.h.0.mlp.c_fc.weight"]')
+    some, all_of_them = proxy("some", selection=selection), proxy("all")
+    learn_weights(some)
+    learn_weights(all_of_them)
+    gains = [records.read_metrics(c.out, kind="train")[1]["gain"] for c in (some, all_of_them)]
+    assert all(0 < gains[0][name] < gains[1][name] for name in NAMES)
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing on the way may swallow it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> None:
+    """The given call of a method never returns."""
+    original, calls = getattr(ProxyTrainer, method), iter(range(1, 1000))
+
+    def dying(self: ProxyTrainer, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == count:
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ProxyTrainer, method, dying)
+
+
+@pytest.mark.parametrize(
+    ("method", "count"),
+    [
+        ("training_step", 2),
+        ("training_step", 6),
+        ("_save_optimizer_and_scheduler", 2),
+        ("_save_rng_state", 1),
+        ("evaluate_domains", 2),
+    ],
+)
+def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
+    proxy: Make, monkeypatch: pytest.MonkeyPatch, method: str, count: int
+) -> None:
+    changes: dict[str, Any] = {"save_every": 3, "eval_every": 4, "target": ("verse", "mix")}
+    whole, cut = proxy("whole", **changes), proxy("cut", **changes)
+    learn_weights(whole)
+    with monkeypatch.context() as patch:
+        kill_at(patch, method, count)
+        with pytest.raises(Killed):
+            learn_weights(cut)
+    assert not training.is_finished(cut.out)
+    with (cut.out / records.METRICS).open("a") as torn:
+        torn.write('{"step": 7, "kind": "tr')
+    learn_weights(cut)
+    assert_same_run(cut.out, whole.out)
+    assert not (cut.out / training.CHECKPOINTS).exists()
+
+
+def test_a_process_killed_at_any_moment_resumes_too(proxy: Make) -> None:
+    changes: dict[str, Any] = {"steps": 400, "save_every": 5, "log_every": 7}
+    whole, cut = proxy("whole", **changes), proxy("cut", **changes)
+    command = [sys.executable, "-m", "doge_fast", "proxy", "--out", str(cut.out)]
+    for part in (cut.corpus, cut.model, cut.training):
+        for key, value in vars(part).items():
+            if value not in (None, ()) and not isinstance(value, bool):
+                command += [f"--{key.replace('_', '-')}", str(value)]
+    command += ["--sequences-per-domain", "2", "--log-every", "7"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not list(cut.out.glob("checkpoints/checkpoint-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not training.is_finished(cut.out)
+    learn_weights(cut)
+    learn_weights(whole)
+    assert_same_run(cut.out, whole.out)
+
+
+def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureFixture) -> None:
+    config = proxy()
+    learn_weights(config)
+    before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
+    with caplog.at_level("INFO", logger="doge_fast"):
+        learn_weights(config)
+    assert "complete already, nothing to do" in caplog.text
+    assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"target": ("nowhere",)}, "nowhere"),
+        ({"target": ("universal", "verse")}, "universal alone, or distinct names"),
+        ({"target": ("verse", "verse")}, "distinct names"),
+        ({"target": ("verse=much",)}, "a number greater than zero; got 'verse=much'"),
+        ({"target": ("verse=0",)}, "a number greater than zero; got 'verse=0'"),
+        ({"target": ()}, "target must name something"),
+        ({"mu": 0.0}, "mu"),
+        ({"smoothing": 1.5}, "smoothing"),
+        ({"sequences_per_domain": 0}, "sequences_per_domain must be at least 1; got 0"),
+        ({"log_every": 0}, "log_every must be at least 1; got 0"),
+        ({"steps": 0}, "steps must be > 0; got 0"),
+        ({"learning_rate": -1.0}, "learning_rate must be > 0; got -1.0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be > 0; got nan"),
+        ({"min_learning_rate": 1.0}, "between 0 and learning_rate; got 1.0 and 0.003"),
+        ({"warmup_steps": 8}, "less than steps; got 8 of 8"),
+        ({"device": "abacus"}, "device must be auto, cpu or cuda; got 'abacus'"),
+        ({"model": "huge"}, "must be a size of the family"),
+        ({"num_heads": 5}, "multiple of the number of heads; got 32 and 5"),
+        ({"selection": Path("no-such.json")}, "selection must be a JSON file; no-such.json is not"),
+        ({"domains": ("code", "poetry")}, "poetry"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    proxy: Make, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = proxy(**changes)
+    with pytest.raises(ValueError, match=text):
+        learn_weights(config)
+    assert not config.out.exists()
+
+
+def test_another_configuration_does_not_overwrite_a_run(proxy: Make) -> None:
+    learn_weights(proxy())
+    with pytest.raises(ValueError, match=r"holds another run: the configuration's mu is 0.01"):
+        learn_weights(proxy(mu=0.5))
+
+
+def test_a_selection_is_a_list_of_names(proxy: Make, tmp_path: Path) -> None:
+    file = tmp_path / "selection.json"
+    file.write_text(json.dumps({"not": "a list"}))
+    with pytest.raises(ValueError, match="must be a JSON list of parameter names"):
+        learn_weights(proxy(selection=file))
+    file.write_text(json.dumps(["no.such.parameter"]))
+    with pytest.raises(ValueError, match=r"no\.such\.parameter"):
+        learn_weights(proxy(selection=file))
+
+
+def test_targets_read_as_they_are_written() -> None:
+    assert parse_target(("universal",)) == "universal"
+    assert parse_target(("mix",)) == {"mix": 1.0}
+    assert parse_target(("ca", "nl=0.3")) == {"ca": 1.0, "nl": 0.3}

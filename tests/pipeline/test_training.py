@@ -1,0 +1,98 @@
+"""What both stages tell Trainer, and how a held-out loss is measured."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
+
+from doge_fast.pipeline.config import TrainingConfig
+from doge_fast.pipeline.training import device_of, held_out_loss, training_arguments
+
+
+def tiny_model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_positions=8, n_layer=1, n_head=1, n_embd=8, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def blocks(count: int) -> datasets.Dataset:
+    ids = torch.randint(0, 32, (count, 8), generator=torch.Generator().manual_seed(1))
+    return datasets.Dataset.from_dict({"input_ids": ids.tolist()}).with_format("numpy")
+
+
+def learning_rates(config: TrainingConfig, out: Path) -> list[float]:
+    args = training_arguments(config, out)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    schedule = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        args.get_warmup_steps(args.max_steps),
+        args.max_steps,
+        args.lr_scheduler_kwargs,
+    )
+    rates = []
+    with warnings.catch_warnings():
+        # No optimizer steps here; only the schedule is looked at.
+        warnings.simplefilter("ignore")
+        for _ in range(args.max_steps + 1):
+            rates.append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+    return rates
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_minimum(tmp_path: Path) -> None:
+    rates = learning_rates(TrainingConfig(steps=100, device="cpu"), tmp_path)
+    assert rates[0] == 0
+    assert rates[5] == max(rates) == pytest.approx(5e-4)
+    assert rates[100] == pytest.approx(1e-4)
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+
+
+def test_the_trainer_is_told_what_was_asked(tmp_path: Path) -> None:
+    config = TrainingConfig(
+        steps=50, weight_decay=0.02, max_grad_norm=0.7, seed=5, save_every=10, device="cpu"
+    )
+    args = training_arguments(config, tmp_path)
+    assert (args.max_steps, args.weight_decay, args.max_grad_norm, args.seed) == (50, 0.02, 0.7, 5)
+    assert args.save_strategy == "steps"
+    assert args.save_steps == 10
+    assert args.report_to == []
+    assert not args.push_to_hub
+    assert not args.bf16
+    assert training_arguments(TrainingConfig(dtype="bfloat16", device="cpu"), tmp_path).bf16
+
+
+def test_the_device_is_there_or_refused() -> None:
+    assert device_of("cpu") == torch.device("cpu")
+    if torch.cuda.is_available():
+        assert device_of("auto") == device_of("cuda") == torch.device("cuda")
+    else:
+        assert device_of("auto") == torch.device("cpu")
+        with pytest.raises(ValueError, match="torch sees no GPU here"):
+            device_of("cuda")
+
+
+@pytest.mark.parametrize(("num_blocks", "measured"), [(None, 21), (7, 7), (100, 21)])
+def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks: Any, measured: int) -> None:
+    model, held_out = tiny_model().train(), blocks(21)
+    loss, count = held_out_loss(model, held_out, num_blocks=num_blocks, batch_size=4)
+    assert count == measured
+    assert model.training
+    indices = [i * 21 // measured for i in range(measured)]
+    tokens_BL = torch.tensor(held_out[indices]["input_ids"])
+    with torch.no_grad():
+        expected = model.eval()(tokens_BL, labels=tokens_BL).loss
+    assert loss == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_held_out_loss_needs_a_block() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        held_out_loss(tiny_model(), blocks(2).select([]))
