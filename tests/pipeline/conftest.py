@@ -1,11 +1,12 @@
 """A corpus of seconds: generated text in four domains, and settings that train on it."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -31,6 +32,15 @@ def _document(words: list[str], draw: random.Random) -> str:
         position = (position + draw.choice((1, 1, 1, 2, 5))) % len(words)
         text.append(words[position])
     return " ".join(text)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on two threads, far slower where others compute too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

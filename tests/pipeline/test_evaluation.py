@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +31,7 @@ def test_the_loss_is_the_mean_over_all_predicted_tokens(run: BaseConfig) -> None
     corpus = load_corpus(run.corpus, targets=("verse",))
     model = open_model(run.out / "model").double().eval()
     for name in (*NAMES, "verse"):
-        tokens_BL = torch.tensor(corpus.validation[name]["input_ids"])
+        tokens_BL = torch.tensor(np.stack(corpus.validation[name]["input_ids"]))
         with torch.no_grad():
             logits = model(tokens_BL).logits[:, :-1]
         exact = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BL[:, 1:].flatten())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from doge_fast.pipeline import records, training
@@ -214,7 +215,13 @@ def test_a_process_killed_at_any_moment_resumes_too(proxy: Make) -> None:
             if value not in (None, ()) and not isinstance(value, bool):
                 command += [f"--{key.replace('_', '-')}", str(value)]
     command += ["--sequences-per-domain", "2", "--log-every", "7"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Sums are added in another order on another number of threads.
+        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
     deadline = time.monotonic() + 120
     while not list(cut.out.glob("checkpoints/checkpoint-*")):
         assert process.poll() is None, process.communicate()
@@ -267,7 +274,7 @@ def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureF
 def test_bad_input_is_refused_before_anything_is_written(
     proxy: Make, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = proxy(**changes)
     with pytest.raises(ValueError, match=text):
         learn_weights(config)
