@@ -73,7 +73,7 @@ class TrainingConfig:
     eval_blocks: int = 256
     """Held-out blocks per domain in those evaluations."""
     save_every: int | None = None
-    """Steps between checkpoints that a killed run resumes from; None: at the end only."""
+    """Steps between checkpoints that a killed run resumes from; None: ten in a run; 0: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
     device: str = "auto"
