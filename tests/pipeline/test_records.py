@@ -1,0 +1,366 @@
+"""A run directory is complete, survives a kill at any byte, and says so when it is not believed."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from doge_fast.pipeline import records
+from doge_fast.pipeline.config import CorpusConfig, ProxyConfig, TrainingConfig
+
+CORPUS = {
+    "domains": {
+        "a": {"train_tokens": 640, "train_blocks": 5, "validation_blocks": 1, "documents": 3},
+        "b": {"train_tokens": 256, "train_blocks": 2, "validation_blocks": 1, "documents": 2},
+    },
+    "targets": {},
+    "tokenizer_sha256": "0" * 64,
+    "block_size": 128,
+    "vocab_size": 512,
+}
+
+
+def proxy_config(out: Path) -> ProxyConfig:
+    return ProxyConfig(out=out, corpus=CorpusConfig(domains=("a", "b"), cache_dir=out / "cache"))
+
+
+def weights(**changes: object) -> dict[str, object]:
+    record: dict[str, object] = {
+        "schema_version": 1,
+        "method": "doge",
+        "domains": [{"name": "a", "weight": 0.25}, {"name": "b", "weight": 0.75}],
+    }
+    return record | changes
+
+
+def write_weights_unchecked(path: Path, record: dict[str, object]) -> Path:
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_a_new_run_records_what_was_asked(tmp_path):
+    out = tmp_path / "runs" / "proxy"
+    assert not records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
+    record = records.read_config(out)
+    assert record["schema_version"] == 1
+    assert record["stage"] == "proxy"
+    assert record["config"]["corpus"]["domains"] == ["a", "b"]
+    assert record["config"]["out"] == str(out)
+    assert record["config"]["training"]["steps"] == TrainingConfig().steps
+    assert record["corpus"] == CORPUS
+    assert record["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in (
+        record["versions"]["torch"]
+    )
+    assert record["created"].endswith("+00:00")
+
+
+def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
+    config = proxy_config(tmp_path / "run")
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    created = records.read_config(config.out)["created"]
+    config.out.rename(tmp_path / "moved")
+    moved = replace(
+        config, out=tmp_path / "moved", corpus=replace(config.corpus, cache_dir=tmp_path)
+    )
+    assert records.open_run(moved.out, stage="proxy", config=moved, corpus=CORPUS)
+    assert records.read_config(moved.out)["created"] == created
+
+
+def test_check_run_writes_nothing(tmp_path):
+    assert not records.check_run(tmp_path / "run", stage="base", config={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_stage_is_refused(tmp_path):
+    config = proxy_config(tmp_path)
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    with pytest.raises(ValueError, match="holds a proxy run; this is the base stage"):
+        records.open_run(config.out, stage="base", config=config, corpus=CORPUS)
+
+
+def test_another_configuration_is_refused_and_named(tmp_path):
+    config = proxy_config(tmp_path)
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    before = (tmp_path / "config.json").read_bytes()
+    other = replace(config, mu=0.5, training=replace(config.training, steps=400))
+    with pytest.raises(
+        ValueError,
+        match=r"holds another run: the configuration's training.steps is 300 there and 400 here "
+        r"\(also mu\)\. Name another directory, or repeat the recorded run",
+    ):
+        records.open_run(config.out, stage="proxy", config=other, corpus=CORPUS)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_another_corpus_is_refused_and_named(tmp_path):
+    config = proxy_config(tmp_path)
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    other = CORPUS | {"tokenizer_sha256": "1" * 64}
+    with pytest.raises(ValueError, match="holds another run: the corpus's tokenizer_sha256 is"):
+        records.open_run(config.out, stage="proxy", config=config, corpus=other)
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match=r"needs an empty directory; .* holds thesis.tex and no"):
+        records.open_run(tmp_path, stage="base", config={}, corpus=CORPUS)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_is_no_run_directory(tmp_path):
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(ValueError, match="A run needs a directory; .* is a file"):
+        records.check_run(tmp_path / "run", stage="base", config={})
+
+
+def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
+    (tmp_path / ".config.json.x1y2").write_text('{"schema')
+    assert not records.open_run(tmp_path, stage="base", config={"a": 1}, corpus=CORPUS)
+
+
+def test_read_config_wants_a_run(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run directory: it holds no config.json"):
+        records.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"schema_version": 2, "stage": "proxy"}, "follows schema 2; this version .* up to 1"),
+        ({"stage": "proxy"}, "schema_version; it says None"),
+        ({"schema_version": True}, "schema_version; it says True"),
+        ({"schema_version": 1, "stage": "proxy"}, "it lacks config, corpus"),
+        (
+            {"schema_version": 1, "stage": "tune", "config": {}, "corpus": {}},
+            "must name the stage proxy or base; it says 'tune'",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_believed(tmp_path, record, message):
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        records.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "\xff", ""])
+def test_what_is_not_json_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="must hold JSON and does not"):
+        records.read_config(tmp_path)
+
+
+def test_what_is_no_object_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="must hold a JSON object; it holds a list"):
+        records.read_config(tmp_path)
+
+
+@dataclass(frozen=True)
+class Inner:
+    path: Path
+    values: tuple[float, ...] = field(default=(1.0, math.inf))
+
+
+def test_plain_speaks_json():
+    value = {
+        "inner": Inner(Path("x") / "y"),
+        "array": np.array([[1, 2]], dtype=np.int64),
+        "scalar": np.float32(0.5),
+        "tensor": torch.tensor([math.nan, 2.0]),
+        1: (True, None, "ä"),
+    }
+    assert records.plain(value) == {
+        "inner": {"path": str(Path("x") / "y"), "values": [1.0, None]},
+        "array": [[1, 2]],
+        "scalar": 0.5,
+        "tensor": [None, 2.0],
+        "1": [True, None, "ä"],
+    }
+
+
+def test_write_json_replaces_whole_files_and_leaves_nothing_beside(tmp_path):
+    path = tmp_path / "x.json"
+    records.write_json(path, {"a": 1})
+    records.write_json(path, {"a": [1.5, math.nan]})
+    assert json.loads(path.read_text()) == {"a": [1.5, None]}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    records.write_json(path, {"a": 1})
+
+    def no_space(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(records.os, "replace", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        records.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+def train_line(step: int) -> dict[str, object]:
+    return {"step": step, "kind": "train", "lr": 0.1, "loss": {"a": 1 / (step + 1), "b": 2.0}}
+
+
+def test_metrics_come_back_as_they_were_written(tmp_path):
+    for step in range(3):
+        records.append_metrics(tmp_path, train_line(step))
+    records.append_metrics(tmp_path, {"step": 2, "kind": "eval", "loss": {"a": math.nan}})
+    lines = records.read_metrics(tmp_path)
+    assert lines[:3] == [train_line(step) for step in range(3)]
+    assert lines[3] == {"step": 2, "kind": "eval", "loss": {"a": None}}
+    assert records.read_metrics(tmp_path, kind="eval") == lines[3:]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("line", [{"step": 1}, {"kind": "train"}, {"step": 1.0, "kind": "train"}])
+def test_a_metrics_line_has_step_and_kind(tmp_path, line):
+    with pytest.raises(ValueError, match='needs an integer "step" and a "kind"'):
+        records.append_metrics(tmp_path, line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_killed_at_any_byte_resumes_to_the_uninterrupted_record(tmp_path):
+    for step in range(4):
+        records.append_metrics(tmp_path, train_line(step))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    after_checkpoint = len(b"".join(whole.splitlines(keepends=True)[:2]))
+    for length in range(after_checkpoint, len(whole) + 1):
+        path.write_bytes(whole[:length])
+        complete = whole[:length].count(b"\n")
+        assert records.read_metrics(tmp_path) == [train_line(step) for step in range(complete)]
+        records.resume_metrics(tmp_path, step=1)
+        for step in range(2, 4):
+            records.append_metrics(tmp_path, train_line(step))
+        assert path.read_bytes() == whole
+
+
+def test_resuming_from_before_the_beginning_empties_the_record(tmp_path):
+    records.resume_metrics(tmp_path, step=-1)
+    assert list(tmp_path.iterdir()) == []
+    records.append_metrics(tmp_path, train_line(0))
+    records.resume_metrics(tmp_path, step=-1)
+    assert records.read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 0, "kind"\n{"step": 1, "kind": "train"}\n', "line 1, must hold a JSON object"),
+        ('{"step": 0, "kind": "train"}\n[]\n', r'line 2 needs an integer "step"'),
+    ],
+)
+def test_metrics_that_something_else_wrote_are_refused(tmp_path, text, message):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        records.read_metrics(tmp_path)
+
+
+def test_metrics_that_are_not_there(tmp_path):
+    with pytest.raises(ValueError, match="has not logged a step"):
+        records.read_metrics(tmp_path)
+
+
+def test_weights_go_around_by_name(tmp_path):
+    records.write_weights(tmp_path, weights())
+    assert records.weights_by_name(records.read_weights(tmp_path)) == {"a": 0.25, "b": 0.75}
+    ordered = records.read_weights(tmp_path / "weights.json", domains=["b", "a"])
+    assert list(records.weights_by_name(ordered).items()) == [("b", 0.75), ("a", 0.25)]
+    assert ordered["method"] == "doge"
+
+
+def test_float32_weights_and_printed_ones_sum_to_one(tmp_path):
+    many = np.full(100, 1 / 100, dtype=np.float32)
+    entries = [{"name": f"d{k}", "weight": float(weight)} for k, weight in enumerate(many)]
+    records.write_weights(tmp_path, weights(domains=entries))
+    thirds = [{"name": name, "weight": 0.333333} for name in "abc"]
+    records.write_weights(tmp_path, weights(domains=thirds))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": 7}, "follows schema 7; this version of doge_fast reads up to 1"),
+        ({"domains": []}, r'must hold "domains", a list'),
+        ({"domains": {"a": 1.0}}, r'must hold "domains", a list'),
+        ({"domains": [{"weight": 1.0}]}, "every entry of domains needs a name"),
+        ({"domains": ["a"]}, "every entry of domains needs a name"),
+        (
+            {"domains": [{"name": "a", "weight": 0.5}, {"name": "a", "weight": 0.5}]},
+            "a domain has one weight; a occurs twice",
+        ),
+        (
+            {"domains": [{"name": "a", "weight": 0.5}, {"name": "b", "weight": 0.4}]},
+            "must sum to 1; these sum to 0.9. Divide each by the sum",
+        ),
+        (
+            {"domains": [{"name": "a", "weight": math.nan}, {"name": "b", "weight": 0.4}]},
+            "finite number >= 0; that of a is nan",
+        ),
+        (
+            {"domains": [{"name": "a", "weight": 1.5}, {"name": "b", "weight": -0.5}]},
+            "finite number >= 0; that of b is -0.5",
+        ),
+        ({"domains": [{"name": "a", "weight": "1"}]}, "finite number >= 0; that of a is 1"),
+        ({"domains": [{"name": "a", "weight": True}]}, "finite number >= 0; that of a is True"),
+        ({"domains": [{"name": "a"}]}, "finite number >= 0; that of a is None"),
+    ],
+)
+def test_weights_off_the_simplex_are_neither_read_nor_written(tmp_path, changes, message):
+    record = weights(**changes)
+    with pytest.raises(ValueError, match=message):
+        records.write_weights(tmp_path, record)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=message):
+        records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
+
+
+def test_weights_of_other_domains_are_refused(tmp_path):
+    records.write_weights(tmp_path, weights())
+    with pytest.raises(
+        ValueError,
+        match=r"must weigh exactly the domains of this corpus \(b, c\); it has no weight for c "
+        r"and weights for a, which are not trained on\. Train on the domains of the file",
+    ):
+        records.read_weights(tmp_path, domains=["b", "c"])
+
+
+def test_weights_that_are_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"weights.json does not exist"):
+        records.read_weights(tmp_path)
+
+
+def test_the_average_perplexity_is_the_papers(tmp_path):
+    loss = {"a": math.log(10.0), "b": math.log(40.0)}
+    record = records.evaluation(step=7, blocks={"a": 3, "b": 2}, loss=loss, block_size=128)
+    assert record["average_perplexity"] == pytest.approx(20.0, rel=1e-12)
+    assert record["worst"] == pytest.approx(40.0, rel=1e-12)
+    assert record["tokens"] == {"a": 3 * 127, "b": 2 * 127}
+    records.write_evaluation(tmp_path, record)
+    assert records.read_evaluation(tmp_path) == record
+
+
+def test_a_diverged_evaluation_is_still_written(tmp_path):
+    record = records.evaluation(step=7, blocks={"a": 3}, loss={"a": 1e6}, block_size=128)
+    records.write_evaluation(tmp_path, record)
+    assert records.read_evaluation(tmp_path)["perplexity"] == {"a": None}
+
+
+def test_an_evaluation_measures_the_same_domains():
+    with pytest.raises(ValueError, match="blocks and loss of the same domains"):
+        records.evaluation(step=1, blocks={"a": 1}, loss={"b": 1.0}, block_size=8)
+
+
+def test_an_evaluation_that_is_not_complete(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no evaluation.json: run doge-fast evaluate"):
+        records.read_evaluation(tmp_path)
+    (tmp_path / "evaluation.json").write_text('{"step": 1}')
+    with pytest.raises(ValueError, match="it lacks blocks, loss"):
+        records.read_evaluation(tmp_path)
