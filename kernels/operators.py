@@ -183,8 +183,9 @@ def _run_weighted_sum(
     *,
     implementation: str | None = None,
 ) -> None:
-    device = blocks[0].device if blocks else coefficients_R.device
-    choose("weighted_sum", device, implementation)(blocks, coefficients_R, outs)
+    if not blocks:
+        check_weighted_sum(blocks, coefficients_R, outs)
+    choose("weighted_sum", blocks[0].device, implementation)(blocks, coefficients_R, outs)
     increment_version(outs)
 
 

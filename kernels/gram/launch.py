@@ -21,8 +21,6 @@ from doge_fast.kernels.triton_support import (
 )
 
 FIELDS = ("source", "row_stride", "length")
-# Entries that one reduction program adds, and partial results that it loads at a time.
-REDUCE_BLOCK, REDUCE_PROGRAMS = 16, 64
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,18 @@ class TilesLaunch:
     num_programs: int = 512
 
 
+@dataclass(frozen=True)
+class ReduceLaunch:
+    """Entries that one program adds up, and partial results that it loads at a time."""
+
+    block: int
+    programs: int
+
+
+# Few rows leave many partial results of few entries; many rows the reverse.
+REDUCE_FEW_ROWS = ReduceLaunch(block=16, programs=64)
+REDUCE_MANY_ROWS = ReduceLaunch(block=256, programs=8)
+
 # Keyed by the largest number of rows. Nothing here spills when compiled for sm_80 or sm_90;
 # a program of pairs at 7 rows holds 112 sums per thread and loads 16 bytes at a time.
 PAIRS_FLOAT32: dict[float, PairsLaunch] = {
@@ -67,11 +77,10 @@ PAIRS_FLOAT64: dict[float, PairsLaunch] = {4: PairsLaunch(block=256, num_warps=4
 TILES_FLOAT32: dict[float, TilesLaunch] = {
     16: TilesLaunch(tile=16, ways=4, block=64, num_warps=4, num_stages=3),
     32: TilesLaunch(tile=32, ways=4, block=32, num_warps=8, num_stages=3),
-    64: TilesLaunch(tile=64, ways=1, block=32, num_warps=8, num_stages=3, chunk_columns=512),
-    math.inf: TilesLaunch(tile=32, ways=4, block=32, num_warps=8, num_stages=3),
+    math.inf: TilesLaunch(tile=64, ways=1, block=32, num_warps=8, num_stages=3, chunk_columns=512),
 }
 TILES_HALF: dict[float, TilesLaunch] = {
-    16: TilesLaunch(tile=16, ways=4, block=64, num_warps=4, num_stages=3),
+    16: TilesLaunch(tile=16, ways=4, block=128, num_warps=4, num_stages=3),
     32: TilesLaunch(tile=32, ways=4, block=32, num_warps=4, num_stages=3),
     math.inf: TilesLaunch(tile=64, ways=2, block=64, num_warps=8, num_stages=3),
 }
@@ -189,15 +198,16 @@ def _reduce(partials: Tensor, gram_RR: Tensor, *, side: int, is_first: bool) -> 
     from doge_fast.kernels.gram import triton_kernel
 
     num_partials, stride = partials.shape
-    triton_kernel.gram_reduce[(-(-gram_RR.numel() // REDUCE_BLOCK),)](
+    launch = REDUCE_FEW_ROWS if len(gram_RR) <= 16 else REDUCE_MANY_ROWS
+    triton_kernel.gram_reduce[(-(-gram_RR.numel() // launch.block),)](
         partials,
         gram_RR,
         num_partials,
         R=len(gram_RR),
         SIDE=side,
         STRIDE=stride,
-        PROGRAMS=REDUCE_PROGRAMS,
-        BLOCK=REDUCE_BLOCK,
+        PROGRAMS=launch.programs,
+        BLOCK=launch.block,
         ADD=not is_first,
     )
 

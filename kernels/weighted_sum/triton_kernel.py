@@ -47,4 +47,7 @@ def weighted_sum(
             end = tl.where(c != 0, length, 0)
             row_B = tl.load(pointer + r * row_stride + columns_B, mask=columns_B < end, other=0)
             sum_B += c.to(SUM) * row_B.to(SUM)
+        if OUTPUT == tl.bfloat16:
+            # Not every Triton narrows float64 to bfloat16 in one step.
+            sum_B = sum_B.to(tl.float32)
         tl.store(output + columns_B, sum_B.to(OUTPUT), mask=columns_B < length)

@@ -1,0 +1,59 @@
+"""What every test runs on: a device, a seed, memory that starts as NaN, quiet operators."""
+
+import os
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Before anything imports Triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from doge_fast.kernels import implementations
+from doge_fast.kernels.dispatch import IMPLEMENTATIONS, choose
+
+
+def pytest_configure() -> None:
+    """Settle the operators once, so that no test meets the warning of a missing compiler."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        choose("gram", default_device(), None)
+        choose("gram", torch.device("cpu"), None)
+
+
+def default_device() -> torch.device:
+    """DOGE_FAST_TEST_DEVICE, else the GPU, else the CPU."""
+    fallback = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(os.environ.get("DOGE_FAST_TEST_DEVICE", fallback))
+    return torch.empty(0, device=device).device
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return default_device()
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """Every implementation that can run on the device."""
+    name: str = request.param
+    reason = implementations(device)[name]
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return name
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(20240601)
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Fresh tensors hold NaN, so that an element nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

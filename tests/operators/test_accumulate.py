@@ -1,0 +1,147 @@
+"""Accumulation, in every implementation, against the reference in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast import reference
+from doge_fast.kernels import accumulate
+from doge_fast.kernels.triton_support import is_interpreted
+
+pytestmark = pytest.mark.usefixtures("nan_memory")
+
+STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("row_dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", STORAGE_DTYPES, ids=str)
+def test_accumulate_is_the_reference(
+    grad_dtype: torch.dtype,
+    row_dtype: torch.dtype,
+    add: bool,
+    implementation: str,
+    device: torch.device,
+) -> None:
+    grads = [torch.randn(n, device=device).to(grad_dtype) for n in (1, 64, 70_001)]
+    rows = [torch.randn_like(grad, dtype=row_dtype) for grad in grads]
+    expected = reference.accumulate(grads, rows, add=add)
+    # What is overwritten is not read.
+    if not add:
+        for row in rows:
+            row.fill_(math.nan)
+    accumulate(grads, rows, add=add, implementation=implementation)
+    for row, exact, grad in zip(rows, expected, grads, strict=True):
+        slack = rounding(grad, row, add, implementation)
+        error = (row.double() - exact.double()).abs()
+        assert (error <= slack * exact.double().abs()).all()
+
+
+def rounding(grad: Tensor, row: Tensor, add: bool, implementation: str) -> float:
+    """Exact, but for a second rounding where a wider sum is narrowed to the row."""
+    eps = torch.finfo(row.dtype).eps
+    if implementation == "triton" and is_interpreted():
+        # The interpreter cuts bits off where it narrows, by less than one unit.
+        return eps if eps > torch.finfo(torch.float32).eps else 0
+    is_rounded_twice = add and row.dtype in (torch.bfloat16, torch.float16)
+    return eps if is_rounded_twice else 0
+
+
+def test_gradients_of_any_shape_and_strides(implementation: str, device: torch.device) -> None:
+    channels_last = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
+    expanded = torch.randn(1, device=device).expand(7)
+    transposed = torch.randn(4, 6, device=device).T
+    grads = [channels_last, expanded, transposed, torch.randn((), device=device)]
+    rows = [torch.full((grad.numel(),), math.nan, device=device) for grad in grads]
+    accumulate(grads, rows, add=False, implementation=implementation)
+    for grad, row in zip(grads, rows, strict=True):
+        assert torch.equal(row, grad.flatten())
+
+
+def test_rows_of_a_matrix_and_nothing_beside_them(
+    implementation: str, device: torch.device
+) -> None:
+    memory_KN = torch.full((3, 128), 7.0, device=device)
+    row_N = memory_KN[1, 3:70]
+    accumulate([torch.ones(67, device=device)], [row_N], add=True, implementation=implementation)
+    assert (row_N == 8).all()
+    row_N.fill_(7)
+    assert (memory_KN == 7).all()
+
+
+def test_no_gradients_is_no_work(implementation: str) -> None:
+    accumulate([], [], add=True, implementation=implementation)
+
+
+def test_empty_gradients(implementation: str, device: torch.device) -> None:
+    row = torch.empty(0, device=device)
+    accumulate([torch.empty(0, 4, device=device)], [row], add=False, implementation=implementation)
+
+
+def test_autograd_sees_that_the_row_changed(implementation: str, device: torch.device) -> None:
+    row = torch.ones(10, device=device)
+    factor = torch.ones(10, device=device, requires_grad=True)
+    product = (factor * row).sum()
+    accumulate([torch.ones(10, device=device)], [row], add=True, implementation=implementation)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_opcheck(add: bool, implementation: str, device: torch.device) -> None:
+    grads = [torch.randn(4, 5, device=device), torch.randn(7, device=device).bfloat16()]
+    rows = [torch.randn(20, device=device), torch.randn(7, device=device)]
+    torch.library.opcheck(
+        torch.ops.doge_fast.accumulate.default,
+        (grads, rows, add),
+        {"implementation": implementation},
+    )
+
+
+def test_accumulate_traces_into_one_graph(implementation: str, device: torch.device) -> None:
+    def fill(grad: Tensor, rows_KN: Tensor) -> Tensor:
+        accumulate([grad * 2, grad], list(rows_KN), add=True, implementation=implementation)
+        return rows_KN.sum(0)
+
+    grad, rows_KN = torch.randn(20, device=device), torch.randn(2, 20, device=device)
+    expected_KN = rows_KN.clone()
+    expected_N = fill(grad, expected_KN)
+    compiled = torch.compile(fill, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(grad, rows_KN), expected_N)
+    assert torch.equal(rows_KN, expected_KN)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs memory on two devices")
+def test_gradients_of_two_devices() -> None:
+    grads = [torch.randn(5), torch.randn(9, device="cuda")]
+    rows = [torch.zeros_like(grad) for grad in grads]
+    accumulate(grads, rows, add=True)
+    assert all(torch.equal(grad, row) for grad, row in zip(grads, rows, strict=True))
+
+
+GRAD = torch.ones(5)
+
+
+@pytest.mark.parametrize(
+    ("grads", "rows", "message"),
+    [
+        ([GRAD], [], r"accumulate\(\) pairs grads with rows; got 1 grads and 0 rows"),
+        ([], [GRAD], r"got 0 grads and 1 rows"),
+        ([GRAD], [torch.ones(4)], r"grads\[0\] has 5 elements, rows\[0\] has 4"),
+        ([GRAD.int()], [torch.ones(5)], r"grads\[0\] is torch.int32"),
+        ([GRAD.to_sparse()], [torch.ones(5)], r"layout torch.sparse_coo"),
+        ([GRAD], [torch.ones(5).int()], r"rows\[0\] is torch.int32"),
+        ([GRAD], [torch.ones(10)[::2]], r"rows\[0\] has shape \[5\] and strides \[2\]"),
+    ],
+)
+def test_accumulate_says_what_is_wrong(
+    grads: list[Tensor], rows: list[Tensor], message: str, implementation: str
+) -> None:
+    if implementation == "triton" and not is_interpreted():
+        pytest.skip("the arguments are on the CPU")
+    untouched = [row.clone() for row in rows]
+    with pytest.raises(ValueError, match=message):
+        accumulate(grads, rows, add=True, implementation=implementation)
+    assert all(torch.equal(row, before) for row, before in zip(rows, untouched, strict=True))

@@ -1,0 +1,153 @@
+"""Which implementation runs, how one is forced, and what is said when one cannot."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doge_fast.kernels import chosen, explain, gram, implementations
+from doge_fast.kernels.dispatch import IMPLEMENTATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+GRADS_KN = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+GRAM_KK = torch.tensor([[5.0, 11.0], [11.0, 25.0]], dtype=torch.float64)
+
+# Two calls of each operator in a fresh process; prints what was warned of and what was chosen.
+SCRIPT = """
+import json, warnings
+import torch
+import doge_fast.kernels as kernels
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        rows = torch.ones(2, 3)
+        assert kernels.gram(rows).tolist() == [[3, 3], [3, 3]]
+        assert kernels.weighted_sum(rows, torch.ones(2)).tolist() == [2, 2, 2]
+        kernels.accumulate([torch.ones(3)], [rows[0]], add=True)
+        assert rows[0].tolist() == [2, 2, 2]
+    text = kernels.explain("cpu")
+print(json.dumps({
+    "warnings": [[w.category.__name__, str(w.message)] for w in caught],
+    "chosen": kernels.chosen("cpu"),
+    "explained": text,
+}))
+"""
+
+
+def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
+    """What SCRIPT prints, with an empty cache and these variables."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("DOGE_FAST_") and name != "TRITON_INTERPRET"
+    }
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    clean |= {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "DOGE_FAST_CACHE": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_a_missing_compiler_is_said_once(tmp_path: Path) -> None:
+    result = in_fresh_process(tmp_path, CXX="/nonexistent")
+    assert result["chosen"] == "torch"
+    [(category, message)] = result["warnings"]
+    assert category == "RuntimeWarning"
+    assert "cpp cannot run" in message
+    assert "/nonexistent" in message
+    assert "/nonexistent" in result["explained"]
+
+
+@pytest.mark.parametrize("variable", ["DOGE_FAST_NO_JIT=1", "DOGE_FAST_BACKEND=torch"])
+def test_plain_torch_that_was_asked_for_is_not_warned_of(tmp_path: Path, variable: str) -> None:
+    name, value = variable.split("=")
+    result = in_fresh_process(tmp_path, CXX="/nonexistent", **{name: value})
+    assert result["chosen"] == "torch"
+    assert result["warnings"] == []
+
+
+def test_importing_runs_nothing(tmp_path: Path) -> None:
+    """No compiler, no Triton, no choice: only names are registered."""
+    code = (
+        "import sys, doge_fast.kernels, doge_fast.kernels.dispatch as dispatch;"
+        "assert 'triton' not in sys.modules; assert not dispatch._obstacles"
+    )
+    environment = os.environ | {"DOGE_FAST_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_compiled_code_is_chosen_on_a_cpu_where_it_can_run() -> None:
+    can_run = implementations("cpu")["cpp"] is None
+    assert chosen("cpu") == ("cpp" if can_run else "torch")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_triton_is_chosen_on_a_gpu() -> None:
+    assert chosen("cuda") == "triton"
+
+
+def test_the_environment_forces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOGE_FAST_BACKEND", "torch")
+    assert chosen("cpu") == "torch"
+    assert torch.equal(gram(GRADS_KN), GRAM_KK)
+    assert "cpu: torch (forced by DOGE_FAST_BACKEND=torch)" in explain("cpu")
+    monkeypatch.setenv("DOGE_FAST_BACKEND", "auto")
+    assert "(chosen)" in explain("cpu")
+
+
+def test_the_argument_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOGE_FAST_BACKEND", "fortran")
+    assert torch.equal(gram(GRADS_KN, implementation="torch"), GRAM_KK)
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_an_unknown_name_is_refused(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "one of auto, cpp, triton, torch; got 'fortran'"
+    if by == "argument":
+        with pytest.raises(ValueError, match=message):
+            gram(GRADS_KN, implementation="fortran")
+    else:
+        monkeypatch.setenv("DOGE_FAST_BACKEND", "fortran")
+        with pytest.raises(ValueError, match=message):
+            gram(GRADS_KN)
+        assert "cpu: none: " in explain("cpu")
+
+
+def test_a_forced_implementation_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "doge_fast.kernels.dispatch._obstacles", {("cpp", torch.device("cpu")): "It rains."}
+    )
+    monkeypatch.setattr("doge_fast.kernels.dispatch._chosen", {})
+    message = r"'cpp' was forced and cannot run on cpu: It rains\. .* 'auto'"
+    with pytest.raises(RuntimeError, match=message):
+        gram(GRADS_KN, implementation="cpp")
+
+
+def test_every_obstacle_is_a_sentence() -> None:
+    for device in ("cpu", "meta"):
+        reasons = implementations(device)
+        assert tuple(reasons) == IMPLEMENTATIONS
+        assert reasons["torch"] is None
+        assert all(reason.strip().endswith(".") for reason in reasons.values() if reason)
+
+
+def test_explain_has_a_line_for_each() -> None:
+    lines = explain("cpu").splitlines()
+    assert lines[0] == f"cpu: {chosen('cpu')} (chosen)"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == list(IMPLEMENTATIONS)

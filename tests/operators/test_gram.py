@@ -1,0 +1,192 @@
+"""The Gram operator, in every implementation, against the reference in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast import reference
+from doge_fast.kernels import gram, implementations
+from doge_fast.kernels.triton_support import is_interpreted
+from tests.laws import (
+    assert_additive_over_columns,
+    assert_psd,
+    assert_row_permutation_equivariant,
+    assert_scales_quadratically,
+    assert_symmetric,
+    normalised_error,
+)
+from tests.problems import GRADIENT_PROBLEMS, LARGE_PROBLEM, GradientProblem
+
+pytestmark = pytest.mark.usefixtures("nan_memory")
+
+STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# The longest sum that the operator promises to leave in float32.
+MAX_CHUNK = 8192
+
+
+def rounding(grads_KN: Tensor) -> float:
+    """Error of a cosine: one rounding per product, and a random walk of them over a chunk."""
+    is_double = grads_KN.dtype == torch.float64
+    unit = torch.finfo(torch.float64 if is_double else torch.float32).eps / 2
+    length = grads_KN.shape[1] if is_double else min(grads_KN.shape[1], MAX_CHUNK)
+    return (1 + math.sqrt(length)) * unit
+
+
+@pytest.mark.parametrize("problem", GRADIENT_PROBLEMS, ids=str)
+def test_gram_is_the_reference(
+    problem: GradientProblem, implementation: str, device: torch.device
+) -> None:
+    grads_KN = problem.sample(device)
+    gram_KK = gram(grads_KN, implementation=implementation)
+    assert gram_KK.dtype == torch.float64
+    assert gram_KK.device == device
+    assert_symmetric(gram_KK)
+    assert normalised_error(gram_KK, reference.gram(grads_KN.double())) <= rounding(grads_KN)
+
+
+@pytest.mark.parametrize("problem", GRADIENT_PROBLEMS, ids=str)
+def test_gram_obeys_its_laws(
+    problem: GradientProblem, implementation: str, device: torch.device
+) -> None:
+    grads_KN = problem.sample(device)
+    tolerance = 2 * rounding(grads_KN)
+
+    def ours(blocks: Tensor | list[Tensor]) -> Tensor:
+        return gram(blocks, implementation=implementation)
+
+    assert_psd(ours(grads_KN), tolerance)
+    assert_row_permutation_equivariant(ours, grads_KN, tolerance)
+    assert_scales_quadratically(ours, grads_KN)
+    assert_additive_over_columns(ours, grads_KN, tolerance)
+
+
+def test_a_million_columns_keep_six_digits(implementation: str, device: torch.device) -> None:
+    """Flat float32 products drift with the length of the row; ours must not."""
+    grads_KN = LARGE_PROBLEM.sample(device)
+    if implementation == "triton" and is_interpreted():
+        grads_KN = grads_KN[:, :100_003]
+    exact_KK = reference.gram(grads_KN.double())
+    gram_KK = gram(grads_KN, implementation=implementation)
+    # The bar for W: six digits.
+    assert normalised_error(gram_KK, exact_KK) <= 1e-6
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 9, 10, 11, 16, 17, 33, 65])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_every_kind_of_launch(
+    num_rows: int, dtype: torch.dtype, implementation: str, device: torch.device
+) -> None:
+    grads_KN = torch.randn(num_rows, 150, device=device).to(dtype)
+    exact_KK = reference.gram(grads_KN.double())
+    gram_KK = gram(grads_KN, implementation=implementation)
+    assert normalised_error(gram_KK, exact_KK) <= rounding(grads_KN)
+
+
+def test_blocks_of_all_dtypes_at_once(implementation: str, device: torch.device) -> None:
+    blocks = [torch.randn(5, 33 + i, device=device).to(d) for i, d in enumerate(STORAGE_DTYPES * 3)]
+    exact_KK = reference.gram(torch.cat([block.double() for block in blocks], dim=1))
+    gram_KK = gram(blocks, implementation=implementation)
+    assert normalised_error(gram_KK, exact_KK) <= rounding(blocks[0])
+
+
+def test_only_empty_blocks_give_zeros(implementation: str, device: torch.device) -> None:
+    gram_KK = gram([torch.empty(3, 0, device=device)] * 2, implementation=implementation)
+    assert torch.equal(gram_KK, torch.zeros(3, 3, dtype=torch.float64, device=device))
+
+
+def test_a_non_finite_row_shows_on_the_diagonal(implementation: str, device: torch.device) -> None:
+    grads_KN = torch.randn(3, 100, device=device)
+    grads_KN[1, 50] = math.inf
+    diagonal_K = gram(grads_KN, implementation=implementation).diagonal()
+    assert diagonal_K.isfinite().tolist() == [True, False, True]
+
+
+def test_columns_beyond_the_block_are_not_read(implementation: str, device: torch.device) -> None:
+    """Rows stand in wider memory; what lies between them is not ours."""
+    memory = torch.full((4, 200), math.nan, device=device)
+    memory[:, 7:150] = 1
+    gram_KK = gram(memory[:, 7:150], implementation=implementation)
+    assert torch.equal(gram_KK, torch.full_like(gram_KK, 143))
+
+
+def test_gram_repeats_to_the_bit(implementation: str, device: torch.device) -> None:
+    blocks = [torch.randn(6, n, device=device) for n in (9_000, 5, 700)]
+    first_KK = gram(blocks, implementation=implementation)
+    assert all(torch.equal(gram(blocks, implementation=implementation), first_KK) for _ in range(3))
+
+
+def test_compiled_gram_does_not_depend_on_threads() -> None:
+    reason = implementations("cpu")["cpp"]
+    if reason is not None:
+        pytest.skip(f"cpp: {reason}")
+    blocks = [torch.randn(6, n) for n in (70_001, 5, 700)]
+    before = torch.get_num_threads()
+    grams = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        grams.append(gram(blocks, implementation="cpp"))
+    torch.set_num_threads(before)
+    assert torch.equal(grams[0], grams[1])
+    assert torch.equal(grams[0], grams[2])
+
+
+def test_plain_torch_ignores_the_users_precision_switch() -> None:
+    """tf32 and bfloat16 products would cost the diagonal its fourth digit."""
+    grads_KN = torch.randn(5, 5000)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        gram_KK = gram(grads_KN, implementation="torch")
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    exact_KK = reference.gram(grads_KN.double())
+    assert normalised_error(gram_KK, exact_KK) <= torch.finfo(torch.float64).eps * 5000
+
+
+def test_opcheck(implementation: str, device: torch.device) -> None:
+    blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
+    torch.library.opcheck(
+        torch.ops.doge_fast.gram.default, (blocks,), {"implementation": implementation}
+    )
+
+
+def test_gram_traces_into_one_graph(implementation: str, device: torch.device) -> None:
+    def score(first_KN: Tensor, second_KN: Tensor) -> Tensor:
+        both = [first_KN * 2, second_KN.mT]
+        return gram(both, implementation=implementation).sum(0) + gram(first_KN).diagonal()
+
+    blocks = torch.randn(3, 20, device=device), torch.randn(9, 3, device=device).mT.contiguous().mT
+    compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(blocks[0], blocks[1]), score(blocks[0], blocks[1]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs memory on two devices")
+def test_blocks_of_two_devices_add_up_on_the_first() -> None:
+    blocks = [torch.randn(3, 20), torch.randn(3, 9, device="cuda"), torch.randn(3, 5)]
+    gram_KK = gram(blocks)
+    assert gram_KK.device == torch.device("cpu")
+    exact_KK = reference.gram(torch.cat([block.cpu().double() for block in blocks], dim=1))
+    assert normalised_error(gram_KK, exact_KK) <= rounding(blocks[0])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([], r"gram\(\) needs at least one block .* got an empty list"),
+        ([torch.ones(5)], r"blocks of shape \[K, n\] with K >= 1; blocks\[0\] has shape \[5\]"),
+        ([torch.ones(0, 5)], r"blocks\[0\] has shape \[0, 5\]"),
+        ([torch.ones(2, 5, dtype=torch.int64)], r"blocks\[0\] is torch.int64"),
+        (
+            [torch.ones(2, 5), torch.ones(3, 5)],
+            r"same number of rows .* blocks\[0\] has 2, blocks\[1\] has 3",
+        ),
+        ([torch.ones(5, 2).T], r"stride\(1\) == 1; blocks\[0\] has strides \[1, 2\]"),
+    ],
+)
+def test_gram_says_what_is_wrong(
+    blocks: list[Tensor], message: str, implementation: str, device: torch.device
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        gram([block.to(device) for block in blocks], implementation=implementation)

@@ -1,0 +1,209 @@
+"""The weighted sum, in every implementation, against the reference in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast import reference
+from doge_fast.kernels import weighted_sum
+from doge_fast.kernels.triton_support import is_interpreted
+from tests.problems import GRADIENT_PROBLEMS, GradientProblem
+
+pytestmark = pytest.mark.usefixtures("nan_memory")
+
+STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def coefficients_for(grads_RN: Tensor) -> Tensor:
+    return torch.randn(len(grads_RN), dtype=torch.float64, device=grads_RN.device)
+
+
+def assert_close(
+    sum_N: Tensor, grads_RN: Tensor, coefficients_R: Tensor, implementation: str
+) -> None:
+    """Within R + 1 roundings of what was added up, and one of the result.
+
+    |error_n| <= (R + 1) u sum_r |c_r g_rn| + u_out |sum_n|; Triton's interpreter cuts bits
+    off where it narrows, which is two roundings.
+    """
+    exact_N = reference.weighted_sum(grads_RN.double(), coefficients_R)
+    size_N = reference.weighted_sum(grads_RN.double().abs(), coefficients_R.abs())
+    is_double = grads_RN.dtype == torch.float64
+    unit = torch.finfo(torch.float64 if is_double else torch.float32).eps / 2
+    cuts = implementation == "triton" and is_interpreted()
+    out_unit = torch.finfo(sum_N.dtype).eps / (1 if cuts else 2)
+    bound_N = (len(grads_RN) + 1) * unit * size_N + out_unit * exact_N.abs()
+    # Below the normal numbers of the result's dtype spacing is absolute.
+    bound_N += torch.finfo(sum_N.dtype).smallest_normal * torch.finfo(sum_N.dtype).eps
+    assert ((sum_N.double() - exact_N).abs() <= bound_N * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("problem", GRADIENT_PROBLEMS, ids=str)
+def test_weighted_sum_is_the_reference(
+    problem: GradientProblem, implementation: str, device: torch.device
+) -> None:
+    grads_RN = problem.sample(device)
+    coefficients_R = coefficients_for(grads_RN)
+    sum_N = weighted_sum(grads_RN, coefficients_R, implementation=implementation)
+    assert isinstance(sum_N, Tensor)
+    assert (sum_N.shape, sum_N.dtype) == (grads_RN.shape[1:], grads_RN.dtype)
+    assert_close(sum_N, grads_RN, coefficients_R, implementation)
+
+
+@pytest.mark.parametrize("out_dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_every_pair_of_dtypes(
+    dtype: torch.dtype, out_dtype: torch.dtype, implementation: str, device: torch.device
+) -> None:
+    grads_RN = torch.randn(5, 333, device=device).to(dtype)
+    coefficients_R = coefficients_for(grads_RN)
+    out_N = torch.full((333,), math.nan, dtype=out_dtype, device=device)
+    result = weighted_sum(grads_RN, coefficients_R, out=out_N, implementation=implementation)
+    assert result is out_N
+    assert_close(out_N, grads_RN, coefficients_R, implementation)
+
+
+def test_blocks_go_to_outputs_of_any_shape(implementation: str, device: torch.device) -> None:
+    shapes = [(3, 5), (70_000,), (), (0,), (2, 3, 4)]
+    blocks = [torch.randn(4, math.prod(shape), device=device) for shape in shapes]
+    outs = [torch.full(shape, math.nan, device=device) for shape in shapes]
+    coefficients_R = coefficients_for(blocks[0])
+    result = weighted_sum(blocks, coefficients_R, out=outs, implementation=implementation)
+    assert all(given is returned for given, returned in zip(outs, result, strict=True))
+    for block, out in zip(blocks, outs, strict=True):
+        assert_close(out.flatten(), block, coefficients_R, implementation)
+
+
+def test_a_row_of_coefficient_zero_is_not_read(implementation: str, device: torch.device) -> None:
+    grads_RN = torch.randn(4, 1000, device=device)
+    grads_RN[0], grads_RN[2] = math.nan, math.inf
+    coefficients_R = torch.tensor([0.0, 0.25, -0.0, 0.75], dtype=torch.float64, device=device)
+    sum_N = weighted_sum(grads_RN, coefficients_R, implementation=implementation)
+    expected_N = weighted_sum(
+        grads_RN[[1, 3]], coefficients_R[[1, 3]], implementation=implementation
+    )
+    assert torch.equal(sum_N, expected_N)
+
+
+def test_all_zero_coefficients_write_zeros(implementation: str, device: torch.device) -> None:
+    grads_RN = torch.full((3, 50), math.nan, device=device)
+    sum_N = weighted_sum(grads_RN, torch.zeros(3, device=device), implementation=implementation)
+    assert torch.equal(sum_N, torch.zeros(50, device=device))
+
+
+def test_one_hot_coefficients_copy_the_row(implementation: str, device: torch.device) -> None:
+    grads_RN = torch.randn(5, 700, device=device)
+    one_hot_R = torch.eye(5, device=device)[3]
+    sum_N = weighted_sum(grads_RN, one_hot_R, implementation=implementation)
+    assert torch.equal(sum_N, grads_RN[3])
+
+
+def test_the_neighbours_of_an_output_stay(implementation: str, device: torch.device) -> None:
+    memory = torch.full((64 * 3,), 7.0, device=device)
+    weighted_sum(
+        torch.randn(3, 61, device=device),
+        torch.ones(3, device=device),
+        out=memory[65:126],
+        implementation=implementation,
+    )
+    assert (memory[:65] == 7).all()
+    assert (memory[126:] == 7).all()
+
+
+def test_weighted_sum_repeats_to_the_bit(implementation: str, device: torch.device) -> None:
+    blocks = [torch.randn(6, n, device=device) for n in (9_000, 5, 700)]
+    coefficients_R = coefficients_for(blocks[0])
+    runs = [
+        torch.cat(list(weighted_sum(blocks, coefficients_R, implementation=implementation)))
+        for _ in range(3)
+    ]
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+
+
+def test_autograd_sees_that_the_output_changed(implementation: str, device: torch.device) -> None:
+    out_N = torch.ones(10, device=device)
+    factor = torch.ones(10, device=device, requires_grad=True)
+    product = (factor * out_N).sum()
+    weighted_sum(
+        torch.ones(2, 10, device=device),
+        torch.ones(2, device=device),
+        out=out_N,
+        implementation=implementation,
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_opcheck(implementation: str, device: torch.device) -> None:
+    blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
+    coefficients_R = coefficients_for(blocks[0])
+    outs = [torch.zeros(20, device=device), torch.zeros(7, device=device)]
+    torch.library.opcheck(
+        torch.ops.doge_fast.weighted_sum.default,
+        (blocks, coefficients_R, outs),
+        {"implementation": implementation},
+    )
+
+
+def test_weighted_sum_traces_into_one_graph(implementation: str, device: torch.device) -> None:
+    def combined(grads_RN: Tensor, alpha_R: Tensor) -> Tensor:
+        out = torch.zeros(grads_RN.shape[1], device=grads_RN.device)
+        weighted_sum([grads_RN + 1], alpha_R.softmax(0), out=[out], implementation=implementation)
+        return out * 2
+
+    grads_RN, alpha_R = torch.randn(3, 20, device=device), torch.randn(3, device=device)
+    compiled = torch.compile(combined, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(grads_RN, alpha_R), combined(grads_RN, alpha_R))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs memory on two devices")
+def test_blocks_of_two_devices() -> None:
+    blocks = [torch.randn(3, 20), torch.randn(3, 9, device="cuda")]
+    outs = weighted_sum(blocks, torch.ones(3))
+    for block, out in zip(blocks, outs, strict=True):
+        assert_close(out, block, torch.ones(3).double().to(block.device), "any")
+
+
+ROWS = torch.ones(2, 5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "coefficients_R", "outs", "message"),
+    [
+        ([], torch.ones(2), [], r"weighted_sum\(\) needs at least one block"),
+        ([ROWS], torch.ones(3), None, r"one float64 coefficient per row, shape \[2\]; .* \[3\]"),
+        ([ROWS], torch.ones(2), [], r"got 1 blocks and 0 outs"),
+        (
+            [ROWS],
+            torch.ones(2),
+            [torch.ones(4)],
+            r"blocks\[0\] has 5 elements, outs\[0\] has 4",
+        ),
+        (
+            [ROWS],
+            torch.ones(2),
+            [torch.ones(5, dtype=torch.int32)],
+            r"outs\[0\] is torch.int32",
+        ),
+        (
+            [ROWS],
+            torch.ones(2),
+            [torch.ones(10)[::2]],
+            r"writes contiguous memory; outs\[0\] has shape \[5\] and strides \[2\]",
+        ),
+    ],
+)
+def test_weighted_sum_says_what_is_wrong(
+    blocks: list[Tensor],
+    coefficients_R: Tensor,
+    outs: list[Tensor] | None,
+    message: str,
+    implementation: str,
+) -> None:
+    if implementation == "triton" and not is_interpreted():
+        pytest.skip("the arguments are on the CPU")
+    with pytest.raises(ValueError, match=message):
+        weighted_sum(blocks, coefficients_R, out=outs, implementation=implementation)
