@@ -46,9 +46,11 @@ class ModelConfig:
     pretrained: bool = False
     """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
     num_layers: int | None = None
-    """Overrides the size's number of layers; likewise the two below."""
+    """Overrides the size's number of layers."""
     embed_dim: int | None = None
+    """Overrides the size's embedding width."""
     num_heads: int | None = None
+    """Overrides the size's number of attention heads."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class TrainingConfig:
     warmup_steps: int | None = None
     """Linear warm-up; None: a twentieth of the steps."""
     weight_decay: float = 0.01
+    """AdamW's, on matrices; the paper's."""
     max_grad_norm: float = 1.0
     """Norm to which the gradient that moves the model is cut."""
     seed: int = 0
