@@ -150,6 +150,8 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     _check(config)
     device = device_of(config.device)
     warmup = config.steps // 20 if config.warmup_steps is None else config.warmup_steps
+    tenth = -(-config.steps // 10)
+    save_every = tenth if config.save_every is None else config.save_every
     arguments = TrainingArguments(
         output_dir=str(out / CHECKPOINTS),
         max_steps=config.steps,
@@ -165,8 +167,8 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
         use_cpu=device.type == "cpu",
         bf16=config.dtype == "bfloat16",
         torch_compile=config.compile,
-        save_strategy="no" if config.save_every is None else "steps",
-        save_steps=config.save_every or config.steps,
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or config.steps,
         # Batch t depends on (seed, t) only and the loader starts at the resumed step.
         ignore_data_skip=True,
         remove_unused_columns=False,
@@ -185,10 +187,11 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
 
 def _check(config: TrainingConfig) -> None:
     positive = ("steps", "learning_rate", "max_grad_norm", "eval_blocks")
-    optional = ("eval_every", "save_every")
-    for name in (*positive, *(name for name in optional if getattr(config, name) is not None)):
+    for name in positive if config.eval_every is None else (*positive, "eval_every"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be > 0; got {getattr(config, name)}.")
+    if config.save_every is not None and config.save_every < 0:
+        raise ValueError(f"save_every must be at least 0, for none; got {config.save_every}.")
     if not 0 <= config.min_learning_rate <= config.learning_rate:
         raise ValueError(
             "min_learning_rate must lie between 0 and learning_rate; got "

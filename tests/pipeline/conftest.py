@@ -75,7 +75,12 @@ def settings(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
         ),
         "model": ModelConfig(model="tiny", num_layers=1, embed_dim=32, num_heads=2),
         "training": TrainingConfig(
-            steps=8, learning_rate=3e-3, warmup_steps=1, eval_blocks=8, device="cpu"
+            steps=8,
+            learning_rate=3e-3,
+            warmup_steps=1,
+            eval_blocks=8,
+            save_every=0,
+            device="cpu",
         ),
     }
 

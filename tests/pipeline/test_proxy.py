@@ -207,7 +207,7 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
 
 
 def test_a_process_killed_at_any_moment_resumes_too(proxy: Make) -> None:
-    changes: dict[str, Any] = {"steps": 400, "save_every": 5, "log_every": 7}
+    changes: dict[str, Any] = {"steps": 200, "save_every": 5, "log_every": 7}
     whole, cut = proxy("whole", **changes), proxy("cut", **changes)
     command = [sys.executable, "-m", "doge_fast", "proxy", "--out", str(cut.out)]
     for part in (cut.corpus, cut.model, cut.training):

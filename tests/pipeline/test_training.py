@@ -64,6 +64,9 @@ def test_the_trainer_is_told_what_was_asked(tmp_path: Path) -> None:
     assert (args.max_steps, args.weight_decay, args.max_grad_norm, args.seed) == (50, 0.02, 0.7, 5)
     assert args.save_strategy == "steps"
     assert args.save_steps == 10
+    assert training_arguments(TrainingConfig(steps=95, device="cpu"), tmp_path).save_steps == 10
+    never = TrainingConfig(save_every=0, device="cpu")
+    assert training_arguments(never, tmp_path).save_strategy == "no"
     assert args.report_to == []
     assert not args.push_to_hub
     assert not args.bf16
