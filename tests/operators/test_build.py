@@ -1,0 +1,276 @@
+"""The builder of the compiled operators: one build per key, and a sentence for every failure."""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from doge_fast.kernels import build
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+needs_compiler = pytest.mark.skipif(
+    all(shutil.which(name) is None for name in ("c++", "g++", "clang++")),
+    reason="no C++ compiler on PATH",
+)
+
+# Stands for the compiler. Writes down every call, and misbehaves when a file beside it says so.
+WRAPPER = """#!/bin/sh
+here=$(dirname "$0")
+case " $* " in
+*" --version "*) exec c++ --version ;;
+*" -c "*) echo compile >> "$here/log" ;;
+*) echo link >> "$here/log" ;;
+esac
+[ -e "$here/slow" ] && sleep 0.5
+while [ -e "$here/hang" ]; do sleep 0.1; done
+if [ -e "$here/old" ]; then
+  case " $* " in *" -march=native "*) echo "error: unknown -march=native"; exit 1 ;; esac
+fi
+exec c++ "$@"
+"""
+
+# What a separate process runs: build the folder argv[1], print the library's path.
+BUILD_ELSEWHERE = """
+import sys
+from pathlib import Path
+from doge_fast.kernels import build
+print("ready", flush=True)
+sys.stdin.readline()
+print(build.build_library(Path(sys.argv[1]), "tiny"), flush=True)
+"""
+
+
+class Workshop:
+    """A folder with a tiny source, a cache of its own and a compiler that keeps a log."""
+
+    def __init__(self, root: Path) -> None:
+        self.sources = root / "csrc" / "cpu"
+        self.sources.mkdir(parents=True)
+        self.cache = root / "cache"
+        self.write(42)
+        self.compiler = root / "bin" / "compiler"
+        self.compiler.parent.mkdir()
+        self.compiler.write_text(WRAPPER)
+        self.compiler.chmod(0o755)
+
+    def write(self, answer: int) -> None:
+        # The flags hide what is not marked otherwise.
+        mark = '__attribute__((visibility("default")))'
+        (self.sources / "tiny.cpp").write_text(
+            f'extern "C" {mark} int answer() {{ return {answer}; }}\n'
+        )
+
+    def build(self) -> Path:
+        return build.build_library(self.sources, "tiny")
+
+    def switch(self, name: str, on: bool = True) -> None:
+        file = self.compiler.parent / name
+        file.touch() if on else file.unlink()
+
+    def calls(self) -> list[str]:
+        log = self.compiler.parent / "log"
+        return log.read_text().split() if log.exists() else []
+
+    def left_behind(self) -> list[str]:
+        return [file.name for file in self.cache.glob(".*")] if self.cache.exists() else []
+
+    def start_elsewhere(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", BUILD_ELSEWHERE, str(self.sources)],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    made = Workshop(tmp_path)
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(made.cache))
+    monkeypatch.setenv("CXX", str(made.compiler))
+    monkeypatch.delenv("DOGE_FAST_NO_JIT", raising=False)
+    return made
+
+
+def answer_of(library: Path) -> int:
+    return ctypes.CDLL(str(library)).answer()
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@needs_compiler
+def test_a_second_build_comes_from_the_cache(workshop):
+    first = workshop.build()
+    assert answer_of(first) == 42
+    assert workshop.calls() == ["compile", "link"]
+    assert workshop.build() == first
+    assert workshop.calls() == ["compile", "link"]
+    assert workshop.left_behind() == []
+
+
+@needs_compiler
+def test_the_key_follows_sources_headers_and_compiler(workshop, monkeypatch):
+    libraries = {workshop.build()}
+    workshop.write(43)
+    changed = workshop.build()
+    assert answer_of(changed) == 43
+    libraries.add(changed)
+    (workshop.sources / "beside.h").write_text("// new\n")
+    libraries.add(workshop.build())
+    (workshop.sources.parent / "above.h").write_text("// new\n")
+    libraries.add(workshop.build())
+    monkeypatch.setattr(torch, "__version__", "2.999")
+    libraries.add(workshop.build())
+    monkeypatch.setenv("CXX", f"{workshop.compiler} -DOTHER")
+    libraries.add(workshop.build())
+    assert len(libraries) == 6
+
+
+@needs_compiler
+def test_a_compiler_without_native_flags_still_builds(workshop):
+    workshop.switch("old")
+    assert answer_of(workshop.build()) == 42
+    assert workshop.calls() == ["compile", "compile", "link"]
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again(workshop):
+    library = workshop.build()
+    library.write_bytes(library.read_bytes()[:100])
+    build._load(workshop.sources, "tiny")
+    assert answer_of(library) == 42
+
+
+def test_a_compiler_that_is_not_there(workshop, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent/g++ -m64")
+    with pytest.raises(build.BuildError, match=r"CXX names /nonexistent/g\+\+.*not an executable"):
+        workshop.build()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(workshop.cache))
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler was found"):
+        workshop.build()
+
+
+def test_a_compiler_that_is_none(workshop, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(build.BuildError, match="false does not answer to --version"):
+        workshop.build()
+
+
+@needs_compiler
+def test_a_compiler_error_is_quoted(workshop):
+    (workshop.sources / "tiny.cpp").write_text("int wrong( { }\n")
+    with pytest.raises(build.BuildError, match=r"failed: .*tiny\.cpp:1:.*error"):
+        workshop.build()
+    assert list(workshop.cache.glob("*.so")) == []
+    assert workshop.left_behind() == []
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(workshop):
+    # A file where the directory should be: refuses root, whom permissions do not stop.
+    workshop.cache.write_text("")
+    with pytest.raises(build.BuildError, match=r"cannot be written .*set DOGE_FAST_CACHE"):
+        workshop.build()
+
+
+def test_no_jit(workshop, monkeypatch):
+    monkeypatch.setenv("DOGE_FAST_NO_JIT", "1")
+    with pytest.raises(build.BuildError, match="DOGE_FAST_NO_JIT is set"):
+        workshop.build()
+    assert workshop.calls() == []
+    assert not workshop.cache.exists()
+
+
+def test_no_home_directory(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("DOGE_FAST_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(build.BuildError, match="no home directory"):
+        build.cache_dir()
+
+
+def test_a_headerless_torch(workshop, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    with pytest.raises(build.BuildError, match="without the headers of its stable ABI"):
+        workshop.build()
+
+
+@needs_compiler
+def test_a_killed_build_leaves_nothing_that_hangs(workshop):
+    workshop.switch("hang")
+    with workshop.start_elsewhere() as victim:
+        go(victim)
+        deadline = time.monotonic() + 120
+        while not workshop.calls():
+            assert time.monotonic() < deadline, "the build never started"
+            time.sleep(0.02)
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+    assert workshop.left_behind() != []
+    workshop.switch("hang", on=False)
+    assert answer_of(workshop.build()) == 42
+    assert workshop.left_behind() == []
+
+
+@needs_compiler
+def test_racing_processes_build_once(workshop):
+    workshop.switch("slow")
+    racers = [workshop.start_elsewhere() for _ in range(3)]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        go(racer)
+    printed = [racer.communicate(timeout=120)[0].strip() for racer in racers]
+    assert printed == [str(workshop.build())] * 3
+    assert workshop.calls() == ["compile", "link"]
+
+
+def test_the_reason_is_remembered_and_raised():
+    program = (
+        "import os, torch\n"
+        "from doge_fast.kernels import build\n"
+        "reason = build.why_not_cpp()\n"
+        "assert reason.startswith('CXX names /nonexistent'), reason\n"
+        "del os.environ['CXX']\n"
+        "assert build.why_not_cpp() == reason\n"
+        "try:\n"
+        "    build.load_cpp()\n"
+        "except build.BuildError as error:\n"
+        "    assert str(error) == reason\n"
+        "else:\n"
+        "    raise AssertionError('no BuildError')\n"
+        "assert not hasattr(torch.ops.doge_fast_cpp, 'gram')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CXX": "/nonexistent"}
+    environment.pop("DOGE_FAST_NO_JIT", None)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+@needs_compiler
+@pytest.mark.skipif(
+    os.environ.get("DOGE_FAST_NO_JIT", "0") not in ("", "0"), reason="DOGE_FAST_NO_JIT is set"
+)
+def test_the_operators_build_and_load():
+    build.load_cpp()
+    build.load_cpp()
+    assert build.why_not_cpp() is None
+    rows_RN = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    exact_RR = rows_RN.double() @ rows_RN.double().T
+    assert torch.equal(torch.ops.doge_fast_cpp.gram([rows_RN]), exact_RR)
