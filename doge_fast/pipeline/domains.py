@@ -29,6 +29,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import torch
 from datasets.utils import tqdm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -404,13 +405,31 @@ def _file_documents(
     name: str, files: Sequence[Path], *, text_column: str
 ) -> Iterator[tuple[str, str]]:
     """The documents of one domain's files, kind after kind."""
-    for kind, group in itertools.groupby(sorted(files, key=_kind), key=_kind):
+    filled = [file for file in files if not _is_empty(file)]
+    for kind, group in itertools.groupby(sorted(filled, key=_kind), key=_kind):
         paths = list(group)
         if kind == "text":
             yield from ((name, text) for text in _text_documents(paths))
         else:
             rows = _open_files(kind, paths)
             yield from _row_documents(rows, text_column, where=str(paths[0]), domain=name)
+
+
+def _is_empty(file: Path) -> bool:
+    """Whether there are no rows: `datasets` fails on files like that."""
+    if _kind(file) != "parquet":
+        return file.stat().st_size == 0
+    with _readable(str(file)):
+        return bool(pq.read_metadata(file).num_rows == 0)
+
+
+@contextlib.contextmanager
+def _readable(where: str) -> Iterator[None]:
+    """Tells what went wrong inside the readers of files in a sentence about the file."""
+    try:
+        yield
+    except (datasets.exceptions.DatasetsError, pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{where} cannot be read: {_one_line(error)}.") from error
 
 
 def _text_documents(files: Iterable[Path]) -> Iterator[str]:
@@ -460,7 +479,7 @@ def _row_documents(
     columns = [text_column]
     if domain_column is not None:
         columns.append(domain_column.split(".")[0])
-    try:
+    with _readable(where):
         if not _check_columns(next(iter(rows), None), columns, where):
             return
         for batch in rows.select_columns(columns).iter(batch_size=_ROWS_PER_READ):
@@ -469,8 +488,6 @@ def _row_documents(
             for name, text in zip(of, texts, strict=False):
                 if name is not None and text is not None and text.strip():
                     yield str(name), text
-    except (datasets.exceptions.DatasetsError, pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{where} cannot be read: {_one_line(error)}.") from error
 
 
 def _check_columns(row: Mapping[str, Any] | None, columns: Sequence[str], where: str) -> bool:
@@ -1098,8 +1115,8 @@ def mixture_blocks(
 class _Mixture:
     """Counts and blocks of mixed batches."""
 
-    # Steps whose counts are summed at once; bounds memory, not the result.
-    _STEPS_AT_ONCE = 65_536
+    # So a step anywhere costs the sum over at most this many, some tens of microseconds.
+    _STEPS_A_SUM = 1024
 
     def __init__(
         self,
@@ -1119,9 +1136,8 @@ class _Mixture:
         self.weights_SK = [
             _checked_weights([stage.weights[name] for name in num_blocks]) for stage in stages
         ]
-        # What all batches before a step drew: remembered, for the next step only adds to it.
-        self._step = 0
-        self._drawn_K = np.zeros(len(self.num_blocks), dtype=np.int64)
+        # What had been drawn at every `_STEPS_A_SUM`-th step, as far as anybody asked.
+        self._sums: list[Ints] = [np.zeros(len(self.num_blocks), dtype=np.int64)]
 
     def counts(self, steps_T: Ints) -> Ints:
         """[T, K] blocks of each domain in each of these batches."""
@@ -1135,13 +1151,17 @@ class _Mixture:
 
     def drawn(self, step: int) -> Ints:
         """[K] blocks of each domain in all batches before this one."""
-        if step < self._step:
-            self._step, self._drawn_K = 0, np.zeros_like(self._drawn_K)
-        for first in range(self._step, step, self._STEPS_AT_ONCE):
-            last = min(step, first + self._STEPS_AT_ONCE)
-            self._drawn_K = self._drawn_K + self.counts(np.arange(first, last)).sum(axis=0)
-        self._step = step
-        return self._drawn_K
+        whole = step // self._STEPS_A_SUM
+        while len(self._sums) <= whole:
+            first = (len(self._sums) - 1) * self._STEPS_A_SUM
+            self._sums.append(
+                self._sums[-1] + self._drawn_between(first, first + self._STEPS_A_SUM)
+            )
+        return self._sums[whole] + self._drawn_between(whole * self._STEPS_A_SUM, step)
+
+    def _drawn_between(self, first: int, last: int) -> Ints:
+        drawn_K: Ints = self.counts(np.arange(first, last)).sum(axis=0)
+        return drawn_K
 
     def blocks(self, step: int) -> dict[str, Ints]:
         """{domain: indices} of this batch."""
