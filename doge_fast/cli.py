@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130
 
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
-_VERBS: dict[str, type] = {
+_VERBS: dict[str, Callable[..., Any]] = {
     "demo": DemoConfig,
     "proxy": ProxyConfig,
     "base": BaseConfig,
@@ -82,7 +82,7 @@ def _run(config: Any) -> None:
     from transformers.utils import logging as transformers_logging
 
     # Bars for reading and writing a file, of which the runs have bars of their own.
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     for line in _STAGES[type(config)](config):
         print(line)
 

@@ -130,10 +130,10 @@ class DoGETrainer(Trainer):
         # by accelerate too.
         self._is_new_step = True
         if self._doge is not None and self.optimizer is not None:
-            return cast(torch.optim.Optimizer, self.optimizer)
+            return self.optimizer
         inner = super().create_optimizer(model)
         if not isinstance(inner, DoGEOptimizer):
-            _name_parameters(inner, self.model if model is None else model)
+            _name_parameters(inner, cast(nn.Module, model or self.model))
             max_grad_norm = self.args.max_grad_norm
             inner = DoGEOptimizer(
                 inner,
@@ -201,10 +201,11 @@ class DoGETrainer(Trainer):
         # model then computes is this function.
         model = self.accelerator.unwrap_model(self.model)
         is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
-        return is_causal and not getattr(model.config, "is_encoder_decoder", False)
+        config = getattr(model, "config", None)
+        return is_causal and not getattr(config, "is_encoder_decoder", False)
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Batch], num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """One forward and backward per domain; on the last micro-batch, the weighted gradient.
 
@@ -247,11 +248,11 @@ class DoGETrainer(Trainer):
         """One domain's share of the loss, added to its row; detached."""
         with self.doge.domain(name):
             with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, batch, num_items_in_batch=num_targets)
+                loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_targets))
             if not self._is_scaled_by_targets(num_targets):
                 loss = loss / self.current_gradient_accumulation_steps
             self.accelerator.backward(loss)
-        return cast(Tensor, loss.detach())
+        return loss.detach()
 
     def _is_scaled_by_targets(self, num_targets: Tensor | None) -> bool:
         # Trainer's own rule; a subclass with its own compute_loss answers for itself.
@@ -263,19 +264,27 @@ class DoGETrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # combine() has cut the gradient already: Trainer only wants to know the norm.
-        return self.doge.last.combined_norm
+        return self._combined_norm()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
         # Known from the Gram matrix; Trainer would read every gradient again.
-        return self.doge.last.combined_norm
+        return self._combined_norm()
+
+    def _combined_norm(self) -> Tensor:
+        last = self.doge.last
+        assert last is not None
+        return last.combined_norm
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """Trainer's estimate, summed over the domains."""
-        return sum(super(DoGETrainer, self).floating_point_ops(batch) for batch in inputs.values())
+        """Trainer's estimate, for the tokens of all domains."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = sum(batch[name].numel() for batch in inputs.values() if name in batch)
+        # One call: it counts the parameters each time, and only asks how many tokens there are.
+        return super().floating_point_ops({name: torch.empty(tokens, device="meta")})
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         for batch in inputs.values():
-            super()._track_num_input_tokens(batch)
+            super()._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's log, with the losses and weights of the domains beside the training loss."""

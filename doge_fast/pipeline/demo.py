@@ -55,7 +55,7 @@ def tell(config: DemoConfig) -> list[str]:
         _log.info("base %s: training at %s weights", base.out.name, Path(base.weights).name)
         train_base(base)
         evaluate(EvaluateConfig(run=base.out, blocks=config.eval_blocks, device=config.device))
-    folders = tuple(run.out for run in (*runs.proxies, *runs.bases))
+    folders = (*(proxy.out for proxy in runs.proxies), *(base.out for base in runs.bases))
     page = report.write_report(ReportConfig(runs=folders, out=config.out / "report.html"))
     return [report.terminal_table(folders), f"report: {page}"]
 

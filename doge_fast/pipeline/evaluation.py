@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from doge_fast.pipeline import domains, records, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
@@ -35,7 +36,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         _corpus_config(record["config"]["corpus"]), targets=tuple(record["corpus"]["targets"])
     )
     _check_tokenizer(config.run, record, corpus.tokenizer_sha256)
-    model = open_model(config.run / training.MODEL).to(training.device_of(config.device))
+    model = open_model(config.run / training.MODEL)
+    torch.nn.Module.to(model, training.device_of(config.device))
     names = config.domains or tuple(corpus.validation)
     loss: dict[str, float] = {}
     blocks: dict[str, int] = {}

@@ -133,7 +133,10 @@ def _other_model(
     _check_positions(config.model, architecture, block_size)
     if config.pretrained:
         return open_model(config.model)
-    return cast(PreTrainedModel, AutoModelForCausalLM.from_config(architecture))
+    return cast(
+        PreTrainedModel,
+        AutoModelForCausalLM.from_config(architecture),  # type: ignore[no-untyped-call]
+    )
 
 
 def _load_architecture(name: str) -> Any:

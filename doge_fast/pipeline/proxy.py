@@ -226,5 +226,5 @@ def _drift(config: ProxyConfig, average: Mapping[str, float]) -> float:
     """sum_j |alpha_bar_j(T) - alpha_bar_j(0.8 T)|, of the last line at or before 0.8 T."""
     until = DRIFT_FROM * config.training.steps
     lines = records.read_metrics(config.out, kind="train")
-    before = [line for line in lines if line["step"] <= until][-1]["alpha_mean"]
+    before: dict[str, float] = [line for line in lines if line["step"] <= until][-1]["alpha_mean"]
     return sum(abs(weight - before[name]) for name, weight in average.items())

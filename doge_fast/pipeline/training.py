@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -222,7 +222,9 @@ def device_of(name: str) -> torch.device:
 def _last_checkpoint(out: Path) -> Path | None:
     """The last complete checkpoint; what a killed run was writing is under another name."""
     folder = out / CHECKPOINTS
-    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    found: str | None = get_last_checkpoint(str(folder))  # type: ignore[no-untyped-call]
     return None if found is None else Path(found)
 
 
@@ -308,7 +310,8 @@ class RecordedTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         # A pickle of what config.json says.
-        Path(output_dir or self.args.output_dir, "training_args.bin").unlink(missing_ok=True)
+        folder = Path(cast(str, output_dir or self.args.output_dir))
+        (folder / "training_args.bin").unlink(missing_ok=True)
 
 
 class _Recorder(TrainerCallback):
@@ -417,7 +420,7 @@ def held_out_loss(
     device = next(model.parameters()).device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     was_training = model.training
-    model.eval()
+    model.train(False)
     with torch.no_grad():
         for chunk in np.array_split(indices, -(-count // batch_size)):
             tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"])).to(device, torch.long)
