@@ -40,7 +40,7 @@ def accumulate(
         value_B = tl.load(gradient + columns_B, mask=is_inside_B, other=0).to(SUM)
         if ADD:
             value_B += tl.load(row + columns_B, mask=is_inside_B, other=0).to(SUM)
-        if ROW == tl.bfloat16:
+        if ROW == tl.bfloat16:  # noqa: SIM300
             # Not every Triton narrows float64 to bfloat16 in one step.
             value_B = value_B.to(tl.float32)
         tl.store(row + columns_B, value_B.to(ROW), mask=is_inside_B)

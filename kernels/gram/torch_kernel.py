@@ -7,7 +7,7 @@ partial results are added in float64.
 Reads each block once, K times from cache; writes one [K, K] partial result per chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +18,33 @@ from doge_fast.kernels.schema import gram_shape
 CHUNK_COLUMNS = 4096
 # Elements of a cast tile, and of the partial results that wait for their float64 sum.
 TILE_ELEMENTS = 1 << 19
+# Short blocks that are copied together; the copy stays small.
+MAX_JOINED = 32
 
 
 def gram(blocks: Sequence[Tensor]) -> Tensor:
     """sum_p B_p B_p^T, [R, R] float64."""
     gram_RR: Tensor = gram_shape(blocks).zero_()
-    for block in blocks:
+    for block in _joined(blocks):
         _add_block(gram_RR, block)
     # Matrix products promise no symmetry; one triangle speaks for both.
     return gram_RR.tril() + gram_RR.tril(-1).T
+
+
+def _joined(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The blocks, neighbours that are shorter than a chunk as one: a model has many biases."""
+    short: list[Tensor] = []
+    for block in blocks:
+        is_short = block.shape[1] < CHUNK_COLUMNS
+        if short and not (is_short and block.dtype == short[0].dtype and len(short) < MAX_JOINED):
+            yield torch.cat(short, dim=1)
+            short = []
+        if is_short:
+            short.append(block)
+        else:
+            yield block
+    if short:
+        yield torch.cat(short, dim=1)
 
 
 def _add_block(gram_RR: Tensor, block_RN: Tensor) -> None:

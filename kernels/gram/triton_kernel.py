@@ -67,7 +67,7 @@ def gram_pairs(
             longer = ()
             for i in tl.static_range(R):
                 for j in tl.static_range(i + 1):
-                    longer += (sums[i * (i + 1) // 2 + j] + rows[i] * rows[j],)
+                    longer += (tl.fma(rows[i], rows[j], sums[i * (i + 1) // 2 + j]),)
             sums = longer
         for i in tl.static_range(R):
             for j in tl.static_range(i + 1):

@@ -46,8 +46,8 @@ def weighted_sum(
             # [BLOCK]; a row whose coefficient is zero is not read, so it may hold anything
             end = tl.where(c != 0, length, 0)
             row_B = tl.load(pointer + r * row_stride + columns_B, mask=columns_B < end, other=0)
-            sum_B += c.to(SUM) * row_B.to(SUM)
-        if OUTPUT == tl.bfloat16:
+            sum_B = tl.fma(row_B.to(SUM), tl.zeros([BLOCK], SUM) + c.to(SUM), sum_B)
+        if OUTPUT == tl.bfloat16:  # noqa: SIM300
             # Not every Triton narrows float64 to bfloat16 in one step.
             sum_B = sum_B.to(tl.float32)
         tl.store(output + columns_B, sum_B.to(OUTPUT), mask=columns_B < length)
