@@ -67,7 +67,7 @@ _TOKENIZER_CHARS_PER_DOMAIN = 1_000_000
 # Documents whose hashes decide where the border of the held-out share lies.
 _HOLDOUT_SAMPLE = 100_000
 _BATCH_DOCUMENTS = 256
-_BATCH_CHARS = 4_000_000
+_BATCH_CHARS = 1_000_000
 _ROWS_PER_READ = 128
 # "mix" holds out this share of the training blocks, in runs, for neighbours share a document.
 _MIX_SHARE = 0.05
@@ -837,20 +837,33 @@ def _pack_part(
     """Pack the domains of `entries` in one pass over their documents."""
     encode = functools.partial(_encode, _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer))
     borders = _holdout_borders(config, part, tuple(entries)) if part.validation is None else {}
+    limits = _limits(config, part)
     with _scratch(_cache(config) / "blocks") as scratch, contextlib.ExitStack() as opened:
         writers = {
-            name: opened.enter_context(_DomainWriter(scratch / str(n), config, len(tokenizer)))
-            for n, name in enumerate(entries)
+            name: opened.enter_context(
+                _DomainWriter(scratch / str(index), config, len(tokenizer), limits)
+            )
+            for index, name in enumerate(entries)
         }
         documents = _progress(part.train(), f"packing {', '.join(entries)}")
-        _write_documents(_split_documents(documents, borders), writers, encode, until="train")
+        splits = ("train",) if part.validation else ("train", "validation")
+        until_full = _until_full(_split_documents(documents, borders), writers, splits)
+        _write_documents(until_full, writers, encode)
         if part.validation is not None:
             held_out = ((name, text, "validation") for name, text in part.validation())
-            _write_documents(held_out, writers, encode, until="validation")
+            _write_documents(_until_full(held_out, writers, ("validation",)), writers, encode)
         for name, writer in writers.items():
             writer.finish(name)
         for name, writer in writers.items():
             _keep(writer.folder, entries[name])
+
+
+def _limits(config: CorpusConfig, part: _Part) -> dict[str, int | None]:
+    """Tokens where packing stops; of held-out documents, their share of that."""
+    limit = config.max_tokens_per_domain
+    if limit is None or part.validation is not None:
+        return {"train": limit, "validation": limit}
+    return {"train": limit, "validation": int(config.validation_fraction * limit)}
 
 
 def _holdout_borders(config: CorpusConfig, part: _Part, names: Sequence[str]) -> dict[str, int]:
@@ -891,6 +904,18 @@ def _split_documents(
         yield name, text, "validation" if is_held_out else "train"
 
 
+def _until_full(
+    documents: Iterable[tuple[str, str, str]],
+    writers: Mapping[str, "_DomainWriter"],
+    splits: Sequence[str],
+) -> Iterator[tuple[str, str, str]]:
+    """The documents, until these splits of all domains are full."""
+    for document in documents:
+        if all(writer.is_full(split) for writer in writers.values() for split in splits):
+            return
+        yield document
+
+
 Encode = Callable[[Sequence[str]], list[Ints]]
 
 
@@ -904,20 +929,24 @@ def _write_documents(
     documents: Iterable[tuple[str, str, str]],
     writers: Mapping[str, "_DomainWriter"],
     encode: Encode,
-    *,
-    until: str,
 ) -> None:
-    """Tokenise the documents and hand them out, until the split `until` is full everywhere."""
-    for batch in _batches(document for document in documents if document[0] in writers):
+    """Tokenise the documents and hand them out, until no split can use more."""
+    # A token rarely has more than eight characters: no use in tokenising far past a limit.
+    limits = [writer.splits["train"].limit for writer in writers.values()]
+    chars = min(8 * (limit or _BATCH_CHARS) for limit in limits)
+    wanted = (
+        (name, text, split)
+        for name, text, split in documents
+        if name in writers and not writers[name].is_full(split)
+    )
+    for batch in _batches(wanted, min(chars, _BATCH_CHARS)):
         tokens = encode([text for _, text, _ in batch])
         for (name, _, split), ids in zip(batch, tokens, strict=True):
             writers[name].add(split, ids)
-        if all(writer.is_full(until) for writer in writers.values()):
-            return
 
 
 def _batches(
-    documents: Iterable[tuple[str, str, str]],
+    documents: Iterable[tuple[str, str, str]], max_chars: int
 ) -> Iterator[list[tuple[str, str, str]]]:
     """As many documents as one call of the tokenizer takes."""
     batch: list[tuple[str, str, str]] = []
@@ -925,7 +954,7 @@ def _batches(
     for document in documents:
         batch.append(document)
         chars += len(document[1])
-        if len(batch) >= _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
+        if len(batch) >= _BATCH_DOCUMENTS or chars >= max_chars:
             yield batch
             batch, chars = [], 0
     if batch:
@@ -935,14 +964,20 @@ def _batches(
 class _DomainWriter:
     """Writes one cache entry: the blocks of both splits, and how many documents they hold."""
 
-    def __init__(self, folder: Path, config: CorpusConfig, vocab_size: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CorpusConfig,
+        vocab_size: int,
+        limits: Mapping[str, int | None],
+    ) -> None:
         folder.mkdir()
         self.folder = folder
         self.block_size = config.block_size
         self.documents = 0
         self.splits = {
-            split: _BlockWriter(folder / f"{split}.arrow", config, vocab_size)
-            for split in ("train", "validation")
+            split: _BlockWriter(folder / f"{split}.arrow", config.block_size, vocab_size, limit)
+            for split, limit in limits.items()
         }
 
     def __enter__(self) -> "_DomainWriter":
@@ -980,10 +1015,9 @@ class _BlockWriter:
 
     _BLOCKS_PER_WRITE = 1000
 
-    def __init__(self, path: Path, config: CorpusConfig, vocab_size: int) -> None:
-        self.block_size = config.block_size
-        limit = config.max_tokens_per_domain
-        self.limit = None if limit is None else limit // self.block_size * self.block_size
+    def __init__(self, path: Path, block_size: int, vocab_size: int, limit: int | None) -> None:
+        self.block_size = block_size
+        self.limit = None if limit is None else max(limit // block_size, 1) * block_size
         self.tokens = 0
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
         self.pending: list[Ints] = []
@@ -1266,11 +1300,11 @@ def _feistel(
     mask = np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (_scramble(right ^ key) & mask)
     return (left << bits) | right
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A 64-bit integer hash, every output bit depending on every input bit.
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood; OOPSLA 2014), variant 13.

@@ -41,8 +41,8 @@ _VALIDATION_FRACTION = 0.05
 _MIN_CHARS = 400
 # Longer files are tables of numbers more often than text.
 _MAX_CHARS = 100_000
-# A document that shares this much of its longer lines with earlier ones repeats them.
-_MAX_REPEATED = 0.5
+# A document that shares more than this of its longer lines with earlier ones repeats them.
+_MAX_REPEATED = 0.3
 _LINE_CHARS = 25
 # A domain with less cannot be split and learned from.
 _MIN_DOCUMENTS = 8
@@ -162,7 +162,7 @@ def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:
 
 
 def _is_new(text: str, seen: set[int]) -> bool:
-    """Whether most longer lines of the text are new; they are remembered in `seen` if so."""
+    """Whether most longer lines of the text are new; if so, `seen` remembers them."""
     lines = {hash_ for hash_ in map(_line_hash, text.splitlines()) if hash_ is not None}
     if not lines or len(lines & seen) > _MAX_REPEATED * len(lines):
         return False

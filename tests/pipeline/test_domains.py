@@ -222,6 +222,23 @@ def test_max_tokens_stops_there(config):
     loaded = load_corpus(rename(config, max_tokens_per_domain=100))
     assert loaded.train_tokens == {"code": 96, "prose": 96, "verse": 96}
     assert loaded.documents["prose"] < 10
+    # A split that the data brings is measured as far as the limit; a share stays a share.
+    blocks = {name: len(loaded.validation[name]) for name in loaded.names}
+    assert blocks == {"code": 6, "prose": 1, "verse": 1}
+
+
+def test_max_tokens_reads_no_further(tmp_path, config):
+    rows, _ = rows_of_two()
+    path = write_jsonl(tmp_path / "data" / "a.jsonl", rows * 400)
+    with path.open("a") as file:
+        file.write("this is not JSON\n" * 1000)
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
+    for name in "ab":
+        write_jsonl(tmp_path / "data" / name / "validation.jsonl", texts(f"held-out {name}"))
+        (tmp_path / "data" / f"{name}.jsonl").rename(tmp_path / "data" / name / "train.jsonl")
+    limited = rename(config, data=str(tmp_path / "data"), max_tokens_per_domain=64)
+    folder = domains._trained_tokenizer(config, domains._find_parts(config, []))
+    assert load_corpus(rename(limited, tokenizer=str(folder))).train_tokens == {"a": 64, "b": 64}
 
 
 @pytest.fixture
@@ -953,13 +970,8 @@ def test_workers_deal_the_steps_out_in_turn(mixed, make, monkeypatch):
         assert_same_batches(copied, whole[2 + worker.id :: 3])
 
 
-def test_a_loader_with_workers_changes_nothing(mixed):
-    loader = DataLoader(
-        base_batches(mixed, start_step=2),
-        batch_size=None,
-        num_workers=2,
-        multiprocessing_context="spawn",
-    )
+def test_a_loader_hands_on_whole_batches(mixed):
+    loader = DataLoader(base_batches(mixed, start_step=2), batch_size=None)
     assert_same_batches(loader, base_batches(mixed, start_step=2))
 
 

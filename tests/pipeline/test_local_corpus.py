@@ -1,0 +1,220 @@
+"""The demonstration's corpus: real text, the same every time, no text twice."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from doge_fast.pipeline import domains, local_corpus
+from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.domains import load_corpus
+from doge_fast.pipeline.local_corpus import LocalDomain
+
+ALL = ("docstrings", "headers", "metadata", "packages", "reference", "stdlib", "tests")
+
+
+@pytest.fixture(scope="session")
+def installed() -> dict[str, LocalDomain]:
+    """The domains of the environment that runs this test."""
+    return local_corpus.load()
+
+
+def test_this_environment_has_domains_to_mix(installed):
+    assert set(installed) <= set(ALL)
+    # Those whose sources are everywhere that the pipeline's dependencies are installed.
+    assert set(installed) >= {"docstrings", "headers", "packages", "reference", "stdlib"}
+    for name in ("docstrings", "headers", "packages", "stdlib"):
+        assert sum(map(len, installed[name].train)) > 1_000_000, name
+
+
+def test_domains_are_capped_and_split_by_documents(installed):
+    for domain in installed.values():
+        chars = sum(map(len, (*domain.train, *domain.validation)))
+        assert chars <= 3_000_000
+        held = sum(map(len, domain.validation))
+        # The last document held out may be as long as documents get.
+        assert 0.05 * chars <= held <= 0.05 * chars + 100_000
+
+
+def test_no_text_occurs_twice(installed):
+    documents = [
+        "".join(text.lower().split())
+        for domain in installed.values()
+        for text in (*domain.train, *domain.validation)
+    ]
+    assert len(set(documents)) == len(documents)
+
+
+def test_held_out_text_is_hardly_in_training(installed):
+    """A document is refused when earlier ones hold 0.3 of its lines; later ones may repeat it."""
+    train = {
+        line.strip()
+        for domain in installed.values()
+        for text in domain.train
+        for line in text.splitlines()
+    }
+    for name, domain in installed.items():
+        held = {line.strip() for text in domain.validation for line in text.splitlines()}
+        longer = {line for line in held if len(line) > 40}
+        assert len(longer & train) < 0.2 * len(longer), name
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text, encoding="utf-8")
+
+
+def lines(name: str, count: int = 300) -> str:
+    return "".join(f"this is line {index} of the file called {name}\n" for index in range(count))
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> dict[str, Path]:
+    """An environment of a few packages."""
+    stdlib, site = tmp_path / "lib", tmp_path / "lib" / "site-packages"
+    for index in range(12):
+        write(stdlib, f"module{index}.py", lines(f"module {index}"))
+        write(stdlib, f"test/test_{index}.py", lines(f"stdlib test {index}"))
+        write(site, f"package{index}/include/{index}.h", lines(f"header {index}"))
+        write(site, f"package{index}/tests/case.py", lines(f"package test {index}"))
+        write(site, f"package{index}-1.dist-info/METADATA", lines(f"metadata {index}"))
+        write(site, f"package{index}/data.json", lines(f"data {index}"))
+        for part in range(3):
+            prose = lines(f"prose {index} {part}")
+            code = lines(f"code {index} {part}").replace("\n", " = 1\n")
+            write(site, f"package{index}/{part}.py", f'"""{prose}"""\n{code}')
+    return {"stdlib": stdlib, "site": site}
+
+
+def all_text(domain: LocalDomain) -> str:
+    return "\n".join((*domain.train, *domain.validation))
+
+
+def test_every_file_goes_where_it_belongs(roots):
+    found = local_corpus.load(**roots)
+    assert tuple(found) == ALL
+    texts = {name: all_text(domain) for name, domain in found.items()}
+    for index in range(12):
+        assert f"called module {index}\n" in texts["stdlib"]
+        assert f"called stdlib test {index}\n" in texts["tests"]
+        assert f"called package test {index}\n" in texts["tests"]
+        assert f"called header {index}\n" in texts["headers"]
+        assert f"called metadata {index}\n" in texts["metadata"]
+        assert all(f"called data {index}\n" not in text for text in texts.values())
+
+
+def test_a_source_file_gives_its_code_or_its_prose(roots):
+    found = local_corpus.load(**roots)
+    docstrings, packages = all_text(found["docstrings"]), all_text(found["packages"])
+    assert "code" not in docstrings
+    for index in range(12):
+        for part in range(3):
+            mark = f"called prose {index} {part}\n"
+            assert (mark in docstrings) != (mark in packages)
+
+
+def test_the_same_environment_gives_the_same_text(roots):
+    """In another process too, where strings hash to something else."""
+    program = (
+        "import sys, json, pathlib\n"
+        "from doge_fast.pipeline import local_corpus\n"
+        "stdlib, site = map(pathlib.Path, sys.argv[1:])\n"
+        "found = local_corpus.load(stdlib=stdlib, site=site)\n"
+        "print(json.dumps({n: [d.train, d.validation] for n, d in found.items()}))\n"
+    )
+    arguments = [sys.executable, "-c", program, str(roots["stdlib"]), str(roots["site"])]
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    output = subprocess.run(arguments, capture_output=True, check=True, env=environment).stdout
+    here = {
+        name: [list(domain.train), list(domain.validation)]
+        for name, domain in local_corpus.load(**roots).items()
+    }
+    assert json.loads(output) == here
+
+
+def test_near_copies_are_left_out(roots):
+    licence = lines("the licence")
+    for index in range(12):
+        write(
+            roots["site"],
+            f"package{index}-1.dist-info/LICENSE",
+            f"Copyright (c) by somebody whose name is number {index}\n{licence}",
+        )
+    text = all_text(local_corpus.load(**roots)["metadata"])
+    assert text.count("this is line 7 of the file called the licence") == 1
+
+
+def test_no_package_is_all_of_a_domain(roots):
+    for index in range(60):
+        write(roots["site"], f"package0/include/more{index}.h", lines(f"more {index}", 500))
+    text = all_text(local_corpus.load(**roots)["headers"])
+    share = sum(len(line) + 1 for line in text.splitlines() if "more" in line)
+    assert 500_000 < share <= 600_000
+    assert "called header 11\n" in text
+
+
+def test_a_source_that_is_missing_leaves_its_domain_out(roots):
+    for index in range(12):
+        (roots["site"] / f"package{index}/include/{index}.h").unlink()
+    assert tuple(local_corpus.load(**roots)) == tuple(name for name in ALL if name != "headers")
+
+
+def test_what_cannot_be_read_is_left_out(roots):
+    for index in range(12):
+        path = roots["stdlib"] / f"module{index}.py"
+        path.write_bytes(b"\xff\xfe" + path.read_bytes() if index % 2 else b"short")
+    write(roots["site"], "package0/include/0.h", "\x00" + lines("binary"))
+    write(roots["site"], "package1/include/1.h", lines("too long", 5000))
+    found = local_corpus.load(**roots)
+    assert "stdlib" not in found
+    assert "binary" not in all_text(found["headers"])
+    assert "too long" not in all_text(found["headers"])
+
+
+def test_an_environment_without_sources_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_corpus, "topics", {})
+    with pytest.raises(
+        RuntimeError,
+        match=r"A mixture needs two domains; this Python environment has text for 0 .* Point the",
+    ):
+        local_corpus.load(stdlib=tmp_path, site=tmp_path)
+
+
+def test_save_writes_a_directory_of_domains(tmp_path, monkeypatch, installed):
+    monkeypatch.setattr(local_corpus, "load", lambda: installed)
+    local_corpus.save(tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(installed)
+    for name, domain in installed.items():
+        text = (tmp_path / "out" / name / "validation.jsonl").read_text(encoding="utf-8")
+        # Not splitlines: documents hold form feeds and other ends of line.
+        rows = [json.loads(line)["text"] for line in text.split("\n")[:-1]]
+        assert tuple(rows) == domain.validation
+
+
+def test_the_fingerprint_follows_the_installed_packages(monkeypatch):
+    before = local_corpus.fingerprint()
+    assert local_corpus.fingerprint() == before
+    fewer = [d for d in local_corpus.metadata.distributions() if d.name != "numpy"]
+    monkeypatch.setattr(local_corpus.metadata, "distributions", lambda: fewer)
+    assert local_corpus.fingerprint() != before
+
+
+def test_installed_is_a_corpus_like_any_other(tmp_path, monkeypatch, installed):
+    calls = []
+
+    def load() -> dict[str, LocalDomain]:
+        calls.append(1)
+        return installed
+
+    monkeypatch.setattr(local_corpus, "load", load)
+    monkeypatch.setattr(domains, "_TOKENIZER_CHARS_PER_DOMAIN", 20_000)
+    config = CorpusConfig(cache_dir=tmp_path, vocab_size=400, max_tokens_per_domain=2560)
+    corpus = load_corpus(config, targets=["reference"])
+    assert set(corpus.names) == set(installed) - {"reference"}
+    assert corpus.targets == ("reference",)
+    assert all(len(blocks) == 20 for blocks in corpus.train.values())
+    load_corpus(config)
+    assert len(calls) == 1
