@@ -16,8 +16,10 @@ from doge_fast.kernels.schema import gram_shape
 
 # The longest float32 sum. Measured: 4096 is as fast as any longer one on a CPU.
 CHUNK_COLUMNS = 4096
-# Elements of a cast tile, and of the partial results that wait for their float64 sum.
-TILE_ELEMENTS = 1 << 19
+# Elements of a tile that is cast, and of the partial results that wait for their float64 sum.
+# Large, since every product is a barrier for all threads.
+TILE_ELEMENTS = 1 << 20
+PARTIAL_ELEMENTS = 1 << 20
 # Short blocks that are copied together; the copy stays small.
 MAX_JOINED = 32
 
@@ -32,25 +34,27 @@ def gram(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The blocks, neighbours that are shorter than a chunk as one: a model has many biases."""
-    short: list[Tensor] = []
+    """The blocks, those shorter than a chunk side by side: a model has many biases."""
+    short: dict[torch.dtype, list[Tensor]] = {}
     for block in blocks:
-        is_short = block.shape[1] < CHUNK_COLUMNS
-        if short and not (is_short and block.dtype == short[0].dtype and len(short) < MAX_JOINED):
-            yield torch.cat(short, dim=1)
-            short = []
-        if is_short:
-            short.append(block)
-        else:
+        if block.shape[1] >= CHUNK_COLUMNS:
             yield block
-    if short:
-        yield torch.cat(short, dim=1)
+            continue
+        waiting = short.setdefault(block.dtype, [])
+        waiting.append(block)
+        if len(waiting) == MAX_JOINED:
+            yield torch.cat(short.pop(block.dtype), dim=1)
+    for waiting in short.values():
+        yield torch.cat(waiting, dim=1)
 
 
 def _add_block(gram_RR: Tensor, block_RN: Tensor) -> None:
     num_rows, num_columns = block_RN.shape
     whole = num_columns - num_columns % CHUNK_COLUMNS
-    tile = CHUNK_COLUMNS * max(1, TILE_ELEMENTS // (num_rows * max(num_rows, CHUNK_COLUMNS)))
+    most_chunks = PARTIAL_ELEMENTS // (num_rows * num_rows)
+    if block_RN.dtype != _product_dtype(block_RN):
+        most_chunks = min(most_chunks, TILE_ELEMENTS // (num_rows * CHUNK_COLUMNS))
+    tile = CHUNK_COLUMNS * max(1, most_chunks)
     for first in range(0, whole, tile):
         tile_RT = block_RN[:, first : min(first + tile, whole)]
         # [chunks, R, CHUNK_COLUMNS], a view
