@@ -38,7 +38,7 @@ _TORCH_TARGET = "0x020b000000000000"
 _OPTIONAL_FLAGS = ("-march=native",)
 _FLAGS = (
     "-std=c++20",
-    "-O3",
+    "-O2",
     "-fPIC",
     "-fvisibility=hidden",
     # No errno and no trap handlers: lets `a * b + c` and selects become vector instructions.
@@ -114,7 +114,7 @@ def _load(sources: Path, name: str) -> None:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise BuildError(
-            f"{library} was compiled but does not load: {_first_line(error)}"
+            f"The library {library} was compiled but does not load: {_first_line(error)}"
         ) from error
 
 
@@ -154,7 +154,7 @@ def build_library(sources: Path, name: str) -> Path:
                 _build(sources, compiler, library)
     except OSError as error:
         raise BuildError(
-            f"the cache {cache} cannot be written ({error.strerror or error}); set DOGE_FAST_CACHE "
+            f"The cache {cache} cannot be written ({error.strerror or error}); set DOGE_FAST_CACHE "
             "to a directory that can."
         ) from error
     return library
@@ -173,7 +173,7 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "doge_fast"
     except RuntimeError as error:
         raise BuildError(
-            "this user has no home directory for a cache; set DOGE_FAST_CACHE to a directory."
+            "This user has no home directory for a cache; set DOGE_FAST_CACHE to a directory."
         ) from error
 
 
@@ -192,7 +192,7 @@ def find_compiler() -> Compiler:
         raise BuildError(
             f"CXX names {chosen[0]}, which is not an executable; unset it or name a C++20 compiler."
         )
-    raise BuildError("no C++ compiler was found (c++, g++, clang++); install one or set CXX.")
+    raise BuildError("No C++ compiler was found (c++, g++, clang++); install one or set CXX.")
 
 
 def _version_of(command: Sequence[str]) -> str:
@@ -202,7 +202,7 @@ def _version_of(command: Sequence[str]) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(
-            f"the C++ compiler {shlex.join(command)} does not answer to --version "
+            f"The C++ compiler {shlex.join(command)} does not answer to --version "
             f"({_first_line(error)}); set CXX to another."
         ) from error
     return answer.stdout
@@ -211,7 +211,7 @@ def _version_of(command: Sequence[str]) -> str:
 def _check_torch_headers() -> None:
     if not (_torch_dir() / "include/torch/csrc/stable/library.h").is_file():
         raise BuildError(
-            f"torch {torch.__version__} came without the headers of its stable ABI; "
+            f"Torch {torch.__version__} came without the headers of its stable ABI; "
             "install torch >= 2.11 from its wheels."
         )
 
@@ -322,12 +322,12 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
         for command, process in zip(commands, running, strict=True):
             output, _ = process.communicate(timeout=_COMPILER_TIMEOUT_S)
             if process.returncode != 0:
-                raise BuildError(f"the C++ compiler {command[0]} failed: {_first_error(output)}")
+                raise BuildError(f"The C++ compiler {command[0]} failed: {_first_error(output)}")
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"the C++ compiler took longer than {_COMPILER_TIMEOUT_S:g} s.") from error
+        raise BuildError(f"The C++ compiler took longer than {_COMPILER_TIMEOUT_S:g} s.") from error
     except OSError as error:
         raise BuildError(
-            f"the C++ compiler cannot be run ({error}); set CXX to another."
+            f"The C++ compiler cannot be run ({error}); set CXX to another."
         ) from error
     finally:
         for process in running:

@@ -28,21 +28,24 @@ constexpr int64_t PARTNERS = 6;
 #else
 constexpr int64_t PARTNERS = 3;
 #endif
-// Up to so many rows a tile is read in place. More streams than that fall over each other in an
-// 8-way cache when rows lie a multiple of 4096 bytes apart; copying a tile is then cheap beside R*R/2
-// products.
-constexpr int64_t MAX_ROWS_IN_PLACE = 8;
+// Up to so many rows a tile is read where it lies, in steps this short: the next columns arrive while
+// these are multiplied only if the processor can look that far ahead, and rows a multiple of 4096
+// bytes apart compete for the same cache sets. More rows than that are copied together first, which
+// costs little beside R*R/2 products.
+constexpr int64_t MAX_ROWS_IN_PLACE = 16;
+constexpr int64_t COLUMNS_IN_PLACE = 128;
 constexpr int64_t CACHE_LINE = 64;
 
-// Columns of one tile. At most 8192, so that a float32 sum stays short. A tile of a few rows takes
-// 4 KiB, no more: the next tile arrives while this one is multiplied only if the processor can look
-// that far ahead, and rows a multiple of 4096 bytes apart compete for the same cache sets.
+// Columns of one copied tile, and the unit in which work is dealt out: the rows of a tile fit in the
+// first-level cache when they are few, in the second when they are many. At most 8192, so that a
+// float32 sum stays short.
 int64_t tile_columns(int64_t num_rows) {
-  if (num_rows <= MAX_ROWS_IN_PLACE) return 128;
+  if (num_rows <= MAX_ROWS_IN_PLACE) return 256;
   constexpr int64_t most = 512, second_level_bytes = 192 << 10;
   const int64_t fit = second_level_bytes / static_cast<int64_t>(sizeof(float)) / num_rows;
   return std::clamp<int64_t>(fit / 32 * 32, 32, most);
 }
+static_assert(COLUMNS_IN_PLACE <= 8192);
 
 int64_t pair_index(int64_t row, int64_t partner) { return row * (row + 1) / 2 + partner; }
 
@@ -86,14 +89,16 @@ void add_block(const T* rows_RC, int64_t row_stride, int64_t row, int64_t partne
   const T* partners = rows_RC + partner * row_stride;
   Vector<T> sums[ROWS * WITH] = {};
   for (int64_t column = 0; column < columns; column += LANES<T>) {
-    Vector<T> value[ROWS];
+    // The partners wait in registers, the panel passes by: the other way round needs one register
+    // more than AVX2 has, and every load is then repeated.
+    Vector<T> other[WITH];
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < ROWS; ++i) value[i] = load(panel + i * row_stride + column);
+    for (int64_t j = 0; j < WITH; ++j) other[j] = load(partners + j * row_stride + column);
 #pragma GCC unroll 8
-    for (int64_t j = 0; j < WITH; ++j) {
-      const Vector<T> other = load(partners + j * row_stride + column);
+    for (int64_t i = 0; i < ROWS; ++i) {
+      const Vector<T> value = load(panel + i * row_stride + column);
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < ROWS; ++i) sums[i * WITH + j] += value[i] * other;
+      for (int64_t j = 0; j < WITH; ++j) sums[i * WITH + j] += value * other[j];
     }
   }
 #pragma GCC unroll 8
@@ -196,10 +201,11 @@ class Worker {
     using A = Accumulator<T>;
     int64_t column = 0;
     if constexpr (std::is_same_v<T, A>) {
-      if (num_rows_ <= MAX_ROWS_IN_PLACE)
-        for (const int64_t whole = columns / LANES<A> * LANES<A>; column < whole; column += tile_)
-          add_tile(rows_RN + column, row_stride, num_rows_, std::min(tile_, whole - column), totals());
-      column = std::min(column, columns / LANES<A> * LANES<A>);
+      const int64_t whole = num_rows_ <= MAX_ROWS_IN_PLACE ? columns / LANES<A> * LANES<A> : 0;
+      for (; column < whole; column += COLUMNS_IN_PLACE)
+        add_tile(rows_RN + column, row_stride, num_rows_, std::min(COLUMNS_IN_PLACE, whole - column),
+                 totals());
+      column = whole;
     }
     for (; column < columns; column += tile_)
       add_copy(rows_RN + column, row_stride, std::min(tile_, columns - column));

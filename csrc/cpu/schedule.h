@@ -76,8 +76,7 @@ class Columns {
   }
 
  private:
-  // Without the product num_units * piece, which could overflow for absurd sizes only; the split
-  // below gives the first (num_units % num_pieces) pieces one unit more.
+  // The first (num_units % num_pieces) pieces have one unit more than the others.
   int64_t begin_of(int64_t piece, int64_t num_pieces) const {
     return num_units() / num_pieces * piece + std::min(piece, num_units() % num_pieces);
   }

@@ -160,7 +160,7 @@ def test_a_compiler_that_is_not_there(workshop, monkeypatch):
         workshop.build()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(workshop.cache))
-    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler was found"):
+    with pytest.raises(build.BuildError, match=r"No C\+\+ compiler was found"):
         workshop.build()
 
 
