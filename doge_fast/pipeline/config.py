@@ -184,8 +184,12 @@ class DemoConfig:
     """Blocks in a step of a base model."""
     learning_rate: float = 2e-3
     """Peak; small models want more than the paper's."""
-    mu: float = 0.01
+    mu: float = 0.02
     """Bregman coefficient of the proxies."""
+    domain_max_grad_norm: float | None = 1.0
+    """Cut each domain's gradient to this norm before scoring. Early in a run this short one
+    domain's gradient may grow twentyfold for a step; W grows with its square and would decide
+    everything at once."""
     eval_blocks: int = 128
     """Held-out blocks per domain that the table is measured on."""
     seed: int = 0
