@@ -88,6 +88,7 @@ def _proxy(
         target=target,
         sequences_per_domain=config.sequences_per_domain,
         mu=config.mu,
+        domain_max_grad_norm=config.domain_max_grad_norm,
     )
 
 
@@ -112,9 +113,11 @@ def _corpus(config: DemoConfig) -> CorpusConfig:
 def _training(config: DemoConfig, steps: int) -> TrainingConfig:
     return TrainingConfig(
         steps=steps,
+        warmup_steps=steps // 10,
         learning_rate=config.learning_rate,
         min_learning_rate=config.learning_rate / 5,
         seed=config.seed,
         device=config.device,
-        eval_blocks=config.eval_blocks,
+        # The table is measured afterwards; this is one point of a curve.
+        eval_blocks=min(32, config.eval_blocks),
     )
