@@ -174,9 +174,9 @@ class DemoConfig:
     """Size of the proxies."""
     base_model: str = "tiny"
     """Size of the base models."""
-    proxy_steps: int = 300
+    proxy_steps: int = 200
     """Optimizer steps of each of the two proxies."""
-    base_steps: int = 300
+    base_steps: int = 200
     """Optimizer steps of each of the five base models."""
     sequences_per_domain: int = 4
     """Blocks of every domain in a step of a proxy."""
