@@ -595,7 +595,8 @@ class DoGEOptimizer(Optimizer):
 
     def _norm_of(self, gradients: list[Tensor]) -> Tensor:
         """Norm of the combined gradient, in one pass over N: its Gram matrix is one number."""
-        return gram([gradient.view(1, -1) for gradient in gradients])[0, 0].sqrt()
+        squared_norm: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
+        return squared_norm[0, 0].sqrt()
 
     def _commit(self, state: dict[str, Tensor], new: Reweighted, finite: Tensor) -> None:
         """Make the new weights the state, unless a gradient was not finite. No host sync."""
