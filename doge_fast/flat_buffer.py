@@ -21,6 +21,8 @@ from doge_fast.kernels import accumulate, weighted_sum
 
 # Elements: 256 bytes of float32, so that every row starts on a cache line and a 16-byte vector.
 ALIGNMENT = 64
+# Rows a multiple of a page apart share their cache sets; the Gram matrix reads them side by side.
+PAGE_BYTES = 4096
 # On a CPU what waits should still be in the cache; elsewhere fewer launches count for more.
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
@@ -33,6 +35,8 @@ class Block:
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         stride = -(-param.numel() // ALIGNMENT) * ALIGNMENT
+        if stride * dtype.itemsize % PAGE_BYTES == 0:
+            stride += ALIGNMENT
         memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
         memory[:, param.numel() :] = 0
         self.param = param

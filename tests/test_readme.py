@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import doge_fast
 
@@ -56,3 +57,19 @@ def test_docstring_examples_run(name: str) -> None:
         pytest.skip("importing it runs a program or needs triton")
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0
+
+
+def test_weights_page_and_optimizer_write_what_the_pipeline_reads(tmp_path: Path) -> None:
+    from doge_fast.pipeline import records
+
+    page = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "page.json").write_text(block, encoding="utf-8")
+    read = records.read_weights(tmp_path / "page.json", domains=["book", "arxiv"])
+    assert records.weights_by_name(read) == {"book": 0.6, "arxiv": 0.4}
+
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = doge_fast.DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b"])
+    optimizer.save_weights(tmp_path / "ours.json")
+    read = records.read_weights(tmp_path / "ours.json", domains=["a", "b"])
+    assert records.weights_by_name(read) == {"a": 0.5, "b": 0.5}

@@ -40,6 +40,14 @@ def test_rows_are_aligned_and_padded_with_zeros() -> None:
     assert buffer.num_bytes == 2 * 128 * 4
 
 
+def test_rows_do_not_lie_pages_apart() -> None:
+    p = param(1024)
+    buffer = FlatBuffer(2)
+    buffer.receive(0, p, grad(p, 0))
+    (block,) = buffer.touched([p])
+    assert block.rows_RN.stride() == (1024 + 64, 1)
+
+
 def test_first_write_replaces_and_the_next_adds() -> None:
     p = param(4)
     buffer = FlatBuffer(1)

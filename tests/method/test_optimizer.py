@@ -403,8 +403,10 @@ class TestGradients:
         model, optimizer = build(target="x")
         fill(model, optimizer)
         optimizer.step()
-        padded = sum(-(-p.numel() // 64) * 64 for p in model.parameters())
-        assert optimizer._buffer.num_bytes == 4 * padded * 8
+        # At most a line to align a row and one to keep rows from lying pages apart.
+        params = list(model.parameters())
+        exact = 4 * 8 * sum(p.numel() for p in params)
+        assert exact <= optimizer._buffer.num_bytes <= exact + 4 * 8 * 128 * len(params)
 
 
 class TestTorchOptimizer:
