@@ -18,8 +18,11 @@ FLOORS = [
     doge_fast.optimizer doge_fast.reference
     doge_fast.integrations
     doge_fast.pipeline.config
-    doge_fast.pipeline.local_corpus
-    doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records
+    doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling
+    doge_fast.pipeline.sources
+    doge_fast.pipeline.packing
+    doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
+        doge_fast.pipeline.baselines
     doge_fast.pipeline.training
     STAGES
     doge_fast.pipeline.demo
@@ -29,7 +32,7 @@ FLOORS = [
         "STAGES",
         " ".join(
             f"doge_fast.pipeline.{stage}"
-            for stage in ("proxy", "base", "baselines", "evaluation", "exports", "report")
+            for stage in ("proxy", "base", "evaluation", "exports", "report")
         ),
     )
     .strip()

@@ -1,4 +1,4 @@
-"""A corpus of seconds: generated text in four domains, and settings that train on it."""
+"""Corpora of seconds: one to train on, with settings, and one in every layout that is read."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +15,8 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     TrainingConfig,
 )
+from doge_fast.pipeline.domains import Corpus, load_corpus
+from tests.pipeline.corpora import texts, write_jsonl, write_parquet
 
 # Overlapping words, so that domains help each other; different order, so that they differ.
 WORDS = {
@@ -120,3 +122,39 @@ def _changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any
 
 def _fields(config: Any) -> frozenset[str]:
     return frozenset(vars(config))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three domains in three layouts: files that name splits, one parquet, text."""
+    folder = tmp_path_factory.mktemp("data")
+    write_jsonl(folder / "code" / "train-0.jsonl", texts("code", 30))
+    write_jsonl(folder / "code" / "train-1.jsonl", texts("more code", 30))
+    write_jsonl(folder / "code" / "validation.jsonl", texts("held-out code", 9))
+    write_parquet(folder / "prose.parquet", text=texts("prose", 50), source=["x"] * 50)
+    write_jsonl(folder / "verse" / "anything.jsonl", texts("verse", 40))
+    (folder / "README.md").write_text("not a domain")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def config(data: Path, cache: Path) -> CorpusConfig:
+    return CorpusConfig(
+        data=str(data), vocab_size=300, block_size=16, validation_fraction=0.1, cache_dir=cache
+    )
+
+
+@pytest.fixture(scope="session")
+def corpus(config: CorpusConfig) -> Corpus:
+    return load_corpus(config)
+
+
+@pytest.fixture(scope="session")
+def mixed(config: CorpusConfig) -> Corpus:
+    """One held-out target, and "mix"."""
+    return load_corpus(config, targets=["verse", "mix"])

@@ -1,0 +1,77 @@
+"""Documents that name their domain, written in the layouts a corpus comes in."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.domains import Corpus, load_corpus
+
+WORDS = ["the", "of", "a", "kernel", "gradient", "domain", "weight", "moves", "towards", "what"]
+
+
+def text_of(name: str, index: int) -> str:
+    """A document of its own, thirty to sixty words, each with a number that tells blocks apart."""
+    draw = np.random.default_rng([index, *name.encode()])
+    words = [f"{word} {draw.integers(100)}" for word in draw.choice(WORDS, draw.integers(30, 60))]
+    return f"{name} {index}: " + " ".join(words)
+
+
+def texts(name: str, count: int = 40) -> list[str]:
+    return [text_of(name, index) for index in range(count)]
+
+
+def write_jsonl(path: Path, documents: Iterable[str], column: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in documents))
+    return path
+
+
+def write_parquet(path: Path, **columns: Sequence[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({name: list(values) for name, values in columns.items()}), path)
+    return path
+
+
+def tokens(blocks: datasets.Dataset) -> list[int]:
+    return list(np.asarray(blocks[:]["input_ids"]).reshape(-1))
+
+
+def documents(corpus: Corpus, name: str, split: str) -> list[str]:
+    """The texts between ends of text, the last of them perhaps cut."""
+    blocks = getattr(corpus, split)[name]
+    end = corpus.tokenizer.eos_token_id
+    found: list[list[int]] = [[]]
+    for token in tokens(blocks):
+        if token == end:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return [corpus.tokenizer.decode(ids) for ids in found if ids]
+
+
+def rename(config: CorpusConfig, **changes: Any) -> CorpusConfig:
+    return dataclasses.replace(config, **changes)
+
+
+def rows_of_two() -> tuple[list[str], list[dict[str, str]]]:
+    """Rows as SlimPajama has them, two domains mingled."""
+    rows = [text_of("C4" if i % 3 else "Book", i) for i in range(90)]
+    return rows, [{"redpajama_set_name": "C4" if i % 3 else "Book"} for i in range(90)]
+
+
+def check_refused(config: CorpusConfig, message: str, **options: Any) -> None:
+    """One sentence, and not a file written."""
+    before = sorted(Path(config.cache_dir or "").rglob("*"))
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_corpus(config, **options)
+    assert "\n" not in str(refusal.value)
+    assert sorted(Path(config.cache_dir or "").rglob("*")) == before

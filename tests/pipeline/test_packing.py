@@ -1,0 +1,226 @@
+"""Text in, blocks out, once: nothing is lost, and nothing is packed again without need."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from doge_fast.pipeline import packing, sources
+from doge_fast.pipeline.domains import load_corpus
+from tests.pipeline.corpora import (
+    documents,
+    rename,
+    rows_of_two,
+    text_of,
+    texts,
+    tokens,
+    write_jsonl,
+    write_parquet,
+)
+
+SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
+needs_shared = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the corpora and tokenizers of shared/data are not here"
+)
+
+
+def test_blocks_are_the_documents_and_nothing_else(corpus):
+    expected = {"train": texts("code", 30) + texts("more code", 30), "validation": None}
+    expected["validation"] = texts("held-out code", 9)
+    for split, originals in expected.items():
+        found = documents(corpus, "code", split)
+        assert found[:-1] == originals[: len(found) - 1]
+        assert originals[len(found) - 1].startswith(found[-1])
+        # Only the tokens that do not fill a block are lost.
+        ids = corpus.tokenizer("\n".join(originals))["input_ids"]
+        assert len(tokens(getattr(corpus, split)["code"])) > len(ids) - 2 * corpus.block_size
+
+
+def test_blocks_are_what_a_model_takes(corpus):
+    rows = corpus.train["prose"][[3, 0, 3]]["input_ids"]
+    assert isinstance(rows, np.ndarray)
+    assert rows.shape == (3, 16)
+    assert rows.dtype == np.int64
+    assert corpus.train["prose"].column_names == ["input_ids"]
+    assert corpus.train_tokens["prose"] == len(corpus.train["prose"]) * 16
+
+
+def test_held_out_documents_are_a_tenth_and_on_one_side(corpus):
+    train = {text.split(":")[0] for text in documents(corpus, "prose", "train")}
+    held_out = {text.split(":")[0] for text in documents(corpus, "prose", "validation")}
+    assert len(held_out) == 5
+    assert not train & held_out
+
+
+def test_equal_documents_fall_on_one_side(tmp_path, config):
+    copies = [text_of("a", index % 12) for index in range(96)]
+    write_jsonl(tmp_path / "data" / "a.jsonl", copies)
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
+    loaded = load_corpus(rename(config, data=str(tmp_path / "data"), validation_fraction=0.3))
+    train = {text.split(":")[0] for text in documents(loaded, "a", "train")}
+    held_out = {text.split(":")[0] for text in documents(loaded, "a", "validation")}
+    assert len(held_out) == 4
+    assert not train & held_out
+
+
+def test_holding_out_everything_keeps_a_document(config):
+    loaded = load_corpus(rename(config, validation_fraction=0.999))
+    assert loaded.documents["prose"] == 1
+
+
+def test_max_tokens_stops_there(config):
+    loaded = load_corpus(rename(config, max_tokens_per_domain=100))
+    assert loaded.train_tokens == {"code": 96, "prose": 96, "verse": 96}
+    assert loaded.documents["prose"] < 10
+    # A split that the data brings is measured as far as the limit; a share stays a share.
+    blocks = {name: len(loaded.validation[name]) for name in loaded.names}
+    assert blocks == {"code": 6, "prose": 1, "verse": 1}
+
+
+def test_max_tokens_reads_no_further(tmp_path, config):
+    rows, _ = rows_of_two()
+    path = write_jsonl(tmp_path / "data" / "a.jsonl", rows * 400)
+    with path.open("a") as file:
+        file.write("this is not JSON\n" * 1000)
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
+    for name in "ab":
+        write_jsonl(tmp_path / "data" / name / "validation.jsonl", texts(f"held-out {name}"))
+        (tmp_path / "data" / f"{name}.jsonl").rename(tmp_path / "data" / name / "train.jsonl")
+    limited = rename(config, data=str(tmp_path / "data"), max_tokens_per_domain=64)
+    folder = packing._trained_tokenizer(config, sources.find_parts(config, []))
+    assert load_corpus(rename(limited, tokenizer=str(folder))).train_tokens == {"a": 64, "b": 64}
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the domains packed from here on."""
+    packed: list[str] = []
+    real = packing._pack_part
+
+    def remember(config: Any, part: Any, entries: Mapping[str, Path], tokenizer: Any) -> None:
+        packed.extend(entries)
+        real(config, part, entries, tokenizer)
+
+    monkeypatch.setattr(packing, "_pack_part", remember)
+    return packed
+
+
+def test_packed_once(config, corpus, packings):
+    again = load_corpus(config)
+    assert packings == []
+    assert again.describe() == corpus.describe()
+    assert tokens(again.train["code"]) == tokens(corpus.train["code"])
+    load_corpus(config, targets=["verse"])
+    load_corpus(rename(config, domains=("verse", "prose", "code")))
+    assert packings == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"block_size": 12}, {"vocab_size": 310}, {"max_tokens_per_domain": 64}],
+    ids=str,
+)
+def test_another_packing_is_packed_anew(config, packings, change):
+    load_corpus(rename(config, **change))
+    assert sorted(packings) == ["code", "prose", "verse"]
+
+
+def test_another_validation_fraction_packs_what_it_concerns(config, corpus, packings):
+    load_corpus(rename(config, validation_fraction=0.25))
+    # code brings its own validation split.
+    assert sorted(packings) == ["prose", "verse"]
+
+
+def test_a_changed_file_is_packed_anew(tmp_path, config, packings):
+    path = write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
+    base = rename(config, data=str(tmp_path / "data"))
+    folder = packing._trained_tokenizer(base, sources.find_parts(base, []))
+    fixed = rename(base, tokenizer=str(folder))
+    load_corpus(fixed)
+    before = path.stat()
+    path.write_text(path.read_text().replace("kernel", "k3rnel"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    packings.clear()
+    changed = load_corpus(fixed)
+    assert packings == ["a"]
+    assert any("k3rnel" in text for text in documents(changed, "a", "train"))
+
+
+def test_a_packing_that_fails_leaves_nothing(tmp_path, config):
+    write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
+    write_jsonl(tmp_path / "data" / "b.jsonl", ["x y", "y z"])
+    bad = rename(config, data=str(tmp_path / "data"), cache_dir=tmp_path / "cache")
+    with pytest.raises(
+        ValueError,
+        match=r"needs a block of 16 tokens in every split; the \w+ split of b has \d+ tokens",
+    ):
+        load_corpus(bad)
+    packed = list((tmp_path / "cache" / "blocks").iterdir())
+    # The other domain's blocks are good.
+    assert len(packed) == 1
+    assert json.loads((packed[0] / "packed.json").read_text())["name"] == "a"
+
+
+def test_a_trained_tokenizer_is_deterministic(tmp_path, config, corpus):
+    other = load_corpus(rename(config, cache_dir=tmp_path), targets=["prose"])
+    assert other.tokenizer_sha256 == corpus.tokenizer_sha256
+    assert other.tokenizer.get_vocab() == corpus.tokenizer.get_vocab()
+
+
+def test_a_trained_tokenizer_loses_nothing(corpus):
+    text = "naïve — 東京\t\r\n  spaces  \x00 end <|endoftext|>"
+    ids = corpus.tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert corpus.tokenizer.decode(ids) == text
+
+
+def test_a_document_cannot_forge_its_end(tmp_path, config):
+    forged = [f"before <|endoftext|> after {text}" for text in texts("a")]
+    write_jsonl(tmp_path / "data" / "a.jsonl", forged)
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
+    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
+    assert tokens(loaded.train["a"]).count(loaded.tokenizer.eos_token_id) <= loaded.documents["a"]
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["gpt2", "wiki40b-ca", "wiki40b-nl"])
+def test_tokenizers_of_others_open(name, config):
+    loaded = load_corpus(rename(config, tokenizer=str(SHARED / "tokenizers" / name)))
+    assert loaded.vocab_size == {"gpt2": 50257}.get(name, 52000)
+    assert documents(loaded, "code", "train")[:20] == texts("code", 20)
+
+
+@needs_shared
+def test_real_text_in_other_languages_survives(config):
+    wiki = rename(
+        config,
+        data=str(SHARED / "mini_wiki40b"),
+        domains=("en", "ru"),
+        tokenizer=str(SHARED / "tokenizers" / "wiki40b-ca"),
+        max_tokens_per_domain=4000,
+    )
+    loaded = load_corpus(wiki, targets=["ca"])
+    assert (loaded.names, loaded.targets) == (("en", "ru"), ("ca",))
+    first = pq.read_table(SHARED / "mini_wiki40b/ru/train.parquet")["text"][0].as_py()
+    assert documents(loaded, "ru", "train")[0] == first
+    held = pq.read_table(SHARED / "mini_wiki40b/ca/validation.parquet")["text"][0].as_py()
+    assert documents(loaded, "ca", "validation")[0] == held
+
+
+def test_a_domain_that_no_row_has(tmp_path, config):
+    rows, meta = rows_of_two()
+    path = write_parquet(tmp_path / "all.parquet", text=rows, meta=meta)
+    column = "meta.redpajama_set_name"
+    with pytest.raises(ValueError, match="train split of Arxiv has 0 tokens"):
+        load_corpus(rename(config, data=str(path), domain_column=column, domains=("C4", "Arxiv")))
+
+
+def test_one_document_cannot_be_split(tmp_path, config):
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 1))
+    with pytest.raises(ValueError, match="holds out documents; a has only one"):
+        load_corpus(rename(config, data=str(tmp_path)))

@@ -1,0 +1,268 @@
+"""Every layout and form of text is found and read; what cannot be read is told in a sentence."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from doge_fast.pipeline import sources
+from doge_fast.pipeline.domains import load_corpus
+from tests.pipeline.corpora import (
+    check_refused,
+    documents,
+    rename,
+    rows_of_two,
+    text_of,
+    texts,
+    write_jsonl,
+    write_parquet,
+)
+
+
+def test_every_layout_is_found(corpus):
+    assert corpus.names == ("code", "prose", "verse")
+    assert corpus.targets == ()
+    assert corpus.documents == {"code": 60, "prose": 45, "verse": 36}
+    assert corpus.block_size == 16
+    assert corpus.vocab_size == len(corpus.tokenizer) == 300
+    assert corpus.mix is None
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
+def test_one_file_with_a_domain_column(tmp_path, config, form):
+    rows, meta = rows_of_two()
+    path = tmp_path / f"all.{form}"
+    if form == "parquet":
+        write_parquet(path, text=rows, meta=meta)
+    else:
+        lines = "".join(
+            json.dumps({"text": text, "meta": m}) + "\n" for text, m in zip(rows, meta, strict=True)
+        ).encode()
+        path.write_bytes(gzip.compress(lines) if form == "jsonl.gz" else lines)
+    one = rename(config, data=str(path), domain_column="meta.redpajama_set_name")
+    loaded = load_corpus(one)
+    assert loaded.names == ("Book", "C4")
+    assert loaded.documents == {"Book": 27, "C4": 54}
+    assert all(text.startswith("Book") for text in documents(loaded, "Book", "train"))
+    chosen = load_corpus(rename(one, domains=("C4",)), targets=["Book"])
+    assert (chosen.names, chosen.targets) == (("C4",), ("Book",))
+
+
+def hub_folder(folder: Path) -> Path:
+    """A repository as the Hub holds it, with a split of its own for validation."""
+    rows, meta = rows_of_two()
+    write_parquet(folder / "train-00000-of-00001.parquet", text=rows, meta=meta)
+    held = [text_of(m["redpajama_set_name"], 1000 + i) for i, m in enumerate(meta)]
+    write_parquet(folder / "validation-00000-of-00001.parquet", text=held, meta=meta)
+    return folder
+
+
+def test_a_directory_with_a_domain_column(tmp_path, config):
+    folder = hub_folder(tmp_path / "pajama")
+    loaded = load_corpus(rename(config, data=str(folder), domain_column="meta.redpajama_set_name"))
+    assert loaded.documents == {"Book": 30, "C4": 60}
+    assert documents(loaded, "Book", "validation")[0] == text_of("Book", 1000)
+
+
+@pytest.fixture
+def as_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], None]:
+    """Answers a Hub id with a folder, through the very calls that would ask the Hub."""
+
+    def register(name: str, folder: Path) -> None:
+        for function in ("load_dataset", "load_dataset_builder", "get_dataset_config_names"):
+            real = getattr(datasets, function)
+
+            def answer(path: str, *args: Any, real: Any = real, **options: Any) -> Any:
+                return real(str(folder) if path == name else path, *args, **options)
+
+            monkeypatch.setattr(datasets, function, answer)
+
+    return register
+
+
+def test_a_hub_id_with_a_domain_column(tmp_path, config, as_hub):
+    as_hub("owner/pajama", hub_folder(tmp_path / "pajama"))
+    hub = rename(config, data="owner/pajama", domain_column="meta.redpajama_set_name")
+    loaded = load_corpus(hub)
+    assert loaded.documents == {"Book": 30, "C4": 60}
+
+
+def test_a_hub_ids_configurations_are_domains(tmp_path, config, as_hub):
+    for name in ("en", "ca"):
+        write_jsonl(tmp_path / "wiki" / name / "train.jsonl", texts(name))
+        write_jsonl(tmp_path / "wiki" / name / "test.jsonl", texts(f"held-out {name}"))
+    configs = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("en", "ca"))
+    (tmp_path / "wiki" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    as_hub("owner/wiki", tmp_path / "wiki")
+    loaded = load_corpus(rename(config, data="owner/wiki"), targets=["ca"])
+    assert (loaded.names, loaded.targets) == (("en",), ("ca",))
+    assert documents(loaded, "en", "train")[0] == text_of("en", 0)
+    assert documents(loaded, "ca", "validation")[0] == text_of("held-out ca", 0)
+
+
+def test_a_hub_that_does_not_answer(config, monkeypatch):
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nwith a long trace")
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", unreachable)
+    with pytest.raises(
+        ValueError,
+        match=r"^owner/nothing is neither a path here nor a data set that could be opened: "
+        r"Couldn't reach the Hub\.$",
+    ):
+        load_corpus(rename(config, data="owner/nothing"))
+
+
+def test_text_files_are_cut_at_blank_lines(tmp_path, config):
+    paragraphs = [f"{text_of('p', index)}\n\n" for index in range(400)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "book.txt").write_text("".join(paragraphs))
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
+    found = list(sources._text_documents([tmp_path / "data" / "book.txt"]))
+    assert "".join(found) == "".join(paragraphs)
+    assert len(found) > 4
+    assert all(text.endswith("\n\n") for text in found)
+    assert all(len(text) >= 16_384 for text in found[:-1])
+    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
+    assert loaded.documents["book"] == len(found) - 1
+
+
+def test_text_without_blank_lines_is_cut_too(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789\n" * 100_000)
+    found = list(sources._text_documents([tmp_path / "a.txt"]))
+    assert "".join(found) == "0123456789\n" * 100_000
+    assert max(map(len, found)) < 16 * 16_384 + 11
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train.parquet", "train"),
+        ("training_2.jsonl", "train"),
+        ("validation-00000-of-00001.parquet", "validation"),
+        ("valid.txt", "validation"),
+        ("val_1.txt", "validation"),
+        ("dev.jsonl", "validation"),
+        ("Test.jsonl", "test"),
+        ("testimony.txt", None),
+        ("value.jsonl", None),
+        ("trains.txt", None),
+        ("part-0.jsonl", None),
+    ],
+)
+def test_splits_are_told_by_name(name, split):
+    assert sources._split_of(name) == split
+
+
+def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, config):
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / "data" / "a" / f"{split}.jsonl", texts(f"a {split}"))
+        write_jsonl(tmp_path / "data" / "b" / split / "part.jsonl", texts(f"b {split}"))
+    write_jsonl(tmp_path / "data" / "b" / "valid" / "part.jsonl", texts("b valid"))
+    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
+    assert documents(loaded, "a", "validation")[0] == text_of("a test", 0)
+    assert documents(loaded, "b", "validation")[0] == text_of("b valid", 0)
+    assert documents(loaded, "b", "train")[0] == text_of("b train", 0)
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "nowhere", "./a/b", "some/corpus.jsonl"])
+def test_a_path_that_does_not_exist(config, path):
+    check_refused(rename(config, data=path), rf"^{path} does not exist\. Give a directory")
+
+
+def test_a_directory_without_domains(tmp_path, config):
+    (tmp_path / "notes.md").write_text("x")
+    check_refused(
+        rename(config, data=str(tmp_path)),
+        r"must hold a folder or file per domain, of .parquet, .* it holds notes.md\.",
+    )
+
+
+def test_a_directory_of_splits_is_not_one_of_domains(tmp_path, config):
+    hub_folder(tmp_path)
+    check_refused(
+        rename(config, data=str(tmp_path)), "names a split where a domain is expected: name the"
+    )
+
+
+def test_a_file_needs_a_domain_column(tmp_path, config):
+    path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
+    check_refused(rename(config, data=str(path)), "is one file: name the column")
+
+
+def test_a_text_file_has_no_domain_column(tmp_path, config):
+    (tmp_path / "a.txt").write_text("x")
+    check_refused(
+        rename(config, data=str(tmp_path / "a.txt"), domain_column="d"),
+        "A text file has no columns",
+    )
+
+
+def test_a_domain_in_two_places(tmp_path, config):
+    write_jsonl(tmp_path / "a.jsonl", texts("a"))
+    write_jsonl(tmp_path / "a" / "x.jsonl", texts("a"))
+    check_refused(rename(config, data=str(tmp_path)), "holds several named a")
+
+
+def test_a_domain_of_held_out_files_alone(tmp_path, config):
+    write_jsonl(tmp_path / "a" / "test.jsonl", texts("a"))
+    check_refused(rename(config, data=str(tmp_path)), "a needs training files; .* only test.jsonl")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
+def test_an_empty_domain(tmp_path, config, suffix):
+    write_jsonl(tmp_path / "good.jsonl", texts("good"))
+    empty = tmp_path / f"hollow.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), empty)
+    else:
+        empty.write_text("")
+    check_refused(
+        rename(config, data=str(tmp_path)), "needs text; the train split of hollow is empty"
+    )
+
+
+def test_a_domain_of_blanks(tmp_path, config):
+    write_jsonl(tmp_path / "good.jsonl", texts("good"))
+    write_jsonl(tmp_path / "hollow.jsonl", ["", "  \n"])
+    check_refused(
+        rename(config, data=str(tmp_path)), "needs text; the train split of hollow is empty"
+    )
+
+
+def test_a_parquet_without_the_text_column(tmp_path, config):
+    write_parquet(tmp_path / "a.parquet", content=texts("a"), url=["x"] * 40)
+    check_refused(
+        rename(config, data=str(tmp_path)),
+        r'a.parquet has no column "text"; its columns are content, url\. Name the right one with '
+        "text_column",
+    )
+    loaded = load_corpus(rename(config, data=str(tmp_path), text_column="content"))
+    assert documents(loaded, "a", "train")
+
+
+def test_a_text_column_of_numbers(tmp_path, config):
+    write_parquet(tmp_path / "a.parquet", text=list(range(40)))
+    check_refused(rename(config, data=str(tmp_path)), 'column "text" of .* holds int')
+
+
+def test_a_missing_domain_column(tmp_path, config):
+    path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
+    check_refused(
+        rename(config, data=str(path), domain_column="meta.set"),
+        r'has no column "meta"; its columns are text\. Name the right one with domain_column',
+    )
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
+def test_a_file_that_cannot_be_read(tmp_path, config, name):
+    (tmp_path / name).write_bytes(b'\xff\xfe{"text": "x" \n}}' * 50)
+    check_refused(
+        rename(config, data=str(tmp_path)), r"a\.\w+ cannot be read: |must be UTF-8; .*a.txt is not"
+    )
