@@ -170,6 +170,8 @@ class DemoConfig:
     """The corpus, as for the other stages."""
     target: str = "reference"
     """The domain of the out-of-domain half: measured, not trained on."""
+    vocab_size: int = 2048
+    """Entries of the tokenizer trained on it; small, since it decides what a step costs."""
     proxy_model: str = "tiny"
     """Size of the proxies."""
     base_model: str = "tiny"

@@ -107,7 +107,7 @@ def _base(
 
 
 def _corpus(config: DemoConfig) -> CorpusConfig:
-    return CorpusConfig(data=config.data, cache_dir=config.cache_dir)
+    return CorpusConfig(data=config.data, vocab_size=config.vocab_size, cache_dir=config.cache_dir)
 
 
 def _training(config: DemoConfig, steps: int) -> TrainingConfig:
