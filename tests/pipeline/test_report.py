@@ -1,0 +1,776 @@
+"""The page says what the records say, whichever arm wins, and refuses what is not a run.
+
+Records are written here by hand, so that every number on the page has a known cause.
+"""
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from doge_fast.pipeline import records, report
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    CorpusConfig,
+    ModelConfig,
+    ProxyConfig,
+    ReportConfig,
+    TrainingConfig,
+)
+
+
+def by_name(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+DOMAINS = ("stdlib", "reference", "headers", "docstrings", "tests", "licences", "metadata")
+TOKENS = by_name(DOMAINS, (812_000, 92_000, 610_000, 401_000, 655_000, 130_000, 48_000))
+# What base models at uniform weights reach, per domain.
+UNIFORM_LOSS = by_name(DOMAINS, (3.21, 4.05, 2.48, 3.66, 2.95, 2.10, 1.87))
+BLOCK_SIZE = 128
+STEPS = 200
+TRAINING = TrainingConfig(steps=STEPS, learning_rate=2e-3)
+
+
+def entry(name: str, tokens: Mapping[str, int]) -> dict[str, int]:
+    blocks = tokens[name] // BLOCK_SIZE
+    return {
+        "train_tokens": tokens[name],
+        "train_blocks": blocks,
+        "validation_blocks": max(1, blocks // 20),
+        "documents": max(1, blocks // 6),
+    }
+
+
+def corpus(
+    domains: Sequence[str], targets: Sequence[str] = (), tokens: Mapping[str, int] = TOKENS
+) -> dict[str, Any]:
+    return {
+        "domains": {name: entry(name, tokens) for name in domains},
+        "targets": {name: entry(name, tokens) for name in targets if name != "mix"},
+        "tokenizer_sha256": "ab" * 32,
+        "block_size": BLOCK_SIZE,
+        "vocab_size": 4096,
+    }
+
+
+def without(*targets: str) -> tuple[str, ...]:
+    return tuple(name for name in DOMAINS if name not in targets)
+
+
+def write_proxy(
+    out: Path,
+    *,
+    domains: Sequence[str] = DOMAINS,
+    target: tuple[str, ...] = ("universal",),
+    logits: Sequence[float] = (0.9, -0.4, 0.3, 1.1, 0.5, -0.9, -1.4),
+    seed: int = 0,
+    steps: int = STEPS,
+    last_step: int | None = None,
+    skipped: Sequence[int] = (),
+    is_finished: bool = True,
+    score: str = "paper",
+    tokens: Mapping[str, int] = TOKENS,
+) -> Path:
+    """A proxy run whose weights go from uniform to softmax(logits) within a third of its steps."""
+    names = tuple(domains)
+    targets = () if target == ("universal",) else tuple(item.split("=")[0] for item in target)
+    rows = (*names, *targets)
+    config = ProxyConfig(
+        out=out,
+        corpus=CorpusConfig(domains=names),
+        model=ModelConfig(model="tiny"),
+        training=replace(TRAINING, steps=steps, seed=seed),
+        target=target,
+        score=score,  # type: ignore[arg-type]
+    )
+    records.open_run(out, stage="proxy", config=config, corpus=corpus(names, targets, tokens))
+    draw = np.random.default_rng([seed, len(names), len(targets)])
+    uniform = dict.fromkeys(names, 1 / len(names))
+    records.append_metrics(
+        out, {"step": 0, "kind": "train", "alpha": uniform, "alpha_mean": uniform}
+    )
+    total, average = np.zeros(len(names)), np.full(len(names), 1 / len(names))
+    alpha = average
+    for step in range(1, (last_step or steps) + 1):
+        pushed = np.asarray(logits[: len(names)]) * min(1.0, 3 * step / steps)
+        pushed = pushed + 0.15 * draw.standard_normal(len(names))
+        alpha = np.exp(pushed) / np.exp(pushed).sum()
+        total += alpha
+        average = total / step
+        records.append_metrics(
+            out, proxy_line(step, steps, names, rows, alpha, average, step in skipped, draw)
+        )
+    if not is_finished:
+        return out
+    records.append_metrics(out, {"step": steps, "kind": "eval", "loss": dict.fromkeys(rows, 3.1)})
+    natural = sum(tokens[name] for name in names)
+    records.write_weights(
+        out,
+        {
+            "method": "doge",
+            "score": score,
+            "target": "universal" if not targets else dict.fromkeys(targets, 1.0),
+            "domains": [
+                {
+                    "name": name,
+                    "weight": average[j],
+                    "weight_last": alpha[j],
+                    "prior": tokens[name] / natural,
+                    "tokens": tokens[name],
+                }
+                for j, name in enumerate(names)
+            ],
+            "model": "tiny",
+            "steps": steps,
+            "seed": seed,
+        },
+    )
+    return out
+
+
+def proxy_line(
+    step: int,
+    steps: int,
+    names: Sequence[str],
+    rows: Sequence[str],
+    alpha: np.ndarray,
+    average: np.ndarray,
+    is_skipped: bool,
+    draw: np.random.Generator,
+) -> dict[str, Any]:
+    directions = draw.standard_normal((len(rows), 24)) + 0.8
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    norms = 1 + 2 * np.exp(-4 * step / steps) + 0.1 * draw.random(len(rows))
+    gram = (directions @ directions.T) * np.outer(norms, norms)
+    is_universal = len(rows) == len(names)
+    difficulty = np.diag(gram)[: len(names)] if is_universal else np.zeros(len(names))
+    gain = gram[: len(names)].sum(1) if is_universal else gram[: len(names), len(names) :].sum(1)
+    loss = 2.4 + 6 * np.exp(-5 * step / steps) + 0.25 * np.arange(len(rows))
+    if is_skipped:
+        gain = np.full_like(gain, math.nan)
+    return {
+        "step": step,
+        "kind": "train",
+        "lr": 2e-3 * min(1.0, step / 10),
+        "loss": by_name(rows, loss + 0.1 * draw.standard_normal(len(rows))),
+        "alpha": by_name(names, alpha),
+        "alpha_mean": by_name(names, average),
+        "gain": by_name(names, gain),
+        "influence": by_name(names, gain - difficulty),
+        "difficulty": by_name(names, difficulty),
+        "grad_norm": by_name(rows, norms),
+        "rows": list(rows),
+        "cosine": directions @ directions.T,
+        "combined_norm": 1.2,
+        "skipped": is_skipped,
+        "tokens": dict.fromkeys(rows, step * 4 * BLOCK_SIZE),
+        "seconds": 0.21,
+    }
+
+
+def write_base(
+    out: Path,
+    *,
+    weights: str = "uniform",
+    loss: Mapping[str, float] | None = None,
+    change: float = 0.0,
+    domains: Sequence[str] = DOMAINS,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+    steps: int = STEPS,
+    learning_rate: float = TRAINING.learning_rate,
+    is_evaluated: bool = True,
+    eval_steps: Sequence[int] = (),
+    blocks: int = 128,
+    tokens: Mapping[str, int] = TOKENS,
+) -> Path:
+    """A base run whose held-out losses are `loss`, or uniform's plus `change` on every domain."""
+    names = tuple(domains)
+    rows = (*names, *targets)
+    losses = loss or {name: UNIFORM_LOSS[name] + change for name in rows}
+    config = BaseConfig(
+        out=out,
+        corpus=CorpusConfig(domains=names),
+        model=ModelConfig(model="tiny"),
+        training=replace(TRAINING, steps=steps, seed=seed, learning_rate=learning_rate),
+        weights=weights,
+        targets=tuple(targets),
+    )
+    records.open_run(out, stage="base", config=config, corpus=corpus(names, targets, tokens))
+    drawn = dict.fromkeys(names, steps * 28 * BLOCK_SIZE // len(names))
+    for step in range(10, steps + 1, 10):
+        records.append_metrics(
+            out,
+            {
+                "step": step,
+                "kind": "train",
+                "lr": 1e-3,
+                "loss": 3 + 4 * math.exp(-step / 50),
+                "tokens": drawn,
+                "seconds": 0.3,
+            },
+        )
+    for step in eval_steps:
+        late = {name: value + 3 * math.exp(-3 * step / steps) for name, value in losses.items()}
+        records.append_metrics(out, {"step": step, "kind": "eval", "loss": late})
+    given = given_weights(weights, names)
+    records.write_weights(
+        out,
+        {
+            "method": weights if weights in ("uniform", "natural") else "given",
+            "domains": [{"name": name, "weight": given[name]} for name in names],
+        },
+    )
+    if is_evaluated:
+        measured = records.evaluation(
+            step=steps, blocks=dict.fromkeys(rows, blocks), loss=losses, block_size=BLOCK_SIZE
+        )
+        records.write_evaluation(out, measured)
+    return out
+
+
+def given_weights(weights: str, names: Sequence[str]) -> dict[str, float]:
+    if (Path(weights) / records.WEIGHTS).exists():
+        return records.weights_by_name(records.read_weights(Path(weights)))
+    return dict.fromkeys(names, 1 / len(names))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two proxies and five base models, as the demo leaves them; learned wins on five of seven."""
+    folder = tmp_path / "runs"
+    universal = write_proxy(folder / "proxy-universal")
+    rest = without("reference")
+    elsewhere = write_proxy(
+        folder / "proxy-for-reference",
+        domains=rest,
+        target=("reference",),
+        logits=(0.2, -0.8, 1.6, 0.1, -0.6, -1.0),
+    )
+    write_base(folder / "base-uniform")
+    shift = by_name(DOMAINS, (-0.06, -0.02, -0.01, -0.11, -0.04, 0.07, 0.09))
+    learned = {name: UNIFORM_LOSS[name] + shift[name] for name in DOMAINS}
+    write_base(folder / "base-learned", weights=str(universal), loss=learned)
+    shift = by_name(DOMAINS, (-0.10, 0.21, -0.07, 0.03, -0.06, 0.18, 0.40))
+    natural = {name: UNIFORM_LOSS[name] + shift[name] for name in DOMAINS}
+    write_base(folder / "base-natural", weights="natural", loss=natural)
+    out = {"domains": rest, "targets": ("reference",)}
+    write_base(folder / "base-uniform-without-reference", change=0.3, **out)  # type: ignore[arg-type]
+    write_base(
+        folder / "base-learned-for-reference",
+        weights=str(elsewhere),
+        change=0.25,
+        **out,  # type: ignore[arg-type]
+    )
+    return folder
+
+
+class Page(HTMLParser):
+    """Text, tags, ids and references of a page; refuses what is not well nested."""
+
+    VOID = frozenset({"meta", "link", "br"})
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.words: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self._look(attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._look(attrs)
+
+    def _look(self, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            if key == "id":
+                self.ids.append(str(value))
+            if key in ("src", "href", "xlink:href"):
+                self.references.append(str(value))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(*runs: Path, **options: Any) -> Page:
+    return Page(report.write_report(ReportConfig(runs=runs, **options)))
+
+
+def test_the_page_needs_nothing_from_anywhere(runs: Path) -> None:
+    page = page_of(runs)
+    assert not {"script", "iframe", "img", "object"} & set(page.tags)
+    outside = [each for each in page.references if not each.startswith(("#", "data:,"))]
+    assert outside == []
+    css = page.source[page.source.index("<style>") : page.source.index("</style>")]
+    assert "url(" not in css
+    assert "@import" not in css
+    assert len(set(page.ids)) == len(page.ids)
+    inner = {each[1:] for each in page.references if each.startswith("#")}
+    inner |= set(re.findall(r"url\(#([^)]+)\)", page.source))
+    assert inner
+    assert inner <= set(page.ids)
+    # Every colour of a figure follows the page's, light or dark, but for the cells of heat maps.
+    assert "#033fb2" not in page.source.replace(css, "")
+    assert {f"var(--domain-{place})" for place in range(7)} <= set(
+        re.findall(r"var\([a-z0-9-]+\)", page.source)
+    )
+
+
+def test_the_figures_lie_beside_the_page(runs: Path) -> None:
+    page = report.write_report(ReportConfig(runs=(runs,), out=runs.parent / "out" / "page.html"))
+    assert page == runs.parent / "out" / "page.html"
+    folder = page.parent / "page-figures"
+    names = {file.stem for file in folder.glob("*.svg")}
+    assert names == {file.stem for file in folder.glob("*.png")}
+    parts = ("weights-final", "weights-average", "weights", "drift", "affinity", "gain", "loss")
+    expected = {
+        f"proxy-proxy-{which}-{part}" for which in ("universal", "for-reference") for part in parts
+    }
+    assert names == expected | {"comparison-1-change", "comparison-2-change"}
+    for file in folder.iterdir():
+        if file.suffix == ".png":
+            assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        else:
+            ElementTree.parse(file)
+    weights = (folder / "proxy-proxy-universal-weights-average.svg").read_text(encoding="utf-8")
+    for name in DOMAINS:
+        assert f">{name}</text>" in weights
+
+
+def test_the_same_records_give_the_same_page(runs: Path) -> None:
+    first = page_of(runs).source
+    assert page_of(runs).source == first
+
+
+def test_a_page_goes_inside_or_beside_the_runs(runs: Path) -> None:
+    assert report.write_report(ReportConfig(runs=(runs,))) == runs / "report.html"
+    named = (runs / "base-uniform", runs / "base-learned")
+    assert report.write_report(ReportConfig(runs=named)) == runs / "report.html"
+
+
+def test_the_answer_where_learned_weights_win(runs: Path) -> None:
+    text = page_of(runs).text
+    uniform = math.exp(sum(UNIFORM_LOSS.values()) / 7)
+    learned = uniform * math.exp(-0.08 / 7)
+    change = f"−{100 * (1 - learned / uniform):.1f}"
+    assert "Learned weights beat uniform ones." in text
+    assert "proxy-universal: better on 5 of 7 domains than uniform" in text
+    assert f"average perplexity {learned:.2f} against {uniform:.2f} ({change} %)" in text.replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
+    assert "natural: better on 3 of 7 domains than uniform" in text
+    # exp(0.25 - 0.30) - 1.
+    assert (
+        "perplexity on reference, which was never trained on, 73.70 against 77.48 (−4.9 %)"
+        in text.replace("\N{NO-BREAK SPACE}", " ")
+    )
+    assert "For scale: uniform weights with reference among the domains reach 57.40." in text
+
+
+def losing(folder: Path, changes: Mapping[str, float]) -> list[Path]:
+    proxy = write_proxy(folder / "proxy")
+    made = [proxy, write_base(folder / "uniform")]
+    for weights, change in changes.items():
+        source = str(proxy) if weights == "learned" else weights
+        made.append(write_base(folder / weights, weights=source, change=change))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "headline"),
+    [
+        ({"learned": 0.1}, "Learned weights do not beat uniform ones."),
+        ({"learned": 0.0}, "Learned weights and uniform ones come out the same."),
+        ({"learned": -0.1}, "Learned weights beat uniform ones."),
+        (
+            {"learned": -0.1, "natural": -0.2},
+            "Learned weights beat uniform ones; natural ones are better still.",
+        ),
+        ({"learned": 0.1, "natural": -0.2}, "Learned weights do not beat uniform ones."),
+        ({"natural": -0.2}, "Natural weights beat uniform ones."),
+        ({}, "Only uniform weights have been tried."),
+        ({"learned": math.nan}, "Learned weights do not beat uniform ones."),
+    ],
+    ids=str,
+)
+def test_the_headline_is_whoever_wins(
+    tmp_path: Path, changes: dict[str, float], headline: str
+) -> None:
+    page = page_of(*losing(tmp_path / "runs", changes))
+    assert headline in page.text
+    assert headline in " ".join(report.terminal_table([tmp_path / "runs"]).split())
+
+
+def test_a_win_on_few_domains_is_called_that(tmp_path: Path) -> None:
+    proxy = write_proxy(tmp_path / "proxy")
+    uniform = write_base(tmp_path / "uniform")
+    loss = {name: UNIFORM_LOSS[name] + 0.01 for name in DOMAINS} | {"stdlib": 2.0}
+    learned = write_base(tmp_path / "learned", weights=str(proxy), loss=loss)
+    text = page_of(proxy, uniform, learned).text
+    assert "on average, but on fewer than half the domains" in text
+    assert "better on 1 of 7 domains" in text
+
+
+def cells(source: str, title: str) -> dict[str, list[str]]:
+    """Rows of the page's table of that title: {label: what stands in its cells, as HTML}."""
+    table = source[source.index(f"<h3>{title}</h3>") :].split("</table>")[0]
+    rows = table.split("<tbody>")[1].split("<tr")[1:]
+    return {
+        re.search(r'<th scope="row">(.*?)</th>', row)[1]: re.findall(r"<td[^>]*>(.*?)</td>", row)  # type: ignore[index]
+        for row in rows
+    }
+
+
+def test_perplexities_are_bold_where_better_than_uniform(runs: Path) -> None:
+    source = page_of(runs).source
+    table = cells(source, "Perplexity per domain: all domains")
+    # uniform, natural, learned.
+    assert table["stdlib"] == ["24.78", "<b>22.42</b>", "<b>23.34</b>"]
+    assert table["metadata"] == ["6.488", "9.679", "7.099"]
+    assert table["better than uniform"] == ["–", "3 of 7", "5 of 7"]
+    assert table["worst case"] == ["57.40", "70.81", "<b>56.26</b>"]
+    assert table["average"][0] == f"{math.exp(sum(UNIFORM_LOSS.values()) / 7):.2f}"
+    target = cells(source, "Perplexity per domain: out of domain, reference")
+    assert next(iter(target)) == "reference (target)"
+    assert target["reference (target)"] == ["77.48", "<b>73.70</b>"]
+    assert set(target) >= {"average, training domains", *without("reference")}
+
+
+def test_weights_stand_beside_each_other(runs: Path) -> None:
+    source = page_of(runs).source
+    table = cells(source, "Domain weights")
+    learned = records.weights_by_name(records.read_weights(runs / "proxy-universal"))
+    for name in DOMAINS:
+        assert re.sub("</?b>", "", table[name][0]) == f"{learned[name]:.3f}"
+        assert ("<b>" in table[name][0]) == (learned[name] > 1 / 7)
+    assert table["reference"][1] == "target"
+    entropy = -sum(weight * math.log(weight) for weight in learned.values())
+    assert table["effective domains"] == [
+        f"{math.exp(entropy):.1f} of 7",
+        table["effective domains"][1],
+    ]
+    assert table["uniform would be"] == ["0.143", "0.167"]
+
+
+def test_epochs_follow_the_budget_and_warn_above_four(runs: Path) -> None:
+    page = page_of(runs, token_budget=2_000_000)
+    table = cells(page.source, "Implied epochs")
+    label = "metadata (48\N{NO-BREAK SPACE}k tokens)"
+    # Uniform, natural, learned.
+    assert table[label][0] == f"{2e6 / 7 / 48_000:.2f}"
+    natural = 2e6 / sum(TOKENS.values())
+    assert [row[1] for row in table.values()] == [f"{natural:.2f}"] * 7
+    assert f'<td class="warning">{2e6 / 7 / 48_000:.2f}</td>' in page.source
+    few = page_of(runs, token_budget=1000)
+    assert 'class="warning"' not in few.source
+    assert "at these weights repeat" not in few.text
+    # As long as the longest base run where no budget is given.
+    default = cells(page_of(runs).source, "Implied epochs")
+    assert default[label][0] == f"{STEPS * 28 * BLOCK_SIZE / 7 / 48_000:.2f}"
+
+
+def test_a_repeated_domain_is_warned_of(tmp_path: Path) -> None:
+    proxy = write_proxy(tmp_path / "proxy", logits=(0, 0, 0, 0, 0, 0, 2.0))
+    weight = records.weights_by_name(records.read_weights(proxy))["metadata"]
+    text = page_of(proxy, token_budget=1_000_000).text
+    assert f"repeat metadata {weight * 1e6 / 48_000:.1f} times" in text.replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
+
+
+def test_drift_is_that_of_the_weights_file(runs: Path) -> None:
+    """sum_j |alpha_bar(T) - alpha_bar(0.8 T)|, from the records themselves."""
+    lines = records.read_metrics(runs / "proxy-universal", kind="train")
+    by_step = {line["step"]: line["alpha_mean"] for line in lines}
+    last, before = by_step[STEPS], by_step[int(0.8 * STEPS)]
+    drift = sum(abs(last[name] - before[name]) for name in DOMAINS)
+    share = f"{100 * drift / 2:.1f} % of the tokens"
+    settled = "has settled" if drift <= report.MAX_DRIFT else "is still moving"
+    assert f"The running average {settled}: the last fifth of the 200 steps reassigned {share}" in (
+        page_of(runs).text
+    )
+
+
+def test_settled_and_drifting_averages_are_told_apart(tmp_path: Path) -> None:
+    settled = write_proxy(tmp_path / "settled", logits=(0.0,) * 7)
+    drifting = write_proxy(tmp_path / "drifting", logits=(4.0, 0, 0, 0, 0, 0, 0), steps=12)
+    assert "settled: the running average" not in page_of(settled).text
+    assert (
+        "drifting: the running average of the weights is still drifting" in page_of(drifting).text
+    )
+
+
+def test_collapsed_and_unmoved_weights_are_warned_of(tmp_path: Path) -> None:
+    collapsed = write_proxy(tmp_path / "collapsed", logits=(9.0, 0, 0, 0, 0, 0, 0), steps=60)
+    text = page_of(collapsed).text
+    assert "collapsed: the weights collapsed onto stdlib" in text
+    unmoved = tmp_path / "unmoved"
+    write_proxy(unmoved, logits=(0.0,) * 7)
+    record = records.read_weights(unmoved)
+    for each in record["domains"]:
+        each["weight"] = 1 / 7
+    records.write_weights(unmoved, record)
+    assert "unmoved: the weights hardly left uniform" in page_of(unmoved).text
+    assert "hardly left uniform" not in text
+
+
+def test_skipped_steps_and_null_gains_are_told_not_drawn(tmp_path: Path) -> None:
+    proxy = write_proxy(tmp_path / "proxy", skipped=(3, 4))
+    page = page_of(proxy)
+    assert "proxy: 2 logged steps skipped for a gradient that was not finite." in page.text
+    assert "nan" not in page.text.lower().split()
+
+
+def test_several_seeds_are_one_arm(tmp_path: Path) -> None:
+    proxies = [write_proxy(tmp_path / f"proxy-seed{seed}", seed=seed) for seed in range(3)]
+    uniform = [write_base(tmp_path / f"uniform-{s}", seed=s, change=0.01 * s) for s in range(3)]
+    learned = [
+        write_base(tmp_path / f"learned-{s}", seed=s, change=-0.2 + 0.01 * s, weights=str(proxy))
+        for s, proxy in enumerate(proxies)
+    ]
+    page = page_of(*proxies, *uniform, *learned)
+    perplexity = cells(page.source, "Perplexity per domain: all domains")
+    values = np.exp([UNIFORM_LOSS["stdlib"] + 0.01 * s for s in range(3)])
+    error = values.std(ddof=1) / math.sqrt(3)
+    assert perplexity["stdlib"][0] == f"{values.mean():.2f} ± {error:.2g}"
+    assert len(perplexity["stdlib"]) == 2
+    # Equal spreads of 0.01 / sqrt(3) and means 0.2 apart.
+    ratio = 0.2 / (0.01 / math.sqrt(3) * math.sqrt(2))
+    assert f"The difference is {ratio:.1f} standard errors (3 and 3 seeds)." in page.text
+    weights = [records.weights_by_name(records.read_weights(proxy)) for proxy in proxies]
+    found = np.array([each["stdlib"] for each in weights])
+    told = cells(page.source, "Domain weights")["stdlib"]
+    assert f"{found.mean():.3f} ± {found.std(ddof=1) / math.sqrt(3):.3f}" in told[1]
+    assert "one seed" not in page.text
+    assert page.source.count("<figure") == 8
+
+
+def test_arms_of_other_settings_are_not_compared(tmp_path: Path) -> None:
+    proxy = write_proxy(tmp_path / "proxy")
+    write_base(tmp_path / "uniform", learning_rate=1e-3)
+    write_base(tmp_path / "learned", weights=str(proxy), change=-0.1)
+    text = page_of(tmp_path).text
+    assert "Nothing to compare with: no base model at uniform weights." in text
+    assert "beat" not in text.replace("nobody can tell", "")
+
+
+def test_moved_runs_still_know_their_proxy(runs: Path) -> None:
+    moved = runs.rename(runs.parent / "elsewhere")
+    assert "proxy-universal: better on 5 of 7 domains" in page_of(moved).text
+
+
+def test_weights_from_a_file_are_an_arm_of_their_own(tmp_path: Path) -> None:
+    write_base(tmp_path / "uniform")
+    write_base(tmp_path / "mine", weights="somewhere/mine.json", change=-0.1)
+    page = page_of(tmp_path)
+    assert "Given weights beat uniform ones." in page.text
+    assert "mine: better on 7 of 7 domains" in page.text
+    assert cells(page.source, "Domain weights")["stdlib"] == ["0.143"]
+
+
+def test_unmeasured_and_unfinished_runs_are_told(tmp_path: Path) -> None:
+    proxy = write_proxy(tmp_path / "proxy", last_step=50, is_finished=False)
+    write_base(tmp_path / "uniform")
+    write_base(tmp_path / "learned", weights=str(proxy), is_evaluated=False)
+    text = page_of(tmp_path).text
+    assert "1 arm not measured yet, so left out." in text
+    assert "proxy: not complete, its records end at step 50 of 200." in text
+
+
+def test_a_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
+    config = ProxyConfig(out=tmp_path / "proxy", training=TRAINING)
+    records.open_run(config.out, stage="proxy", config=config, corpus=corpus(DOMAINS))
+    page = page_of(config.out)
+    assert "proxy: has not logged a step yet." in page.text
+    assert "figure" not in page.tags
+
+
+def test_the_last_evaluation_of_the_run_stands_in(tmp_path: Path) -> None:
+    write_base(tmp_path / "uniform", is_evaluated=False, eval_steps=(50, 100, 200))
+    write_base(
+        tmp_path / "natural",
+        weights="natural",
+        change=-0.1,
+        is_evaluated=False,
+        eval_steps=(50, 100, 200),
+    )
+    page = page_of(tmp_path)
+    assert "natural: better on 7 of 7 domains" in page.text
+    assert "Held-out loss during training" in page.text
+
+
+def test_arms_measured_on_other_text_are_warned_of(tmp_path: Path) -> None:
+    write_base(tmp_path / "uniform")
+    write_base(tmp_path / "natural", weights="natural", blocks=64)
+    assert "measured on different numbers of held-out blocks" in page_of(tmp_path).text
+
+
+def test_several_targets_and_mix(tmp_path: Path) -> None:
+    rest = without("reference", "tests")
+    write_proxy(tmp_path / "both", domains=rest, target=("reference=0.7", "tests=0.3"))
+    write_proxy(tmp_path / "mix", target=("mix",))
+    out: dict[str, Any] = {"domains": rest, "targets": ("reference", "tests")}
+    write_base(tmp_path / "uniform", **out)
+    write_base(tmp_path / "learned", weights=str(tmp_path / "both"), change=-0.1, **out)
+    page = page_of(tmp_path)
+    assert "both, for reference (0.7) and tests (0.3)" in page.text
+    assert "mix, for a held-out mixture of all domains" in page.text
+    assert "Learned weights beat uniform ones on reference and tests." in page.text
+    table = cells(page.source, "Perplexity per domain: out of domain, reference and tests")
+    both = math.exp((UNIFORM_LOSS["reference"] + UNIFORM_LOSS["tests"]) / 2)
+    assert table["average of targets"][0] == f"{both:.2f}"
+
+
+def test_the_papers_weights_stand_beside_those_of_its_domains(tmp_path: Path) -> None:
+    names = ("arxiv", "book", "c4", "cc", "github", "stackexchange", "wikipedia")
+    tokens = dict.fromkeys(names, 500_000)
+    proxy = write_proxy(tmp_path / "proxy", domains=names, tokens=tokens)
+    rest = tuple(name for name in names if name != "github")
+    other = write_proxy(tmp_path / "code", domains=rest, target=("github",), tokens=tokens)
+    table = cells(page_of(proxy, other).source, "Domain weights")
+    assert re.sub("</?b>", "", table["cc"][2]) == "0.214"
+    assert re.sub("</?b>", "", table["stackexchange"][3]) == "0.691"
+    assert table["github"][3] == "target"
+    for target, (domains, values) in report._PAPER_WEIGHTS.items():
+        # Printed to three digits; one column of the paper does not sum to one.
+        total = 0.910 if target == "arxiv" else 1
+        assert len(domains) == len(values), target
+        assert sum(values) == pytest.approx(total, abs=0.0005 * len(values)), target
+
+
+def test_awkward_names_stay_text(tmp_path: Path) -> None:
+    names = ("<b>x</b> & y", "$a_1$", "_hidden", "a very long name of a domain", "文書", "f g")
+    tokens = dict.fromkeys(names, 500_000)
+    loss = dict.fromkeys(names, 3.0)
+    write_proxy(tmp_path / "proxy <1>", domains=names, tokens=tokens)
+    out: dict[str, Any] = {"domains": names, "tokens": tokens}
+    write_base(tmp_path / "uniform", loss=loss, **out)
+    write_base(tmp_path / "natural", weights="natural", loss=loss, **out)
+    page = page_of(tmp_path)
+    assert "<b>x</b> & y" not in page.source
+    for name in names:
+        assert name in page.text
+    assert "a very long name of…" in page.text
+    assert "$a_1$" in report.terminal_table([tmp_path])
+
+
+@pytest.mark.parametrize("num_domains", [1, 2, 24])
+def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
+    names = tuple(f"domain {j}" for j in range(num_domains))
+    tokens = dict.fromkeys(names, 500_000)
+    logits = tuple(np.linspace(-1, 1, num_domains))
+    write_proxy(tmp_path / "proxy", domains=names, tokens=tokens, logits=logits, steps=20)
+    page = page_of(tmp_path)
+    assert page.source.count("<figure") == 7
+    assert f"of {num_domains} domains." in page.text
+
+
+@pytest.mark.parametrize("score", ["paper", "published"])
+def test_a_replaced_score_is_told(tmp_path: Path, score: str) -> None:
+    proxy = write_proxy(tmp_path / "proxy", score=score)
+    assert ("published code's score" in page_of(proxy).text) == (score == "published")
+
+
+def test_the_terminal_gets_aligned_ascii(runs: Path) -> None:
+    text = report.terminal_table([runs])
+    assert text.isascii()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    head = next(i for i, line in enumerate(lines) if line.startswith("domain "))
+    ends = {len(line) for line in lines[head + 2 : head + 9]}
+    assert len(ends) <= 2
+    assert lines[head].split() == ["domain", "uniform", "natural", "proxy-universal"]
+    stdlib = next(line for line in lines if line.startswith("stdlib"))
+    assert stdlib.split() == ["stdlib", "24.78", "22.42", "*", "23.34", "*"]
+    assert "better on 5 of 7 domains than uniform" in " ".join(text.split())
+    assert "Warning: proxy-universal: one seed" in text
+
+
+def test_a_terminal_without_base_models_gets_the_weights(tmp_path: Path) -> None:
+    text = report.terminal_table([write_proxy(tmp_path / "proxy")])
+    assert text.startswith("Domain weights")
+    assert "effective domains" in text
+
+
+def test_no_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one run directory; none was named"):
+        report.write_report(ReportConfig(runs=()))
+
+
+def empty(folder: Path) -> Path:
+    (folder / "notes").mkdir(parents=True)
+    return folder
+
+
+def a_file(folder: Path) -> Path:
+    folder.write_text("not a run")
+    return folder
+
+
+def a_model(folder: Path) -> Path:
+    """A saved model has a config.json of its own."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda folder: folder, "does not exist"),
+        (a_file, "is a file"),
+        (empty, "is not a run directory and holds none"),
+        (a_model, "is not a run directory and holds none"),
+    ],
+)
+def test_what_is_not_a_run_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], sentence: str
+) -> None:
+    path = make(tmp_path / "runs")
+    page = tmp_path / "report.html"
+    with pytest.raises(ValueError, match=sentence) as raised:
+        report.write_report(ReportConfig(runs=(path,), out=page))
+    assert str(path) in str(raised.value)
+    assert not page.exists()
+
+
+def test_a_budget_below_one_is_refused(runs: Path) -> None:
+    with pytest.raises(ValueError, match="token_budget must be at least 1; got 0"):
+        report.write_report(ReportConfig(runs=(runs,), token_budget=0))
+
+
+def test_labels_are_moved_apart_no_more_than_needed() -> None:
+    wanted = np.array([0.1, 0.5, 0.51, 0.52, 0.9])
+    places = report._spread(wanted, gap=0.1)
+    assert np.diff(places).min() >= 0.1 - 1e-12
+    # Those with room stay; a crowd keeps its centre.
+    assert places[[0, 4]] == pytest.approx([0.1, 0.9])
+    assert places[1:4].mean() == pytest.approx(wanted[1:4].mean())
+    assert report._spread(np.array([]), gap=0.1).size == 0
