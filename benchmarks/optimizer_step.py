@@ -73,6 +73,8 @@ def build_model(problem: Problem, device: str) -> nn.Module:
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
+        # Said aloud: transformers otherwise prints that it falls back to this very one.
+        loss_type="ForCausalLM",
     )
     return GPT2LMHeadModel(config).to(device)
 

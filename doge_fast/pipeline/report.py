@@ -739,12 +739,12 @@ def _summary(proxy: Proxy) -> str:
 
 
 def _times(weight: float, proxy: Proxy) -> str:
-    return f"{weight * len(proxy.domains):.2g} × uniform"
+    return f"{weight * len(proxy.domains):.1f}\N{NO-BREAK SPACE}× uniform"
 
 
 def _drift_sentence(proxy: Proxy) -> str:
     steps_T, drift_T = proxy.drift()
-    share = f"{drift_T[-1] / 2:.1%}".replace("%", " %")
+    share = f"{50 * drift_T[-1]:.1f}\N{NO-BREAK SPACE}%"
     moved = f"the last fifth of the {int(steps_T[-1])} steps reassigned {share} of the tokens"
     if drift_T[-1] <= MAX_DRIFT:
         return f"The running average has settled: {moved}."
@@ -1066,9 +1066,11 @@ def _weight_cell(name: str, mixture: Mixture) -> Cell:
 def _epoch_tables(study: Study, token_budget: int | None) -> list[Table]:
     """One for every set of domains that weights were made for."""
     budget = _budget(study, token_budget)
-    runs = {(run.domains, tuple(run.train_tokens.values())): run for run in reversed(study.runs)}
+    runs: dict[tuple[tuple[str, int], ...], Run] = {}
+    for run in sorted(study.runs, key=lambda run: bool(run.targets)):
+        runs.setdefault(tuple(run.train_tokens.items()), run)
     tables = []
-    for run in reversed(runs.values()):
+    for run in runs.values():
         mixtures = [
             mixture for mixture in _mixtures(study) if mixture.train_tokens == run.train_tokens
         ]
@@ -1293,6 +1295,21 @@ def _count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def _compact(value: float) -> str:
+    """Three digits or so: 0.043, 0.98, 8.3, 120, 1.2e-05."""
+    size = abs(value)
+    form = (
+        ".0f"
+        if size >= 100 or size == 0
+        else ".1f"
+        if size >= 1
+        else ".2f"
+        if size >= 0.1
+        else ".2g"
+    )
+    return format(value, form).replace("-", "−")
+
+
 def _or_dash(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "–"
 
@@ -1338,7 +1355,7 @@ _VARIABLES = {
     **{color: f"var(--domain-{place})" for place, color in enumerate(PALETTE)},
 }
 # Widths such that a letter is nine to fourteen pixels high from a phone to a desktop.
-_WIDTH = 5.0
+_WIDTH = 4.6
 _PNG_DPI = 200
 _STYLE: Any = {
     # Text stays text: it can be searched, and takes the page's colour.
@@ -1391,7 +1408,7 @@ class Section(NamedTuple):
 
 def _draw(study: Study) -> list[Section]:
     with _style():
-        sections = [_comparison_section(each, i, study) for i, each in _told(study.comparisons)]
+        sections = [_base_section(study)]
         sections += [_proxy_section(proxy, study) for proxy in study.proxies if proxy.has_steps]
     return [section for section in sections if section.drawings]
 
@@ -1411,29 +1428,32 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _comparison_section(comparison: Comparison, number: int, study: Study) -> Section:
-    prefix = f"comparison-{number}"
+def _base_section(study: Study) -> Section:
     drawings = [
-        _drawing(
-            f"{prefix}-change",
-            "Perplexity against uniform weights",
-            "Change of held-out perplexity on every domain, at equal tokens. Left of the line is "
-            "better than uniform.",
-            _change_figure(comparison),
-        )
+        drawing
+        for number, comparison in _told(study.comparisons)
+        for drawing in _comparison_drawings(comparison, f"comparison-{number}")
     ]
+    return Section("Base models", "Against uniform weights, at equal tokens.", drawings)
+
+
+def _comparison_drawings(comparison: Comparison, prefix: str) -> Iterator[Drawing]:
+    yield _drawing(
+        f"{prefix}-change",
+        f"Perplexity against uniform: {comparison.title.lower()}",
+        "Change of held-out perplexity. Left of the line is better than uniform. "
+        f"{comparison.settings.capitalize()}.",
+        _change_figure(comparison),
+    )
     curves = _held_out_curves(comparison)
     if curves:
         what = _and(comparison.targets) if comparison.targets else "the mean of all domains"
-        drawings.append(
-            _drawing(
-                f"{prefix}-held-out",
-                "Held-out loss during training",
-                f"Loss on {what}, one line an arm (first seed).",
-                _curves_figure(curves),
-            )
+        yield _drawing(
+            f"{prefix}-held-out",
+            f"Held-out loss during training: {comparison.title.lower()}",
+            f"Loss on {what}, one line an arm (first seed).",
+            _curves_figure(curves),
         )
-    return Section(comparison.title, comparison.settings, drawings)
 
 
 def _proxy_section(proxy: Proxy, study: Study) -> Section:
@@ -1491,7 +1511,19 @@ def _proxy_section(proxy: Proxy, study: Study) -> Section:
             _loss_figure(proxy, study.colors),
         ),
     ]
-    return Section(f"{proxy.label}: weights for {proxy.target}", _summary(proxy), drawings)
+    return Section(f"{proxy.label}: weights for {proxy.target}", _settings(proxy), drawings)
+
+
+def _settings(proxy: Proxy) -> str:
+    config = proxy.first.config
+    cut = config["domain_max_grad_norm"]
+    return (
+        f"{config['model']['model']} model, {proxy.first.steps} steps of "
+        f"{_many(config['sequences_per_domain'], 'block')} of every domain, mu {config['mu']:g}, "
+        f"score as in the {config['score']}{'' if config['score'] == 'paper' else ' code'}"
+        f"{'' if cut is None else f', domain gradients cut to norm {cut:g}'}, "
+        f"{_many(len(proxy.runs), 'seed')}."
+    )
 
 
 def _drawing(name: str, title: str, caption: str, figure: Figure) -> Drawing:
@@ -1569,12 +1601,26 @@ def _binned(steps_T: Floats, values_TK: Floats, points: int) -> tuple[Floats, Fl
 
 
 def _plot_lines(
-    axes: Axes, steps_T: Floats, values_TK: Floats, names: Sequence[str], colors: Mapping[str, int]
+    axes: Axes,
+    steps_T: Floats,
+    values_TK: Floats,
+    names: Sequence[str],
+    colors: Mapping[str, int],
+    *,
+    width: float = 1.6,
 ) -> None:
     for j, name in enumerate(names):
         axes.plot(
-            steps_T, values_TK[:, j], color=_color(name, colors), linestyle=_dash(name, colors)
+            steps_T,
+            values_TK[:, j],
+            color=_color(name, colors),
+            linestyle=_dash(name, colors),
+            linewidth=width,
         )
+
+
+def _ticks(*, integer: bool = False) -> MaxNLocator:
+    return MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=integer)
 
 
 def _finish_steps(axes: Axes, ylabel: str, last_step: float) -> None:
@@ -1582,8 +1628,8 @@ def _finish_steps(axes: Axes, ylabel: str, last_step: float) -> None:
     axes.set_ylabel(ylabel)
     axes.grid(axis="y")
     axes.set_xlim(0, max(last_step, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(_ticks(integer=True))
+    axes.yaxis.set_major_locator(_ticks())
 
 
 def _label_ends(
@@ -1652,7 +1698,8 @@ def _weights_figure(proxy: Proxy, key: str, colors: Mapping[str, int]) -> Figure
             axes.fill_between(
                 steps, low[:, j], high[:, j], color=_color(name, colors), alpha=0.2, linewidth=0
             )
-    _plot_lines(axes, *_thinned(steps_T, mean_TK, _SMOOTH_POINTS), names, colors)
+    width = 1.6 if key == "alpha_mean" else 1.0
+    _plot_lines(axes, *_thinned(steps_T, mean_TK, _SMOOTH_POINTS), names, colors, width=width)
     axes.set_ylim(0, 1.06 * max(float(np.nanmax(mean_TK)), 1e-3))
     _finish_steps(axes, "domain weight", steps_T[-1])
     _mark_uniform(axes, len(names))
@@ -1702,7 +1749,7 @@ def _final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
         )
     _name_places(axes, names)
     axes.set_xlabel("domain weight")
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(_ticks())
     figure.legend(loc="outside upper right", ncols=2, handlelength=1.6)
     return figure
 
@@ -1793,13 +1840,13 @@ def _parts_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     axes.axvline(0, color=_MUTED, linewidth=0.8)
     for place, j in zip(places, order, strict=True):
         if is_sum and math.isfinite(gain_K[j]):
-            text = f"{gain_K[j]:.2g}".replace("-", "−")
+            text = _compact(float(gain_K[j]))
             axes.text(1.02, float(place), text, transform=axes.get_yaxis_transform(), va="center")
     if is_sum:
         axes.text(1.02, 1.0, "W", transform=axes.transAxes, va="bottom", color=_MUTED)
     _name_places(axes, [names[j] for j in order])
     axes.set_xlabel("loss decrease per unit of learning rate")
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(_ticks())
     if has_difficulty:
         _parts_legend(figure)
     return figure
@@ -1862,7 +1909,7 @@ def _change_figure(comparison: Comparison) -> Figure:
     labels = [f"{label} (target)" if label in comparison.targets else label for label, _ in groups]
     _name_places(axes, labels)
     axes.grid(axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(_ticks())
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_xlabel("change of perplexity against uniform")
     axes.margins(x=0.08)
