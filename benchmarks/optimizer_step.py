@@ -73,8 +73,6 @@ def build_model(problem: Problem, device: str) -> nn.Module:
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
-        # Said aloud: transformers otherwise prints that it falls back to this very one.
-        loss_type="ForCausalLM",
     )
     return GPT2LMHeadModel(config).to(device)
 
@@ -91,8 +89,8 @@ def batches(problem: Problem, device: str) -> dict[str, Tensor]:
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean next-token loss."""
-    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return loss
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def plain_step(problem: Problem, device: str) -> Callable[[], None]:
