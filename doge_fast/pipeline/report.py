@@ -46,6 +46,7 @@ MAX_EPOCHS = 4.0
 # the share of the tokens that would go elsewhere, so 0.05 is one token in forty.
 MAX_DRIFT = 0.05
 DRIFT_FROM = 0.8
+_DRIFT_SHOWN_FROM = 0.05
 # Nearly everything on one domain; the paper's most extreme weight is 0.72.
 COLLAPSED = 0.8
 # Hardly moved: no domain is further than this from uniform, as a share of uniform.
@@ -644,7 +645,7 @@ def _headline(comparison: Comparison, uniform: Arm) -> str:
         return f"{what} weights do not beat uniform ones{where}"
     best = min(comparison.arms, key=lambda other: _or_inf(other.loss(comparison.aim).mean))
     if best is not arm:
-        return f"{what} weights beat uniform ones{where}; {best.label} ones are better still"
+        return f"{what} weights beat uniform ones{where}; {best.label} weights are better still"
     if not comparison.targets and 2 * _num_better(arm, uniform, comparison) < len(
         comparison.domains
     ):
@@ -1025,8 +1026,7 @@ def _error_note(groups: Iterable[Sequence[object]]) -> str:
 def _weights_table(study: Study) -> Table:
     """Weights of all proxies side by side, as tab:ood-dw; the paper's where the domains match."""
     mixtures = _mixtures(study)
-    shared = {tuple(mixture.train_tokens.items()) for mixture in mixtures}
-    if len(shared) == 1 and study.proxies:
+    if study.proxies and _is_for_all(study.proxies):
         mixtures = [_baselines(study.proxies[0].first)[1], *mixtures]
     paper = [column for mixture in mixtures if (column := _paper_mixture(mixture, study))]
     mixtures += paper
@@ -1052,6 +1052,12 @@ def _weights_table(study: Study) -> Table:
         columns=[(mixture.label, mixture.about) for mixture in mixtures],
         rows=rows,
     )
+
+
+def _is_for_all(proxies: Sequence[Proxy]) -> bool:
+    """Whether the natural weights of the first proxy's domains are worth a column for all."""
+    tokens = proxies[0].first.train_tokens
+    return all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies)
 
 
 def _weight_cell(name: str, mixture: Mixture) -> Cell:
@@ -1082,8 +1088,11 @@ def _epoch_table(run: Run, mixtures: Sequence[Mixture], budget: int) -> Table:
     epochs = [mixture.epochs(budget) for mixture in mixtures]
     rows = [
         Row(
-            f"{name} ({_count(tokens)} tokens)",
-            [Cell(f"{each[name]:.2f}", is_warning=each[name] > MAX_EPOCHS) for each in epochs],
+            name,
+            [
+                Cell(_count(tokens)),
+                *(Cell(f"{each[name]:.2f}", is_warning=each[name] > MAX_EPOCHS) for each in epochs),
+            ],
         )
         for name, tokens in run.train_tokens.items()
     ]
@@ -1095,7 +1104,7 @@ def _epoch_table(run: Run, mixtures: Sequence[Mixture], budget: int) -> Table:
             f"Marked: above {MAX_EPOCHS:.0f}, where repeated text is worth less than fresh text."
         ),
         corner="domain",
-        columns=[(mixture.label, mixture.about) for mixture in mixtures],
+        columns=[("tokens", "in all"), *((mixture.label, mixture.about) for mixture in mixtures)],
         rows=rows,
     )
 
@@ -1278,7 +1287,7 @@ def _perplexity_stat(stat: Stat) -> str:
 
 
 def _weight(stat: Stat) -> str:
-    return f"{stat.mean:.3f}" if stat.error is None else f"{stat.mean:.3f} ± {stat.error:.3f}"
+    return f"{stat.mean:.3f}" if stat.error is None else f"{stat.mean:.3f} ± {stat.error:.2g}"
 
 
 def _percent(change: float) -> str:
@@ -1486,8 +1495,8 @@ def _proxy_section(proxy: Proxy, study: Study) -> Section:
         _drawing(
             f"{prefix}-drift",
             "Has the average settled?",
-            f"{_drift_sentence(proxy)} The line shows this change at every step, as the sum of "
-            f"absolute differences; below {MAX_DRIFT:g} it counts as settled.",
+            f"{_drift_sentence(proxy)} The line shows this change up to every step, as the sum "
+            f"of absolute differences; below {MAX_DRIFT:g} it counts as settled.",
             _drift_figure(proxy),
         ),
         _drawing(
@@ -1673,11 +1682,10 @@ def _spread(wanted: Floats, *, gap: float) -> Floats:
             total, count = total + before, count + size
         pools.append((total, count))
     level = [total / count for total, count in pools for _ in range(count)]
-    places: Floats = np.array(level) + gap * np.arange(len(wanted))
-    # Whole, within the axes where they fit.
-    if len(places):
-        places -= max(0.0, places[-1] - 1.0)
-        places += max(0.0, -places[0])
+    offsets = gap * np.arange(len(wanted))
+    # Within the axes where they fit: the bounded problem's answer is the free one, clipped.
+    room = max(0.0, 1.0 - gap * (len(wanted) - 1))
+    places: Floats = np.clip(np.array(level), 0.0, room) + offsets
     return places
 
 
@@ -1763,15 +1771,21 @@ def _name_places(axes: Axes, names: Sequence[str]) -> None:
 def _drift_figure(proxy: Proxy) -> Figure:
     steps_T, drift_T = proxy.drift()
     figure, axes = _canvas(2.9)
-    thin_T, thin_T1 = _thinned(steps_T, drift_T[:, None], _SMOOTH_POINTS)
+    # A mean over a handful of steps says nothing, and would set the scale.
+    shown = steps_T >= _DRIFT_SHOWN_FROM * steps_T[-1]
+    thin_T, thin_T1 = _thinned(steps_T[shown], drift_T[shown, None], _SMOOTH_POINTS)
     axes.plot(thin_T, thin_T1, color=_INK)
     axes.axhline(MAX_DRIFT, color=_MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-    axes.set_ylim(0, 1.15 * max(float(drift_T.max()), MAX_DRIFT))
+    axes.set_ylim(0, 1.15 * max(float(drift_T[shown].max()), MAX_DRIFT))
     _finish_steps(axes, "change over the last fifth", steps_T[-1])
     ends = {f"now {drift_T[-1]:.3f}": float(drift_T[-1]), f"settled {MAX_DRIFT:g}": MAX_DRIFT}
     plain = (0, (2, 2))
     _label_ends(figure, axes, ends, dict(zip(ends, ((_INK, "-"), (_MUTED, plain)), strict=True)))
     return figure
+
+
+# More cells than these are too small for their numbers.
+_MOST_NUMBERS = 12
 
 
 def _affinity_figure(proxy: Proxy) -> Figure:
@@ -1780,25 +1794,32 @@ def _affinity_figure(proxy: Proxy) -> Figure:
     np.fill_diagonal(cosine_RR, math.nan)
     reach = _reach(cosine_RR)
     is_signed = bool(np.nanmin(cosine_RR, initial=0.0) < -0.05 * reach)
-    figure, axes = _canvas(max(3.4, 1.5 + 0.3 * len(names)))
+    is_small = len(names) <= _MOST_NUMBERS
+    figure, axes = _canvas(max(3.4, 1.5 + (0.3 if is_small else 0.19) * len(names)))
     cells = axes.pcolormesh(
         cosine_RR,
         cmap="PuOr_r" if is_signed else "Blues",
         vmin=-reach if is_signed else 0.0,
         vmax=reach,
         edgecolors=_PAGE,
-        linewidth=1.5,
+        linewidth=1.5 if is_small else 0.3,
     )
     centres = np.arange(len(names)) + 0.5
     axes.invert_yaxis()
-    axes.set_xticks(centres, names, rotation=40, ha="right", rotation_mode="anchor")
+    turned: dict[str, Any] = (
+        {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+        if is_small
+        else {"rotation": 90, "fontsize": 7.5}
+    )
+    axes.set_xticks(centres, names, **turned)
     axes.set_yticks(centres, names)
     axes.tick_params(length=0, labelcolor=_INK)
     axes.spines[:].set_visible(False)
-    if len(names) <= 12:
+    if is_small:
         _write_cells(axes, cosine_RR, cells)
     else:
-        figure.colorbar(cells, ax=axes, label="cosine").outline.set_visible(False)
+        bar = figure.colorbar(cells, ax=axes, label="cosine", location="top", aspect=40)
+        bar.outline.set_visible(False)
     return figure
 
 
@@ -1817,7 +1838,8 @@ def _write_cells(axes: Axes, cosine_RR: Floats, cells: QuadMesh) -> None:
             axes.text(j + 0.5, i + 0.5, "–", ha="center", va="center", color=_MUTED)
         elif math.isfinite(value):
             ink = "#fefefe" if luminance[i, j] < 0.55 else "#111111"
-            text = f"{value:.2f}".replace("-", "−")
+            # Adding zero takes the sign from minus zero.
+            text = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
             axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", color=ink, fontsize=8.5)
 
 

@@ -424,7 +424,7 @@ def losing(folder: Path, changes: Mapping[str, float]) -> list[Path]:
         ({"learned": -0.1}, "Learned weights beat uniform ones."),
         (
             {"learned": -0.1, "natural": -0.2},
-            "Learned weights beat uniform ones; natural ones are better still.",
+            "Learned weights beat uniform ones; natural weights are better still.",
         ),
         ({"learned": 0.1, "natural": -0.2}, "Learned weights do not beat uniform ones."),
         ({"natural": -0.2}, "Natural weights beat uniform ones."),
@@ -478,33 +478,32 @@ def test_weights_stand_beside_each_other(runs: Path, page: Page) -> None:
     table = cells(page.source, "Domain weights")
     learned = records.weights_by_name(records.read_weights(runs / "proxy-universal"))
     for name in DOMAINS:
-        assert re.sub("</?b>", "", table[name][0]) == f"{learned[name]:.3f}"
-        assert ("<b>" in table[name][0]) == (learned[name] > 1 / 7)
-    assert table["reference"][1] == "target"
+        assert re.sub("</?b>", "", table[name][1]) == f"{learned[name]:.3f}"
+        assert ("<b>" in table[name][1]) == (learned[name] > 1 / 7)
+        # By tokens.
+        assert re.sub("</?b>", "", table[name][0]) == f"{TOKENS[name] / sum(TOKENS.values()):.3f}"
+    assert table["reference"][2] == "target"
     entropy = -sum(weight * math.log(weight) for weight in learned.values())
-    assert table["effective domains"] == [
-        f"{math.exp(entropy):.1f} of 7",
-        table["effective domains"][1],
-    ]
-    assert table["uniform would be"] == ["0.143", "0.167"]
+    assert table["effective domains"][1] == f"{math.exp(entropy):.1f} of 7"
+    assert table["uniform would be"] == ["0.143", "0.143", "0.167"]
 
 
 def test_epochs_follow_the_budget_and_warn_above_four(runs: Path, page: Page) -> None:
     proxy = runs / "proxy-universal"
     long = page_of(proxy, token_budget=2_000_000)
     table = cells(long.source, "Implied epochs")
-    label = "metadata (48\N{NO-BREAK SPACE}k tokens)"
-    # Uniform, natural, learned.
-    assert table[label][0] == f"{2e6 / 7 / 48_000:.2f}"
+    # Tokens, uniform, natural, learned.
+    assert table["metadata"][0] == "48\N{NO-BREAK SPACE}k"
+    assert table["metadata"][1] == f"{2e6 / 7 / 48_000:.2f}"
     natural = 2e6 / sum(TOKENS.values())
-    assert [row[1] for row in table.values()] == [f"{natural:.2f}"] * 7
+    assert [row[2] for row in table.values()] == [f"{natural:.2f}"] * 7
     assert f'<td class="warning">{2e6 / 7 / 48_000:.2f}</td>' in long.source
     few = page_of(proxy, token_budget=1000)
     assert 'class="warning"' not in few.source
     assert "at these weights repeat" not in few.text
     # As long as the longest base run where no budget is given.
     default = cells(page.source, "Implied epochs")
-    assert default[label][0] == f"{STEPS * 28 * BLOCK_SIZE / 7 / 48_000:.2f}"
+    assert default["metadata"][1] == f"{STEPS * 28 * BLOCK_SIZE / 7 / 48_000:.2f}"
 
 
 def test_a_repeated_domain_is_warned_of(tmp_path: Path) -> None:
@@ -574,7 +573,7 @@ def test_several_seeds_are_one_arm(tmp_path: Path) -> None:
     weights = [records.weights_by_name(records.read_weights(proxy)) for proxy in proxies]
     found = np.array([each["stdlib"] for each in weights])
     told = cells(page.source, "Domain weights")["stdlib"]
-    assert f"{found.mean():.3f} ± {found.std(ddof=1) / math.sqrt(3):.3f}" in told[1]
+    assert f"{found.mean():.3f} ± {found.std(ddof=1) / math.sqrt(3):.2g}" in told[1]
     assert "one seed" not in page.text
     assert page.source.count("<figure") == 8
 
@@ -663,9 +662,10 @@ def test_the_papers_weights_stand_beside_those_of_its_domains(tmp_path: Path) ->
     rest = tuple(name for name in names if name != "github")
     other = write_proxy(tmp_path / "code", domains=rest, target=("github",), tokens=tokens)
     table = cells(page_of(proxy, other).source, "Domain weights")
-    assert re.sub("</?b>", "", table["cc"][2]) == "0.214"
-    assert re.sub("</?b>", "", table["stackexchange"][3]) == "0.691"
-    assert table["github"][3] == "target"
+    # Natural, two proxies, and the paper's weights for each.
+    assert re.sub("</?b>", "", table["cc"][3]) == "0.214"
+    assert re.sub("</?b>", "", table["stackexchange"][4]) == "0.691"
+    assert table["github"][4] == "target"
     for target, (domains, values) in report._PAPER_WEIGHTS.items():
         # Printed to three digits; one column of the paper does not sum to one.
         total = 0.910 if target == "arxiv" else 1
@@ -781,4 +781,6 @@ def test_labels_are_moved_apart_no_more_than_needed() -> None:
     # Those with room stay; a crowd keeps its centre.
     assert places[[0, 4]] == pytest.approx([0.1, 0.9])
     assert places[1:4].mean() == pytest.approx(wanted[1:4].mean())
+    crowded = report._spread(np.full(10, 0.99), gap=0.1)
+    assert crowded == pytest.approx(np.linspace(0.1, 1, 10))
     assert report._spread(np.array([]), gap=0.1).size == 0
