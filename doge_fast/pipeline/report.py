@@ -116,8 +116,8 @@ def terminal_table(runs: Sequence[Path]) -> str:
         table = _weights_table(study)
         blocks.append(f"{table.title}\n\n{_plain_table(table)}")
         blocks += [_wrap(_summary(proxy)) for proxy in study.proxies]
-    blocks += [_wrap(f"Warning: {warning}") for warning in _warnings(study, None)]
-    return _ascii("\n\n".join(blocks))
+    blocks.append("\n".join(_wrap(f"Warning: {each}") for each in _warnings(study, None)))
+    return _ascii("\n\n".join(block for block in blocks if block))
 
 
 # What was run.
@@ -323,16 +323,15 @@ class Proxy:
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is something to draw: every run has logged a step past the first line."""
-        return all(any("gain" in line for line in run.train) for run in self.runs)
+        """Whether there is something to draw: a step past the first line that all seeds logged."""
+        return bool(self._common_steps("gain"))
 
     def series(self, key: str, names: Sequence[str]) -> tuple[Floats, Floats]:
         """(steps [T], values [S, T, len(names)]) of the steps that all S seeds have logged."""
-        lines = [{line["step"]: line for line in run.train if key in line} for run in self.runs]
-        steps = sorted(set.intersection(*(set(by_step) for by_step in lines)))
+        steps = self._common_steps(key)
         values = [
-            [[_float(by_step[step][key].get(name)) for name in names] for step in steps]
-            for by_step in lines
+            [[_float(line[key].get(name)) for name in names] for line in self._lines(run, steps)]
+            for run in self.runs
         ]
         return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
@@ -354,18 +353,27 @@ class Proxy:
         moved the weights, up to the common factor.
         """
         _, values_STK = self.series(key, self.domains)
-        _, lr_ST1 = self._rates()
+        lr_ST1 = self._rates()
         kept = np.isfinite(values_STK)
         weighted = np.where(kept, values_STK, 0.0) * lr_ST1
         total = (kept * lr_ST1).sum((0, 1))
         ratio: Floats = weighted.sum((0, 1)) / np.where(total > 0, total, math.nan)
         return ratio
 
-    def _rates(self) -> tuple[Floats, Floats]:
-        lines = [{line["step"]: line for line in run.train if "gain" in line} for run in self.runs]
-        steps = sorted(set.intersection(*(set(by_step) for by_step in lines)))
-        rates = [[[_float(by_step[step]["lr"])] for step in steps] for by_step in lines]
-        return np.asarray(steps, dtype=np.float64), np.asarray(rates, dtype=np.float64)
+    def _rates(self) -> Floats:
+        """[S, T, 1]: learning rates of the steps that moved the weights."""
+        steps = self._common_steps("gain")
+        rates = [[[_float(line["lr"])] for line in self._lines(run, steps)] for run in self.runs]
+        return np.asarray(rates, dtype=np.float64)
+
+    def _common_steps(self, key: str) -> list[int]:
+        steps = [{line["step"] for line in run.train if key in line} for run in self.runs]
+        return sorted(set.intersection(*steps))
+
+    @staticmethod
+    def _lines(run: Run, steps: Sequence[int]) -> list[Json]:
+        by_step = {line["step"]: line for line in run.train}
+        return [by_step[step] for step in steps]
 
     def drift(self) -> tuple[Floats, Floats]:
         """(steps [T], L1 change [T] of the running average over the last fifth of the way there).
@@ -467,7 +475,8 @@ class Comparison:
     @property
     def title(self) -> str:
         """What kind of generalization is asked for."""
-        return f"Out of domain, {_and(self.targets)}" if self.targets else "All domains"
+        targets = self.first.targets
+        return f"Out of domain, {_and(targets)}" if targets else "All domains"
 
     @property
     def settings(self) -> str:
@@ -497,7 +506,7 @@ def _study(runs: Sequence[Path]) -> Study:
     proxies = _proxies([run for run in opened if run.stage == "proxy"])
     bases = [run for run in opened if run.stage == "base"]
     comparisons = [_comparison(group, proxies) for group in _grouped(bases, Run.settings)]
-    comparisons.sort(key=lambda comparison: bool(comparison.targets))
+    comparisons.sort(key=lambda comparison: bool(comparison.first.targets))
     return Study(tuple(opened), proxies, tuple(comparisons), _places(opened, proxies))
 
 
@@ -614,6 +623,8 @@ def _judge(comparison: Comparison, study: Study) -> Verdict:
     title = comparison.title
     if not comparison.arms or not comparison.domains:
         return Verdict(title, "No base model here has been measured", [_EVALUATE])
+    if comparison.first.targets and not comparison.targets:
+        return Verdict(title, "The target has not been measured by every arm", [_EVALUATE])
     if comparison.uniform is None:
         return Verdict(title, "Nothing to compare with: no base model at uniform weights", [_TRAIN])
     if not comparison.rivals:
@@ -821,7 +832,7 @@ def _comparison_warnings(comparison: Comparison) -> Iterator[str]:
         return
     if comparison.uniform is None:
         yield f"{comparison.title}: no uniform baseline at these settings."
-    if not comparison.targets and all(arm.kind != "natural" for arm in comparison.arms):
+    if not comparison.first.targets and all(arm.kind != "natural" for arm in comparison.arms):
         yield f"{comparison.title}: no natural baseline at these settings."
     single = [arm.label for arm in comparison.arms if len(arm.losses) == 1]
     if single:
@@ -1418,7 +1429,11 @@ class Section(NamedTuple):
 def _draw(study: Study) -> list[Section]:
     with _style():
         sections = [_base_section(study)]
-        sections += [_proxy_section(proxy, study) for proxy in study.proxies if proxy.has_steps]
+        drawn = [proxy for proxy in study.proxies if proxy.has_steps]
+        sections += [
+            _proxy_section(proxy, study, prefix)
+            for proxy, prefix in zip(drawn, _prefixes(drawn), strict=True)
+        ]
     return [section for section in sections if section.drawings]
 
 
@@ -1465,8 +1480,16 @@ def _comparison_drawings(comparison: Comparison, prefix: str) -> Iterator[Drawin
         )
 
 
-def _proxy_section(proxy: Proxy, study: Study) -> Section:
-    prefix = f"proxy-{re.sub(r'[^A-Za-z0-9]+', '-', proxy.label).strip('-')}"
+def _prefixes(proxies: Sequence[Proxy]) -> list[str]:
+    """Names for files and ids, of letters, digits and hyphens, no two alike."""
+    slugs = [re.sub(r"[^A-Za-z0-9]+", "-", proxy.label).strip("-") for proxy in proxies]
+    return [
+        f"proxy-{slug}" if slug and slugs.count(slug) == 1 else f"proxy-{number}-{slug or 'run'}"
+        for number, slug in enumerate(slugs, start=1)
+    ]
+
+
+def _proxy_section(proxy: Proxy, study: Study, prefix: str) -> Section:
     seeds = "" if len(proxy.runs) == 1 else f" Mean of {len(proxy.runs)} seeds"
     band = f"{seeds}; bands: ± one standard error." if seeds else ""
     steps = len(proxy.series("gain", proxy.domains)[0])
@@ -2024,9 +2047,9 @@ def _render(study: Study, sections: Sequence[Section], token_budget: int | None)
         sections=sections,
         tables=_tables(study, token_budget),
         settings=[_runs_table(study), _corpus_table(study)],
-        configurations={
-            run.name: json.dumps(run.config, indent=2, ensure_ascii=False) for run in study.runs
-        },
+        configurations=[
+            (run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in study.runs
+        ],
         versions=_versions(study),
         num_proxies=sum(len(proxy.runs) for proxy in study.proxies),
         num_bases=len(study.bases),

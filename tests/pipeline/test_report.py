@@ -639,6 +639,32 @@ def test_arms_measured_on_other_text_are_warned_of(tmp_path: Path) -> None:
     assert "measured on different numbers of held-out blocks" in words_of(tmp_path)
 
 
+def test_a_target_that_was_not_measured_has_no_verdict(tmp_path: Path) -> None:
+    out: dict[str, Any] = {"domains": without("tests"), "targets": ("tests",)}
+    write_base(tmp_path / "uniform", **out)
+    natural = write_base(tmp_path / "natural", weights="natural", change=-0.1, **out)
+    measured = records.read_evaluation(natural)
+    for key in ("blocks", "loss", "perplexity", "tokens"):
+        del measured[key]["tests"]
+    records.write_evaluation(natural, measured)
+    words = words_of(tmp_path)
+    assert "Out of domain, tests: perplexity on held-out text" in words
+    assert "The target has not been measured by every arm." in words
+    assert "better on" not in words
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [
+        write_proxy(tmp_path / folder / "proxy", steps=steps)
+        for folder, steps in (("short", 12), ("long", 16))
+    ]
+    page = page_of(*paths)
+    assert "short/proxy, for all domains" in page.text
+    assert "long/proxy, for all domains" in page.text
+    assert page.text.count("Configuration of proxy") == 2
+    assert len(set(page.ids)) == len(page.ids)
+
+
 def test_several_targets_and_mix(tmp_path: Path) -> None:
     rest = without("reference", "tests")
     write_proxy(tmp_path / "both", domains=rest, target=("reference=0.7", "tests=0.3"))
