@@ -23,7 +23,13 @@ FLOORS = [
     doge_fast.pipeline.packing
     doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
         doge_fast.pipeline.baselines
-    doge_fast.pipeline.training
+    doge_fast.pipeline.reporting.wording
+    doge_fast.pipeline.reporting.runs
+    doge_fast.pipeline.reporting.study
+    doge_fast.pipeline.reporting.mixtures
+    doge_fast.pipeline.reporting.verdicts doge_fast.pipeline.reporting.plotting
+    doge_fast.pipeline.training doge_fast.pipeline.reporting.tables \
+        doge_fast.pipeline.reporting.figures
     STAGES
     doge_fast.pipeline.demo
     doge_fast.cli

@@ -26,6 +26,7 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     TrainingConfig,
 )
+from doge_fast.pipeline.reporting import mixtures, plotting, study
 
 
 def by_name(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
@@ -520,7 +521,7 @@ def test_drift_is_that_of_the_weights_file(runs: Path, page: Page) -> None:
     last, before = by_step[STEPS], by_step[int(0.8 * STEPS)]
     drift = sum(abs(last[name] - before[name]) for name in DOMAINS)
     share = f"{100 * drift / 2:.1f} % of the tokens"
-    settled = "has settled" if drift <= report.MAX_DRIFT else "is still moving"
+    settled = "has settled" if drift <= study.MAX_DRIFT else "is still moving"
     assert f"The running average {settled}: the last fifth of the 200 steps reassigned {share}" in (
         page.text.replace("\N{NO-BREAK SPACE}", " ")
     )
@@ -692,7 +693,7 @@ def test_the_papers_weights_stand_beside_those_of_its_domains(tmp_path: Path) ->
     assert re.sub("</?b>", "", table["cc"][3]) == "0.214"
     assert re.sub("</?b>", "", table["stackexchange"][4]) == "0.691"
     assert table["github"][4] == "target"
-    for target, (domains, values) in report._PAPER_WEIGHTS.items():
+    for target, (domains, values) in mixtures.PAPER_WEIGHTS.items():
         # Printed to three digits; one column of the paper does not sum to one.
         total = 0.910 if target == "arxiv" else 1
         assert len(domains) == len(values), target
@@ -802,11 +803,11 @@ def test_a_budget_below_one_is_refused(runs: Path) -> None:
 
 def test_labels_are_moved_apart_no_more_than_needed() -> None:
     wanted = np.array([0.1, 0.5, 0.51, 0.52, 0.9])
-    places = report._spread(wanted, gap=0.1)
+    places = plotting.spread_apart(wanted, gap=0.1)
     assert np.diff(places).min() >= 0.1 - 1e-12
     # Those with room stay; a crowd keeps its centre.
     assert places[[0, 4]] == pytest.approx([0.1, 0.9])
     assert places[1:4].mean() == pytest.approx(wanted[1:4].mean())
-    crowded = report._spread(np.full(10, 0.99), gap=0.1)
+    crowded = plotting.spread_apart(np.full(10, 0.99), gap=0.1)
     assert crowded == pytest.approx(np.linspace(0.1, 1, 10))
-    assert report._spread(np.array([]), gap=0.1).size == 0
+    assert plotting.spread_apart(np.array([]), gap=0.1).size == 0

@@ -1,0 +1,261 @@
+"""How every figure of the report looks: colours, lines, labels that do not overlap.
+
+Colours are written as hex and, within the page, become the page's own variables.
+"""
+
+import io
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from doge_fast.pipeline.reporting.wording import Floats, nan_mean
+
+
+def compact_text(value: float) -> str:
+    """Three digits or so: 0.043, 0.98, 8.3, 120, 1.2e-05."""
+    size = abs(value)
+    form = (
+        ".0f"
+        if size >= 100 or size == 0
+        else ".1f"
+        if size >= 1
+        else ".2f"
+        if size >= 0.1
+        else ".2g"
+    )
+    return format(value, form).replace("-", "−")
+
+
+# Eight hues whose least distance, in OKLab, is 12 under normal sight, protanopia, deuteranopia and
+# tritanopia; each has a lighter twin for dark pages in report.css. A ninth domain is dashed.
+PALETTE = (
+    "#033fb2",
+    "#b66c18",
+    "#66b79c",
+    "#672a5c",
+    "#1e8691",
+    "#e49e22",
+    "#a870f2",
+    "#9e170c",
+)
+DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
+INK, MUTED, GRID, PAGE = "#1b1f24", "#5c6570", "#dfe3e8", "#ffffff"
+VARIABLES = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    GRID: "var(--grid)",
+    PAGE: "var(--page)",
+    **{color: f"var(--domain-{place})" for place, color in enumerate(PALETTE)},
+}
+# Widths such that a letter is nine to fourteen pixels high from a phone to a desktop.
+_WIDTH = 4.6
+_PNG_DPI = 200
+_STYLE: Any = {
+    # Text stays text: it can be searched, and takes the page's colour.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "doge-fast",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    # A domain may be called $x$.
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "figure.facecolor": PAGE,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+}
+_LONGEST_NAME = 20
+
+
+class Drawing(NamedTuple):
+    """A figure as files hold it, and the words around it."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """matplotlib's settings for the figures, within the block only."""
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # A name in a script that the layout font lacks: the page's own fonts will show it.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def drawing_of(name: str, title: str, caption: str, figure: Figure) -> Drawing:
+    """Render a figure, laid out once for both formats."""
+    svg, png = io.StringIO(), io.BytesIO()
+    # No date: the same records give the same bytes.
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.set_layout_engine("none")
+    figure.savefig(png, format="png", dpi=_PNG_DPI, metadata={"Software": None})
+    return Drawing(name, title, caption, svg.getvalue(), png.getvalue())
+
+
+def canvas(height: float) -> tuple[Figure, Axes]:
+    """A figure of the page's width and its axes."""
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def height_for(num_labels: int) -> float:
+    """Room for a label a line."""
+    return max(2.9, 0.9 + 0.19 * num_labels)
+
+
+def color_of(name: str, colors: Mapping[str, int]) -> str:
+    """The domain's colour, the same in every figure."""
+    return PALETTE[colors[name] % len(PALETTE)]
+
+
+def _dash(name: str, colors: Mapping[str, int]) -> Any:
+    return DASHES[colors[name] // len(PALETTE) % len(DASHES)]
+
+
+def shortened(name: str) -> str:
+    """A name that fits beside a figure."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+
+
+SMOOTH_POINTS, NOISY_POINTS = 400, 100
+
+
+def chunk_size(num_steps: int, points: int) -> int:
+    """Steps to a point where a line shows at most `points` of them."""
+    return max(1, -(-num_steps // points))
+
+
+def thinned(steps_T: Floats, values_TK: Floats, points: int) -> tuple[Floats, Floats]:
+    """Every n-th step, the first and the last among them: what a line can show."""
+    size = chunk_size(len(steps_T), points)
+    kept = np.unique([*range(0, len(steps_T), size), len(steps_T) - 1])
+    return steps_T[kept], values_TK[kept]
+
+
+def mean_points(steps_T: Floats, values_TK: Floats, points: int) -> tuple[Floats, Floats]:
+    """Means over runs of steps, for what is noisy."""
+    size = chunk_size(len(steps_T), points)
+    starts = range(0, len(steps_T), size)
+    steps = np.array([steps_T[start : start + size].mean() for start in starts])
+    return steps, np.stack([nan_mean(values_TK[start : start + size]) for start in starts])
+
+
+def plot_lines(
+    axes: Axes,
+    steps_T: Floats,
+    values_TK: Floats,
+    names: Sequence[str],
+    colors: Mapping[str, int],
+    *,
+    width: float = 1.6,
+) -> None:
+    """A line a domain, in its colour."""
+    for j, name in enumerate(names):
+        axes.plot(
+            steps_T,
+            values_TK[:, j],
+            color=color_of(name, colors),
+            linestyle=_dash(name, colors),
+            linewidth=width,
+        )
+
+
+def ticks(*, integer: bool = False) -> MaxNLocator:
+    """At most five or so places on an axis, at round numbers."""
+    return MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=integer)
+
+
+def finish_steps(axes: Axes, ylabel: str, last_step: float) -> None:
+    """Axes whose horizontal one is the training step."""
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.grid(axis="y")
+    axes.set_xlim(0, max(last_step, 1))
+    axes.xaxis.set_major_locator(ticks(integer=True))
+    axes.yaxis.set_major_locator(ticks())
+
+
+def label_ends(
+    figure: Figure,
+    axes: Axes,
+    ends: Mapping[str, float],
+    styles: Mapping[str, tuple[str, Any]],
+) -> None:
+    """Names at the right end of their lines, moved apart just enough to be read."""
+    low, high = axes.get_ylim()
+    finite = {name: value for name, value in ends.items() if math.isfinite(value)}
+    names = sorted(finite, key=lambda name: finite[name])
+    wanted = np.array([(finite[name] - low) / (high - low) for name in names])
+    height = figure.get_figheight() - 0.75
+    places = spread_apart(wanted, gap=0.175 / height)
+    for name, end, place in zip(names, wanted, places, strict=True):
+        color, dash = styles[name]
+        axes.plot(
+            [1.0, 1.025, 1.05],
+            [end, place, place],
+            color=color,
+            linestyle=dash,
+            linewidth=1.2,
+            transform=axes.transAxes,
+            clip_on=False,
+        )
+        axes.text(1.065, place, shortened(name), va="center", transform=axes.transAxes, fontsize=9)
+
+
+def spread_apart(wanted: Floats, *, gap: float) -> Floats:
+    """The places nearest to `wanted`, in the least squares sense, that are `gap` apart.
+
+    p_i = q_i + i * gap turns "gap apart" into "q does not fall": isotonic regression, by pooling
+    neighbours that violate it.
+    """
+    pools: list[tuple[float, int]] = []
+    for i, place in enumerate(wanted):
+        total, count = float(place) - i * gap, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            before, size = pools.pop()
+            total, count = total + before, count + size
+        pools.append((total, count))
+    level = [total / count for total, count in pools for _ in range(count)]
+    offsets = gap * np.arange(len(wanted))
+    # Within the axes where they fit: the bounded problem's answer is the free one, clipped.
+    room = max(0.0, 1.0 - gap * (len(wanted) - 1))
+    places: Floats = np.clip(np.array(level), 0.0, room) + offsets
+    return places
+
+
+def domain_styles(names: Iterable[str], colors: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
+    """Colour and dash of every domain, as `label_ends` takes them."""
+    return {name: (color_of(name, colors), _dash(name, colors)) for name in names}
+
+
+def name_places(axes: Axes, names: Sequence[str]) -> None:
+    """Names on the vertical axis, a line each."""
+    axes.set_yticks(range(len(names)), [shortened(name) for name in names])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(-0.6, len(names) - 0.4)

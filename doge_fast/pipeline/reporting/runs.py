@@ -1,0 +1,166 @@
+"""A run directory as its records tell it, and what two runs of one arm have in common."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from doge_fast.pipeline import records
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.reporting.wording import to_float, to_floats
+
+# Do not change what a run computes, or are what arms and seeds are allowed to differ in.
+_FREE_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
+_FREE = ("out", "corpus", "weights", "log_every", "training")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory, as its records tell it."""
+
+    path: Path
+    config: Json
+    corpus: Json
+    stage: str
+    versions: Mapping[str, str]
+    created: str
+    train: Sequence[Json]
+    evals: Sequence[Json]
+    weights: Json | None
+    evaluation: Json | None
+
+    @property
+    def name(self) -> str:
+        """The directory's."""
+        return self.path.name
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Training domains, in the order of the simplex."""
+        return tuple(self.corpus["domains"])
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Domains that are measured and never trained on."""
+        return tuple(self.corpus["targets"])
+
+    @property
+    def seed(self) -> int:
+        """Of initialisation and data order."""
+        return int(self.config["training"]["seed"])
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were asked for."""
+        return int(self.config["training"]["steps"])
+
+    @property
+    def last_step(self) -> int:
+        """The last step that the records know of."""
+        return max((line["step"] for line in (*self.train, *self.evals)), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of training domains that the whole run sees."""
+        per_step = (
+            self.config["batch_size"]
+            if self.stage == "base"
+            else self.config["sequences_per_domain"] * len(self.domains)
+        )
+        return self.steps * int(per_step) * int(self.corpus["block_size"])
+
+    @property
+    def train_tokens(self) -> dict[str, int]:
+        """Tokens of each training domain that the corpus holds."""
+        return {name: entry["train_tokens"] for name, entry in self.corpus["domains"].items()}
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Median over the logged steps; nan where none was logged."""
+        seconds = [to_float(line.get("seconds")) for line in self.train if "seconds" in line]
+        return float(np.median(seconds)) if seconds else math.nan
+
+    @property
+    def skipped(self) -> int:
+        """Logged steps that a non-finite gradient skipped."""
+        return sum(bool(line.get("skipped")) for line in self.train)
+
+    def settings(self) -> str:
+        """Everything that two runs of one arm share, as a key."""
+        free = {key: value for key, value in self.config.items() if key not in _FREE}
+        training = {
+            key: value
+            for key, value in self.config["training"].items()
+            if key not in _FREE_TRAINING
+        }
+        key = (self.stage, free, training, self.corpus)
+        return json.dumps(key, sort_keys=True)
+
+    def losses(self) -> dict[str, float] | None:
+        """Held-out loss per domain at the end of the run; None where it was not measured."""
+        if self.evaluation is not None:
+            return to_floats(self.evaluation["loss"])
+        last = self.evals[-1] if self.evals else None
+        return to_floats(last["loss"]) if last and last["step"] == self.steps else None
+
+    def measured_blocks(self) -> dict[str, int]:
+        """Held-out blocks per domain behind `losses`."""
+        if self.evaluation is not None:
+            return dict(self.evaluation["blocks"])
+        most = self.config["training"]["eval_blocks"]
+        entries = {**self.corpus["domains"], **self.corpus["targets"]}
+        return {name: min(most, entry["validation_blocks"]) for name, entry in entries.items()}
+
+
+def open_runs(runs: Sequence[Path]) -> list[Run]:
+    """Every run that `runs` names or holds, once, in order."""
+    if not runs:
+        raise ValueError("A report needs at least one run directory; none was named.")
+    paths: dict[Path, Path] = {}
+    for named in runs:
+        for path in _run_directories(Path(named)):
+            paths.setdefault(path.resolve(), path)
+    return [_read_run(path) for path in paths.values()]
+
+
+def _run_directories(path: Path) -> list[Path]:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
+    if (path / records.CONFIG).exists():
+        return [path]
+    found = sorted(file.parent for file in path.glob(f"*/{records.CONFIG}") if _is_run(file))
+    if not found:
+        raise ValueError(
+            f"{path} is not a run directory and holds none: neither it nor a folder in it has a "
+            f"{records.CONFIG} that a proxy or base run wrote."
+        )
+    return found
+
+
+def _is_run(file: Path) -> bool:
+    """Models are saved with a config.json too; one of ours names its stage."""
+    return "stage" in records.read_json(file)
+
+
+def _read_run(path: Path) -> Run:
+    record = records.read_config(path)
+    lines = records.read_metrics(path) if (path / records.METRICS).exists() else []
+    has_weights = (path / records.WEIGHTS).exists()
+    has_evaluation = (path / records.EVALUATION).exists()
+    return Run(
+        # A run named `.` has its name all the same.
+        path=path.resolve(),
+        config=record["config"],
+        corpus=record["corpus"],
+        stage=record["stage"],
+        versions=record.get("versions", {}),
+        created=record.get("created", ""),
+        train=[line for line in lines if line["kind"] == "train"],
+        evals=[line for line in lines if line["kind"] == "eval"],
+        weights=records.read_weights(path) if has_weights else None,
+        evaluation=records.read_evaluation(path) if has_evaluation else None,
+    )

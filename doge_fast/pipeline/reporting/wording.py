@@ -1,0 +1,125 @@
+"""Numbers as text, and means with their errors: what tables, figures and sentences share."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Stat(NamedTuple):
+    """A mean over seeds and its standard error; no error for one seed."""
+
+    mean: float
+    error: float | None = None
+
+
+def stat_of(values: Iterable[float]) -> Stat:
+    """Mean and standard error of one value a seed."""
+    array = np.asarray(list(values), dtype=np.float64)
+    if len(array) == 1:
+        return Stat(float(array[0]))
+    return Stat(float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array))))
+
+
+def wrapped(text: str) -> str:
+    """Lines of a terminal's width."""
+    return textwrap.fill(text, 88, break_long_words=False, break_on_hyphens=False)
+
+
+def as_ascii(text: str) -> str:
+    """A terminal may know no more than ASCII; names stay as they are."""
+    return (
+        text.replace("−", "-")
+        .replace("±", "+/-")
+        .replace("–", "-")
+        .replace("×", "x")
+        .replace("\N{NO-BREAK SPACE}", " ")
+    )
+
+
+def to_float(value: Any) -> float:
+    """JSON has no word for what is not finite; records hold null."""
+    return math.nan if value is None else float(value)
+
+
+def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
+    """Recorded numbers by name; see `to_float`."""
+    return {name: to_float(value) for name, value in values.items()}
+
+
+def exp_or_inf(value: float) -> float:
+    """exp without OverflowError."""
+    return math.exp(value) if value < 709 else math.inf
+
+
+def nan_as_inf(value: float) -> float:
+    """What is no number is worse than any."""
+    return math.inf if math.isnan(value) else value
+
+
+def relative_change(own: float, other: float) -> float:
+    """own / other - 1; nan where there is nothing to compare with."""
+    return own / other - 1 if other > 0 else math.nan
+
+
+def perplexity_text(value: float) -> str:
+    """Four digits, or words where it is not finite."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 10_000 else f"{value:.2e}"
+
+
+def perplexity_stat(stat: Stat) -> str:
+    """Perplexity, with its standard error where there is one."""
+    if stat.error is None or not math.isfinite(stat.mean):
+        return perplexity_text(stat.mean)
+    return f"{perplexity_text(stat.mean)} ± {stat.error:.2g}"
+
+
+def weight_text(stat: Stat) -> str:
+    """A domain weight, with its standard error where there is one."""
+    return f"{stat.mean:.3f}" if stat.error is None else f"{stat.mean:.3f} ± {stat.error:.2g}"
+
+
+def percent_text(change: float) -> str:
+    """+1.2 %, with a typographic minus."""
+    if not math.isfinite(change):
+        return "not finite"
+    return f"{100 * change:+.1f}".replace("-", "−") + "\N{NO-BREAK SPACE}%"
+
+
+def count_text(value: float) -> str:
+    """1234567 -> 1.23 M."""
+    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}\N{NO-BREAK SPACE}{word}"
+    return f"{value:.0f}"
+
+
+def or_dash(value: float, form: str) -> str:
+    """A number, or a dash where there is none."""
+    return format(value, form) if math.isfinite(value) else "–"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 seed, 2 seeds."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(words: Iterable[str]) -> str:
+    """a, b and c."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def nan_mean(values: Floats) -> Floats:
+    """Mean over the first axis of what is a number; nan where nothing is."""
+    kept = np.isfinite(values)
+    count = kept.sum(0)
+    mean: Floats = np.where(kept, values, 0.0).sum(0) / np.where(count > 0, count, math.nan)
+    return mean
