@@ -811,3 +811,19 @@ def test_labels_are_moved_apart_no_more_than_needed() -> None:
     crowded = plotting.spread_apart(np.full(10, 0.99), gap=0.1)
     assert crowded == pytest.approx(np.linspace(0.1, 1, 10))
     assert plotting.spread_apart(np.array([]), gap=0.1).size == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ((0.141, 0.02, -2.4e-5), ["0.141", "0.020", "0.000"]),
+        ((12.34, -1.0, math.nan), ["12.3", "−1.0", ""]),
+        ((4321.0, 0.4), ["4321", "0"]),
+        ((2e-7, -3e-6), ["2.0e−07", "−3.0e−06"]),
+        ((0.0, math.nan), ["0.00", ""]),
+    ],
+)
+def test_a_column_has_as_many_decimals_in_every_line(
+    values: Sequence[float], texts: list[str]
+) -> None:
+    assert plotting.column_texts(np.array(values)) == texts

@@ -25,7 +25,7 @@ from doge_fast.pipeline.reporting.plotting import (
     canvas,
     chunk_size,
     color_of,
-    compact_text,
+    column_texts,
     domain_styles,
     drawing_of,
     finish_steps,
@@ -374,11 +374,9 @@ def _parts_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     if has_difficulty:
         axes.barh(places - shift, difficulty_K[order], height=thick, color=shades, alpha=0.45)
     axes.axvline(0, color=MUTED, linewidth=0.8)
-    for place, j in zip(places, order, strict=True):
-        if is_sum and math.isfinite(gain_K[j]):
-            text = compact_text(float(gain_K[j]))
-            axes.text(1.02, float(place), text, transform=axes.get_yaxis_transform(), va="center")
     if is_sum:
+        for place, text in zip(places, column_texts(gain_K[order]), strict=True):
+            axes.text(1.02, float(place), text, transform=axes.get_yaxis_transform(), va="center")
         axes.text(1.02, 1.0, "W", transform=axes.transAxes, va="bottom", color=MUTED)
     name_places(axes, [names[j] for j in order])
     axes.set_xlabel("loss decrease per unit of learning rate")

@@ -19,19 +19,17 @@ from matplotlib.ticker import MaxNLocator
 from doge_fast.pipeline.reporting.wording import Floats, nan_mean
 
 
-def compact_text(value: float) -> str:
-    """Three digits or so: 0.043, 0.98, 8.3, 120, 1.2e-05."""
-    size = abs(value)
-    form = (
-        ".0f"
-        if size >= 100 or size == 0
-        else ".1f"
-        if size >= 1
-        else ".2f"
-        if size >= 0.1
-        else ".2g"
-    )
-    return format(value, form).replace("-", "−")
+def column_texts(values: Floats) -> list[str]:
+    """Numbers for one column, as many decimals each: three digits for the largest.
+
+    What is not finite gets no text; a column of numbers below 0.0001 gets powers of ten.
+    """
+    largest = float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0))
+    exponent = math.floor(math.log10(largest)) if largest > 0 else 0
+    form = f"z.{max(0, 2 - exponent)}f" if exponent >= -4 else ".1e"
+    return [
+        format(value, form).replace("-", "−") if math.isfinite(value) else "" for value in values
+    ]
 
 
 # Eight hues whose least distance, in OKLab, is 12 under normal sight, protanopia, deuteranopia and
