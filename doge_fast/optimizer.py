@@ -363,7 +363,8 @@ class DoGEOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict with one more key, "doge".
 
-        Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it.
+        Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it. The
+        gradients of a step under way are not part of it: save between steps.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
