@@ -55,12 +55,23 @@ class Block:
                     row_N.zero_()
 
     def gradient(self) -> Tensor:
-        """Memory of the combined gradient: shape and dtype of the parameter; holds no promise."""
+        """Memory of the combined gradient: shape, strides and dtype of the parameter.
+
+        Fused optimizers walk parameter and gradient in memory order, so the strides must agree.
+        """
         if self.combined is None:
-            self.combined = torch.empty_like(
-                self.param, memory_format=torch.contiguous_format, requires_grad=False
-            )
+            self.combined = torch.empty_like(self.param, requires_grad=False)
         return self.combined
+
+    def has_moved(self, grad: Tensor, *, is_own_dtype: bool) -> bool:
+        """Whether the parameter has another device, dtype or size than when its rows were made."""
+        rows_RN, combined = self.rows_RN, self.combined
+        return (
+            rows_RN.device != grad.device
+            or rows_RN.shape[1] != grad.numel()
+            or (is_own_dtype and rows_RN.dtype != grad.dtype)
+            or (combined is not None and combined.dtype != self.param.dtype)
+        )
 
 
 class FlatBuffer:
@@ -169,13 +180,11 @@ class FlatBuffer:
                 )
             block = Block(param, self.num_rows, self.dtype or grad.dtype)
             self._blocks[id(param)] = block
-        elif block.rows_RN.device != grad.device or (
-            self.dtype is None and block.rows_RN.dtype != grad.dtype
-        ):
+        elif block.has_moved(grad, is_own_dtype=self.dtype is None):
             raise RuntimeError(
-                f"the model was moved or cast after its first gradient: a parameter of shape "
-                f"{list(param.shape)} had rows of {block.rows_RN.dtype} on "
-                f"{block.rows_RN.device} and now sends {grad.dtype} on {grad.device}. "
+                f"the model was moved or cast after its first gradient: a parameter of now shape "
+                f"{list(param.shape)} had rows of {block.rows_RN.shape[1]} {block.rows_RN.dtype} "
+                f"on {block.rows_RN.device} and sends {grad.dtype} on {grad.device}. "
                 "Move the model first and build the optimizer after that."
             )
         return block
@@ -189,7 +198,10 @@ def weighted_gradients(blocks: Sequence[Block], coefficients_R: Tensor) -> list[
         coefficients_R: [R] float64; a row with coefficient zero is not read.
     """
     gradients = [block.gradient() for block in blocks]
-    # [N] views: parameters are contiguous in the combined gradient whatever their own strides.
-    flat = [gradient.view(-1) for gradient in gradients]
+    # Rows are in the parameter's logical order; where its memory is in another, copy afterwards.
+    flat = [g.view(-1) if g.is_contiguous() else g.new_empty(g.numel()) for g in gradients]
     weighted_sum([block.rows_RN for block in blocks], coefficients_R, out=flat)
+    for gradient, values_N in zip(gradients, flat, strict=True):
+        if not gradient.is_contiguous():
+            gradient.copy_(values_N.view(gradient.shape))
     return gradients

@@ -69,8 +69,9 @@ class DoGEOptimizer(Optimizer):
     `step()`, and its gradients add up (gradient accumulation). `lr` is that of the first
     parameter group at this step, whatever the other groups use. Parameters that no domain
     touches keep `p.grad` None; those that some domains do not touch count as zero there. Where
-    the model is float64 everything is; float32 and 16-bit gradients are summed in float32 or
-    better and the K x K algebra is float64 always.
+    the model is float64 everything is; sums over columns and domains are taken in
+    float32 or better and the K x K algebra is float64 always. Micro-batches of one domain add up
+    in the type of the rows, as in `p.grad`: for many of them in 16 bits, set `buffer_dtype`.
 
     Args:
         optimizer: the optimizer of the proxy model. Its parameter groups are shared, so
@@ -144,6 +145,11 @@ class DoGEOptimizer(Optimizer):
             raise ValueError(
                 "the wrapped optimizer has no parameter that requires a gradient; give it "
                 "model.parameters() before wrapping it."
+            )
+        if any(param.is_complex() for param in params):
+            raise ValueError(
+                "domain gradients must be real; the wrapped optimizer has complex parameters. "
+                "Train them with an optimizer of their own."
             )
         self._selection = None if selection is None else self._resolve(selection)
         self._row_of = {name: row for row, name in enumerate(self.rows)}
@@ -314,9 +320,11 @@ class DoGEOptimizer(Optimizer):
             RuntimeError: a domain has not been entered since the last step and `absent` is
                 "error"; inside a domain; or called twice in one step.
         """
-        if self._active is not None:
-            raise RuntimeError(
-                f"combine() and step() belong outside domain(...); {self._active!r} is active."
+        self._refuse_inside_a_domain("combine() and step()")
+        if not isinstance(grad_scale, Tensor) and not 0 < grad_scale < float("inf"):
+            raise ValueError(
+                f"grad_scale must be positive and finite; got {grad_scale}. Pass what the losses "
+                "were multiplied by, scaler.get_scale()."
             )
         if self._is_combined:
             raise RuntimeError("combine() has been called in this step; call step() next.")
@@ -354,6 +362,7 @@ class DoGEOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and forget the domain gradients collected since the last step."""
+        self._refuse_inside_a_domain("zero_grad()")
         self._inner.zero_grad(set_to_none)
         self._forget()
         self._is_zeroed = not set_to_none
@@ -388,6 +397,7 @@ class DoGEOptimizer(Optimizer):
         Raises:
             ValueError: it belongs to other domains, or to a later version.
         """
+        self._refuse_inside_a_domain("load_state_dict()")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -406,6 +416,8 @@ class DoGEOptimizer(Optimizer):
         """Everything but the hooks on the parameters, which cannot travel."""
         state = self.__dict__.copy()
         state["_hooks"] = {}
+        # Rows and p.grad do not travel, so a copy begins its step anew.
+        state |= {"_seen": set(), "_is_combined": False, "_active": None, "_has_received": False}
         # Schedulers put a patched step on the instance; the class has the real one.
         state.pop("step", None)
         return state
@@ -429,6 +441,7 @@ class DoGEOptimizer(Optimizer):
         For a model that goes on to train without domains while this object is still alive. The
         results stay readable; entering a domain listens again.
         """
+        self._refuse_inside_a_domain("release()")
         self._forget()
         self._buffer.release()
         for handle in self._hooks.values():
@@ -488,8 +501,7 @@ class DoGEOptimizer(Optimizer):
                 f"domain({name!r}) was entered inside domain({self._active!r}); a gradient "
                 "belongs to one domain. Leave the first before entering the next."
             )
-        if not self._seen:
-            self._listen()
+        self._listen()
         # The combined gradient of the last step, or somebody else's, would be added to this one.
         # Zeros left by zero_grad(set_to_none=False) add nothing and go here.
         for param in self._tracked():
@@ -503,6 +515,12 @@ class DoGEOptimizer(Optimizer):
         if self._is_combined:
             # Combined and then cleared without a step, as a scaler does on overflow.
             self._forget()
+
+    def _refuse_inside_a_domain(self, what: str) -> None:
+        if self._active is not None:
+            raise RuntimeError(
+                f"{what} belong outside domain(...); {self._active!r} is active. Leave it first."
+            )
 
     def _forget(self) -> None:
         self._buffer.clear()
@@ -542,7 +560,8 @@ class DoGEOptimizer(Optimizer):
             rule=self.rule,
             carried_K=None if len(self._seen) == len(self.rows) else state["gain"],
         )
-        finite = grad_norms_R.isfinite().all()
+        # A learning rate of NaN would spoil the weights where no gradient is to blame.
+        finite = grad_norms_R.isfinite().all() & new.alpha.isfinite().all()
         # NaN, so that a scaler or a clipping loop sees the overflow too.
         scale = torch.where(finite, 1.0, torch.nan).to(new.coefficients)
         if full_RR is not None:
@@ -634,7 +653,8 @@ class DoGEOptimizer(Optimizer):
 
     def _resolve(self, selection: Collection[str] | Collection[Tensor]) -> list[Tensor]:
         """The selected parameters."""
-        if isinstance(selection, str) or not len(selection):
+        items: list[Any] = [] if isinstance(selection, str) else list(selection)
+        if not items:
             raise ValueError(
                 f"selection must be a non-empty collection of parameters or names; "
                 f"got {selection!r}. Pass None for all parameters."
@@ -646,7 +666,7 @@ class DoGEOptimizer(Optimizer):
             for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
         }
         selected: list[Tensor] = []
-        for item in selection:
+        for item in items:
             param = by_name.get(item) if isinstance(item, str) else item
             if param is None or id(param) not in tracked:
                 raise ValueError(
@@ -672,6 +692,23 @@ class DoGEOptimizer(Optimizer):
                 f"the checkpoint holds weights of domains {list(ours['domains'])}; this optimizer "
                 f"has {list(self.domains)}. Build it with the same domains in the same order."
             )
+        if tuple(ours["rows"]) != self.rows:
+            raise ValueError(
+                f"the checkpoint measured the rows {list(ours['rows'])}; this optimizer has "
+                f"{list(self.rows)}. Build it with the same target."
+            )
+        if missing := [name for name in self._state if name not in ours]:
+            raise ValueError(
+                f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
+            )
+        for name in ("alpha", "alpha_mean"):
+            total = float(ours[name].sum())
+            # A NaN or an infinity anywhere fails the comparison as well.
+            if ours[name].shape != self.alpha.shape or not abs(total - 1) < 1e-9:
+                raise ValueError(
+                    f"the checkpoint's {name} must be {len(self.domains)} weights that sum to "
+                    f"one; it is {ours[name].tolist()}. The run that wrote it has diverged."
+                )
 
 
 def _listener(ref: "weakref.ref[DoGEOptimizer]") -> Callable[[Tensor], None]:
@@ -699,6 +736,10 @@ def _score_name(score: Score) -> str:
 
 
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"buffer_dtype must be a floating type or None; got {dtype}.")
+    known = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if dtype not in known:
+        raise ValueError(
+            f"buffer_dtype must be a floating type or None; got {dtype}. "
+            "Pass torch.float32, torch.bfloat16, torch.float16 or torch.float64."
+        )
     return dtype

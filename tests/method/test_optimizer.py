@@ -159,6 +159,22 @@ class TestMisuse:
             with pytest.raises(RuntimeError, match=r"belong outside domain.*'a' is active"):
                 optimizer.step()
 
+    @pytest.mark.parametrize("what", ["zero_grad", "release", "load_state_dict"])
+    def test_clearing_inside_a_domain(self, what: str) -> None:
+        model, optimizer = build()
+        arguments = [optimizer.state_dict()] if what == "load_state_dict" else []
+        with optimizer.domain("a"):
+            model(domain_tokens(0, 0)).backward()
+            with pytest.raises(RuntimeError, match=rf"{what}\(\) belong outside domain"):
+                getattr(optimizer, what)(*arguments)
+
+    def test_a_copy_made_within_a_step_begins_it_anew(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer, skip="c")
+        _, copied = copy.deepcopy((model, optimizer))
+        with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'c'\]"):
+            copied.step()
+
     def test_combine_twice(self) -> None:
         model, optimizer = build()
         fill(model, optimizer)
@@ -381,6 +397,51 @@ class TestGradients:
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-15)
         torch.testing.assert_close(alphas[0], alphas[1], rtol=1e-12, atol=0)
 
+    @pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+    def test_fused_optimizers_see_gradients_in_the_parameters_memory_order(
+        self, inner: Any
+    ) -> None:
+        model = nn.Conv2d(4, 8, 3).double().to(memory_format=torch.channels_last)
+        plain = copy.deepcopy(model)
+        x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+        optimizer = DoGEOptimizer(inner(model.parameters(), lr=0.1, fused=True), domains=["a"])
+        with optimizer.domain("a"):
+            model(x).square().mean().backward()
+        optimizer.step()
+        twin = inner(plain.parameters(), lr=0.1, fused=True)
+        plain(x).square().mean().backward()
+        twin.step()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.grad.stride() == param.stride()
+            torch.testing.assert_close(param, other, rtol=1e-12, atol=1e-14)
+
+    def test_learning_rate_of_nan_spoils_nothing(self) -> None:
+        model, optimizer = build()
+        optimizer.param_groups[0]["lr"] = torch.tensor(math.nan)
+        before = everything(model, optimizer)
+        fill(model, optimizer)
+        optimizer.step()
+        assert_unmoved(before, everything(model, optimizer))
+        assert optimizer.num_skipped == 1
+
+    @pytest.mark.parametrize("scale", [0.0, -2.0, math.nan])
+    def test_grad_scale_must_be_positive(self, scale: float) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        with pytest.raises(ValueError, match="grad_scale must be positive and finite; got"):
+            optimizer.combine(grad_scale=scale)
+
+    def test_parameter_unfrozen_between_domains_is_followed(self) -> None:
+        model, optimizer = build(nn.Linear(2, 1).double())
+        model.bias.requires_grad_(False)
+        x = torch.ones(1, 2).double()
+        for name in DOMAINS:
+            with optimizer.domain(name):
+                model(x).sum().backward()
+            model.bias.requires_grad_(True)
+        optimizer.combine()
+        torch.testing.assert_close(model.bias.grad, optimizer.alpha[1:].sum()[None])
+
     def test_grad_scaler(self) -> None:
         model, optimizer = build()
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -531,6 +592,29 @@ class TestTorchOptimizer:
         other = DoGEOptimizer(inner, domains=["a", "c", "b"])
         with pytest.raises(ValueError, match=r"weights of domains \['a', 'b', 'c'\]"):
             other.load_state_dict(state)
+
+    def test_other_target_in_a_checkpoint(self) -> None:
+        _, optimizer = build(target="x")
+        _, other = build()
+        with pytest.raises(ValueError, match=r"measured the rows .*'x'\].*the same target"):
+            other.load_state_dict(optimizer.state_dict())
+
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda ours: ours.pop("gain"), r"lacks \['gain'\]"),
+            (lambda ours: ours["alpha"].fill_(math.nan), "3 weights that sum to one"),
+            (lambda ours: ours.update(alpha_mean=torch.ones(2)), "3 weights that sum to one"),
+        ],
+    )
+    def test_spoilt_checkpoint_changes_nothing(self, spoil: Any, message: str) -> None:
+        _, optimizer = build()
+        state = optimizer.state_dict()
+        spoil(state["doge"])
+        state["param_groups"][0]["lr"] = 0.5
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
 
     def test_later_version_in_a_checkpoint(self) -> None:
         _, optimizer = build()
