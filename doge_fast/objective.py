@@ -68,6 +68,11 @@ class Objective:
 def _checked_domains(domains: Sequence[str]) -> tuple[str, ...]:
     if isinstance(domains, str):
         raise ValueError(f"domains must be a sequence of names; got the string {domains!r}.")
+    if isinstance(domains, set | frozenset):
+        raise ValueError(
+            f"domains must have an order, that of the simplex; got the set {domains!r}. "
+            "Pass a list."
+        )
     names = tuple(domains)
     if not names:
         raise ValueError("domains must name at least one training domain; got none.")

@@ -158,6 +158,8 @@ class DoGEOptimizer(Optimizer):
         self._has_received = False
         self._seen: set[str] = set()
         self._is_combined = False
+        # An exception inside a domain has dropped what this step had.
+        self._is_dropped = False
         # p.grad holds zeros that zero_grad(set_to_none=False) left.
         self._is_zeroed = False
         self.last: LastStep | None = None
@@ -294,6 +296,7 @@ class DoGEOptimizer(Optimizer):
             self._buffer.flush()
         except BaseException:
             self._forget()
+            self._is_dropped = True
             raise
         finally:
             self._active = None
@@ -523,6 +526,7 @@ class DoGEOptimizer(Optimizer):
             )
 
     def _forget(self) -> None:
+        self._is_dropped = False
         self._buffer.clear()
         self._seen.clear()
         self._is_combined = False
@@ -536,6 +540,11 @@ class DoGEOptimizer(Optimizer):
 
     def _check_complete(self) -> None:
         missing = [name for name in self.rows if name not in self._seen]
+        if missing and self._is_dropped and self.absent == "keep":
+            raise RuntimeError(
+                f"an exception inside a domain dropped this step's gradients; missing {missing}. "
+                "Call optimizer.zero_grad() and run the domains of this step again."
+            )
         if missing and (self.absent == "error" or len(missing) == len(self.rows)):
             raise RuntimeError(
                 f"step() needs a gradient from every domain; missing {missing} of "

@@ -51,6 +51,7 @@ class TestBadArguments:
             ({"domains": []}, "at least one training domain; got none"),
             ({"domains": ["a", "a", "b"]}, r"must be distinct; \['a'\] occur more than once"),
             ({"domains": ["a", ""]}, "must be a non-empty string; got ''"),
+            ({"domains": {"a", "b"}}, "must have an order, that of the simplex; got the set"),
             ({"domains": "abc"}, "sequence of names; got the string 'abc'"),
             ({"domains": ["universal", "a"]}, "cannot name one; rename the domain"),
             ({"target": 3}, "'universal', a name, a list of names or {name: weight}; got 3"),
@@ -238,6 +239,20 @@ class TestMisuse:
             optimizer.domain("a"),
         ):
             model(torch.tensor([1])).sum().backward()
+
+    def test_exception_inside_a_domain_is_no_absence(self) -> None:
+        model, optimizer = build(absent="keep")
+        fill(model, optimizer, skip="bc")
+        with pytest.raises(KeyError), optimizer.domain("b"):
+            raise KeyError
+        with optimizer.domain("c"):
+            model(domain_tokens(2, 0)).backward()
+        with pytest.raises(RuntimeError, match=r"dropped this step's gradients; missing \['a'"):
+            optimizer.step()
+        optimizer.zero_grad()
+        fill(model, optimizer, skip="b")
+        optimizer.step()
+        assert optimizer.num_steps == 1
 
     def test_exception_inside_a_domain_drops_the_step(self) -> None:
         model, optimizer = build()
