@@ -265,6 +265,10 @@ def test_the_reason_is_remembered_and_raised():
 
 @needs_compiler
 @pytest.mark.skipif(
+    "CXX" in os.environ and shutil.which(os.environ["CXX"].split()[0]) is None,
+    reason="CXX names no compiler",
+)
+@pytest.mark.skipif(
     os.environ.get("DOGE_FAST_NO_JIT", "0") not in ("", "0"), reason="DOGE_FAST_NO_JIT is set"
 )
 def test_the_operators_build_and_load():
