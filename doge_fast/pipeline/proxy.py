@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from doge_fast import generalization
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import baselines, domains, records, training
@@ -172,7 +173,6 @@ def _measure(
     """What a step leaves in the records; everything K x K, read when the line is written."""
     doge, last = trainer.doge, trainer.doge.last
     assert last is not None
-    norms_R = last.gram.diagonal().sqrt()
     tokens = step * config.sequences_per_domain * corpus.block_size
     losses_R = torch.stack([trainer.domain_losses[name] for name in doge.rows])
     return {
@@ -184,8 +184,7 @@ def _measure(
         "difficulty": ByName(doge.domains, last.difficulty),
         "grad_norm": ByName(doge.rows, last.grad_norms),
         "rows": list(doge.rows),
-        # A row of zeros has no direction: 0/0 becomes null.
-        "cosine": last.gram / (norms_R[:, None] * norms_R),
+        "cosine": generalization.cosine(last.gram),
         "combined_norm": last.combined_norm,
         "skipped": last.skipped,
         "tokens": dict.fromkeys(doge.rows, tokens),
