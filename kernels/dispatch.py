@@ -1,55 +1,68 @@
 """Where a device has several implementations: which runs, how to force one, and why.
 
-On a device the first implementation that can run wins: on a CPU the compiled one (`cpp`),
-else plain torch; on a GPU Triton, else plain torch. The choice is made on first use and kept.
-`DOGE_FAST_BACKEND=auto|torch|cpp|triton` or the argument `implementation=` forces one, and a
+For each operator the first implementation that can run on a device wins: on a CPU the compiled one
+(`cpp`), else plain torch; on a GPU Triton or CUDA, whichever `measured.json` says was faster on
+such a GPU, else plain torch. The choice is made on first use and kept.
+`DOGE_FAST_BACKEND=auto|torch|cpp|triton|cuda` or the argument `implementation=` forces one, and a
 forced implementation that cannot run raises instead of giving way. Going without the
 preferred one is said once per process, in one warning that names the reason.
 """
 
+import importlib
+import json
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
-from doge_fast.kernels.accumulate import launch as accumulate_launch
-from doge_fast.kernels.accumulate import torch_kernel as accumulate_torch
+from doge_fast._layout import KERNELS_DIR
+from doge_fast.kernels.accumulate.torch_kernel import accumulate
 from doge_fast.kernels.build import BuildError, load_cpp
-from doge_fast.kernels.gram import launch as gram_launch
-from doge_fast.kernels.gram import torch_kernel as gram_torch
+from doge_fast.kernels.build_cuda import why_not_cuda
+from doge_fast.kernels.gram.torch_kernel import gram
+from doge_fast.kernels.reweight.torch_kernel import reweight
 from doge_fast.kernels.schema import (
     CPP_NAMESPACE,
+    SIGNATURES,
     check_accumulate,
     check_gram,
+    check_reweight,
     check_weighted_sum,
 )
 from doge_fast.kernels.triton_support import is_installed, is_interpreted
-from doge_fast.kernels.weighted_sum import launch as weighted_sum_launch
-from doge_fast.kernels.weighted_sum import torch_kernel as weighted_sum_torch
+from doge_fast.kernels.weighted_sum.torch_kernel import weighted_sum
 
 Run = Callable[..., Any]
 
 AUTO = "auto"
-IMPLEMENTATIONS = ("cpp", "triton", "torch")
-# Best first. Triton's interpreter is no implementation anybody wants unasked.
-PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}
+IMPLEMENTATIONS = ("cpp", "cuda", "triton", "torch")
+OPERATORS = tuple(SIGNATURES)
+# Best first, where nothing was measured. Triton before CUDA, since the interpreter tests the very
+# code that runs; gradients to accumulate are at other addresses in every step, for which torch's
+# foreach operators need no table on the device. Triton's interpreter nobody wants unasked.
+PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "cuda", "torch")}
+PREFERENCE_FOR = {("cuda", "accumulate"): ("torch", "cuda", "triton")}
 PREFERENCE_ELSEWHERE = ("torch",)
+# {"sm_90": {"gram": "cuda", ..., "source": "benchmarks/results/..."}, ...}, where there is one.
+MEASURED = KERNELS_DIR / "measured.json"
 
 _CHECKS: dict[str, Run] = {
     "gram": check_gram,
     "weighted_sum": check_weighted_sum,
     "accumulate": lambda grads, rows, add: check_accumulate(grads, rows),
+    "reweight": check_reweight,
 }
-_PYTHON: dict[tuple[str, str], Run] = {
-    ("gram", "torch"): gram_torch.gram,
-    ("gram", "triton"): gram_launch.gram,
-    ("weighted_sum", "torch"): weighted_sum_torch.weighted_sum,
-    ("weighted_sum", "triton"): weighted_sum_launch.weighted_sum,
-    ("accumulate", "torch"): accumulate_torch.accumulate,
-    ("accumulate", "triton"): accumulate_launch.accumulate,
+_TORCH: dict[str, Run] = {
+    "gram": gram,
+    "weighted_sum": weighted_sum,
+    "accumulate": accumulate,
+    "reweight": reweight,
 }
+# The file of an operator's folder that drives a GPU; it has a function of the operator's name.
+_MODULES = {"triton": "launch", "cuda": "cuda"}
 
 _chosen: dict[tuple[str, torch.device, str], Run] = {}
 _obstacles: dict[tuple[str, torch.device], str | None] = {}
@@ -67,16 +80,16 @@ def choose(operator: str, device: torch.device, implementation: str | None) -> R
     key = (operator, device, wish)
     run = _chosen.get(key)
     if run is None:
-        name = _settle(device, wish)
+        name = _settle(operator, device, wish)
         if wish == AUTO:
-            _warn_of_better_than(name, device)
+            _warn_of_better_than(name, operator, device)
         run = _chosen[key] = _guarded(operator, name)
     return run
 
 
-def chosen(device: torch.device | str = "cpu") -> str:
-    """The name of the implementation that runs on `device` when a call forces none."""
-    return _settle(torch.device(device), os.environ.get("DOGE_FAST_BACKEND") or AUTO)
+def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str:
+    """The implementation of `operator` that runs on `device` when a call forces none."""
+    return _settle(operator, torch.device(device), os.environ.get("DOGE_FAST_BACKEND") or AUTO)
 
 
 def implementations(device: torch.device | str = "cpu") -> dict[str, str | None]:
@@ -102,17 +115,19 @@ def _explanation(device: torch.device) -> list[str]:
     how = "chosen" if wish == AUTO else f"forced by DOGE_FAST_BACKEND={wish}"
     obstacles = implementations(device)
     try:
-        name = _settle(device, wish)
+        names = {operator: _settle(operator, device, wish) for operator in OPERATORS}
     except (ValueError, RuntimeError) as error:
         lines = [f"{device}: none: {error}"]
     else:
-        lines = [f"{device}: {name} ({how})"]
+        first = names["gram"]
+        others = [f"{operator} {name}" for operator, name in names.items() if name != first]
+        lines = [f"{device}: {', '.join([first, *others])} ({how})"]
     return lines + [f"  {each}: {reason or 'can run'}" for each, reason in obstacles.items()]
 
 
-def _settle(device: torch.device, wish: str) -> str:
+def _settle(operator: str, device: torch.device, wish: str) -> str:
     if wish == AUTO:
-        return _best(device)
+        return _best(operator, device)
     if wish not in IMPLEMENTATIONS:
         raise ValueError(
             f"An operator's implementation is one of {', '.join((AUTO, *IMPLEMENTATIONS))}; got "
@@ -127,23 +142,49 @@ def _settle(device: torch.device, wish: str) -> str:
     return wish
 
 
-def _best(device: torch.device) -> str:
-    for name in PREFERENCE.get(device.type, PREFERENCE_ELSEWHERE):
+def preference(operator: str, device: torch.device) -> tuple[str, ...]:
+    """Implementations of `operator` on `device`, best first; as measured if it was."""
+    named = PREFERENCE_FOR.get((device.type, operator)) or PREFERENCE.get(
+        device.type, PREFERENCE_ELSEWHERE
+    )
+    best = _measured().get(_architecture(device), {}).get(operator)
+    return named if best is None else (best, *(name for name in named if name != best))
+
+
+@cache
+def _measured() -> dict[str, dict[str, str]]:
+    if not MEASURED.is_file():
+        return {}
+    found: dict[str, dict[str, str]] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return found
+
+
+def _architecture(device: torch.device) -> str:
+    """ "sm_90", "gfx942" or "" for what has no name of this kind."""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def _best(operator: str, device: torch.device) -> str:
+    for name in preference(operator, device):
         if _obstacle(name, device) is None:
             return name
     raise AssertionError("plain torch runs everywhere")
 
 
-def _warn_of_better_than(chosen_name: str, device: torch.device) -> None:
+def _warn_of_better_than(chosen_name: str, operator: str, device: torch.device) -> None:
     """Say once per process what the device goes without; silence was asked for by NO_JIT."""
-    for name in PREFERENCE.get(device.type, PREFERENCE_ELSEWHERE):
+    for name in preference(operator, device):
         if name == chosen_name:
             return
-        is_wished = name == "cpp" and os.environ.get("DOGE_FAST_NO_JIT") == "1"
+        is_wished = name in ("cpp", "cuda") and os.environ.get("DOGE_FAST_NO_JIT") == "1"
         if name not in _warned and not is_wished:
             _warned.add(name)
             warnings.warn(
-                f"doge_fast runs its operators on {device} with {chosen_name}, which is slower: "
+                f"doge_fast runs {operator} on {device} with {chosen_name}, which is slower: "
                 f"{name} cannot run. {_obstacle(name, device)} DOGE_FAST_BACKEND={chosen_name} "
                 "asks for this and says nothing.",
                 RuntimeWarning,
@@ -187,21 +228,30 @@ def _triton_failure(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "It needs bfloat16 matrix units, compute capability 8.0 or later."
     try:
-        gram_launch.gram([torch.ones(1, 16, device=device)])
+        _python("gram", "triton")([torch.ones(1, 16, device=device)])
     except Exception as error:
         return f"Its first kernel failed: {type(error).__name__}: {error}"
     return None
 
 
 # Plain torch meets no obstacle.
-_FINDERS = {"cpp": _cpp_obstacle, "triton": _triton_obstacle}
+_FINDERS = {"cpp": _cpp_obstacle, "triton": _triton_obstacle, "cuda": why_not_cuda}
 
 
 def _guarded(operator: str, name: str) -> Run:
     if name == "cpp":
         namespace = getattr(torch.ops, CPP_NAMESPACE)
         return _explained(getattr(namespace, operator).default, _CHECKS[operator])
-    return _checked(_PYTHON[operator, name], _CHECKS[operator])
+    return _checked(_python(operator, name), _CHECKS[operator])
+
+
+def _python(operator: str, name: str) -> Run:
+    if name == "torch":
+        return _TORCH[operator]
+    # By name: what drives a GPU is imported where it runs.
+    module = importlib.import_module(f"doge_fast.kernels.{operator}.{_MODULES[name]}")
+    run: Run = getattr(module, operator)
+    return run
 
 
 def _checked(run: Run, check: Run) -> Run:

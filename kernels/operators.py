@@ -4,6 +4,7 @@ Opaque to `torch.compile` (a schema and a fake kernel each), so they trace with
 `fullgraph=True`; `torch.library.opcheck` passes. Not differentiable: gradients are their data.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from doge_fast.kernels.dispatch import choose
+from doge_fast.kernels.reweight.packing import Step, num_domains_of, step_views
 from doge_fast.kernels.schema import (
     NAMESPACE,
     SIGNATURES,
     check_accumulate,
     check_gram,
+    check_reweight,
     check_weighted_sum,
     gram_shape,
+    reweight_outputs,
 )
 
 _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
@@ -150,6 +154,79 @@ def accumulate(
         )
 
 
+def reweight(
+    gram_RR: Tensor,
+    state_S: Tensor,
+    *,
+    tau_R: Tensor,
+    present_R: Tensor,
+    lr: Tensor,
+    grad_scale: Tensor,
+    mu: float,
+    full_RR: Tensor | None = None,
+    scale_by_mean_norm: bool = False,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+    domain_max_grad_norm: float = math.inf,
+    max_grad_norm: float = math.inf,
+    smoothing: float = 0.0,
+    implementation: str | None = None,
+) -> Step:
+    """The K x K step: from the Gram matrix to new domain weights, in one launch.
+
+    s_r       =  min(1, domain_max_grad_norm / (||g_r|| + 1e-6))
+    W_j       =  sum_r s_j G_jr s_r tau_r
+    alpha'_j  =  alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu)
+    c_j       =  alpha'_j s_j min(1, max_grad_norm / (||sum_i alpha'_i s_i g_i|| + 1e-6))
+
+    Weights, their mean, the scores and the counts in `state_S` move in place, unless a norm or a
+    weight is not finite: then only the count of skipped steps does and the coefficients are NaN.
+    Arithmetic is float64. Nothing is read on the host. Rows that are absent have zeros in the
+    Gram matrix; their domains keep the score in the state, and all domains do where a
+    measured row that the objective needs is absent.
+
+    Args:
+        gram_RR: [R, R] float64, inner products of the scaled gradients over the columns that
+            enter W; training domains are the first K rows.
+        state_S: [3 K + 2] float64, as `packing.new_state` makes it; K <= 512 on a GPU.
+        tau_R: [R] float64 >= 0, the objective.
+        present_R: [R] bool.
+        lr: float64 scalar, eta of this step.
+        grad_scale: float64 scalar, the factor that gradients carry.
+        mu: > 0, Bregman coefficient.
+        full_RR: as `gram_RR`, over all columns: for norms and clipping; None: the same.
+        scale_by_mean_norm: divide W by the mean norm of the present training rows
+            (published code).
+        bounds: what W is cut to (published code).
+        domain_max_grad_norm: norm to which each row is cut; infinite: none is.
+        max_grad_norm: norm to which the combined gradient is cut; infinite: it is not.
+        smoothing: in [0, 1), mixture with uniform.
+        implementation: "torch", "cpp", "triton" or "cuda"; None leaves it to the dispatcher.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or device.
+        RuntimeError: the forced implementation cannot run.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
+    """
+    outputs = _reweight_op(
+        gram_RR,
+        gram_RR if full_RR is None else full_RR,
+        state_S,
+        tau_R,
+        present_R,
+        lr,
+        grad_scale,
+        mu,
+        scale_by_mean_norm,
+        *bounds,
+        domain_max_grad_norm,
+        max_grad_norm,
+        smoothing,
+        implementation=implementation,
+    )
+    return step_views(*outputs, len(tau_R), num_domains_of(state_S))
+
+
 def _as_blocks(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
@@ -202,6 +279,19 @@ def _run_accumulate(
     increment_version(rows)
 
 
+def _run_reweight(
+    gram_RR: Tensor,
+    full_RR: Tensor,
+    state_S: Tensor,
+    *rest: Any,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = choose("reweight", gram_RR.device, implementation)
+    values_V, skipped, found_inf = run(gram_RR, full_RR, state_S, *rest)
+    increment_version(state_S)
+    return values_V, skipped, found_inf
+
+
 def _fake_gram(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
     check_gram(blocks)
     gram_RR: Tensor = gram_shape(blocks)
@@ -224,6 +314,18 @@ def _fake_accumulate(
     check_accumulate(grads, rows)
 
 
+def _fake_reweight(
+    gram_RR: Tensor,
+    full_RR: Tensor,
+    state_S: Tensor,
+    *rest: Any,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_reweight(gram_RR, full_RR, state_S, *rest)
+    values_V, skipped, found_inf = reweight_outputs(gram_RR, state_S)
+    return values_V, skipped, found_inf
+
+
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     _library.define(  # type: ignore[no-untyped-call]
         name + SIGNATURES[name],
@@ -239,3 +341,4 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> A
 _gram_op = _register("gram", _run_gram, _fake_gram)
 _weighted_sum_op = _register("weighted_sum", _run_weighted_sum, _fake_weighted_sum)
 _accumulate_op = _register("accumulate", _run_accumulate, _fake_accumulate)
+_reweight_op = _register("reweight", _run_reweight, _fake_reweight)

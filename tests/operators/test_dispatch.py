@@ -118,7 +118,7 @@ def test_the_argument_overrides_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("by", ["argument", "environment"])
 def test_an_unknown_name_is_refused(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = "one of auto, cpp, triton, torch; got 'fortran'"
+    message = "one of auto, cpp, cuda, triton, torch; got 'fortran'"
     if by == "argument":
         with pytest.raises(ValueError, match=message):
             gram(GRADS_KN, implementation="fortran")
