@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels import accumulate, weighted_sum
+from doge_fast.tracing import phase
 
 # Elements: 256 bytes of float32, so that every row starts on a cache line and a 16-byte vector.
 ALIGNMENT = 64
@@ -134,7 +135,8 @@ class FlatBuffer:
     def flush(self) -> None:
         """Write what waits."""
         if self._grads:
-            accumulate(self._grads, self._rows, add=self._pending_adds)
+            with phase("accumulate"):
+                accumulate(self._grads, self._rows, add=self._pending_adds)
         for block in self._pending:
             block.is_pending = False
         self._grads, self._rows, self._pending, self._pending_bytes = [], [], [], 0

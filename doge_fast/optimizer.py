@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from doge_fast import generalization, simplex
+from doge_fast import generalization
 from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.kernels import gram
+from doge_fast.kernels.reweight.packing import Step
 from doge_fast.objective import UNIVERSAL, Objective, Target
-from doge_fast.reweighting import Reweighted, Rule, reweight
+from doge_fast.reweighting import DomainWeights, Rule
+from doge_fast.tracing import phase
 
 STATE_KEY = "doge"
 STATE_VERSION = 1
@@ -162,15 +164,9 @@ class DoGEOptimizer(Optimizer):
         self._is_dropped = False
         # p.grad holds zeros that zero_grad(set_to_none=False) left.
         self._is_zeroed = False
+        self._found_inf: Tensor | None = None
         self.last: LastStep | None = None
-        alpha_K = simplex.uniform(len(self.domains), device=params[0].device)
-        self._state: dict[str, Tensor] = {
-            "alpha": alpha_K,
-            "alpha_mean": alpha_K.clone(),
-            "gain": torch.zeros_like(alpha_K),
-            "num_steps": torch.zeros((), dtype=torch.int64, device=alpha_K.device),
-            "num_skipped": torch.zeros((), dtype=torch.int64, device=alpha_K.device),
-        }
+        self._weights = DomainWeights(self.objective, self.rule, params[0].device)
         self._hooks: dict[int, Any] = {}
         self._set_up_optimizer_hooks()
         self._listen()
@@ -229,13 +225,13 @@ class DoGEOptimizer(Optimizer):
 
     @property
     def alpha(self) -> Tensor:
-        """[K] float64: the domain weights now, in the order of `domains`, on the device."""
-        return self._state["alpha"]
+        """[K] float64: a copy of the domain weights, in the order of `domains`, on the device."""
+        return self._weights.read("alpha")
 
     @property
     def alpha_mean(self) -> Tensor:
         """[K] float64: their mean over the steps that were taken: stage one's result."""
-        return self._state["alpha_mean"]
+        return self._weights.read("alpha_mean")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -245,12 +241,12 @@ class DoGEOptimizer(Optimizer):
     @property
     def num_steps(self) -> int:
         """Steps that moved the weights. Waits for the device."""
-        return int(self._state["num_steps"])
+        return int(self._weights.read("num_steps"))
 
     @property
     def num_skipped(self) -> int:
         """Steps skipped because a gradient was not finite. Waits for the device."""
-        return int(self._state["num_skipped"])
+        return int(self._weights.read("num_skipped"))
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Write the average and last weights as a name-keyed JSON file (docs/weights.md).
@@ -359,7 +355,8 @@ class DoGEOptimizer(Optimizer):
         if not self._is_combined:
             self._inner.step()
             return loss
-        self._step_inner()
+        with phase("inner_step"):
+            self._step_inner()
         self._forget()
         return loss
 
@@ -385,7 +382,7 @@ class DoGEOptimizer(Optimizer):
             "version": STATE_VERSION,
             "domains": list(self.domains),
             "rows": list(self.rows),
-            **{name: tensor.clone() for name, tensor in self._state.items()},
+            **self._weights.state(),
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
@@ -409,8 +406,7 @@ class DoGEOptimizer(Optimizer):
             self._check_state(ours)
         self._inner.load_state_dict(state_dict)
         if ours is not None:
-            for name, tensor in self._state.items():
-                self._state[name] = ours[name].to(tensor).clone()
+            self._weights.load(ours)
         self._forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -555,53 +551,34 @@ class DoGEOptimizer(Optimizer):
     def _combine(self, grad_scale: float | Tensor) -> None:
         """Gram matrix, K x K step, weighted sum: the three passes of one step."""
         blocks = self._buffer.touched(self._tracked())
-        gram_RR, full_RR = self._grams(blocks, grad_scale)
-        state = {name: tensor.to(gram_RR.device) for name, tensor in self._state.items()}
-        grad_norms_R = (gram_RR if full_RR is None else full_RR).diagonal().sqrt()
+        with phase("gram"):
+            gram_RR, full_RR = self._grams(blocks)
+        before = None if full_RR is not None else self._weights.snapshot()
         lr = self.param_groups[0]["lr"]
-        new = reweight(
-            gram_RR,
-            grad_norms_R,
-            state["alpha"],
-            torch.tensor(self.objective.tau, dtype=torch.float64, device=gram_RR.device),
-            torch.tensor([name in self._seen for name in self.rows], device=gram_RR.device),
-            lr=lr,
-            rule=self.rule,
-            carried_K=None if len(self._seen) == len(self.rows) else state["gain"],
-        )
-        # A learning rate of NaN would spoil the weights where no gradient is to blame.
-        finite = grad_norms_R.isfinite().all() & new.alpha.isfinite().all()
-        # NaN, so that a scaler or a clipping loop sees the overflow too.
-        scale = torch.where(finite, 1.0, torch.nan).to(new.coefficients)
-        if full_RR is not None:
-            combined_norm = generalization.combined_norm(full_RR, new.coefficients)
-            scale = scale * generalization.clip_factors(combined_norm, self.rule.max_grad_norm)
-        gradients = weighted_gradients(blocks, new.coefficients * scale)
-        if full_RR is None:
-            combined_norm = self._norm_of(gradients) / grad_scale
-            finite = finite & combined_norm.isfinite()
-            if self.rule.max_grad_norm is not None:
-                scale = generalization.clip_factors(combined_norm, self.rule.max_grad_norm)
-                for gradient in gradients:
-                    gradient.mul_(scale.to(gradient.device))
+        with phase("reweight"):
+            new = self._weights.move(
+                gram_RR, full_RR=full_RR, seen=self._seen, lr=lr, grad_scale=grad_scale
+            )
+        with phase("weighted_sum"):
+            gradients = weighted_gradients(blocks, new.coefficients)
+        if before is not None:
+            new = self._cut_afterwards(gradients, new, grad_scale, before)
         for block, gradient in zip(blocks, gradients, strict=True):
             block.param.grad = gradient
-        self._commit(state, new, finite)
+        self._found_inf = new.found_inf
         self.last = LastStep(
             gram=new.gram,
             gain=new.gain,
             influence=new.influence,
             difficulty=new.difficulty,
-            grad_norms=grad_norms_R,
-            combined_norm=combined_norm,
-            alpha=self.alpha,
+            grad_norms=new.norms,
+            combined_norm=new.combined_norm,
+            alpha=new.alpha,
             lr=lr,
-            skipped=~finite,
+            skipped=new.skipped,
         )
 
-    def _grams(
-        self, blocks: list[Block], grad_scale: float | Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _grams(self, blocks: list[Block]) -> tuple[Tensor, Tensor | None]:
         """Gram matrices of the selected columns and of all; the latter None where not needed.
 
         The Gram matrix is additive over columns. Columns outside the selection are read only
@@ -615,30 +592,35 @@ class DoGEOptimizer(Optimizer):
                 "no selected parameter received a gradient in this step; `selection` must name "
                 "parameters that the domains touch."
             )
-        gram_RR = gram(inside) / grad_scale**2
+        gram_RR = gram(inside)
         if not outside:
             return gram_RR, gram_RR
         if self.rule.domain_max_grad_norm is None:
             return gram_RR, None
-        return gram_RR, gram_RR + gram(outside) / grad_scale**2
+        return gram_RR, gram_RR + gram(outside)
 
-    def _norm_of(self, gradients: list[Tensor]) -> Tensor:
-        """Norm of the combined gradient, in one pass over N: its Gram matrix is one number."""
+    def _cut_afterwards(
+        self, gradients: list[Tensor], new: Step, grad_scale: float | Tensor, before: Tensor
+    ) -> Step:
+        """The global clip and the overflow that only the combined gradient shows.
+
+        Its norm takes one pass over N: its Gram matrix is one number.
+        """
         squared_norm: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
-        return squared_norm[0, 0].sqrt()
-
-    def _commit(self, state: dict[str, Tensor], new: Reweighted, finite: Tensor) -> None:
-        """Make the new weights the state, unless a gradient was not finite. No host sync."""
-        num_steps = state["num_steps"] + finite
-        alpha_K = torch.where(finite, new.alpha, state["alpha"])
-        mean_K = simplex.running_mean(state["alpha_mean"], alpha_K, num_steps.clamp(min=1))
-        self._state = {
-            "alpha": alpha_K,
-            "alpha_mean": torch.where(finite, mean_K, state["alpha_mean"]),
-            "gain": torch.where(finite, new.gain, state["gain"]),
-            "num_steps": num_steps,
-            "num_skipped": state["num_skipped"] + ~finite,
-        }
+        combined_norm = squared_norm[0, 0].sqrt() / grad_scale
+        overflow = ~combined_norm.isfinite()
+        self._weights.retract(before, overflow)
+        if self.rule.max_grad_norm is not None:
+            factor = generalization.clip_factors(combined_norm, self.rule.max_grad_norm)
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.device))
+        skipped = new.skipped | overflow
+        return new._replace(
+            alpha=self.alpha,
+            combined_norm=combined_norm,
+            skipped=skipped,
+            found_inf=skipped.to(torch.float32),
+        )
 
     def _step_inner(self) -> None:
         """Step the wrapped optimizer unless the step is skipped."""
@@ -647,11 +629,17 @@ class DoGEOptimizer(Optimizer):
         if self._inner_takes_found_inf() and skipped.device.type != "cpu":
             # On the device, so that the host need not wait for the flag.
             self._inner.grad_scale = None  # type: ignore[attr-defined]
-            self._inner.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+            self._inner.found_inf = self._found_inf  # type: ignore[attr-defined]
             try:
                 self._inner.step()
             finally:
                 del self._inner.grad_scale, self._inner.found_inf  # type: ignore[attr-defined]
+        elif skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a step that is captured in a CUDA graph cannot be skipped by the host; "
+                f"{type(self._inner).__name__} needs fused=True (and capturable=True where it has "
+                "that argument), which lets the device skip it."
+            )
         elif not bool(skipped):
             self._inner.step()
 
@@ -706,7 +694,7 @@ class DoGEOptimizer(Optimizer):
                 f"the checkpoint measured the rows {list(ours['rows'])}; this optimizer has "
                 f"{list(self.rows)}. Build it with the same target."
             )
-        if missing := [name for name in self._state if name not in ours]:
+        if missing := [name for name in self._weights.state() if name not in ours]:
             raise ValueError(
                 f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
             )

@@ -1,17 +1,23 @@
-"""The K x K step: from a Gram matrix to new domain weights and the coefficients of the rows.
+"""How the domain weights move, and where they are: all of a step that is K x K.
 
-Everything between the two passes over the gradients, as one function of small tensors. Nothing
-here reads a value on the host, so that a device never waits.
+The arithmetic is one operator; here are its constants, kept on the device so that a step copies
+nothing there, and the state that it moves.
 """
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from doge_fast import generalization, simplex
+from doge_fast import simplex
 from doge_fast.generalization import Score
+from doge_fast.kernels import reweight
+from doge_fast.kernels.reweight.packing import Step, new_state, state_views
+from doge_fast.objective import Objective
+
+COUNTS = ("num_steps", "num_skipped")
 
 
 @dataclass(frozen=True)
@@ -45,67 +51,123 @@ class Rule:
                 raise ValueError(f"{name} must be positive, or None for no clipping; got {value}.")
 
 
-class Reweighted(NamedTuple):
-    """What a K x K step yields; float64, on the device of the Gram matrix."""
+class DomainWeights:
+    """The domain weights of a run: where they are, their mean, and the step that moves them.
 
-    alpha: Tensor
-    """[K] new domain weights."""
-    gain: Tensor
-    """[K] the scores that moved them."""
-    influence: Tensor
-    """[K] W less the difficulty, eq. (ge-decompose)."""
-    difficulty: Tensor
-    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
-    gram: Tensor
-    """[R, R] of the clipped rows."""
-    coefficients: Tensor
-    """[R] of the rows in the combined gradient; per-domain clipping is in them."""
-
-
-def reweight(
-    gram_RR: Tensor,
-    norms_R: Tensor,
-    alpha_K: Tensor,
-    tau_R: Tensor,
-    present_R: Tensor,
-    *,
-    lr: float | Tensor,
-    rule: Rule,
-    carried_K: Tensor | None = None,
-) -> Reweighted:
-    """Clip, estimate, score and move: lines 7 and 8 of Algorithm 1.
+    Their memory stays where it is from step to step, so that a step can be captured in a CUDA
+    graph; what is read from here is a copy. Nothing waits for the device.
 
     Args:
-        gram_RR: [R, R] inner products over the columns that enter W.
-        norms_R: [R] norms of the rows over all columns; read only when rows are cut.
-        alpha_K: [K] domain weights so far.
-        tau_R: [R] the objective.
-        present_R: [R] bool; the others have zero rows.
-        lr: eta of this step.
-        rule: what does not change over a run.
-        carried_K: [K] scores that stand in for those of absent domains; None: nobody is absent.
+        objective: the domains and what counts.
+        rule: how they move.
+        device: where they start; they follow the Gram matrix.
     """
-    num_domains = len(alpha_K)
-    clip_R = generalization.clip_factors(norms_R, rule.domain_max_grad_norm)
-    clipped_RR = clip_R[:, None] * gram_RR * clip_R
-    raw_K = generalization.gain(clipped_RR, tau_R, num_domains)
-    difficulty_K = generalization.difficulty(clipped_RR, tau_R, num_domains)
-    present_K = present_R[:num_domains]
-    norms_K = clipped_RR.diagonal()[:num_domains].sqrt()
-    gain_K = generalization.scored(raw_K, norms_K, present_K, rule.score)
-    if carried_K is not None:
-        # Without a measured row that the objective needs, nobody's W is whole.
-        has_targets = (present_R | (tau_R == 0))[num_domains:].all()
-        gain_K = torch.where(present_K & has_targets, gain_K, carried_K)
-    new_alpha_K = simplex.mirror_step(alpha_K, gain_K, lr=lr, mu=rule.mu)
-    new_alpha_K = simplex.smooth(new_alpha_K, rule.smoothing)
-    coefficients_R = torch.zeros_like(tau_R)
-    coefficients_R[:num_domains] = new_alpha_K * clip_R[:num_domains] * present_K
-    return Reweighted(
-        alpha=new_alpha_K,
-        gain=gain_K,
-        influence=raw_K - difficulty_K,
-        difficulty=difficulty_K,
-        gram=clipped_RR,
-        coefficients=coefficients_R,
-    )
+
+    def __init__(self, objective: Objective, rule: Rule, device: torch.device) -> None:
+        self.objective = objective
+        self.rule = rule
+        self._state_S: Tensor = new_state(simplex.uniform(len(objective.domains), device=device))
+        self._constants: dict[str, tuple[object, Tensor]] = {}
+        self._scalars: dict[str, tuple[float, Tensor]] = {}
+
+    def read(self, name: str) -> Tensor:
+        """A copy of one part of the state: "alpha", "alpha_mean", "gain" or a count."""
+        value: Tensor = getattr(state_views(self._state_S), name).clone()
+        return value
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all parts; counts as int64."""
+        parts = {name: view.clone() for name, view in state_views(self._state_S)._asdict().items()}
+        return parts | {name: parts[name].long() for name in COUNTS}
+
+    def load(self, parts: dict[str, Tensor]) -> None:
+        """Continue from what `state` gave."""
+        for name, view in state_views(self._state_S)._asdict().items():
+            view.copy_(parts[name])
+
+    def move(
+        self,
+        gram_RR: Tensor,
+        *,
+        full_RR: Tensor | None,
+        seen: Collection[str],
+        lr: float | Tensor,
+        grad_scale: float | Tensor,
+    ) -> Step:
+        """One K x K step: lines 7 and 8 of Algorithm 1.
+
+        Args:
+            gram_RR: [R, R] inner products over the columns that enter W, of scaled gradients.
+            full_RR: the same over all columns; None: not known (the rule then cuts no row), and
+                the combined gradient is left for the caller to cut.
+            seen: names of the rows that have a gradient; the others have zeros.
+            lr: eta of this step.
+            grad_scale: what the losses were multiplied by.
+
+        Raises:
+            ValueError: `lr` < 0 or NaN.
+        """
+        rule = self.rule
+        if not isinstance(lr, Tensor) and not lr >= 0:
+            raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
+        assert full_RR is not None or rule.domain_max_grad_norm is None
+        # The weights follow the gradients: the model may have moved since they were made.
+        self._state_S = self._state_S.to(gram_RR.device)
+        device = gram_RR.device
+        step: Step = reweight(
+            gram_RR,
+            self._state_S,
+            full_RR=full_RR,
+            tau_R=self._constant("tau", self.objective.tau, torch.float64, device),
+            present_R=self._present(seen, device),
+            lr=self._scalar("lr", lr, device),
+            grad_scale=self._scalar("grad_scale", grad_scale, device),
+            mu=rule.mu,
+            scale_by_mean_norm=rule.score.scale_by_mean_norm,
+            bounds=rule.score.bounds or (-math.inf, math.inf),
+            domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
+            max_grad_norm=math.inf if full_RR is None else rule.max_grad_norm or math.inf,
+            smoothing=rule.smoothing,
+        )
+        return step
+
+    def snapshot(self) -> Tensor:
+        """What `retract` needs to take a step back."""
+        return self._state_S.clone()
+
+    def retract(self, before: Tensor, overflow: Tensor) -> None:
+        """Undo the move since `before` where `overflow`, and count it as skipped. No host read."""
+        moved = state_views(self._state_S).num_skipped == state_views(before).num_skipped
+        undone = before.to(self._state_S)
+        state_views(undone).num_skipped.add_(1)
+        self._state_S.copy_(torch.where(overflow & moved, undone, self._state_S))
+
+    def _present(self, seen: Collection[str], device: torch.device) -> Tensor:
+        present = tuple(name in seen for name in self.objective.rows)
+        return self._constant("present", present, torch.bool, device)
+
+    def _constant(
+        self, name: str, values: tuple[float, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Values as a vector on the device; copied there once while they stay the same."""
+        known = self._constants.get(name)
+        if known is None or known[0] != (values, device):
+            vector = torch.tensor(values, dtype=dtype)
+            if device.type == "cuda":
+                # Pinned, or the copy would make the host wait for the device.
+                vector = vector.pin_memory()
+            vector = vector.to(device, non_blocking=True)
+            known = self._constants[name] = ((values, device), vector)
+        return known[1]
+
+    def _scalar(self, name: str, value: float | Tensor, device: torch.device) -> Tensor:
+        """A number on the device. Written by a kernel: a copy from the host would wait for it."""
+        if isinstance(value, Tensor):
+            return value.detach().to(device, torch.float64).view(())
+        known = self._scalars.get(name)
+        if known is None or known[1].device != device:
+            known = value, torch.full((), value, dtype=torch.float64, device=device)
+        elif known[0] != value:
+            known = value, known[1].fill_(value)
+        self._scalars[name] = known
+        return known[1]

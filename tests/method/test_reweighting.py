@@ -1,5 +1,7 @@
 """The K x K algebra: W and its parts, clipping, norms, scores, carried scores."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from doge_fast import generalization, reference
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.objective import Objective
-from doge_fast.reweighting import Rule, reweight
+from doge_fast.reweighting import DomainWeights, Rule
 
 
 def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
@@ -132,62 +134,101 @@ def test_objective_orders_rows_and_names_the_target() -> None:
     "rule",
     [
         Rule(0.5, PAPER, None, None, 0.0),
-        Rule(0.5, PUBLISHED, 5.0, None, 0.1),
+        Rule(0.5, PUBLISHED, 5.0, 0.5, 0.1),
         Rule(0.5, Score(bounds=(-2.0, 2.0)), 1.0, None, 0.0),
     ],
     ids=["paper", "published", "bounded"],
 )
-def test_reweight_equals_the_reference(rule: Rule) -> None:
-    grads_RN = rows()
-    gram_RR = grads_RN @ grads_RN.T
-    alpha_K = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    new = reweight(
-        gram_RR,
-        gram_RR.diagonal().sqrt(),
-        alpha_K,
-        TAU,
-        torch.ones(5, dtype=torch.bool),
-        lr=0.01,
-        rule=rule,
-    )
-    alpha, gradient_N, gain_K = reference.step(
-        grads_RN,
-        alpha_K,
-        tau_R=TAU,
-        lr=0.01,
-        mu=rule.mu,
-        scale_by_mean_norm=rule.score.scale_by_mean_norm,
-        bounds=rule.score.bounds,
-        domain_max_grad_norm=rule.domain_max_grad_norm,
-        smoothing=rule.smoothing,
-    )
-    torch.testing.assert_close(new.alpha, alpha, rtol=1e-12, atol=0)
-    torch.testing.assert_close(new.gain, gain_K, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(new.coefficients @ grads_RN, gradient_N, rtol=1e-12, atol=1e-12)
-    assert (new.coefficients[3:] == 0).all()
+def test_weights_move_as_the_reference_over_steps(rule: Rule) -> None:
+    objective = Objective.of(["a", "b", "c"], {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0})
+    weights = DomainWeights(objective, rule, torch.device("cpu"))
+    alpha_K = torch.full((3,), 1 / 3, dtype=torch.float64)
+    alphas = []
+    for step in range(5):
+        grads_RN = rows(seed=step)
+        gram_RR = 16.0 * grads_RN @ grads_RN.T
+        lr = 0.01 * (step + 1)
+        new = weights.move(gram_RR, full_RR=gram_RR, seen=objective.rows, lr=lr, grad_scale=4.0)
+        alpha_K, gradient_N, gain_K = reference.step(
+            grads_RN,
+            alpha_K,
+            tau_R=TAU,
+            lr=lr,
+            mu=rule.mu,
+            scale_by_mean_norm=rule.score.scale_by_mean_norm,
+            bounds=rule.score.bounds,
+            domain_max_grad_norm=rule.domain_max_grad_norm,
+            max_grad_norm=rule.max_grad_norm,
+            smoothing=rule.smoothing,
+        )
+        alphas.append(alpha_K)
+        torch.testing.assert_close(new.alpha, alpha_K, rtol=1e-11, atol=0)
+        torch.testing.assert_close(new.gain, gain_K, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(new.coefficients @ grads_RN, gradient_N, rtol=1e-11, atol=1e-12)
+        assert (new.coefficients[3:] == 0).all()
+    torch.testing.assert_close(weights.read("alpha_mean"), torch.stack(alphas).mean(0))
+    assert weights.state()["num_steps"] == 5
+
+
+def test_rates_may_live_on_the_device() -> None:
+    """A tensor is looked at when the step runs, a number when it is called."""
+    objective = Objective.of(["a", "b", "c"], {"a": 1.0, "x": 1.0, "y": 1.0})
+    rule = Rule(0.5, PAPER, None, None, 0.0)
+    gram_RR = rows() @ rows().T
+    moved = []
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        weights = DomainWeights(objective, rule, torch.device("cpu"))
+        for _ in range(2):
+            new = weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=lr, grad_scale=1.0)
+        moved.append(new.alpha)
+    assert torch.equal(*moved)
+
+
+def test_what_is_read_does_not_move() -> None:
+    objective = Objective.of(["a", "b", "c"], {"a": 1.0, "x": 1.0, "y": 1.0})
+    weights = DomainWeights(objective, Rule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    alpha_K, parts = weights.read("alpha"), weights.state()
+    address = weights.snapshot().data_ptr(), weights._state_S.data_ptr()
+    gram_RR = rows() @ rows().T
+    weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=0.01, grad_scale=1.0)
+    assert weights._state_S.data_ptr() == address[1]
+    assert alpha_K.tolist() == parts["alpha"].tolist() == [1 / 3] * 3
+    assert weights.read("alpha")[0] != 1 / 3
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_step_can_be_taken_back(overflow: bool) -> None:
+    objective = Objective.of(["a", "b", "c"], {"a": 1.0, "x": 1.0, "y": 1.0})
+    weights = DomainWeights(objective, Rule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    gram_RR = rows() @ rows().T
+    before = weights.snapshot()
+    weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=0.01, grad_scale=1.0)
+    weights.retract(before, torch.tensor(overflow))
+    assert weights.state()["num_steps"] == (0 if overflow else 1)
+    assert weights.state()["num_skipped"] == (1 if overflow else 0)
+    assert (weights.read("alpha")[0].item() == 1 / 3) == overflow
+    # A step that was skipped anyway is counted once.
+    before = weights.snapshot()
+    skipped = weights.state()["num_skipped"]
+    weights.move(gram_RR * math.inf, full_RR=None, seen=objective.rows, lr=0.01, grad_scale=1.0)
+    weights.retract(before, torch.tensor(True))
+    assert weights.state()["num_skipped"] == skipped + 1
 
 
 def test_absent_domains_carry_their_score() -> None:
+    objective = Objective.of(["a", "b", "c"], {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0})
+    weights = DomainWeights(objective, Rule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    carried_K = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
     grads_RN = rows()
     grads_RN[1] = 0
     gram_RR = grads_RN @ grads_RN.T
-    carried_K = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
-    rule = Rule(0.5, PAPER, None, None, 0.0)
 
-    def gains(present: list[bool]) -> Tensor:
-        return reweight(
-            gram_RR,
-            gram_RR.diagonal().sqrt(),
-            torch.full((3,), 1 / 3, dtype=torch.float64),
-            TAU,
-            torch.tensor(present),
-            lr=0.01,
-            rule=rule,
-            carried_K=carried_K,
-        ).gain
+    def gains(seen: str) -> Tensor:
+        weights.load(weights.state() | {"gain": carried_K})
+        return weights.move(gram_RR, full_RR=None, seen=seen, lr=0.01, grad_scale=1.0).gain
 
-    partly = gains([True, False, True, True, True])
+    partly = gains("acxy")
     assert partly[1] == 8
     torch.testing.assert_close(partly[::2], generalization.gain(gram_RR, TAU, 3)[::2])
     # A measured row that the objective needs is missing: nobody's W is whole.
-    assert gains([True, True, True, True, False]).tolist() == [7.0, 8.0, 9.0]
+    assert gains("abcx").tolist() == [7.0, 8.0, 9.0]
