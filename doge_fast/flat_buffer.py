@@ -12,6 +12,7 @@ until `PENDING_BYTES` of them wait and are then written in one call, which keeps
 calls low without keeping a second copy of the gradient alive.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -93,6 +94,8 @@ class FlatBuffer:
         self._pending: list[Block] = []
         self._pending_bytes = 0
         self._pending_adds = False
+        # A model on several devices runs its backward pass on a thread for each.
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, object]:
         """Only the shape: gradients are a step's business and do not outlive the process."""
@@ -116,6 +119,10 @@ class FlatBuffer:
         Raises:
             RuntimeError: the gradient is sparse, or lives elsewhere than the block.
         """
+        with self._lock:
+            self._take(row, param, grad)
+
+    def _take(self, row: int, param: Tensor, grad: Tensor) -> None:
         block = self._block(param, grad)
         adds = bool(block.written >> row & 1)
         if self._grads and (

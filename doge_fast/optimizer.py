@@ -29,6 +29,9 @@ from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.reweighting import DomainWeights, Rule
 from doge_fast.tracing import phase
 
+# Who listens to a parameter, by its id: of two wrappers the one that was used last.
+_LISTENERS: "weakref.WeakValueDictionary[int, DoGEOptimizer]" = weakref.WeakValueDictionary()
+
 STATE_KEY = "doge"
 STATE_VERSION = 1
 
@@ -471,9 +474,22 @@ class DoGEOptimizer(Optimizer):
             on_gradient = _listener(weakref.ref(self))
             for key in new:
                 param = tracked[key]
+                self._succeed(_LISTENERS.get(key), key)
                 self._hooks[key] = param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     on_gradient
                 )
+
+    def _succeed(self, other: "DoGEOptimizer | None", key: int) -> None:
+        """Listen to a parameter in the place of another wrapper; a gradient has one owner."""
+        if other is not None and other is not self:
+            if other._active is not None:
+                raise RuntimeError(
+                    f"another DoGEOptimizer on the same parameters is inside domain "
+                    f"{other._active!r}; a gradient belongs to one of them. Leave it first."
+                )
+            if handle := other._hooks.pop(key, None):
+                handle.remove()
+        _LISTENERS[key] = self
 
     def _receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just finished; it never stays in `p.grad`."""

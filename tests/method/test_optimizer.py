@@ -651,3 +651,23 @@ def test_save_weights_is_keyed_by_name(tmp_path: Path) -> None:
     assert math.isclose(sum(optimizer.weights.values()), 1.0)
     assert record["target"] == {"x": 0.5}
     assert list(tmp_path.iterdir()) == [weights_file]
+
+
+def test_of_two_wrappers_the_one_in_use_listens() -> None:
+    model = torch.nn.Linear(3, 2)
+    old, new = (
+        DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+        for _ in range(2)
+    )
+    for optimizer in (new, old, new):
+        for name in "ab":
+            with optimizer.domain(name):
+                model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (new.num_steps, old.num_steps) == (2, 1)
+    with old.domain("a"):
+        model(torch.randn(4, 3)).square().mean().backward()
+        message = r"another DoGEOptimizer .* inside domain 'a'"
+        with pytest.raises(RuntimeError, match=message), new.domain("b"):
+            pass
