@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from doge_fast.kernels import chosen, explain, gram, implementations
+from doge_fast.kernels import chosen, dispatch, explain, gram, implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,9 +97,45 @@ def test_the_compiled_code_is_chosen_on_a_cpu_where_it_can_run() -> None:
     assert chosen("cpu") == ("cpp" if can_run else "torch")
 
 
+def test_a_measurement_decides_between_triton_and_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per operator and architecture; what was not measured keeps the order of the house."""
+    measured = {"sm_90": {"gram": "cuda", "source": "benchmarks/results/gpu.json"}}
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
+    monkeypatch.setattr(dispatch, "MEASURED", tmp_path / "measured.json")
+    dispatch._measured.cache_clear()
+    gpu = torch.device("cuda")
+    try:
+        for architecture, best in (("sm_90", "cuda"), ("sm_80", "triton")):
+            monkeypatch.setattr(dispatch, "_architecture", lambda _, name=architecture: name)
+            assert dispatch.preference("gram", gpu)[0] == best
+            assert dispatch.preference("weighted_sum", gpu)[0] == "triton"
+            assert dispatch.preference("accumulate", gpu)[0] == "torch"
+            assert set(dispatch.preference("gram", gpu)) == {"cuda", "triton", "torch"}
+    finally:
+        dispatch._measured.cache_clear()
+
+
+def test_what_was_measured_names_operators_and_implementations() -> None:
+    """The file that is committed, where there is one."""
+    for architecture, found in dispatch._measured().items():
+        assert architecture.startswith(("sm_", "gfx"))
+        assert found["source"].startswith("benchmarks/results/")
+        best = {name: choice for name, choice in found.items() if name != "source"}
+        assert set(best) <= set(dispatch.OPERATORS)
+        assert set(best.values()) <= {"cuda", "triton", "torch"}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_triton_is_chosen_on_a_gpu() -> None:
-    assert chosen("cuda") == "triton"
+def test_the_first_of_the_preferred_is_chosen_on_a_gpu() -> None:
+    for operator in dispatch.OPERATORS:
+        can_run = [
+            name
+            for name in dispatch.preference(operator, torch.device("cuda"))
+            if implementations("cuda")[name] is None
+        ]
+        assert chosen("cuda", operator) == can_run[0]
 
 
 def test_the_environment_forces(monkeypatch: pytest.MonkeyPatch) -> None:
