@@ -1,0 +1,414 @@
+"""Each operator on a problem: ours, what plain torch offers instead, the truth, bytes and flops.
+
+What is measured against what is decided here and nowhere else, so that the ratio table, the
+pytest-benchmark table and the GPU script speak of the same things.
+"""
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.problems import (
+    BLOCKS,
+    MATRIX,
+    Arena,
+    OperatorProblem,
+    coefficients,
+    largest_model,
+)
+from benchmarks.protocol import Call
+from doge_fast import reference
+from doge_fast.kernels import accumulate, gram, implementations, reweight, weighted_sum
+from doge_fast.kernels.dispatch import IMPLEMENTATIONS
+from doge_fast.kernels.reweight.packing import new_state
+
+# Relative to the largest entry, against float64: what the library promises.
+GRAM_TOLERANCE = 1e-6
+# Columns at both ends of a block that are compared with the truth; a tail is where mistakes are.
+CHECKED_COLUMNS = 1 << 16
+# Columns of one float64 product of the truth.
+TRUTH_COLUMNS = 1 << 16
+CHUNK_COLUMNS = 4096
+# A separate product per pair of rows is no formulation beyond this.
+MAX_ROWS_IN_PAIRS = 7
+MAX_ROWS_COMPILED = 22
+BIAS_COLUMNS = 768
+
+
+@dataclass
+class Case:
+    """One operator on one problem."""
+
+    operator: str
+    label: str
+    """What is special about it: "add", "set", ..., or empty."""
+    problem: OperatorProblem
+    device: torch.device
+    num_bytes: int
+    """That must be moved: each input read once, each output written once."""
+    flops: int
+    error: Callable[[Call], float]
+    """Run a formulation and compare what it did with float64."""
+    tolerance: float
+    yardsticks: dict[str, tuple[Call, int]] = field(default_factory=dict)
+    """Plain reads or copies of the same memory, and the bytes that each moves."""
+    ours: dict[str, Call] = field(default_factory=dict)
+    """By implementation."""
+    plain: dict[str, Call] = field(default_factory=dict)
+    """By formulation in plain torch."""
+    is_small: bool = False
+    """Too small for bandwidth to mean anything: what counts is the price of a call."""
+
+    def __str__(self) -> str:
+        label = f" {self.label}" if self.label else ""
+        return f"{self.operator}{label} {self.problem}"
+
+
+def timed_implementations(device: torch.device | str, *, with_torch: bool = False) -> list[str]:
+    """Those whose time on the device means something; the fallback only where it is asked for."""
+    device = torch.device(device)
+    obstacles = implementations(device)
+    # On a CPU Triton runs in its interpreter.
+    wanted = ("cpp",) if device.type == "cpu" else ("triton", "cuda")
+    found = [name for name in IMPLEMENTATIONS if name in wanted and obstacles[name] is None]
+    return [*found, "torch"] if with_torch or not found else found
+
+
+def gram_case(
+    arena: Arena, problem: OperatorProblem, names: Sequence[str], *, compiled: bool = False
+) -> Case:
+    """All inner products of the rows."""
+    blocks = arena.blocks(problem)
+    operand = blocks[0] if problem.shape == MATRIX else blocks
+    num_rows, num_columns = problem.num_rows, problem.num_columns
+    truth = functools.cache(lambda: gram_truth(blocks))
+
+    def error(call: Call) -> float:
+        found_KK = call()
+        assert isinstance(found_KK, Tensor)
+        return relative_error([found_KK], [truth()])
+
+    return Case(
+        operator="gram",
+        label="",
+        problem=problem,
+        device=arena.device,
+        num_bytes=problem.num_bytes,
+        flops=num_rows * (num_rows + 1) * num_columns,
+        error=error,
+        tolerance=GRAM_TOLERANCE,
+        yardsticks=_reads(arena, problem) if arena.device.type == "cpu" else _copies(arena),
+        ours={name: functools.partial(gram, operand, implementation=name) for name in names},
+        plain=_plain_grams(blocks, compiled=compiled),
+    )
+
+
+def weighted_sum_case(
+    arena: Arena, problem: OperatorProblem, names: Sequence[str], *, compiled: bool = False
+) -> Case:
+    """The combined gradient."""
+    blocks = arena.blocks(problem)
+    outs = arena.outputs(problem.sizes)
+    c_K = coefficients(problem.num_rows, arena.device)
+
+    def error(call: Call) -> float:
+        for out in outs:
+            out.fill_(math.nan)
+        call()
+        pairs = [
+            (_ends(out), _ends(block).double().T @ c_K)
+            for block, out in zip(blocks, outs, strict=True)
+        ]
+        return relative_error([found for found, _ in pairs], [exact for _, exact in pairs])
+
+    return Case(
+        operator="weighted_sum",
+        label="",
+        problem=problem,
+        device=arena.device,
+        num_bytes=problem.num_bytes + problem.num_columns * problem.dtype.itemsize,
+        flops=2 * problem.num_rows * problem.num_columns,
+        error=error,
+        tolerance=_sum_tolerance(problem),
+        yardsticks=_copies(arena),
+        ours={
+            name: functools.partial(weighted_sum, blocks, c_K, out=outs, implementation=name)
+            for name in names
+        },
+        plain=_plain_sums(blocks, c_K, outs, compiled=compiled),
+    )
+
+
+def accumulate_case(
+    arena: Arena, names: Sequence[str], *, add: bool, row_dtype: torch.dtype | None = None
+) -> Case:
+    """Gradients of one domain into their rows."""
+    row_dtype = row_dtype or arena.dtype
+    memory = arena.scratch.view(row_dtype)
+    sizes = tuple(largest_model(len(memory)))
+    problem = OperatorProblem(1, arena.dtype, BLOCKS, sizes)
+    grads = arena.gradients(sizes)
+    rows = arena.outputs(sizes) if row_dtype == arena.dtype else _cut_rows(memory, sizes)
+    passes = arena.dtype.itemsize + row_dtype.itemsize * (2 if add else 1)
+
+    def error(call: Call) -> float:
+        for row in rows:
+            row.fill_(1.0 if add else math.nan)
+        call()
+        exact = [_ends(grad).double() + (1.0 if add else 0.0) for grad in grads]
+        found = relative_error([_ends(row) for row in rows], exact)
+        # Repeated additions must not leave the range of the dtype.
+        for row in rows:
+            row.zero_()
+        return found
+
+    dtypes = "" if row_dtype == arena.dtype else f" to {row_dtype}".replace("torch.", "")
+    return Case(
+        operator="accumulate",
+        label=("add" if add else "set") + dtypes,
+        problem=problem,
+        device=arena.device,
+        num_bytes=problem.num_columns * passes,
+        flops=problem.num_columns if add else 0,
+        error=error,
+        tolerance=float(torch.finfo(row_dtype).eps),
+        yardsticks=_copies(arena),
+        ours={
+            name: functools.partial(accumulate, grads, rows, add=add, implementation=name)
+            for name in names
+        },
+        plain=_plain_accumulations(grads, rows, add=add),
+    )
+
+
+def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str]) -> Case:
+    """The K x K step."""
+    device = torch.device(device)
+    generator = torch.Generator().manual_seed(0)
+    grads_KN = torch.randn(num_rows, 64, dtype=torch.float64, generator=generator)
+    alpha_K = torch.full((num_rows,), 1 / num_rows, dtype=torch.float64)
+    tau_K = torch.ones(num_rows, dtype=torch.float64)
+    exact_K, _, exact_gain_K = reference.step(grads_KN, alpha_K, tau_R=tau_K, lr=1e-4, mu=0.01)
+    start_S = new_state(alpha_K).to(device)
+    state_S = start_S.clone()
+    arguments = {
+        "tau_R": tau_K.to(device),
+        "present_R": torch.ones(num_rows, dtype=torch.bool, device=device),
+        "lr": torch.tensor(1e-4, dtype=torch.float64, device=device),
+        "grad_scale": torch.ones((), dtype=torch.float64, device=device),
+        "mu": 0.01,
+        "max_grad_norm": 1.0,
+    }
+    gram_KK = (grads_KN @ grads_KN.T).to(device)
+
+    def error(call: Call) -> float:
+        state_S.copy_(start_S)
+        step = call()
+        pairs = [(step.alpha, exact_K), (step.gain, exact_gain_K)]  # type: ignore[attr-defined]
+        return max(relative_error([found], [exact.to(device)]) for found, exact in pairs)
+
+    problem = OperatorProblem(num_rows, torch.float64, MATRIX, (num_rows,))
+    runs = {
+        name: functools.partial(reweight, gram_KK, state_S, implementation=name, **arguments)
+        for name in dict.fromkeys([*names, "torch"])
+    }
+    return Case(
+        operator="reweight",
+        label="",
+        problem=problem,
+        device=device,
+        num_bytes=(2 * num_rows * num_rows + 10 * num_rows) * 8,
+        flops=6 * num_rows * num_rows,
+        error=error,
+        tolerance=1e-12,
+        ours={name: runs[name] for name in names},
+        plain={"small operators": runs["torch"]},
+        is_small=True,
+    )
+
+
+def bias_cases(arena: Arena, names: Sequence[str]) -> Iterator[Case]:
+    """One bias of seven domains: nothing but the price of a call."""
+    problem = OperatorProblem(7, arena.dtype, MATRIX, (BIAS_COLUMNS,))
+    for make in (gram_case, weighted_sum_case):
+        case = make(arena, problem, names)
+        case.is_small, case.label, case.yardsticks = True, "bias", {}
+        yield case
+
+
+def gram_truth(blocks: Sequence[Tensor]) -> Tensor:
+    """[K, K], everything in float64, a piece at a time."""
+    num_rows = len(blocks[0])
+    total_KK = torch.zeros(num_rows, num_rows, dtype=torch.float64, device=blocks[0].device)
+    for block in blocks:
+        for piece in block.split(TRUTH_COLUMNS, dim=1):
+            total_KK += reference.gram(piece.double())
+    return total_KK
+
+
+def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Largest difference over the largest exact entry; infinite where anything is not a number."""
+    largest = max(float(each.abs().max()) for each in exact)
+    pairs = zip(found, exact, strict=True)
+    worst = max(
+        float((a.double() - b).abs().max().nan_to_num(math.inf, math.inf)) for a, b in pairs
+    )
+    return worst / largest
+
+
+def _sum_tolerance(problem: OperatorProblem) -> float:
+    # One rounding to the output's dtype; float32 sums of K terms below that.
+    unit = float(torch.finfo(problem.dtype).eps) / 2
+    return unit + problem.num_rows * 6e-8 if problem.dtype != torch.float64 else 1e-14
+
+
+def _ends(values: Tensor) -> Tensor:
+    """The first and the last columns of [..., N]."""
+    if values.shape[-1] <= 2 * CHECKED_COLUMNS:
+        return values
+    return torch.cat([values[..., :CHECKED_COLUMNS], values[..., -CHECKED_COLUMNS:]], dim=-1)
+
+
+def _reads(arena: Arena, problem: OperatorProblem) -> dict[str, tuple[Call, int]]:
+    """Formulations of reading the rows' memory once; the fastest is the yardstick."""
+    count = problem.num_rows * problem.num_columns
+    values = arena.values[:count]
+    # Bits of a narrower type read as float32 are numbers too, and nothing is converted.
+    if values.dtype.itemsize == 2:
+        values = values[: count // 2 * 2].view(torch.float32)
+    num_bytes = values.nbytes
+    found: dict[str, tuple[Call, int]] = {"torch.sum": (values.sum, num_bytes)}
+    if implementations(arena.device)["cpp"] is None:
+        one_row = functools.partial(gram, values[None], implementation="cpp")
+        found["norm of one row"] = (one_row, num_bytes)
+    return found
+
+
+def _copies(arena: Arena) -> dict[str, tuple[Call, int]]:
+    source = arena.values[: len(arena.scratch)]
+    copy = functools.partial(arena.scratch.copy_, source)
+    return {"copy_": (copy, 2 * arena.scratch.nbytes)}
+
+
+def _cut_rows(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    firsts = itertools.accumulate(sizes, initial=0)
+    return [memory[first : first + size] for first, size in zip(firsts, sizes, strict=False)]
+
+
+def _plain_grams(blocks: list[Tensor], *, compiled: bool) -> dict[str, Call]:
+    if len(blocks) > 1:
+        return {
+            "mm of each block": lambda: _sum_of_products(blocks),
+            "cat, mm": lambda: _product(torch.cat(blocks, dim=1)),
+            "cat, chunked bmm": lambda: _chunked(torch.cat(blocks, dim=1)),
+        }
+    x_KN = blocks[0]
+    found: dict[str, Call] = {
+        "mm(x, x.T)": lambda: _product(x_KN),
+        "chunked bmm": lambda: _chunked(x_KN),
+    }
+    if x_KN.dtype.itemsize == 2:
+        found["x.float(), mm"] = lambda: _product(x_KN.float())
+    if len(x_KN) <= MAX_ROWS_IN_PAIRS:
+        found["dot of each pair"] = lambda: _pairs_of_rows(x_KN)
+        if compiled:
+            found["compiled pairs"] = _compiled(_pair_sums, x_KN)
+    return found
+
+
+def _product(x_KN: Tensor) -> Tensor:
+    return torch.mm(x_KN, x_KN.T)
+
+
+def _sum_of_products(blocks: Sequence[Tensor]) -> Tensor:
+    total_KK = blocks[0].new_zeros(len(blocks[0]), len(blocks[0]))
+    for block in blocks:
+        total_KK.addmm_(block, block.T)
+    return total_KK
+
+
+def _chunked(x_KN: Tensor) -> Tensor:
+    num_rows = len(x_KN)
+    whole = x_KN.shape[1] // CHUNK_COLUMNS * CHUNK_COLUMNS
+    rest = x_KN[:, whole:]
+    total_KK = (rest @ rest.T).double()
+    if whole:
+        chunks_CKB = x_KN[:, :whole].unflatten(1, (-1, CHUNK_COLUMNS)).transpose(0, 1)
+        # In groups, or the partial results of many rows outgrow the rows.
+        for group in chunks_CKB.split(max(1, (1 << 24) // num_rows**2)):
+            total_KK += torch.bmm(group, group.mT).sum(0, dtype=torch.float64)
+    return total_KK
+
+
+def _pairs_of_rows(x_KN: Tensor) -> Tensor:
+    num_rows = len(x_KN)
+    total_KK = x_KN.new_empty(num_rows, num_rows)
+    for i in range(num_rows):
+        for j in range(i + 1):
+            total_KK[i, j] = total_KK[j, i] = torch.dot(x_KN[i], x_KN[j])
+    return total_KK
+
+
+def _pair_sums(x_KN: Tensor) -> Tensor:
+    rows = x_KN.float() if x_KN.dtype.itemsize == 2 else x_KN
+    rows_of_sums = [
+        torch.stack([(rows[i] * rows[j]).sum() for j in range(len(rows))]) for i in range(len(rows))
+    ]
+    return torch.stack(rows_of_sums)
+
+
+def _plain_sums(
+    blocks: list[Tensor], c_K: Tensor, outs: list[Tensor], *, compiled: bool
+) -> dict[str, Call]:
+    a_K = c_K.to(blocks[0].dtype)
+    numbers = c_K.tolist()
+    rows = [[block[k] for block in blocks] for k in range(len(numbers))]
+
+    def products() -> None:
+        for block, out in zip(blocks, outs, strict=True):
+            torch.mv(block.T, a_K, out=out)
+
+    def foreach() -> None:
+        torch._foreach_copy_(outs, rows[0])
+        torch._foreach_mul_(outs, numbers[0])
+        for row, number in zip(rows[1:], numbers[1:], strict=True):
+            torch._foreach_add_(outs, row, alpha=number)
+
+    found: dict[str, Call] = {"a @ x": products, "foreach mul, add": foreach}
+    if len(blocks) == 1 and compiled and len(numbers) <= MAX_ROWS_COMPILED:
+        found["compiled sum"] = _compiled(_weighted, blocks[0], a_K, outs[0])
+    return found
+
+
+def _weighted(x_KN: Tensor, a_K: Tensor, out_N: Tensor) -> Tensor:
+    return out_N.copy_((a_K[:, None] * x_KN).sum(0))
+
+
+def _plain_accumulations(grads: list[Tensor], rows: list[Tensor], *, add: bool) -> dict[str, Call]:
+    def loop() -> None:
+        for grad, row in zip(grads, rows, strict=True):
+            row.add_(grad) if add else row.copy_(grad)
+
+    def foreach() -> None:
+        torch._foreach_add_(rows, grads) if add else torch._foreach_copy_(rows, grads)
+
+    return {"foreach": foreach, "loop": loop}
+
+
+def _compiled(run: Callable[..., Tensor], *arguments: Tensor) -> Call:
+    """Compiled at its first call, for these shapes."""
+    compiled = torch.compile(run, dynamic=False)
+
+    def call() -> Tensor:
+        # What the compiler has to say about its own code is not about ours.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return compiled(*arguments)
+
+    return call

@@ -1,0 +1,381 @@
+"""The operators against the machine's limits and against the best plain torch has.
+
+    python -m benchmarks.operators
+    python -m benchmarks.operators --device cuda --megabytes 8000 --json results.json
+
+Every row is checked against float64 before it is timed. In each round run, in changing order:
+ours, the fastest of plain torch's formulations, and a plain read (copy) of the same memory.
+See README.md beside this file for the columns.
+"""
+
+import argparse
+import functools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import cases, protocol
+from benchmarks.cases import Case
+from benchmarks.problems import DTYPES, NUM_ROWS, SHAPES, Arena
+from benchmarks.protocol import Call, Clock
+
+Row = dict[str, Any]
+
+MEMORY, COMPUTE, CALL = "memory", "compute", "call"
+# Of the bandwidth of a plain read or copy, where memory is the limit.
+FRACTION_BAR = 0.85
+# Calls in one sample of what takes microseconds.
+CALLS_PER_SAMPLE = 50
+# One product of this many rows and columns; larger where the arithmetic is faster.
+YARDSTICK_SIZE = {"cpu": 1024, "cuda": 8192}
+OPERATORS = ("gram", "weighted_sum", "accumulate", "reweight")
+
+
+def all_cases(
+    device: torch.device | str,
+    *,
+    num_bytes: int,
+    operators: Sequence[str] = OPERATORS,
+    num_rows: Sequence[int] = NUM_ROWS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    shapes: Sequence[str] = SHAPES,
+    compiled: bool = False,
+    with_fallback: bool = False,
+) -> Iterator[Case]:
+    """Every case, made when its turn comes, since each dtype fills the memory anew.
+
+    Args:
+        num_bytes: of the rows.
+        compiled: with `torch.compile` among the formulations, where it is feasible.
+        with_fallback: with our plain torch among ours.
+    """
+    names = cases.timed_implementations(device, with_torch=with_fallback)
+    for dtype in dtypes if set(operators) - {"reweight"} else ():
+        arena = Arena(dtype, num_bytes, device)
+        yield from _cases_of(arena, names, operators, num_rows, shapes, compiled)
+        del arena
+    if "reweight" in operators:
+        for each in num_rows:
+            yield cases.reweight_case(each, device, names)
+
+
+def _cases_of(
+    arena: Arena,
+    names: Sequence[str],
+    operators: Sequence[str],
+    num_rows: Sequence[int],
+    shapes: Sequence[str],
+    compiled: bool,
+) -> Iterator[Case]:
+    makers = {"gram": cases.gram_case, "weighted_sum": cases.weighted_sum_case}
+    for operator in (name for name in makers if name in operators):
+        for shape in shapes:
+            for each in num_rows:
+                problem = arena.problem(each, shape)
+                yield makers[operator](arena, problem, names, compiled=compiled)
+    if arena.dtype == torch.float32:
+        small = cases.bias_cases(arena, names)
+        yield from (case for case in small if case.operator in operators)
+    if "accumulate" in operators:
+        for add in (False, True):
+            yield cases.accumulate_case(arena, names, add=add)
+        if arena.dtype == torch.bfloat16:
+            yield cases.accumulate_case(arena, names, add=False, row_dtype=torch.float32)
+            yield cases.accumulate_case(arena, names, add=True, row_dtype=torch.float32)
+
+
+def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
+    """One row per implementation of ours; without times where it is wrong."""
+    checked = {name: _checked(case, call) for name, call in case.ours.items()}
+    right = {name: call for name, call in case.ours.items() if checked[name].get("correct")}
+    if not right:
+        return [_row(case, name, result) for name, result in checked.items()]
+    plain, screened = _fastest_plain(case)
+    yardstick, yardstick_bytes = _fastest_yardstick(case)
+    calls = {f"ours {name}": call for name, call in right.items()}
+    if plain is not None:
+        calls["plain"] = case.plain[plain]
+    if yardstick is not None:
+        calls["yardstick"] = case.yardsticks[yardstick][0]
+    if case.is_small:
+        calls = {name: _repeated(call) for name, call in calls.items()}
+    before = None if case.is_small else protocol.cold(case.num_bytes, case.device)
+    times = protocol.alternated(
+        calls, rounds=rounds, device=case.device, before=before, seconds=seconds
+    )
+    if case.is_small:
+        times = {name: [ms / CALLS_PER_SAMPLE for ms in each] for name, each in times.items()}
+    rows = []
+    for name, result in checked.items():
+        row = _row(case, name, result)
+        if name in right:
+            ours_ms = times[f"ours {name}"]
+            row |= _limits(case, ours_ms, yardstick, yardstick_bytes, times.get("yardstick"))
+            row |= _comparison(ours_ms, plain, screened, times.get("plain"))
+            row["bar"] = _verdict(row)
+        rows.append(row)
+    return rows
+
+
+def print_rows(rows: Iterable[Row]) -> None:
+    """The table, a heading per operator, dtype and shape; it fits in 100 columns."""
+    heading = None
+    for row in rows:
+        current = _heading(row)
+        if current != heading:
+            heading = current
+            print(f"\n{heading}\n{HEADER}")
+        print(format_row(row), flush=True)
+
+
+HEADER = (
+    f"{'K':>4} {'N':>7} {'ours':<7}{'ms':>8} {'GB/s':>6}  {'of the roof':<19}"
+    f"{'best plain torch':<25}{'ours / it':<12}bar"
+)
+
+
+def format_row(row: Row) -> str:
+    """One line of the table."""
+    start = f"{row['rows']:>4} {_short(row['columns']):>7} {row['implementation']:<7}"
+    if "ms" not in row:
+        return f"{start} WRONG: {row['problem']}"
+    roof = row["roof"]
+    of_roof = f"{_spread(row['fraction'])} {roof}" if "fraction" in row else roof
+    plain, over = "none", ""
+    if "over_plain" in row:
+        plain = f"{row['plain']} ({_error(row['plain_error'])})"
+        over = _spread(row["over_plain"])
+    gigabytes = f"{row['gigabytes_per_s']:>6.1f}" if roof != CALL else " " * 6
+    line = f"{start}{row['ms']:>8.3f} {gigabytes}  {of_roof:<19}{plain:<25}{over:<12}"
+    return f"{line}{'met' if row['bar'] == 'met' else 'MISSED'}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many bars are met, and which are not."""
+    missed = [row for row in rows if row["bar"] != "met"]
+    lines = [f"bars met: {len(rows) - len(missed)} of {len(rows)}"]
+    lines += [f"  {_title(row)}: {row['bar']}" for row in missed]
+    return "\n".join(lines)
+
+
+@functools.cache
+def flops_per_ms(device: torch.device, dtype: torch.dtype) -> float:
+    """Of a square product of torch: the roof of arithmetic, measured in this process.
+
+    On a CPU 16-bit rows are widened, so that their roof is float32's.
+    """
+    if device.type == "cpu" and dtype != torch.float64:
+        dtype = torch.float32
+    size = YARDSTICK_SIZE.get(device.type, 1024)
+    size //= 1 if dtype.itemsize == 2 or device.type == "cpu" else 2
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    for _ in range(3):
+        torch.mm(left, right)
+    times = [protocol.timed_ms(lambda: torch.mm(left, right), device) for _ in range(7)]
+    return 2 * size**3 / statistics.median(times)
+
+
+def _checked(case: Case, call: Call) -> Row:
+    try:
+        error = case.error(call)
+    except Exception as failure:
+        return {"correct": False, "problem": f"{type(failure).__name__}: {failure}"}
+    if error <= case.tolerance:
+        return {"correct": True, "error": error}
+    return {
+        "correct": False,
+        "error": _finite(error),
+        "problem": f"off by {error:.1e}, more than {case.tolerance:.0e} of the largest entry",
+    }
+
+
+def _row(case: Case, implementation: str, result: Row) -> Row:
+    return {
+        "operator": case.operator,
+        "label": case.label,
+        "shape": case.problem.shape,
+        "rows": case.problem.num_rows,
+        "columns": case.problem.num_columns,
+        "dtype": case.problem.dtype_name,
+        "implementation": implementation,
+        "bytes": case.num_bytes,
+        "tolerance": case.tolerance,
+        "bar": "missed: wrong, not timed",
+        **result,
+    }
+
+
+def _fastest_plain(case: Case) -> tuple[str | None, Row]:
+    """The formulation that one warm sample says is fastest, and what was found of all."""
+    screened: Row = {}
+    for name, call in case.plain.items():
+        try:
+            error = case.error(call)
+        except Exception as failure:
+            reason = str(failure).strip().splitlines() or [""]
+            screened[name] = {"failed": f"{type(failure).__name__}: {reason[0]}"}
+            continue
+        ms = protocol.timed_ms(call, case.device)
+        screened[name] = {"ms": protocol.rounded(ms), "error": _finite(error)}
+    running = [name for name, found in screened.items() if "ms" in found]
+    return min(running, key=lambda name: screened[name]["ms"], default=None), screened
+
+
+def _fastest_yardstick(case: Case) -> tuple[str | None, int]:
+    best, best_rate, best_bytes = None, 0.0, 0
+    for name, (call, num_bytes) in case.yardsticks.items():
+        call()
+        ms = min(protocol.timed_ms(call, case.device) for _ in range(2))
+        if num_bytes / ms > best_rate:
+            best, best_rate, best_bytes = name, num_bytes / ms, num_bytes
+    return best, best_bytes
+
+
+def _limits(
+    case: Case,
+    ours_ms: list[float],
+    yardstick: str | None,
+    yardstick_bytes: int,
+    yardstick_ms: list[float] | None,
+) -> Row:
+    median = statistics.median(ours_ms)
+    row: Row = {
+        "ms": protocol.rounded(median),
+        "gigabytes_per_s": protocol.rounded(case.num_bytes / median / 1e6),
+        "roof": CALL,
+    }
+    # What the cache holds is no measure of the memory.
+    if yardstick_ms is None or case.num_bytes < protocol.last_cache_bytes(case.device):
+        return row
+    of_memory = protocol.ratio_of(yardstick_ms, ours_ms, case.num_bytes / yardstick_bytes)
+    row |= {
+        "yardstick": yardstick,
+        "yardstick_gigabytes_per_s": protocol.rounded(
+            yardstick_bytes / statistics.median(yardstick_ms) / 1e6
+        ),
+    }
+    memory_ms = median * of_memory.ratio
+    compute_ms = case.flops / flops_per_ms(case.device, case.problem.dtype)
+    scale = 1.0 if memory_ms >= compute_ms else compute_ms / memory_ms
+    row["roof"] = MEMORY if memory_ms >= compute_ms else COMPUTE
+    row["fraction"] = [
+        protocol.rounded(scale * value)
+        for value in (of_memory.ratio, of_memory.low, of_memory.high)
+    ]
+    row["pairs"] = of_memory.pairs
+    return row
+
+
+def _comparison(
+    ours_ms: list[float], plain: str | None, screened: Row, plain_ms: list[float] | None
+) -> Row:
+    if plain is None or plain_ms is None:
+        return {"plain_formulations": screened}
+    over = protocol.ratio_of(ours_ms, plain_ms)
+    return {
+        "plain": plain,
+        "plain_ms": protocol.rounded(over.baseline_ms),
+        "plain_error": screened[plain]["error"],
+        "over_plain": [protocol.rounded(value) for value in (over.ratio, over.low, over.high)],
+        "plain_formulations": screened,
+    }
+
+
+def _verdict(row: Row) -> str:
+    """ "met", or what was missed. A quartile decides, so that equals are not told apart by luck."""
+    missed = []
+    if row["roof"] == MEMORY and row["fraction"][0] < FRACTION_BAR:
+        missed.append(f"{row['fraction'][0]:.2f} of the bandwidth of {row['yardstick']}")
+    if "over_plain" in row and row["over_plain"][1] > 1:
+        missed.append(f"{row['over_plain'][0]:.2f} times {row['plain']}")
+    return f"missed: {', '.join(missed)}" if missed else "met"
+
+
+def _repeated(call: Call) -> Call:
+    def repeat() -> None:
+        for _ in range(CALLS_PER_SAMPLE):
+            call()
+
+    return repeat
+
+
+def _heading(row: Row) -> str:
+    if row["operator"] == "reweight":
+        return "reweight, float64, K x K"
+    operator = f"{row['operator']} {row['label']}".strip()
+    return f"{operator}, {row['dtype']}, {row['shape']}"
+
+
+def _title(row: Row) -> str:
+    parts = [row["operator"], row["label"], f"K={row['rows']}", row["dtype"], row["shape"]]
+    return " ".join(part for part in parts if part) + f" {row['implementation']}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Median and half the distance of the quartiles."""
+    median, low, high = values
+    return f"{median:.2f} ±{(high - low) / 2:.2f}"
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e6:.1f}M" if count >= 1e5 else str(count)
+
+
+def _error(error: float | None) -> str:
+    return "inf" if error is None else f"{error:.0e}"
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no infinity."""
+    return protocol.rounded(value, 3) if math.isfinite(value) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, measure, print, and write the record when asked; 1 if something was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--megabytes", type=float, help="of the rows (256; 4096 on a GPU)")
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=OPERATORS)
+    parser.add_argument("--rows", nargs="+", type=int, default=NUM_ROWS, help="K")
+    parser.add_argument("--dtypes", nargs="+", help="names, as float32")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--rounds", type=int, default=11, help="at most, per row")
+    parser.add_argument("--seconds", type=float, default=1.5, help="at most, per row")
+    parser.add_argument("--compile", action="store_true", help="torch.compile competes too")
+    parser.add_argument("--json", type=Path, help="where to write the record")
+    args = parser.parse_args(arguments)
+    device = torch.device(args.device)
+    megabytes = args.megabytes or (4096 if device.type == "cuda" else 256)
+    found = all_cases(
+        device,
+        num_bytes=int(megabytes * 1e6),
+        operators=args.operators,
+        num_rows=args.rows,
+        dtypes=[getattr(torch, name) for name in args.dtypes] if args.dtypes else DTYPES,
+        shapes=args.shapes,
+        compiled=args.compile,
+    )
+    clock = Clock()
+    rows: list[Row] = []
+
+    def measured() -> Iterator[Row]:
+        for case in found:
+            each = measure(case, rounds=args.rounds, seconds=args.seconds)
+            rows.extend(each)
+            yield from each
+
+    print_rows(measured())
+    print(f"\n{summary(rows)}\n{clock.spent:.0f} s on {protocol.device_name(device)}")
+    if args.json:
+        record = {"benchmark": "operators", **protocol.machine(device), "rows": rows}
+        protocol.write(args.json, record)
+    return 0 if all(row["correct"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
