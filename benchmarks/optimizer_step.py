@@ -1,243 +1,178 @@
 """A DoGE step, everything included, over a plain step on the same tokens and micro-batches.
 
-    python benchmarks/optimizer_step.py --device cpu
+    python -m benchmarks.optimizer_step --device cpu
+    python -m benchmarks.optimizer_step --device cuda --model 124M --domains 7 22 50
 
 Both sides run one forward and backward per domain and one AdamW step on a GPT-2-shaped model
-with tied embeddings, float32. The plain side adds the gradients up in `p.grad`; the DoGE side
-keeps them apart, takes their Gram matrix, moves the domain weights and combines them. Before
-anything is timed the combined gradient is checked against autograd's.
-
-Memory is measured in a process of its own per side: the peak during a step of the DoGE side,
-less that of the plain side, over the size of the K x N buffer.
+with tied embeddings. Before anything is timed the combined gradient is checked against
+autograd's. Memory is measured in a process of its own per side: the peak during a step of the
+DoGE side, less that of the plain side, over the size of the K x N buffer.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import protocol
-from doge_fast import DoGEOptimizer
+from benchmarks import memory, models, protocol, steps
+from benchmarks.models import PAPER, Shape
+from benchmarks.steps import Problem
 
-
-@dataclass(frozen=True)
-class Problem:
-    """Sizes of one row of the table."""
-
-    num_domains: int
-    tokens: int
-    """Per domain and step."""
-    num_layers: int
-    width: int
-    vocab_size: int
-    sequence: int = 128
-    bar: float | None = None
-    """The ratio that a step must stay under on a CPU."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_domains} x {self.tokens} tokens, {self.num_layers} layers, "
-            f"{self.width} wide, vocabulary {self.vocab_size}"
-        )
-
-
-PROBLEMS = (
-    Problem(7, 512, 4, 256, 8192, bar=1.03),
-    Problem(7, 128, 6, 512, 16384, bar=1.08),
+# Two cores: what the tokens of a step take in seconds, and a bar at few tokens a domain.
+CPU_PROBLEMS = (
+    Problem(Shape(4, 4, 256, 8192, 128), 7, 28, bar=1.03),
+    Problem(Shape(6, 8, 512, 16384, 128), 7, 7, bar=1.08),
 )
-DOMAINS = "abcdefghijklmnopqrstuvwxyz"
+# 128 x 512 tokens a step, as the paper's runs.
+GPU_SEQUENCES = 128
+GPU_BARS = {7: 1.08}
 
 
-def build_model(problem: Problem, device: str) -> nn.Module:
-    """A GPT-2 of transformers, dropout off, from a fixed seed."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=problem.num_layers,
-        n_embd=problem.width,
-        n_head=problem.width // 64,
-        vocab_size=problem.vocab_size,
-        n_positions=problem.sequence,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).to(device)
+def paper_problem(model: str, num_domains: int, **options: Any) -> Problem:
+    """One of the paper's sizes at the paper's tokens per step, with the bar for so many domains."""
+    bar = options.pop("bar", GPU_BARS.get(num_domains))
+    sequences = options.pop("num_sequences", GPU_SEQUENCES)
+    return Problem(PAPER[model], num_domains, sequences, bar=bar, **options)
 
 
-def batches(problem: Problem, device: str) -> dict[str, Tensor]:
-    """{domain: tokens [B, L]}, the same for both sides."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (problem.tokens // problem.sequence, problem.sequence)
-    return {
-        name: torch.randint(problem.vocab_size, shape, generator=generator).to(device)
-        for name in DOMAINS[: problem.num_domains]
-    }
+def measure(
+    problem: Problem,
+    device: torch.device | str,
+    *,
+    pairs: int,
+    seconds: float = float("inf"),
+    with_memory: bool = True,
+) -> dict[str, Any]:
+    """One row: correctness, time ratio, utilisation, memory, and on a GPU what the host waits for.
 
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean next-token loss."""
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def plain_step(problem: Problem, device: str) -> Callable[[], None]:
-    """Gradient accumulation over the same micro-batches, then AdamW."""
-    model = build_model(problem, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    data = batches(problem, device)
-
-    def step() -> None:
-        for tokens in data.values():
-            (loss_of(model, tokens) / problem.num_domains).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def doge_step(problem: Problem, device: str) -> Callable[[], None]:
-    """The same with domain gradients, Gram matrix, mirror step and weighted sum."""
-    model = build_model(problem, device)
-    data = batches(problem, device)
-    optimizer = DoGEOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-4), domains=list(data), mu=1.0
-    )
-
-    def step() -> None:
-        for name, tokens in data.items():
-            with optimizer.domain(name):
-                loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def check(problem: Problem, device: str) -> float:
-    """Largest error of the combined gradient relative to its largest element; raises above 1e-5."""
-    model = build_model(problem, device)
-    data = batches(problem, device)
-    params = list(model.parameters())
-    optimizer = DoGEOptimizer(torch.optim.SGD(params, lr=0.0), domains=list(data), mu=1.0)
-    for name, tokens in data.items():
-        with optimizer.domain(name):
-            loss_of(model, tokens).backward()
-    optimizer.combine()
-    expected = [torch.zeros_like(p, dtype=torch.float64) for p in params]
-    for alpha, tokens in zip(optimizer.alpha.tolist(), data.values(), strict=True):
-        grads = torch.autograd.grad(loss_of(model, tokens), params)
-        for total, grad in zip(expected, grads, strict=True):
-            total += alpha * grad.double()
-    largest = max(e.abs().max().item() for e in expected)
-    pairs = zip(params, expected, strict=True)
-    error = max((p.grad.double() - e).abs().max().item() for p, e in pairs) / largest
-    # float32 sums of seven rows: a few units of 6e-8.
-    if not error < 1e-5:
-        raise RuntimeError(f"the combined gradient is off by {error:.1e}; nothing is timed.")
-    return error
-
-
-def peak_bytes(side: str, problem: Problem, device: str) -> int:
-    """Peak memory of steps after the second, in a process of its own."""
-    environment = {
-        **os.environ,
-        # glibc otherwise keeps freed memory, and the peak would be that of an earlier moment.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    command = [sys.executable, __file__, "--device", device, "--peak", side]
-    command += ["--problem", json.dumps(problem.__dict__)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"measuring memory failed: {done.stderr.strip()}")
-    return int(done.stdout.split()[-1])
-
-
-def print_peak(side: str, problem: Problem, device: str) -> None:
-    """What `peak_bytes` starts."""
-    step = {"plain": plain_step, "doge": doge_step}[side](problem, device)
-    step()
-    step()
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        print(torch.cuda.max_memory_allocated())
-        return
-    # 5 resets the high-water mark of the resident set (man 5 proc).
-    Path("/proc/self/clear_refs").write_text("5")
-    step()
-    step()
-    status = Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    print(int(line.split()[1]) * 1024)
-
-
-def measure(problem: Problem, device: str, pairs: int) -> dict[str, object]:
-    """One row: correctness, time ratio, memory."""
-    error = check(problem, device)
-    ratio = protocol.paired(
-        doge_step(problem, device), plain_step(problem, device), pairs=pairs, device=device
-    )
-    num_params = sum(p.numel() for p in build_model(problem, device).parameters())
-    buffer_bytes = problem.num_domains * num_params * 4
-    extra = peak_bytes("doge", problem, device) - peak_bytes("plain", problem, device)
-    return {
+    Args:
+        seconds: after which no pair of steps is begun.
+        with_memory: measured in processes of their own, which takes longer than the rest.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    num_params = models.num_parameters(problem.shape)
+    row: dict[str, Any] = {
         "problem": str(problem),
         "parameters": num_params,
-        "gradient_error": error,
-        **protocol.as_dict(ratio),
-        "bar": problem.bar,
+        "domains": problem.num_domains,
+        "tokens": problem.num_tokens,
+        "gradient_error": protocol.rounded(steps.check(problem, device), 3),
+    }
+    ratio = protocol.paired(
+        steps.DogeStep(problem, device),
+        steps.PlainStep(problem, device),
+        pairs=pairs,
+        device=device,
+        seconds=seconds,
+    )
+    row |= {**protocol.as_dict(ratio), "bar": problem.bar}
+    row["verdict"] = verdict(row)
+    row["plain_mfu"] = models.utilisation(
+        problem.shape, problem.num_tokens, ratio.baseline_ms, device
+    )
+    if on_gpu:
+        row["host_synchronisations"] = steps.host_synchronisations(problem, device)
+    if with_memory:
+        row |= measured_memory(problem, device, num_params)
+    return row
+
+
+def measured_memory(
+    problem: Problem, device: torch.device | str, num_params: int
+) -> dict[str, Any]:
+    """Peak of the DoGE side over that of the plain side, and how far it is from the buffer."""
+    dtype = getattr(torch, problem.buffer_dtype or "float32")
+    buffer_bytes = problem.num_domains * num_params * dtype.itemsize
+    peaks = {
+        name: memory.peak_bytes("benchmarks.steps:side", steps.arguments_of(name, problem), device)
+        for name in steps.SIDES
+    }
+    extra = peaks["doge"] - peaks["plain"]
+    return {
         "buffer_bytes": buffer_bytes,
+        "plain_peak_bytes": peaks["plain"],
         "extra_bytes": extra,
         "extra_over_buffer": round(extra / buffer_bytes - 1, 4),
     }
 
 
-def main() -> None:
+def verdict(row: dict[str, Any]) -> str | None:
+    """ "met" or "missed", by the median; None without a bar."""
+    if row["bar"] is None:
+        return None
+    return "met" if row["ratio"] <= row["bar"] else "missed"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people, in two lines."""
+    bar = f", bar {row['bar']}: {row['verdict']}" if row["bar"] else ""
+    mfu = f", {100 * row['plain_mfu']:.0f} % MFU" if row["plain_mfu"] else ""
+    text = (
+        f"{row['problem']}\n  DoGE step / plain step = {row['ratio']:.3f} "
+        f"[{row['low']:.3f}, {row['high']:.3f}] ({row['pairs']} pairs, plain "
+        f"{row['baseline_ms']:.0f} ms{mfu}{bar})"
+    )
+    if "extra_over_buffer" in row:
+        text += (
+            "\n  peak memory over plain, less the K x N buffer: "
+            f"{100 * row['extra_over_buffer']:+.1f} % of the buffer"
+        )
+    if "host_synchronisations" in row:
+        text += f"\n  host synchronisations in step(): {row['host_synchronisations']}"
+    return text
+
+
+def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
+    """What the arguments ask for; the standing rows where they ask for nothing."""
+    on_gpu = torch.device(args.device).type == "cuda"
+    if not args.domains and not args.model and not on_gpu:
+        return CPU_PROBLEMS
+    options = {
+        "autocast": args.autocast or ("bfloat16" if on_gpu else None),
+        "buffer_dtype": args.buffer_dtype,
+    }
+    if options["autocast"] == "float32":
+        options["autocast"] = None
+    if args.model or on_gpu:
+        sequences = {"num_sequences": args.sequences} if args.sequences else {}
+        return [
+            paper_problem(model, num_domains, **options, **sequences)
+            for model in args.model or PAPER
+            for num_domains in args.domains or (7, 22, 50)
+        ]
+    shape = Shape(args.layers, max(1, args.width // 64), args.width, args.vocabulary, 128)
+    return [
+        Problem(shape, each, args.sequences or each * (args.tokens // shape.sequence), **options)
+        for each in args.domains
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, print, and write the record when asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=21, help="timed pairs of steps per row")
     parser.add_argument("--json", type=Path, help="where to write the record")
-    parser.add_argument("--domains", type=int, help="measure this instead of the two rows")
-    parser.add_argument("--tokens", type=int, default=512, help="per domain and step")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--model", nargs="+", choices=PAPER, help="sizes of the paper")
+    parser.add_argument("--domains", nargs="+", type=int, help="K")
+    parser.add_argument("--sequences", type=int, help="per step, of all domains together")
+    parser.add_argument("--autocast", help="bfloat16 on a GPU unless given; float32 for none")
+    parser.add_argument("--buffer-dtype", help="of the stored domain gradients")
+    parser.add_argument("--tokens", type=int, default=512, help="per domain, for a model of your")
+    parser.add_argument("--layers", type=int, default=4, help="own sizes")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--peak", choices=["plain", "doge"], help=argparse.SUPPRESS)
-    parser.add_argument("--problem", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.peak:
-        print_peak(args.peak, Problem(**json.loads(args.problem)), args.device)
-        return
-    problems = PROBLEMS
-    if args.domains:
-        problems = (Problem(args.domains, args.tokens, args.layers, args.width, args.vocabulary),)
+    parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
+    args = parser.parse_args(arguments)
     rows = []
-    for problem in problems:
-        row = measure(problem, args.device, args.pairs)
-        rows.append(row)
-        bar = f", bar {problem.bar}" if problem.bar else ""
-        print(
-            f"{problem}: DoGE step / plain step = {row['ratio']:.3f} "
-            f"[{row['low']:.3f}, {row['high']:.3f}] ({row['pairs']} pairs, plain "
-            f"{row['baseline_ms']:.0f} ms{bar}); peak memory over plain, less the K x N buffer: "
-            f"{100 * row['extra_over_buffer']:+.1f} % of the buffer",
-            flush=True,
-        )
+    for problem in problems_of(args):
+        rows.append(measure(problem, args.device, pairs=args.pairs, with_memory=not args.no_memory))
+        print(line(rows[-1]), flush=True)
     record = {"benchmark": "optimizer_step", **protocol.machine(args.device), "rows": rows}
     if args.json:
         protocol.write(args.json, record)

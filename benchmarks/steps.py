@@ -1,0 +1,218 @@
+"""A plain step and a DoGE step on the same model, tokens and micro-batches.
+
+Both run one forward and backward per domain and one AdamW step. The plain side adds the gradients
+up in `p.grad`; the DoGE side keeps them apart, takes their Gram matrix, moves the domain weights
+and combines them.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from benchmarks.models import Shape
+from doge_fast import DoGEOptimizer
+
+LEARNING_RATE = 1e-4
+# Steps after which memory is allocated, tables are uploaded and kernels are compiled.
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Model, domains and precision of a step."""
+
+    shape: Shape
+    num_domains: int
+    num_sequences: int
+    """Of all domains together, dealt out evenly; a domain's share is one micro-batch."""
+    autocast: str | None = None
+    """A dtype of torch by name; None: float32 throughout."""
+    buffer_dtype: str | None = None
+    """Of the stored domain gradients; None: that of the gradients."""
+    package: str | None = None
+    """That builds the model; None: transformers where it is installed."""
+    bar: float | None = None
+    """The ratio to a plain step that must not be passed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Per step."""
+        return self.num_sequences * self.shape.sequence
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """As torch knows it."""
+        return None if self.autocast is None else getattr(torch, self.autocast)
+
+    @classmethod
+    def from_dict(cls, parts: dict[str, Any]) -> "Problem":
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**parts, "shape": Shape(**parts["shape"])})
+
+    def __str__(self) -> str:
+        precision = f", {self.autocast} autocast" if self.autocast else ""
+        buffer = f", rows in {self.buffer_dtype}" if self.buffer_dtype else ""
+        tokens = f"{self.num_sequences} x {self.shape.sequence} tokens"
+        return f"K={self.num_domains}, {tokens}, {self.shape}{precision}{buffer}"
+
+
+class PlainStep:
+    """Gradient accumulation over the domains' micro-batches, then AdamW."""
+
+    def __init__(self, problem: Problem, device: torch.device | str) -> None:
+        self.problem = problem
+        self.model = models.build(problem.shape, device, package=problem.package)
+        self.data = batches(problem, device)
+        self.optimizer: torch.optim.Optimizer = adamw(self.model, device)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Of one domain."""
+        return models.loss_of(self.model, tokens, self.problem.autocast_dtype)
+
+    def backward(self) -> None:
+        """All domains."""
+        for tokens in self.data.values():
+            (self.loss(tokens) / self.problem.num_domains).backward()
+
+    def __call__(self) -> None:
+        """One step."""
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class DogeStep(PlainStep):
+    """The same with domain gradients, Gram matrix, mirror step and weighted sum."""
+
+    optimizer: DoGEOptimizer
+
+    def __init__(self, problem: Problem, device: torch.device | str) -> None:
+        super().__init__(problem, device)
+        buffer_dtype = problem.buffer_dtype
+        self.optimizer = DoGEOptimizer(
+            self.optimizer,
+            domains=list(self.data),
+            mu=1.0,
+            buffer_dtype=None if buffer_dtype is None else getattr(torch, buffer_dtype),
+        )
+
+    def backward(self) -> None:
+        """All domains."""
+        for name, tokens in self.data.items():
+            with self.optimizer.domain(name):
+                self.loss(tokens).backward()
+
+
+SIDES: dict[str, Callable[[Problem, torch.device | str], PlainStep]] = {
+    "plain": PlainStep,
+    "doge": DogeStep,
+}
+
+
+def side(name: str, problem: dict[str, Any], device: str) -> PlainStep:
+    """What `memory.peak_bytes` names."""
+    return SIDES[name](Problem.from_dict(problem), device)
+
+
+def arguments_of(name: str, problem: Problem) -> dict[str, Any]:
+    """Of `side`, as JSON can say them."""
+    return {"name": name, "problem": asdict(problem)}
+
+
+def batches(problem: Problem, device: torch.device | str) -> dict[str, Tensor]:
+    """{domain: tokens [B_k, L]}, the same for all sides."""
+    return models.domain_batches(problem.shape, problem.num_domains, problem.num_sequences, device)
+
+
+def adamw(model: nn.Module, device: torch.device | str) -> torch.optim.AdamW:
+    """On a GPU fused, so that a skipped step needs no word from the host, and capturable."""
+    on_gpu = torch.device(device).type == "cuda"
+    options = {"fused": True, "capturable": True} if on_gpu else {}
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **options)
+
+
+def check(problem: Problem, device: torch.device | str) -> float:
+    """`gradient_error`; raises where it is more than rounding."""
+    error = gradient_error(problem, device)
+    # float32: sums of K rows, a few units of 6e-8. With 16 bits a backward pass on a GPU does
+    # not even repeat itself: attention adds in changing order before it rounds.
+    is_rounded = problem.autocast is not None or problem.buffer_dtype is not None
+    if not error < (2**-7 if is_rounded else 1e-5):
+        raise RuntimeError(f"the combined gradient is off by {error:.1e}; nothing is timed.")
+    return error
+
+
+def gradient_error(problem: Problem, device: torch.device | str) -> float:
+    """Largest error of the combined gradient over its largest element, against autograd's.
+
+    In the precision of the problem, of which both sides see the same; sums are float64 here.
+    """
+    doge = DogeStep(problem, device)
+    doge.backward()
+    doge.optimizer.combine()
+    params = list(doge.model.parameters())
+    expected = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+    for alpha, tokens in zip(doge.optimizer.alpha.tolist(), doge.data.values(), strict=True):
+        for total, grad in zip(
+            expected, torch.autograd.grad(doge.loss(tokens), params), strict=True
+        ):
+            total += alpha * grad.double()
+    largest = max(float(each.abs().max()) for each in expected)
+    errors = [
+        float((p.grad.double() - exact).abs().max())  # type: ignore[union-attr]
+        for p, exact in zip(params, expected, strict=True)
+    ]
+    return max(errors) / largest
+
+
+def host_synchronisations(problem: Problem, device: torch.device | str) -> str:
+    """What `optimizer.step()` makes the host wait for after warm-up: "none", or torch's complaint.
+
+    Torch raises at the first operation that waits for the device.
+    """
+    doge = DogeStep(problem, device)
+    for _ in range(WARM_UP):
+        doge()
+    doge.backward()
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        doge.optimizer.step()
+        doge.optimizer.zero_grad()
+    except RuntimeError as complaint:
+        return str(complaint).strip().splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "none"
+
+
+def captured_step_error(problem: Problem, device: torch.device | str, steps: int = 3) -> float:
+    """Largest difference of the parameters after `steps` replays of a captured `step()`.
+
+    Relative to the largest parameter and against a twin that is never captured. Captured is all
+    that `optimizer.step()` does; the domains' backward passes run before each replay as they are.
+    """
+    captured, twin = DogeStep(problem, device), DogeStep(problem, device)
+    for each in (captured, twin):
+        for _ in range(WARM_UP):
+            each()
+        each.backward()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.optimizer.step()
+    for index in range(steps):
+        if index:
+            captured.backward()
+            twin.backward()
+        graph.replay()
+        twin.optimizer.step()
+        captured.optimizer.zero_grad()
+        twin.optimizer.zero_grad()
+    pairs = list(zip(captured.model.parameters(), twin.model.parameters(), strict=True))
+    largest = max(float(exact.abs().max()) for _, exact in pairs)
+    return max(float((a - b).abs().max()) for a, b in pairs) / largest
