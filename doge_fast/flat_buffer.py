@@ -33,16 +33,12 @@ PENDING_BYTES_ELSEWHERE = 1 << 26
 class Block:
     """One parameter's rows: `rows_RN` is an [R, numel] view, `rows[r]` the r-th row."""
 
-    __slots__ = ("combined", "is_pending", "param", "rows", "rows_RN", "written")
+    __slots__ = ("combined", "is_pending", "param", "param_dtype", "rows", "rows_RN", "written")
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
-        stride = -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        if stride * dtype.itemsize % PAGE_BYTES == 0:
-            stride += ALIGNMENT
-        memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
-        memory[:, param.numel() :] = 0
         self.param = param
-        self.rows_RN = memory[:, : param.numel()]
+        self.param_dtype = param.dtype
+        self.rows_RN = _new_rows(param, num_rows, dtype)
         self.rows: Sequence[Tensor] = self.rows_RN.unbind(0)
         # Bit r: row r holds a gradient of this step.
         self.written = 0
@@ -56,6 +52,15 @@ class Block:
                 if not self.written >> r & 1:
                     row_N.zero_()
 
+    def widen(self, dtype: torch.dtype) -> None:
+        """Keep rows in `dtype` from now on, which holds all that they have."""
+        narrow_RN = self.rows_RN
+        self.rows_RN = _new_rows(self.param, len(narrow_RN), dtype)
+        self.rows = self.rows_RN.unbind(0)
+        for r, row_N in enumerate(self.rows):
+            if self.written >> r & 1:
+                row_N.copy_(narrow_RN[r])
+
     def gradient(self) -> Tensor:
         """Memory of the combined gradient: shape, strides and dtype of the parameter.
 
@@ -65,15 +70,22 @@ class Block:
             self.combined = torch.empty_like(self.param, requires_grad=False)
         return self.combined
 
-    def has_moved(self, grad: Tensor, *, is_own_dtype: bool) -> bool:
+    def has_moved(self) -> bool:
         """Whether the parameter has another device, dtype or size than when its rows were made."""
-        rows_RN, combined = self.rows_RN, self.combined
         return (
-            rows_RN.device != grad.device
-            or rows_RN.shape[1] != grad.numel()
-            or (is_own_dtype and rows_RN.dtype != grad.dtype)
-            or (combined is not None and combined.dtype != self.param.dtype)
+            self.rows_RN.device != self.param.device
+            or self.rows_RN.shape[1] != self.param.numel()
+            or self.param_dtype != self.param.dtype
         )
+
+
+def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    stride = -(-param.numel() // ALIGNMENT) * ALIGNMENT
+    if stride * dtype.itemsize % PAGE_BYTES == 0:
+        stride += ALIGNMENT
+    memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
+    memory[:, param.numel() :] = 0
+    return memory[:, : param.numel()]
 
 
 class FlatBuffer:
@@ -123,7 +135,13 @@ class FlatBuffer:
             self._take(row, param, grad)
 
     def _take(self, row: int, param: Tensor, grad: Tensor) -> None:
-        block = self._block(param, grad)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                "domain gradients must be dense; a parameter of shape "
+                f"{list(param.shape)} got one of layout {grad.layout}. "
+                "Build its module with sparse=False."
+            )
+        block = self._block(param, grad.dtype)
         adds = bool(block.written >> row & 1)
         if self._grads and (
             block.is_pending or adds != self._pending_adds or grad.device != self._grads[0].device
@@ -138,6 +156,30 @@ class FlatBuffer:
         self._pending_bytes += grad.nbytes
         if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
             self.flush()
+
+    def slot(self, row: int, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Row `row` of `param`'s block, to be written at once, and whether to add to it.
+
+        Rows of 16 bits hold a gradient that was computed in them, and become float32 when a
+        second one is to be added or one of float32 comes.
+
+        Args:
+            row: of the domain.
+            param: whose gradient comes.
+            dtype: in which it is computed.
+
+        Raises:
+            RuntimeError: the parameter has moved since its block was made.
+        """
+        with self._lock:
+            block = self._block(param, dtype)
+            if block.is_pending:
+                self.flush()
+            adds = bool(block.written >> row & 1)
+            if adds and self.dtype is None and block.rows_RN.dtype.itemsize < 4:
+                block.widen(torch.float32)
+            block.written |= 1 << row
+            return block.rows[row], adds
 
     def flush(self) -> None:
         """Write what waits."""
@@ -178,24 +220,23 @@ class FlatBuffer:
             if block is not None:
                 yield block
 
-    def _block(self, param: Tensor, grad: Tensor) -> Block:
+    def _block(self, param: Tensor, dtype: torch.dtype) -> Block:
         block = self._blocks.get(id(param))
         if block is None:
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    "domain gradients must be dense; a parameter of shape "
-                    f"{list(param.shape)} got one of layout {grad.layout}. "
-                    "Build its module with sparse=False."
-                )
-            block = Block(param, self.num_rows, self.dtype or grad.dtype)
+            block = Block(param, self.num_rows, self.dtype or dtype)
             self._blocks[id(param)] = block
-        elif block.has_moved(grad, is_own_dtype=self.dtype is None):
+        elif block.has_moved():
             raise RuntimeError(
-                f"the model was moved or cast after its first gradient: a parameter of now shape "
-                f"{list(param.shape)} had rows of {block.rows_RN.shape[1]} {block.rows_RN.dtype} "
-                f"on {block.rows_RN.device} and sends {grad.dtype} on {grad.device}. "
-                "Move the model first and build the optimizer after that."
+                f"the model was moved or cast after its first gradient: a parameter had rows of "
+                f"{block.rows_RN.shape[1]} elements on {block.rows_RN.device} for "
+                f"{block.param_dtype} and is now {param.dtype}, {list(param.shape)} on "
+                f"{param.device}. Move the model first and build the optimizer after that."
             )
+        elif self.dtype is None and block.rows_RN.dtype != dtype:
+            both = torch.promote_types(block.rows_RN.dtype, dtype)
+            if both != block.rows_RN.dtype:
+                self.flush()
+                block.widen(both)
         return block
 
 

@@ -11,13 +11,13 @@ import json
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from doge_fast import generalization
@@ -27,6 +27,7 @@ from doge_fast.kernels import gram
 from doge_fast.kernels.reweight.packing import Step
 from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.reweighting import DomainWeights, Rule
+from doge_fast.stacked import Segment, Stack
 from doge_fast.tracing import phase
 
 # Who listens to a parameter, by its id: of two wrappers the one that was used last.
@@ -160,6 +161,8 @@ class DoGEOptimizer(Optimizer):
         self._row_of = {name: row for row, name in enumerate(self.rows)}
         self._buffer = FlatBuffer(len(self.rows), _checked_dtype(buffer_dtype))
         self._active: str | None = None
+        self._is_stacked = False
+        self._stack: Stack | None = None
         self._has_received = False
         self._seen: set[str] = set()
         self._is_combined = False
@@ -307,6 +310,59 @@ class DoGEOptimizer(Optimizer):
             )
         self._seen.add(name)
 
+    @contextmanager
+    def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
+        """One forward and one backward for all domains, on a batch that is sorted by domain.
+
+        The loss is the sum over domains of their mean losses, as `doge_fast.losses` takes it,
+        and both passes run inside::
+
+            with optimizer.stacked(model, {"arxiv": 4, "book": 2}):
+                logits = model(input_ids).logits                       # 6 examples, arxiv first
+                domain_losses(logits, labels, {"arxiv": 4, "book": 2}).sum().backward()
+
+        Each layer computes the gradient of its input once, over all tokens, and writes the
+        weight gradient of every domain into its row: the rows equal those of one
+        `domain(name)` after another to rounding. Entering again before `step()` adds up, with
+        the same domains or others. Modules without a rule (all but linear and embedding layers,
+        LayerNorm, RMSNorm) run once per domain inside. Dropout draws other masks than
+        one domain after another would.
+
+        Args:
+            model: holds the parameters; examples are the first dimension of what its modules see.
+            sizes: number of examples of each domain, in the order of the batch. A domain with
+                none counts as absent.
+
+        Raises:
+            ValueError: an unknown domain, no example at all, or a module that couples examples
+                (batch statistics).
+            RuntimeError: as `domain`; a module is handed something without the batch in front; or
+                a parameter got a gradient of the whole batch, past its module's forward.
+        """
+        segments = self._segments(sizes)
+        for name in sizes:
+            self._open(name)
+        stack = self._stack_of(model)
+        self._active = ", ".join(sizes)
+        self._is_stacked = True
+        try:
+            with stack.listening(segments):
+                yield
+            self._buffer.flush()
+        except BaseException:
+            self._forget()
+            self._is_dropped = True
+            raise
+        finally:
+            self._active = None
+            self._is_stacked = False
+        if not stack.has_written:
+            raise RuntimeError(
+                "no parameter of the optimizer received a gradient inside stacked(). Run the "
+                "forward and loss.backward() inside it, on the model that it was given."
+            )
+        self._seen.update(name for name, size in sizes.items() if size)
+
     def combine(self, *, grad_scale: float | Tensor = 1.0) -> None:
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
@@ -417,7 +473,7 @@ class DoGEOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks on the parameters, which cannot travel."""
         state = self.__dict__.copy()
-        state["_hooks"] = {}
+        state |= {"_hooks": {}, "_stack": None, "_is_stacked": False}
         # Rows and p.grad do not travel, so a copy begins its step anew.
         state |= {"_seen": set(), "_is_combined": False, "_active": None, "_has_received": False}
         # Schedulers put a patched step on the instance; the class has the real one.
@@ -494,23 +550,42 @@ class DoGEOptimizer(Optimizer):
     def _receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just finished; it never stays in `p.grad`."""
         grad, param.grad = param.grad, None
+        if grad is None:
+            # Its module has written the rows by itself.
+            return
         if self._active is None:
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
                 f"{list(self.rows)}. Run it inside `with optimizer.domain(name):`, or call "
                 "optimizer.release() when the model is to train without domains."
             )
-        assert grad is not None
+        if self._is_stacked:
+            raise RuntimeError(
+                f"{self._name_of(param)} got a gradient of the whole batch: it is used past the "
+                "forward of the module that owns it, where domains cannot be told apart. Run "
+                "one domain after another, with optimizer.domain(name)."
+            )
         self._buffer.receive(self._row_of[self._active], param, grad)
         self._has_received = True
 
-    def _open(self, name: str) -> None:
-        """Check that a domain may be entered now."""
+    def _name_of(self, param: Tensor) -> str:
+        """The name a message gives a parameter."""
+        for group in self.param_groups:
+            for name, known in zip(group.get("param_names", ()), group["params"], strict=False):
+                if known is param:
+                    return f"the parameter {name}"
+        return f"a parameter of shape {list(param.shape)}"
+
+    def _check_known(self, name: str) -> None:
         if name not in self._row_of:
             raise ValueError(
                 f"unknown domain {name!r}; the optimizer knows {list(self.rows)}. "
                 "Name it in domains= (trained on) or in target= (measured only)."
             )
+
+    def _open(self, name: str) -> None:
+        """Check that a domain may be entered now."""
+        self._check_known(name)
         if self._active is not None:
             raise RuntimeError(
                 f"domain({name!r}) was entered inside domain({self._active!r}); a gradient "
@@ -530,6 +605,27 @@ class DoGEOptimizer(Optimizer):
         if self._is_combined:
             # Combined and then cleared without a step, as a scaler does on overflow.
             self._forget()
+
+    def _segments(self, sizes: Mapping[str, int]) -> list[Segment]:
+        """Where each domain lies in the batch."""
+        for name, size in sizes.items():
+            self._check_known(name)
+            if size < 0:
+                raise ValueError(f"sizes must be numbers of examples; {name!r} has {size}.")
+        if not sum(sizes.values()):
+            raise ValueError(f"stacked() needs a batch with at least one example; got {sizes}.")
+        segments, first = [], 0
+        for name, size in sizes.items():
+            if size:
+                segments.append(Segment(self._row_of[name], first, first + size))
+            first += size
+        return segments
+
+    def _stack_of(self, model: nn.Module) -> Stack:
+        tracked = {id(param): param for param in self._tracked()}
+        if self._stack is None or not self._stack.covers(model, tracked):
+            self._stack = Stack(model, self._buffer, tracked)
+        return self._stack
 
     def _refuse_inside_a_domain(self, what: str) -> None:
         if self._active is not None:

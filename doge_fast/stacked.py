@@ -1,0 +1,637 @@
+"""One backward for all domains: each layer writes every domain's weight gradient by itself.
+
+In a batch sorted by domain each token contributes to one domain's gradient, so all K weight
+gradients of a layer cost what its ordinary one costs: the same products, cut at the borders of the
+domains. While a `Stack` listens, the `forward` of every module that owns trained parameters is
+replaced: forward and the gradient of the input are as before, over all tokens at once; the weight
+gradient of each domain goes straight into its row of the flat buffer, and autograd sees none.
+
+Modules without a rule of their own are run once per domain, on slices of their input and with
+aliases of their parameters, which is exact for everything that treats examples one by one. What
+couples examples (batch statistics) has no gradient per domain in such a batch and is refused.
+
+The writing is one opaque operator, `torch.ops.doge_fast.fill_rows_`: a compiler sees that it
+changes a token and keeps it, and the blocks behind it may be allocated when the first gradient
+appears.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from doge_fast.flat_buffer import FlatBuffer
+
+Forward = Callable[..., Any]
+# Writes the rows of one module's parameters from what its backward has at hand.
+Fill = Callable[["Stack", Any, Sequence[Tensor]], None]
+
+
+class Segment(NamedTuple):
+    """The examples of one domain: `first` up to `last` of the batch, and its row of the buffer."""
+
+    row: int
+    first: int
+    last: int
+
+
+class Stack:
+    """Replaces the forwards of a model's modules, and writes what they find into the buffer.
+
+    Args:
+        model: whose modules fill the rows.
+        buffer: whose rows are filled.
+        tracked: the parameters that are trained, by id.
+
+    Raises:
+        ValueError: a module couples the examples of a batch.
+    """
+
+    def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Mapping[int, Tensor]) -> None:
+        self._buffer = buffer
+        self._tracked = frozenset(tracked)
+        self._segments: tuple[Segment, ...] = ()
+        # Tokens per example that were seen in this pass: what else a flattened batch may hold.
+        self._lengths: set[int] = set()
+        self.has_written = False
+        self._forwards = dict(self._replacements(model, ""))
+
+    def covers(self, model: nn.Module, tracked: Mapping[int, Tensor]) -> bool:
+        """Whether this was made for `model` as it is now, and for these parameters."""
+        return self._tracked == frozenset(tracked) and [*self._forwards] == [
+            module for module, _ in self._owners(model, "")
+        ]
+
+    @contextmanager
+    def listening(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Let the modules fill the rows of `segments`; afterwards they are as they were."""
+        self._segments, self._lengths, self.has_written = tuple(segments), set(), False
+        before = {module: module.__dict__.get("forward") for module in self._forwards}
+        try:
+            for module, forward in self._forwards.items():
+                module.forward = forward
+            yield
+        finally:
+            self._segments = ()
+            for module, original in before.items():
+                if original is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.forward = original
+
+    @property
+    def num_examples(self) -> int:
+        """Of the batch under way; 0 outside one."""
+        return self._segments[-1].last if self._segments else 0
+
+    def owns(self, param: Tensor | None) -> bool:
+        """Whether the optimizer trains `param`."""
+        return param is not None and id(param) in self._tracked
+
+    def spans(self, num_tokens: int) -> Iterator[tuple[int, slice]]:
+        """(row, tokens of its domain) of `num_tokens`, as many for each example."""
+        if not self._segments:
+            raise RuntimeError(
+                "a backward pass of a stacked batch ran outside its context, where nobody knows "
+                "which token is whose. Call loss.backward() inside optimizer.stacked(...)."
+            )
+        each = num_tokens // self.num_examples
+        for row, first, last in self._segments:
+            yield row, slice(first * each, last * each)
+
+    def write(
+        self,
+        param: Tensor,
+        row: int,
+        dtype: torch.dtype,
+        product: Callable[[Tensor, bool], object],
+    ) -> None:
+        """Have `product(out, adds)` fill `param`'s row, or add to it.
+
+        Args:
+            param: whose gradient it is; `out` has its shape.
+            row: of the domain.
+            dtype: in which the gradient is computed, and of `out`.
+            product: writes `out`, adding to what is there if `adds`.
+        """
+        self.has_written = True
+        row_N, adds = self._buffer.slot(row, param, dtype)
+        if row_N.dtype == dtype:
+            product(row_N.view(param.shape), adds)
+            return
+        value = torch.empty(param.shape, dtype=dtype, device=param.device)
+        product(value, False)
+        if adds:
+            row_N.add_(value.view(-1))
+        else:
+            row_N.copy_(value.view(-1))
+
+    def receive(self, param: Tensor, row: int, grad: Tensor) -> None:
+        """Take a gradient that autograd has made of one domain alone."""
+        self.has_written = True
+        self._buffer.receive(row, param, grad)
+
+    def batch_first(self, x: Tensor, module: nn.Module) -> Tensor:
+        """`x` with the examples of the batch in front, repeated where it is the same for all.
+
+        Raises:
+            RuntimeError: the first dimension is something else.
+        """
+        size = self.num_examples
+        if x.shape[0] == size:
+            if x.dim() > 2:
+                self._lengths.add(x.shape[1])
+            return x
+        if x.shape[0] == 1:
+            return x.expand(size, *x.shape[1:])
+        if x.dim() == 2 and x.shape[0] % size == 0 and x.shape[0] // size in self._lengths:
+            return x
+        raise RuntimeError(
+            f"stacked mode needs the {size} examples of the batch in the first dimension; a "
+            f"{type(module).__name__} got shape {list(x.shape)}. Run one domain after another, "
+            "with optimizer.domain(name)."
+        )
+
+    def ids_with_batch(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Indices as [B, ...] or [1, L], and how often the latter stand for an example.
+
+        Positions come without a batch, [L] or [1, L]; one index per example as [B].
+
+        Raises:
+            RuntimeError: it cannot be told which of them this is, or it is neither.
+        """
+        size = self.num_examples
+        if ids.dim() == 1 and len(ids) == size and (not self._lengths or size in self._lengths):
+            raise RuntimeError(
+                f"stacked mode cannot tell {size} positions from one index for each of the {size} "
+                f"examples: an Embedding got shape {list(ids.shape)}. Give positions as [1, L], or "
+                "one index per example as [B, 1]."
+            )
+        if ids.dim() == 1 and len(ids) != size:
+            ids = ids[None]
+        if len(ids) == 1:
+            return ids, size
+        if len(ids) != size:
+            raise RuntimeError(
+                f"stacked mode needs the {size} examples of the batch in the first dimension; an "
+                f"Embedding got indices of shape {list(ids.shape)}. Run one domain after another, "
+                "with optimizer.domain(name)."
+            )
+        if ids.dim() > 1:
+            self._lengths.add(ids.shape[1])
+        return ids, 1
+
+    def slices(self) -> tuple[Segment, ...]:
+        """The segments of the batch under way."""
+        return self._segments
+
+    def _owners(self, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+        """Modules that own trained parameters and fill their rows, with their names."""
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
+                "examples of all domains: no domain has a gradient of its own. Run one domain "
+                "after another, with optimizer.domain(name), or put it in eval mode."
+            )
+        if any(self.owns(param) for param in module.parameters(recurse=False)):
+            yield module, name
+            if _rule_of(module) is None:
+                # Its children run inside it, domain by domain; only look for what is refused.
+                for child_name, child in module.named_modules():
+                    if isinstance(child, _BatchNorm) and child.training and child is not module:
+                        yield from self._owners(child, f"{name}.{child_name}")
+                return
+        for child_name, child in module.named_children():
+            yield from self._owners(child, f"{name}.{child_name}".lstrip("."))
+
+    def _replacements(self, model: nn.Module, name: str) -> Iterator[tuple[nn.Module, Forward]]:
+        for module, _ in self._owners(model, name):
+            rule = _rule_of(module)
+            yield module, rule(self, module) if rule else _by_slices(self, module)
+
+
+# What a backward pass calls, by number: a compiler may hold a number, not a module.
+_fills: dict[int, tuple["weakref.ref[Stack]", "weakref.ref[nn.Module]", Fill]] = {}
+_numbers = count()
+
+
+def _registered(stack: Stack, module: nn.Module, fill: Fill) -> int:
+    number = next(_numbers)
+    _fills[number] = weakref.ref(stack), weakref.ref(module), fill
+    weakref.finalize(stack, _fills.pop, number, None)
+    return number
+
+
+@torch.library.custom_op("doge_fast::fill_rows_", mutates_args={"token"})
+def fill_rows_(tensors: list[Tensor], token: Tensor, number: int) -> None:
+    """Write rows of the flat buffer from what a module's backward has at hand.
+
+    Args:
+        tensors: gradient of the output first, then what the module's rule has saved.
+        token: changes, in the eyes of a compiler; nothing is written to it.
+        number: of the module.
+    """
+    stack_ref, module_ref, fill = _fills[number]
+    stack, module = stack_ref(), module_ref()
+    assert stack is not None
+    assert module is not None
+    fill(stack, module, tensors)
+
+
+@fill_rows_.register_fake
+def _(tensors: list[Tensor], token: Tensor, number: int) -> None:
+    return None
+
+
+def _fill(tensors: list[Tensor], token: Tensor, number: int) -> None:
+    if torch.compiler.is_compiling():
+        fill_rows_(tensors, token, number)
+    else:
+        stack_ref, module_ref, fill = _fills[number]
+        fill(stack_ref(), module_ref(), tensors)  # type: ignore[arg-type]
+
+
+def _token(module: nn.Module) -> Tensor:
+    return torch.zeros(1, device=next(module.parameters(recurse=False)).device)
+
+
+def _flat(x: Tensor, num_last: int = 1) -> Tensor:
+    """[tokens, features]: the last `num_last` dimensions as one, the others as one."""
+    return x.flatten(-num_last).flatten(0, -2) if x.dim() > num_last else x.flatten()[None]
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _sum_into(values_TF: Tensor) -> Callable[[Tensor, bool], object]:
+    """Sum over tokens, as a product that `Stack.write` takes."""
+
+    def product(out: Tensor, adds: bool) -> None:
+        if adds:
+            out.add_(values_TF.sum(0).view(out.shape))
+        else:
+            torch.sum(values_TF, 0, out=out.view(-1))
+
+    return product
+
+
+def _matmul_into(left: Tensor, right: Tensor) -> Callable[[Tensor, bool], object]:
+    """left @ right, as a product that `Stack.write` takes."""
+
+    def product(out: Tensor, adds: bool) -> None:
+        if adds:
+            out.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=out)
+
+    return product
+
+
+# Linear, and the same with a transposed weight.
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token: Tensor,
+        number: int,
+        is_transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.token, ctx.number, ctx.is_transposed = token, number, is_transposed
+        return F.linear(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        _fill([grad, x], ctx.token, ctx.number)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = weight.to(grad.dtype)
+            grad_x = grad @ (weight.t() if ctx.is_transposed else weight)
+        return grad_x, None, None, None, None, None
+
+
+def _fill_linear(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+    grad_TO, x_TI = _flat(tensors[0]), _flat(tensors[1])
+    is_transposed = not isinstance(module, nn.Linear)
+    for row, span in stack.spans(len(x_TI)):
+        grad, x = grad_TO[span], x_TI[span]
+        if stack.owns(module.weight):
+            pair = (x.t(), grad) if is_transposed else (grad.t(), x)
+            stack.write(module.weight, row, grad.dtype, _matmul_into(*pair))
+        if stack.owns(module.bias):
+            stack.write(module.bias, row, grad.dtype, _sum_into(grad))
+
+
+def _linear(stack: Stack, module: Any) -> Forward:
+    number, token = _registered(stack, module, _fill_linear), _token(module)
+    original, is_transposed = module.forward, not isinstance(module, nn.Linear)
+
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            output: Tensor = original(x)
+            return output
+        x = stack.batch_first(x, module)
+        dtype = _autocast_dtype(x)
+        x = x if dtype is None else x.to(dtype)
+        output = _Linear.apply(x, module.weight, module.bias, token, number, is_transposed)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+# Embedding.
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, token: Tensor, number: int, num_repeats: int
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.token, ctx.number = token, number
+        vectors = F.embedding(ids, weight)
+        return vectors.expand(num_repeats, *vectors.shape[1:]) if num_repeats > 1 else vectors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        _fill([grad, ids], ctx.token, ctx.number)
+        return None, None, None, None, None
+
+
+def _fill_embedding(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+    grad, ids = tensors
+    grad_BLD = grad.flatten(1, -2) if grad.dim() > 3 else grad.view(len(grad), -1, grad.shape[-1])
+    ids_BL = ids.reshape(len(ids), -1)
+    for row, span in stack.spans(len(grad_BLD)):
+        grad_LD, ids_L = grad_BLD[span], ids_BL
+        # The same for all examples, as positions are: their gradients add up first.
+        is_shared = len(ids_BL) < len(grad_BLD)
+        grad_LD = grad_LD.sum(0) if is_shared else grad_LD.flatten(0, 1)
+        ids_L = ids_BL[0] if is_shared else ids_BL[span].flatten()
+        stack.write(module.weight, row, grad.dtype, _scatter_into(grad_LD, ids_L, module))
+
+
+def _scatter_into(grad_LD: Tensor, ids_L: Tensor, module: Any) -> Callable[[Tensor, bool], object]:
+    if module.padding_idx is not None:
+        grad_LD = grad_LD.masked_fill((ids_L == module.padding_idx)[:, None], 0)
+
+    def product(out: Tensor, adds: bool) -> None:
+        (out if adds else out.zero_()).index_add_(0, ids_L, grad_LD)
+
+    return product
+
+
+def _embedding(stack: Stack, module: Any) -> Forward:
+    number, token = _registered(stack, module, _fill_embedding), _token(module)
+    original = module.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            output: Tensor = original(ids)
+            return output
+        ids, num_repeats = stack.ids_with_batch(ids)
+        output = _Embedding.apply(ids, module.weight, token, number, num_repeats)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+# Norms.
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token: Tensor,
+        number: int,
+        shape: list[int],
+        eps: float,
+    ) -> Tensor:
+        output, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.token, ctx.number, ctx.shape = token, number, shape
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, mean, rstd, weight = ctx.saved_tensors
+        _fill([grad, x, mean, rstd], ctx.token, ctx.number)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.ops.aten.native_layer_norm_backward(
+                grad, x, ctx.shape, mean, rstd, weight, None, [True, False, False]
+            )[0]
+        return grad_x, None, None, None, None, None, None
+
+
+def _fill_layer_norm(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+    num_last = len(module.normalized_shape)
+    grad_TF, x_TF = (_flat(tensor, num_last) for tensor in tensors[:2])
+    mean_T, rstd_T = (tensor.reshape(-1, 1) for tensor in tensors[2:])
+    for row, span in stack.spans(len(x_TF)):
+        grad = grad_TF[span]
+        if stack.owns(module.weight):
+            normal = (x_TF[span] - mean_T[span]) * rstd_T[span]
+            stack.write(module.weight, row, grad.dtype, _sum_into(grad * normal))
+        if stack.owns(module.bias):
+            stack.write(module.bias, row, grad.dtype, _sum_into(grad))
+
+
+def _layer_norm(stack: Stack, module: Any) -> Forward:
+    number, token = _registered(stack, module, _fill_layer_norm), _token(module)
+    original, shape = module.forward, list(module.normalized_shape)
+
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            output: Tensor = original(x)
+            return output
+        x = stack.batch_first(x, module)
+        x = x if _autocast_dtype(x) is None else x.float()
+        output = _LayerNorm.apply(x, module.weight, module.bias, token, number, shape, module.eps)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+class _Scale(torch.autograd.Function):
+    """x * weight, the weight along the last dimensions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, token: Tensor, number: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.token, ctx.number = token, number
+        return x * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        _fill([grad, x], ctx.token, ctx.number)
+        return grad * weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _fill_scale(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+    grad_TF, x_TF = (_flat(tensor, module.weight.dim()) for tensor in tensors)
+    for row, span in stack.spans(len(x_TF)):
+        grad = grad_TF[span]
+        stack.write(module.weight, row, grad.dtype, _sum_into(grad * x_TF[span]))
+
+
+def _rms_norm(stack: Stack, module: Any) -> Forward:
+    number, token = _registered(stack, module, _fill_scale), _token(module)
+    original = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            output: Tensor = original(x)
+            return output
+        x = stack.batch_first(x, module)
+        normal = F.rms_norm(x, module.normalized_shape, None, module.eps)
+        output = _Scale.apply(normal, module.weight, token, number)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+# Everything else.
+
+
+def _by_slices(stack: Stack, module: nn.Module) -> Forward:
+    """Run `module` once per domain, with parameters that tell the domains apart."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        outputs = []
+        for segment in stack.slices():
+            taken_args, taken_kwargs = _taken(stack, module, segment, args, kwargs)
+            with _aliased(stack, module, segment.row):
+                outputs.append(original(*taken_args, **taken_kwargs))
+        return _joined(module, outputs)
+
+    return forward
+
+
+def _taken(
+    stack: Stack, module: nn.Module, segment: Segment, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """The arguments of one domain: tensors of the whole batch are cut."""
+    size = stack.num_examples
+    num_cut = 0
+
+    def cut(value: Any) -> Any:
+        nonlocal num_cut
+        if isinstance(value, Tensor) and value.dim() > 0 and len(value) == size:
+            num_cut += 1
+            return value[segment.first : segment.last]
+        return value
+
+    taken = pytree.tree_map(cut, (args, kwargs))
+    if not num_cut:
+        raise RuntimeError(
+            f"stacked mode runs {type(module).__name__} once per domain and found no argument "
+            f"with the {size} examples of the batch in front. Run one domain after another, with "
+            "optimizer.domain(name)."
+        )
+    return taken  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _aliased(stack: Stack, module: nn.Module, row: int) -> Iterator[None]:
+    """Parameters of `module` as leaves of their own, whose gradients belong to one row."""
+    aliases: dict[int, Tensor] = {}
+    swapped = []
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None and stack.owns(param):
+                alias = aliases.get(id(param))
+                if alias is None:
+                    alias = aliases[id(param)] = _alias(stack, param, row)
+                swapped.append((owner, name, param))
+                owner._parameters[name] = alias  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for owner, name, param in swapped:
+            owner._parameters[name] = param
+
+
+def _alias(stack: Stack, param: Tensor, row: int) -> Tensor:
+    alias = param.detach().requires_grad_()
+
+    def receive(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        stack.receive(param, row, grad)
+
+    alias.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _joined(module: nn.Module, outputs: Sequence[Any]) -> Any:
+    """The outputs of all domains as one: tensors end to end, the rest as the first has it."""
+    leaves_DP, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
+    joined = []
+    for leaves in zip(*leaves_DP, strict=True):
+        if isinstance(leaves[0], Tensor) and leaves[0].dim() == 0:
+            raise RuntimeError(
+                f"stacked mode runs {type(module).__name__} once per domain and cannot join its "
+                "output, a scalar over the batch. Run one domain after another, with "
+                "optimizer.domain(name)."
+            )
+        joined.append(torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0])
+    return pytree.tree_unflatten(joined, specs[0])
+
+
+def _is_plain_embedding(module: Any) -> bool:
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+# By the class itself: a subclass may do something else.
+_RULES: dict[str, Callable[[Stack, Any], Forward]] = {
+    "torch.nn.modules.linear.Linear": _linear,
+    "transformers.pytorch_utils.Conv1D": _linear,
+    "torch.nn.modules.sparse.Embedding": _embedding,
+    "torch.nn.modules.normalization.LayerNorm": _layer_norm,
+    "torch.nn.modules.normalization.RMSNorm": _rms_norm,
+}
+
+
+def _rule_of(module: nn.Module) -> Callable[[Stack, Any], Forward] | None:
+    if "forward" in module.__dict__:
+        # Somebody has replaced it.
+        return None
+    kind = type(module)
+    rule = _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    if rule is _embedding and not _is_plain_embedding(module):
+        return None
+    if rule is _linear and isinstance(module, nn.Linear) and module.weight.dim() != 2:
+        return None
+    # A parametrized or pruned weight is computed, not owned.
+    is_plain = "weight" in module._parameters and module._parameters["weight"] is not None
+    return rule if is_plain else None

@@ -1,0 +1,401 @@
+"""One backward for all domains: the rows are those of one domain after another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from doge_fast import DoGEOptimizer
+
+SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}
+VOCABULARY, LENGTH = 40, 9
+
+Rows = dict[str, Tensor]
+
+
+class Tiny(nn.Module):
+    """Embeddings, positions without a batch, norms, linear layers, perhaps a tied head."""
+
+    def __init__(self, *, tied: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16, padding_idx=3)
+        self.places = nn.Embedding(LENGTH, 16)
+        self.norm = nn.LayerNorm(16, bias=bias)
+        self.up = nn.Linear(16, 24, bias=bias)
+        self.root = nn.RMSNorm(24)
+        self.down = nn.Linear(24, 16, bias=bias)
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x = self.words(ids_BL) + self.places(torch.arange(ids_BL.shape[1]))
+        x = x + self.down(self.root(F.gelu(self.up(self.norm(x)))))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def mean_loss(logits: Tensor, ids_BL: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten())
+
+
+def losses_of(logits: Tensor, ids_BL: Tensor, sizes: dict[str, int]) -> Tensor:
+    pairs = zip(logits.split([*sizes.values()]), ids_BL.split([*sizes.values()]), strict=True)
+    return torch.stack([mean_loss(part, ids) for part, ids in pairs if len(ids)])
+
+
+def ids_of(sizes: dict[str, int] = SIZES, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (sum(sizes.values()), LENGTH), generator=generator)
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> DoGEOptimizer:
+    return DoGEOptimizer(
+        torch.optim.SGD(model.named_parameters(), lr=0.1),
+        domains=list(SIZES),
+        absent="keep",
+        **options,
+    )
+
+
+def rows_of(optimizer: DoGEOptimizer, model: nn.Module) -> Rows:
+    names = {id(param): name for name, param in model.named_parameters()}
+    blocks = optimizer._buffer.touched(optimizer._tracked())
+    rows = {names[id(block.param)]: block.rows_RN.clone() for block in blocks}
+    optimizer.zero_grad()
+    return rows
+
+
+def sequential(model: nn.Module, ids_BL: Tensor, sizes: dict[str, int] = SIZES) -> Rows:
+    optimizer = optimizer_of(model)
+    for (name, size), ids in zip(sizes.items(), ids_BL.split([*sizes.values()]), strict=True):
+        if size:
+            with optimizer.domain(name):
+                mean_loss(model(ids), ids).backward()
+    return rows_of(optimizer, model)
+
+
+def stacked(
+    model: nn.Module,
+    ids_BL: Tensor,
+    sizes: dict[str, int] = SIZES,
+    call: Callable[[Tensor], Tensor] | None = None,
+) -> Rows:
+    optimizer = optimizer_of(model)
+    with optimizer.stacked(model, sizes):
+        losses_of((model if call is None else call)(ids_BL), ids_BL, sizes).sum().backward()
+    return rows_of(optimizer, model)
+
+
+def assert_same(ours: Rows, expected: Rows) -> None:
+    """To 1e-14 of the largest entry: a few float64 roundings, in another order."""
+    assert ours.keys() == expected.keys()
+    for name, rows_RN in expected.items():
+        error = (ours[name] - rows_RN).abs().max() / rows_RN.abs().max()
+        assert error <= 1e-14, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_rows_are_those_of_one_domain_after_another(tied: bool, bias: bool) -> None:
+    model = Tiny(tied=tied, bias=bias).double()
+    ids_BL = ids_of()
+    ids_BL[1, 2:5] = 3
+    assert_same(stacked(model, ids_BL), sequential(model, ids_BL))
+
+
+class Odd(nn.Module):
+    """A bare parameter, a convolution and a child: no rule knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(16))
+        self.filter = nn.Conv1d(16, 16, 3, padding=1, groups=16)
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x_BLD: Tensor, *, factor: float = 1.0) -> tuple[Tensor, float]:
+        filtered = self.filter(x_BLD.transpose(1, 2)).transpose(1, 2)
+        return self.inner(filtered) * self.scale * factor, factor
+
+
+class Composite(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = Odd()
+        self.second = nn.Embedding(VOCABULARY, 16, scale_grad_by_freq=True)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x, _ = self.odd(self.words(ids_BL) + self.second(ids_BL), factor=0.5)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def test_what_has_no_rule_runs_domain_by_domain() -> None:
+    model = Composite().double()
+    ids_BL = ids_of()
+    assert_same(stacked(model, ids_BL), sequential(model, ids_BL))
+
+
+def test_a_root_with_parameters_of_its_own() -> None:
+    class Root(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.randn(VOCABULARY))
+
+        def forward(self, ids_BL: Tensor) -> Tensor:
+            return super().forward(ids_BL) + self.offset
+
+    model = Root().double()
+    assert_same(stacked(model, ids_of()), sequential(model, ids_of()))
+
+
+def test_a_module_called_twice_adds_up() -> None:
+    class Twice(Tiny):
+        def forward(self, ids_BL: Tensor) -> Tensor:
+            x = self.down(F.gelu(self.up(self.words(ids_BL))))
+            logits: Tensor = self.head(self.down(F.gelu(self.up(self.norm(x)))))
+            return logits
+
+    model = Twice().double()
+    assert_same(stacked(model, ids_of()), sequential(model, ids_of()))
+
+
+def test_micro_batches_of_the_same_and_of_other_domains_add_up() -> None:
+    model = Tiny().double()
+    batches = [({"a": 1, "b": 2}, 1), ({"b": 1, "c": 2}, 2), ({"c": 3}, 3)]
+    optimizer = optimizer_of(model)
+    for sizes, seed in batches:
+        ids_BL = ids_of(sizes, seed)
+        with optimizer.stacked(model, sizes):
+            losses_of(model(ids_BL), ids_BL, sizes).sum().backward()
+    ours = rows_of(optimizer, model)
+    for sizes, seed in batches:
+        for name, ids in zip(sizes, ids_of(sizes, seed).split([*sizes.values()]), strict=True):
+            with optimizer.domain(name):
+                mean_loss(model(ids), ids).backward()
+    assert_same(ours, rows_of(optimizer, model))
+
+
+def test_frozen_parameters_stay_out() -> None:
+    model = Tiny().double()
+    for param in (*model.up.parameters(), model.norm.bias, model.words.weight):
+        param.requires_grad_(False)
+    ours = stacked(model, ids_of())
+    assert_same(ours, sequential(model, ids_of()))
+    assert not {"up.weight", "up.bias", "norm.bias", "words.weight"} & ours.keys()
+
+
+def test_steps_are_the_same_in_both_modes() -> None:
+    models = [Tiny().double(), Tiny().double()]
+    models[1].load_state_dict(models[0].state_dict())
+    sizes = {"a": 1, "b": 3, "absent": 1, "c": 2}
+    ours, other = (
+        DoGEOptimizer(
+            torch.optim.AdamW(model.named_parameters(), lr=1e-2),
+            domains=["a", "b", "c"],
+            target={"absent": 1.0},
+            mu=0.5,
+            max_grad_norm=1.0,
+        )
+        for model in models
+    )
+    for step in range(5):
+        ids_BL = ids_of(sizes, step)
+        with ours.stacked(models[0], sizes):
+            losses_of(models[0](ids_BL), ids_BL, sizes).sum().backward()
+        for name, ids in zip(sizes, ids_BL.split([*sizes.values()]), strict=True):
+            with other.domain(name):
+                mean_loss(models[1](ids), ids).backward()
+        for optimizer in (ours, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(ours.alpha, other.alpha, rtol=1e-12, atol=0)
+    for param, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    model = Tiny().double()
+    anchor = torch.zeros(1, requires_grad=True, dtype=torch.float64)
+
+    def call(ids_BL: Tensor) -> Tensor:
+        # A reentrant checkpoint needs an input that wants a gradient.
+        logits: Tensor = checkpoint(
+            lambda ids, zero: model(ids) + zero, ids_BL, anchor, use_reentrant=use_reentrant
+        )
+        return logits
+
+    assert_same(stacked(model, ids_of(), call=call), sequential(model, ids_of()))
+
+
+# Of torch's own making: its compiler warns of itself.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_as_one_graph(backend: str) -> None:
+    model = Tiny().double()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    expected = sequential(model, ids_of())
+    assert_same(stacked(model, ids_of(), call=compiled), expected)
+    # Another batch of the same shape, cut elsewhere, through the same graph.
+    sizes = {"a": 2, "b": 1, "c": 3}
+    optimizer = optimizer_of(model)
+    for seed in (4, 5):
+        ids_BL = ids_of(sizes, seed)
+        with optimizer.stacked(model, sizes):
+            losses_of(compiled(ids_BL), ids_BL, sizes).sum().backward()
+        assert_same(rows_of(optimizer, model), sequential(model, ids_BL, sizes))
+
+
+def test_under_autocast_rows_are_what_was_computed() -> None:
+    """Products of bfloat16 are stored in bfloat16, without loss; norms and sums in float32."""
+    model = Tiny(tied=False)
+    ids_BL = ids_of()
+    expected = sequential(model.double(), ids_BL)
+    model.float()
+    optimizer = optimizer_of(model)
+    with optimizer.stacked(model, SIZES), torch.autocast("cpu", dtype=torch.bfloat16):
+        losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+    rows = rows_of(optimizer, model)
+    assert rows["up.weight"].dtype == torch.bfloat16
+    assert rows["norm.weight"].dtype == torch.float32
+    for name, rows_RN in expected.items():
+        error = (rows[name].double() - rows_RN).norm() / rows_RN.norm()
+        # Some ten roundings to eight bits on the way.
+        assert error < 10 * torch.finfo(torch.bfloat16).eps, name
+    # A second micro-batch adds up in float32.
+    for _ in range(2):
+        with optimizer.stacked(model, SIZES), torch.autocast("cpu", dtype=torch.bfloat16):
+            losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+    twice = rows_of(optimizer, model)
+    assert twice["up.weight"].dtype == torch.float32
+    torch.testing.assert_close(twice["up.weight"], 2 * rows["up.weight"].float())
+
+
+def test_the_model_is_as_before() -> None:
+    model = Tiny()
+    optimizer = optimizer_of(model)
+    ids_BL = ids_of()
+    before = model(ids_BL)
+    with optimizer.stacked(model, SIZES):
+        assert torch.equal(model(ids_BL), before)
+        with torch.no_grad():
+            assert torch.equal(model(ids_BL), before)
+        losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(param.grad is None for param in model.parameters())
+
+
+class Refused(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_batch_statistics_are_refused() -> None:
+    model = Refused(nn.BatchNorm1d(4))
+    optimizer = optimizer_of(model)
+    with (
+        pytest.raises(ValueError, match=r"layer is a BatchNorm1d, whose statistics mix"),
+        optimizer.stacked(model, SIZES),
+    ):
+        pass
+    model.eval()
+    with optimizer.stacked(model, SIZES):
+        (model(torch.randn(6, 4)) ** 2).sum().backward()
+
+
+def test_a_parameter_used_past_its_module_is_named() -> None:
+    model = Tiny(tied=False)
+    optimizer = optimizer_of(model)
+    message = r"the parameter up\.weight got a gradient of the whole"
+    with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
+        model.up.weight.square().sum().backward()
+    with pytest.raises(RuntimeError, match="dropped this step's gradients"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((7, 4), r"6 examples .* Linear got shape \[7, 4\]"), ((12, 4), r"got shape \[12, 4\]")],
+    ids=["another batch", "flattened, length unknown"],
+)
+def test_an_input_without_the_batch_in_front_is_refused(
+    shape: tuple[int, int], message: str
+) -> None:
+    model = Refused(nn.Linear(4, 4))
+    optimizer = optimizer_of(model)
+    with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
+        model(torch.randn(shape)).sum().backward()
+
+
+def test_a_flattened_batch_is_cut_where_its_length_is_known() -> None:
+    class Flat(Tiny):
+        def forward(self, ids_BL: Tensor) -> Tensor:
+            x = self.norm(self.words(ids_BL))
+            return self.head(x.flatten(0, 1)).view(*ids_BL.shape, -1)  # type: ignore[no-any-return]
+
+    model = Flat(tied=False).double()
+    assert_same(stacked(model, ids_of()), sequential(model, ids_of()))
+
+
+def test_positions_are_not_taken_for_examples() -> None:
+    """As many positions as examples: [L] could be either, [1, L] is not."""
+
+    class Row(Tiny):
+        def forward(self, ids_BL: Tensor) -> Tensor:
+            x = self.words(ids_BL) + self.places(torch.arange(ids_BL.shape[1])[None])
+            logits: Tensor = self.head(x)
+            return logits
+
+    sizes = {"a": 4, "b": 5}
+    ids_BL = ids_of(sizes)
+    assert len(ids_BL) == LENGTH
+    with pytest.raises(RuntimeError, match=r"cannot tell 9 positions from one index"):
+        stacked(Tiny(), ids_BL, sizes)
+    model = Row().double()
+    assert_same(stacked(model, ids_BL, sizes), sequential(model, ids_BL, sizes))
+
+
+def test_a_replaced_forward_is_kept() -> None:
+    model = Tiny().double()
+    forward = model.up.forward
+    model.up.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+    assert_same(stacked(model, ids_of()), sequential(model, ids_of()))
+    assert "forward" in model.up.__dict__
+
+
+def test_sizes_are_checked() -> None:
+    model = Tiny()
+    optimizer = optimizer_of(model)
+    for sizes, message in (
+        ({"nobody": 3}, "unknown domain 'nobody'"),
+        ({"a": -1, "b": 2}, "numbers of examples; 'a' has -1"),
+        ({"a": 0}, "at least one example"),
+    ):
+        with pytest.raises(ValueError, match=message), optimizer.stacked(model, sizes):
+            pass
+    with (
+        pytest.raises(RuntimeError, match=r"received a gradient inside stacked\(\)"),
+        optimizer.stacked(model, SIZES),
+    ):
+        pass
+
+
+def test_a_backward_pass_after_the_context_is_refused() -> None:
+    model = Tiny()
+    optimizer = optimizer_of(model)
+    ids_BL = ids_of()
+    with optimizer.stacked(model, SIZES):
+        losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+        loss = losses_of(model(ids_BL), ids_BL, SIZES).sum()
+    with pytest.raises(RuntimeError, match=r"ran outside its context"):
+        loss.backward()
