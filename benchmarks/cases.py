@@ -32,8 +32,8 @@ from doge_fast.kernels.reweight.packing import new_state
 GRAM_TOLERANCE = 1e-6
 # Columns at both ends of a block that are compared with the truth; a tail is where mistakes are.
 CHECKED_COLUMNS = 1 << 16
-# Columns of one float64 product of the truth.
-TRUTH_COLUMNS = 1 << 16
+# Elements of one float64 product of the truth: a cache's worth, or enough to fill a GPU.
+TRUTH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 CHUNK_COLUMNS = 4096
 # A separate product per pair of rows is no formulation beyond this.
 MAX_ROWS_IN_PAIRS = 7
@@ -244,10 +244,11 @@ def bias_cases(arena: Arena, names: Sequence[str]) -> Iterator[Case]:
 
 def gram_truth(blocks: Sequence[Tensor]) -> Tensor:
     """[K, K], everything in float64, a piece at a time."""
-    num_rows = len(blocks[0])
-    total_KK = torch.zeros(num_rows, num_rows, dtype=torch.float64, device=blocks[0].device)
+    num_rows, device = len(blocks[0]), blocks[0].device
+    columns = TRUTH_ELEMENTS.get(device.type, 1 << 20) // num_rows
+    total_KK = torch.zeros(num_rows, num_rows, dtype=torch.float64, device=device)
     for block in blocks:
-        for piece in block.split(TRUTH_COLUMNS, dim=1):
+        for piece in block.split(columns, dim=1):
             total_KK += reference.gram(piece.double())
     return total_KK
 

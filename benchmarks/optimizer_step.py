@@ -135,6 +135,7 @@ def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
     options = {
         "autocast": args.autocast or ("bfloat16" if on_gpu else None),
         "buffer_dtype": args.buffer_dtype,
+        "package": args.package,
     }
     if options["autocast"] == "float32":
         options["autocast"] = None
@@ -163,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, help="per step, of all domains together")
     parser.add_argument("--autocast", help="bfloat16 on a GPU unless given; float32 for none")
     parser.add_argument("--buffer-dtype", help="of the stored domain gradients")
+    parser.add_argument("--package", choices=["torch", "transformers"], help="of the model")
     parser.add_argument("--tokens", type=int, default=512, help="per domain, for a model of your")
     parser.add_argument("--layers", type=int, default=4, help="own sizes")
     parser.add_argument("--width", type=int, default=256)

@@ -300,8 +300,9 @@ def measure(
             try:
                 row |= _measured(name, problem, device, checkout, truth, pairs, seconds)
                 if plain_peak is not None:
-                    extra = _peak(name, problem, device, checkout) - plain_peak
-                    row["extra_bytes"] = extra if name != "plain training" else 0
+                    is_plain = name == "plain training"
+                    peak = plain_peak if is_plain else _peak(name, problem, device, checkout)
+                    row["extra_bytes"] = peak - plain_peak
             except Exception as failure:
                 said = str(failure).strip().splitlines() or [""]
                 reason = f"{type(failure).__name__}: {said[0]}"

@@ -9,9 +9,11 @@ the attributes that its constructor would have set.
 
 import ast
 import importlib
+import shutil
 import sys
 import tempfile
 import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -112,12 +114,12 @@ def trainer(module: ModuleType, model: nn.Module, num_domains: int, lr: float) -
     Every training domain is a target. Its two pickles a step go to a temporary folder.
     """
     made = object.__new__(module.DoGETrainer)
-    folder = tempfile.TemporaryDirectory(prefix="published-doge-")
+    folder = tempfile.mkdtemp(prefix="published-doge-")
+    weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
     names = [f"domain{k}" for k in range(num_domains)]
     ids = torch.arange(num_domains)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     attributes = {
-        "kept_folder": folder,
         "model": model,
         "args": SimpleNamespace(
             world_size=1,
@@ -148,8 +150,8 @@ def trainer(module: ModuleType, model: nn.Module, num_domains: int, lr: float) -
         "iter_domain_losses": torch.zeros(num_domains),
         "flat_grad_mat": torch.zeros(num_domains, num_params),
         "selected_modules": None,
-        "last_dw_save_path": str(Path(folder.name) / "last.pkl"),
-        "avg_dw_save_path": str(Path(folder.name) / "average.pkl"),
+        "last_dw_save_path": str(Path(folder) / "last.pkl"),
+        "avg_dw_save_path": str(Path(folder) / "average.pkl"),
     }
     for name, value in attributes.items():
         object.__setattr__(made, name, value)

@@ -1,0 +1,181 @@
+"""The benchmarks of the operators, on problems of a megabyte."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cases, operators, problems
+from benchmarks.problems import BLOCKS, MATRIX, Arena
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_BYTES = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def arena() -> Arena:
+    return Arena(torch.float32, SMALL_BYTES, "cpu")
+
+
+@pytest.mark.parametrize("num_rows", problems.NUM_ROWS)
+@pytest.mark.parametrize("shape", problems.SHAPES)
+@pytest.mark.parametrize("dtype", problems.DTYPES, ids=str)
+def test_problems_fill_the_memory_they_are_given(
+    dtype: torch.dtype, shape: str, num_rows: int
+) -> None:
+    arena = Arena(dtype, 8_000_000, "cpu")
+    problem = arena.problem(num_rows, shape)
+    blocks = arena.blocks(problem)
+    assert [block.shape for block in blocks] == [(num_rows, size) for size in problem.sizes]
+    assert problem.num_bytes <= 8_000_000
+    if shape == MATRIX:
+        assert problem.num_bytes > 0.5 * 8_000_000
+    sizes = [out.numel() for out in arena.outputs(problem.sizes)]
+    assert sizes == list(problem.sizes)
+
+
+def test_too_little_memory_is_said() -> None:
+    with pytest.raises(ValueError, match="hold no model of 128 rows; the smallest takes"):
+        Arena(torch.float32, 100_000, "cpu").problem(128, BLOCKS)
+
+
+@pytest.mark.parametrize("make", [cases.gram_case, cases.weighted_sum_case])
+@pytest.mark.parametrize("shape", problems.SHAPES)
+def test_every_plain_formulation_computes_the_same(make: Any, shape: str, arena: Arena) -> None:
+    case = make(arena, arena.problem(7, shape), ["torch"])
+    assert len(case.plain) >= 2
+    for name, call in case.plain.items():
+        # A float32 sum of all columns is what some of them are.
+        assert case.error(call) < 1e-3, name
+
+
+def test_every_plain_accumulation_computes_the_same(arena: Arena) -> None:
+    for add in (False, True):
+        case = cases.accumulate_case(arena, ["torch"], add=add)
+        for call in [*case.plain.values(), *case.ours.values()]:
+            assert case.error(call) <= case.tolerance
+
+
+def test_a_compiled_formulation_takes_part(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What inductor would make of it takes many seconds.
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    problem = arena.problem(7, MATRIX)
+    for make, name in (
+        (cases.gram_case, "compiled pairs"),
+        (cases.weighted_sum_case, "compiled sum"),
+    ):
+        case = make(arena, problem, ["torch"], compiled=True)
+        assert case.error(case.plain[name]) < 1e-5
+
+
+def test_traffic_and_arithmetic_are_counted(arena: Arena) -> None:
+    problem = arena.problem(7, MATRIX)
+    columns = problem.num_columns
+    gram = cases.gram_case(arena, problem, ["torch"])
+    assert gram.num_bytes == 7 * columns * 4
+    # 28 pairs, a product and a sum each.
+    assert gram.flops == 28 * 2 * columns
+    total = cases.weighted_sum_case(arena, problem, ["torch"])
+    assert (total.num_bytes, total.flops) == (8 * columns * 4, 14 * columns)
+    add = cases.accumulate_case(arena, ["torch"], add=True)
+    assert add.num_bytes == 3 * add.problem.num_columns * 4
+    widened = cases.accumulate_case(
+        Arena(torch.bfloat16, SMALL_BYTES, "cpu"), ["torch"], add=True, row_dtype=torch.float32
+    )
+    assert widened.num_bytes == 10 * widened.problem.num_columns
+
+
+def test_wrong_is_not_timed(arena: Arena) -> None:
+    case = cases.gram_case(arena, arena.problem(2, MATRIX), ["torch"])
+    right = case.ours["torch"]
+    case.ours = {"wrong": lambda: right() * (1 + 1e-5), "broken": lambda: 1 / 0}
+    rows = operators.measure(case, rounds=1, seconds=0.0)
+    assert [row["correct"] for row in rows] == [False, False]
+    assert all("ms" not in row and row["bar"] == "missed: wrong, not timed" for row in rows)
+    assert "off by 1.0e-05" in rows[0]["problem"]
+    assert "ZeroDivisionError" in rows[1]["problem"]
+    assert "WRONG" in operators.format_row(rows[0])
+
+
+def test_not_a_number_is_no_small_error() -> None:
+    exact = [torch.ones(3, dtype=torch.float64)]
+    assert cases.relative_error([torch.tensor([1.0, math.nan, 1.0])], exact) == math.inf
+    assert cases.relative_error([torch.tensor([1.0, math.inf, 1.0])], exact) == math.inf
+    assert cases.relative_error([torch.tensor([1.0, 1.5, 1.0])], exact) == 0.5
+
+
+def limited(**changes: Any) -> dict[str, Any]:
+    row = {"roof": "memory", "fraction": [0.9, 0.8, 0.95], "yardstick": "copy_", "plain": "mm"}
+    return row | {"over_plain": [0.5, 0.4, 0.6]} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "met"),
+        ({"fraction": [0.84, 0.8, 0.9]}, "missed: 0.84 of the bandwidth of copy_"),
+        ({"fraction": [0.3, 0.3, 0.3], "roof": "compute"}, "met"),
+        ({"over_plain": [1.2, 1.1, 1.3]}, "missed: 1.20 times mm"),
+        # Equals differ by luck.
+        ({"over_plain": [1.02, 0.98, 1.1]}, "met"),
+    ],
+)
+def test_bars(changes: dict[str, Any], expected: str) -> None:
+    assert operators._verdict(limited(**changes)) == expected
+
+
+def test_the_roof_is_the_slower_of_memory_and_arithmetic(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases.gram_case(arena, arena.problem(7, MATRIX), ["torch"])
+    monkeypatch.setattr(operators.protocol, "last_cache_bytes", lambda device: 0)
+    monkeypatch.setattr(operators, "flops_per_ms", lambda device, dtype: case.flops / 2.0)
+    # The yardstick reads the same bytes in 1 ms; ours takes 4; arithmetic alone would take 2.
+    row = operators._limits(case, [4.0] * 3, "torch.sum", case.num_bytes, [1.0] * 3)
+    assert (row["roof"], row["fraction"][0]) == ("compute", 0.5)
+    monkeypatch.setattr(operators, "flops_per_ms", lambda device, dtype: case.flops / 0.5)
+    row = operators._limits(case, [4.0] * 3, "torch.sum", case.num_bytes, [1.0] * 3)
+    assert (row["roof"], row["fraction"][0]) == ("memory", 0.25)
+
+
+def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "operators.json"
+    arguments = f"--device cpu --megabytes 1 --rows 7 --rounds 3 --seconds 0.02 --json {out}"
+    assert operators.main([*arguments.split(), "--dtypes", "float32"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.split("bars met")[0].splitlines())) <= 100
+    record = json.loads(out.read_text())
+    assert {row["operator"] for row in record["rows"]} == set(operators.OPERATORS)
+    assert {"device", "threads", "torch", "commit"} <= record.keys()
+    for row in record["rows"]:
+        assert row["error"] <= row["tolerance"]
+        assert row["ms"] > 0
+        assert row["over_plain"][1] <= row["over_plain"][0] <= row["over_plain"][2]
+        assert row["plain_formulations"][row["plain"]]["ms"] > 0
+
+
+def test_pytest_benchmark_runs_them(tmp_path: Path) -> None:
+    out = tmp_path / "benchmark.json"
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_operators.py", "-q"]
+    command += ["--device", "cpu", "--megabytes", "4", "--rounds", "1"]
+    command += ["-k", "(float32 and 128 or add) and not float64 or reweight and 7"]
+    done = subprocess.run(
+        [*command, "--benchmark-json", str(out)],
+        cwd=ROOT,
+        # An interpreter's time is nobody's business.
+        env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = json.loads(out.read_text())["benchmarks"]
+    operators_found = {each["name"].split("[")[0] for each in found}
+    assert operators_found == {f"test_{name}" for name in operators.OPERATORS}
+    assert all(each["extra_info"]["bytes"] > 0 for each in found)

@@ -1,0 +1,247 @@
+"""The benchmarks of whole steps, on models of a few thousand parameters."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import memory, models, optimizer_step, peers, published, steps
+from benchmarks.models import PAPER, Shape
+from benchmarks.steps import Problem
+from doge_fast.pipeline.model import SIZES
+
+TINY = Shape(1, 2, 32, 64, 16)
+PROBLEM = Problem(TINY, 3, 6, package="torch")
+
+# What a checkout of the published code looks like to whoever runs its step: the names and the
+# signatures that the real one has, among them imports that fail.
+CHECKOUT = """
+import wandb
+import os.path
+import a_package_that_never_was
+from transformers.utils import is_something_long_gone, ExplicitEnum
+from dataloader import get_data_collator
+from models import GPT2DoGE
+from dataclasses import dataclass, field
+import torch
+
+
+@dataclass
+class FullTrainingArguments:
+    mu: float = field(default=0.05)
+    collator: get_data_collator = None
+
+
+@is_something_long_gone("a decorator that yields nothing")
+def unused():
+    pass
+
+
+def get_model_grad_flat(model, tgt_params_ls=None):
+    return torch.cat([p.grad.detach().flatten() for _, p in model.named_parameters()])
+
+
+class DoGETrainer(a_package_that_never_was):
+    def compute_loss(self, model, inputs):
+        return model(**inputs, return_pertoken_losses=False)["loss"]
+
+    def train_step_distributed(self, model, inputs):
+        losses = []
+        for domain_id in range(len(self.domain_list)):
+            chosen = (inputs["domain_ids"] == domain_id).flatten()
+            losses.append(self.compute_loss(model, {k: v[chosen] for k, v in inputs.items()}))
+        self.update_domain_weights_distributed(losses)
+
+    def update_domain_weights_distributed(self, losses):
+        kept = []
+        for domain_id, loss in enumerate(losses):
+            self.model.zero_grad()
+            self.accelerator.backward(loss)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+            self.flat_grad_mat[domain_id][:] = get_model_grad_flat(self.model)
+            kept.append({n: p.grad for n, p in self.model.named_parameters()})
+        self.model.zero_grad()
+        scores = (self.flat_grad_mat[self.train_ids] @ self.flat_grad_mat[self.tgt_ids].T).sum(-1)
+        lr = self.lr_scheduler.get_last_lr()[0]
+        self.train_dw = torch.softmax(self.train_dw.log() + lr * scores / self.mu, dim=-1)
+        for name, p in self.model.named_parameters():
+            p.grad = sum(w * grads[name] for w, grads in zip(self.train_dw, kept))
+        wandb.log({"lr": lr}, commit=False)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "trainer.py").write_text(CHECKOUT)
+    return tmp_path
+
+
+def test_the_papers_sizes_are_the_familys() -> None:
+    for name, shape in PAPER.items():
+        assert (shape.num_layers, shape.num_heads, shape.width) == tuple(SIZES[name])
+        nominal = float(name.removesuffix("M")) * 1e6
+        assert models.num_parameters(shape) == pytest.approx(nominal, rel=0.02)
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_both_packages_build_the_same_model(package: str) -> None:
+    model = models.build(TINY, "cpu", package=package)
+    assert sum(p.numel() for p in model.parameters()) == models.num_parameters(TINY)
+    tokens = models.domain_batches(TINY, 1, 2, "cpu")["domain0"]
+    loss = models.loss_of(model, tokens)
+    # Fresh weights know nothing.
+    assert float(loss.detach()) == pytest.approx(torch.tensor(64.0).log().item(), rel=0.05)
+    torch.testing.assert_close(models.token_losses(model, tokens).mean(), loss)
+
+
+def test_sequences_are_dealt_out_evenly() -> None:
+    found = models.domain_batches(TINY, 7, 128, "cpu")
+    assert sorted(len(tokens) for tokens in found.values()) == [18] * 5 + [19] * 2
+    assert len(models.domain_batches(TINY, 50, 128, "cpu")) == 50
+    with pytest.raises(ValueError, match="got 2 sequences for 3 domains"):
+        models.domain_batches(TINY, 3, 2, "cpu")
+
+
+def test_flops_are_six_per_weight_and_token() -> None:
+    shape = PAPER["124M"]
+    weights = models.num_parameters(shape) - shape.sequence * shape.width
+    attention = 6 * shape.num_layers * shape.width * shape.sequence
+    # Norms and biases are in no product.
+    assert shape.flops_per_token == pytest.approx(6 * weights + attention, rel=2e-3)
+    assert models.utilisation(shape, 65_536, 100.0, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"autocast": "bfloat16"}, {"buffer_dtype": "bfloat16"}], ids=str
+)
+def test_a_row_of_the_step_benchmark(options: dict[str, str]) -> None:
+    problem = Problem(TINY, 3, 6, package="torch", bar=100.0, **options)
+    row = optimizer_step.measure(problem, "cpu", pairs=2, with_memory=False)
+    assert row["verdict"] == "met"
+    assert 0 < row["low"] <= row["ratio"] <= row["high"]
+    assert str(problem) in optimizer_step.line(row)
+    assert optimizer_step.verdict(row | {"bar": 0.0}) == "missed"
+
+
+def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "gradient_error", lambda problem, device: 1e-3)
+    with pytest.raises(RuntimeError, match=r"off by 1\.0e-03; nothing is timed"):
+        optimizer_step.measure(PROBLEM, "cpu", pairs=2)
+
+
+def test_the_command_measures_what_it_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "steps.json"
+    sizes = "--layers 1 --width 64 --vocabulary 64 --tokens 128 --domains 2 --package torch"
+    optimizer_step.main(f"--device cpu --pairs 2 --json {out} {sizes}".split())
+    record = json.loads(out.read_text())
+    (row,) = record["rows"]
+    assert row["buffer_bytes"] == 2 * row["parameters"] * 4
+    # The buffer is there; what else a process of this size holds is noise beside the model.
+    assert row["extra_bytes"] > 0.5 * row["buffer_bytes"]
+    assert "peak memory over plain" in capsys.readouterr().out
+
+
+def test_a_problem_survives_json() -> None:
+    problem = Problem(TINY, 3, 6, autocast="bfloat16", bar=1.1)
+    assert Problem.from_dict(json.loads(json.dumps(asdict(problem)))) == problem
+
+
+def test_what_breaks_in_the_other_process_is_said() -> None:
+    arguments = {**steps.arguments_of("plain", PROBLEM), "checkout": None}
+    with pytest.raises(RuntimeError, match=r"memory of benchmarks\.peers:make failed: KeyError"):
+        memory.peak_bytes("benchmarks.peers:make", arguments, "cpu")
+
+
+def test_given_gradients_make_a_step_that_repeats_itself() -> None:
+    # What the comparison with a captured step rests on.
+    first, second = steps._Directed(3, "cpu"), steps._Directed(3, "cpu")
+    for each in (first, second):
+        each.backward()
+        each.optimizer.step()
+    assert all(map(torch.equal, first.params, second.params))
+    moved = first.optimizer.alpha
+    assert not torch.equal(moved, torch.full_like(moved, 1 / 3))
+
+
+def test_every_peer_finds_the_truth(checkout: Path) -> None:
+    rows = peers.measure(
+        PROBLEM, "cpu", checkout=str(checkout), pairs=2, seconds=0.0, with_memory=False
+    )
+    found = {row["peer"]: row for row in rows}
+    assert found.keys() == peers.PEERS.keys()
+    for name in ("doge_fast", "flatten, torch.mm", "torch.func.vmap", "published code"):
+        row = found[name]
+        assert "reason" not in row, row
+        assert row["gram_error"] < 1e-5, row
+        assert row["gradient_error"] < 1e-5, row
+        assert row["ratio"] > 0
+    text = peers.table(rows, PROBLEM)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_peers_of_torchjd() -> None:
+    pytest.importorskip("torchjd", reason="torchjd is not installed")
+    rows = peers.measure(
+        PROBLEM,
+        "cpu",
+        names=["TorchJD autojac", "TorchJD autogram"],
+        pairs=2,
+        seconds=0.0,
+        with_memory=False,
+    )
+    autojac, autogram = rows
+    assert autojac["gram_error"] < 1e-5
+    # It drops the products between the two uses of a tied matrix; that is its row's point.
+    assert 1e-4 < autogram["gram_error"] < 0.5
+    assert max(autojac["gradient_error"], autogram["gradient_error"]) < 1e-5
+
+
+def test_a_peer_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.obstacle("TorchJD autojac", None) == "the package torchjd is not installed"
+    assert "no checkout was given" in str(peers.obstacle("published code", None))
+    assert "has no src/trainer.py" in str(peers.obstacle("published code", str(tmp_path)))
+    unequal = Problem(TINY, 3, 7, package="torch")
+    (row,) = peers.measure(unequal, "cpu", names=["torch.func.vmap"], pairs=2, with_memory=False)
+    assert "7 sequences do not go into 3" in row["reason"]
+    assert "7 sequences" in peers.table([row], unequal)
+
+
+def test_a_checkout_without_a_trainer_is_refused(checkout: Path) -> None:
+    trainer = checkout / "src" / "trainer.py"
+    trainer.write_text(trainer.read_text().replace("DoGETrainer", "Other"))
+    with pytest.raises(RuntimeError, match="defines no DoGETrainer here; line"):
+        published.load(checkout)
+
+
+def test_peers_memory_and_record(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    sizes = "--layers 1 --width 64 --vocabulary 256 --sequence 16 --domains 2 --sequences 2"
+    arguments = f"--device cpu --pairs 2 --seconds 0 --json {out} {sizes}".split()
+    peers.main([*arguments, "--peers", "plain training", "doge_fast"])
+    plain, ours = json.loads(out.read_text())["rows"]
+    assert plain["extra_bytes"] == 0
+    assert ours["extra_bytes"] > 0
+
+
+def outcome(**changes: Any) -> peers.Outcome:
+    weights = torch.full((3,), 1 / 3, dtype=torch.float64)
+    return peers.Outcome(**{"gram_KK": None, "alpha_K": weights} | changes)
+
+
+def test_errors_are_against_float64() -> None:
+    truth = peers.Truth(PROBLEM, "cpu")
+    assert truth.rows_KN.dtype == torch.float64
+    param = torch.zeros(truth.rows_KN.shape[1], requires_grad=True)
+    param.grad = truth.rows_KN.mean(0).float()
+    found = truth.errors(outcome(gram_KK=truth.gram_KK * 1.01), [param])
+    assert found["gradient_error"] < 1e-7
+    assert found["gram_error"] == pytest.approx(0.01)
+    param.grad *= 1.1
+    assert truth.errors(outcome(), [param])["gradient_error"] == pytest.approx(0.1)
