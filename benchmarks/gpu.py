@@ -11,6 +11,7 @@ to `results/`; the exit code says whether everything was right.
 import argparse
 import functools
 import gc
+import itertools
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cases, operators, optimizer_step, protocol, steps
+from benchmarks import cases, models, operators, optimizer_step, protocol, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem, coefficients
 from benchmarks.protocol import Clock
@@ -160,10 +161,12 @@ def step_times(session: Session) -> Iterator[Row]:
     sizes: dict[str, Shape] = PAPER
     if session.quick:
         sizes = {"tiny": Shape(1, 2, 64, 256, 32)}
-    for num_domains in STEP_ROWS[: 1 if session.quick else None]:
+    num_rows = STEP_ROWS[: 1 if session.quick else None]
+    for mode, num_domains in itertools.product(steps.MODES, num_rows):
         for model, shape in sizes.items():
-            problem = _step_problem(session, shape, num_domains)
-            row: Row = {"model": model, "domains": num_domains, "problem": str(problem)}
+            problem = _step_problem(session, shape, num_domains, mode)
+            row: Row = {"model": model, "domains": num_domains, "mode": mode}
+            row["problem"] = str(problem)
             try:
                 row |= optimizer_step.measure(
                     problem,
@@ -257,10 +260,11 @@ def bars(sections: dict[str, Row]) -> list[Row]:
         for operator in ("gram", "weighted_sum")
         for dtype in ("float32", "bfloat16")
     ]
-    ratios = [row["ratio"] for row in rows("steps") if row["domains"] == STEP_BAR_ROWS]
+    asked = (steps.SEQUENTIAL, STEP_BAR_ROWS)
+    ratios = [row["ratio"] for row in rows("steps") if (row["mode"], row["domains"]) == asked]
     found.append(
         _bar(
-            f"step at K = {STEP_BAR_ROWS} at most {STEP_BAR} of plain, the worst of the sizes",
+            f"sequential step, K = {STEP_BAR_ROWS}, at most {STEP_BAR} of plain, the worst size",
             max(ratios, default=None),
             lambda value: value <= STEP_BAR,
         )
@@ -352,7 +356,7 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
     body = []
     for row in rows:
         if "skipped" in row:
-            body.append([row["model"], str(row["domains"]), row["skipped"], "", "", "", ""])
+            body.append([row["model"], row["mode"], row["domains"], row["skipped"], *[""] * 4])
             continue
         spread = f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
         mfu = f"{100 * row['plain_mfu']:.0f} %" if row["plain_mfu"] else ""
@@ -360,7 +364,8 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
         body.append(
             [
                 row["model"],
-                str(row["domains"]),
+                row["mode"],
+                row["domains"],
                 spread,
                 f"{row['baseline_ms']:.1f}",
                 mfu,
@@ -368,7 +373,7 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
                 row["verdict"] or "",
             ]
         )
-    header = ("model", "K", "step / plain", "plain ms", "plain MFU", "host waits", "bar")
+    header = ("model", "mode", "K", "step / plain", "plain ms", "plain MFU", "host waits", "bar")
     return _table(header, body)
 
 
@@ -447,20 +452,18 @@ def _checked(case: cases.Case, name: str) -> Row:
     return row | operators.checked(case, case.ours[name])
 
 
-def _step_problem(session: Session, shape: Shape, num_domains: int) -> Problem:
+def _step_problem(session: Session, shape: Shape, num_domains: int, mode: str) -> Problem:
     """The rows in float32, if the memory has room for them; else in bfloat16."""
-    if session.quick:
-        return Problem(shape, num_domains, max(8, num_domains), autocast="bfloat16")
-    problem = Problem(shape, num_domains, optimizer_step.GPU_SEQUENCES, autocast="bfloat16")
-    rows_bytes = 4 * num_domains * optimizer_step.models.num_parameters(shape)
+    rows_bytes = 4 * num_domains * models.num_parameters(shape)
     is_large = session.on_gpu and rows_bytes > ROWS_SHARE * session.free_bytes()
     return Problem(
         shape,
         num_domains,
-        problem.num_sequences,
+        max(8, num_domains) if session.quick else optimizer_step.GPU_SEQUENCES,
+        mode=mode,
         autocast="bfloat16",
         buffer_dtype="bfloat16" if is_large else None,
-        bar=optimizer_step.GPU_BARS.get(num_domains),
+        bar=None if session.quick else optimizer_step.GPU_BARS.get((mode, num_domains)),
     )
 
 

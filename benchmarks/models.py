@@ -4,7 +4,7 @@ The paper's five sizes and any other. Dropout is off. `forward` takes tokens and
 that losses are ours whichever package built the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +162,16 @@ def loss_of(model: nn.Module, tokens: Tensor, autocast: torch.dtype | None = Non
     with mixed_precision(tokens.device, autocast):
         logits = model(tokens)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def sum_of_losses(
+    model: nn.Module, tokens: Tensor, sizes: Sequence[int], autocast: torch.dtype | None = None
+) -> Tensor:
+    """Sum over domains of their mean losses; `tokens` are sorted by domain, `sizes` of each."""
+    with mixed_precision(tokens.device, autocast):
+        losses = token_losses(model, tokens)
+    # Sequences are of one length: the mean of a domain is that of its sequences.
+    return torch.stack([each.mean() for each in losses.split(list(sizes))]).sum()
 
 
 @contextmanager

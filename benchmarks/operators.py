@@ -34,6 +34,8 @@ FALLBACK = "fallback"
 CALLS_PER_SAMPLE = 50
 # One product of this many rows and columns; larger where the arithmetic is faster.
 YARDSTICK_SIZE = {"cpu": 1024, "cuda": 8192}
+# Below this arithmetic is no limit anywhere, and its yardstick need not run.
+MIN_FLOPS_PER_BYTE = 1.0
 OPERATORS = ("gram", "weighted_sum", "accumulate", "reweight")
 
 
@@ -103,6 +105,9 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
         calls["plain"] = case.plain[plain]
     if yardstick is not None:
         calls["yardstick"] = case.yardsticks[yardstick][0]
+    product, product_flops = square_product(case.device, case.problem.dtype)
+    if yardstick is not None and case.flops > MIN_FLOPS_PER_BYTE * case.num_bytes:
+        calls["product"] = product
     if case.is_small:
         calls = {name: _repeated(call) for name, call in calls.items()}
     before = None if case.is_small else protocol.cold(case.num_bytes, case.device)
@@ -117,6 +122,8 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
         if name in right:
             ours_ms = times[f"ours {name}"]
             row |= _limits(case, ours_ms, yardstick, yardstick_bytes, times.get("yardstick"))
+            if "fraction" in row and "product" in times:
+                row |= _arithmetic(row, case.flops / product_flops, ours_ms, times["product"])
             row |= _comparison(ours_ms, plain, screened, times.get("plain"))
             is_fallback = name == "torch" and len(right) > 1
             row["bar"] = FALLBACK if is_fallback else _verdict(row)
@@ -166,9 +173,8 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-@functools.cache
-def flops_per_ms(device: torch.device, dtype: torch.dtype) -> float:
-    """Of a square product of torch: the roof of arithmetic, measured in this process.
+def square_product(device: torch.device, dtype: torch.dtype) -> tuple[Call, int]:
+    """A square product of torch and its flops: the yardstick of arithmetic.
 
     On a CPU 16-bit rows are widened, so that their roof is float32's.
     """
@@ -176,12 +182,13 @@ def flops_per_ms(device: torch.device, dtype: torch.dtype) -> float:
         dtype = torch.float32
     size = YARDSTICK_SIZE.get(device.type, 1024)
     size //= 1 if dtype.itemsize == 2 or device.type == "cpu" else 2
-    left = torch.randn(size, size, device=device).to(dtype)
-    right = torch.randn(size, size, device=device).to(dtype)
-    for _ in range(3):
-        torch.mm(left, right)
-    times = [protocol.timed_ms(lambda: torch.mm(left, right), device) for _ in range(7)]
-    return 2 * size**3 / statistics.median(times)
+    left, right = _square(size, device, dtype), _square(size, device, dtype)
+    return functools.partial(torch.mm, left, right), 2 * size**3
+
+
+@functools.cache
+def _square(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(size, size, device=device).to(dtype)
 
 
 def checked(case: Case, call: Call) -> Row:
@@ -264,16 +271,20 @@ def _limits(
             yardstick_bytes / statistics.median(yardstick_ms) / 1e6
         ),
     }
-    memory_ms = median * of_memory.ratio
-    compute_ms = case.flops / flops_per_ms(case.device, case.problem.dtype)
-    scale = 1.0 if memory_ms >= compute_ms else compute_ms / memory_ms
-    row["roof"] = MEMORY if memory_ms >= compute_ms else COMPUTE
-    row["fraction"] = [
-        protocol.rounded(scale * value)
-        for value in (of_memory.ratio, of_memory.low, of_memory.high)
-    ]
-    row["pairs"] = of_memory.pairs
+    row |= {"roof": MEMORY, "fraction": _values(of_memory), "pairs": of_memory.pairs}
     return row
+
+
+def _arithmetic(row: Row, flops: float, ours_ms: list[float], product_ms: list[float]) -> Row:
+    """The other roof, where its floor is the higher one. `flops` are in units of the product."""
+    of_compute = protocol.ratio_of(product_ms, ours_ms, flops)
+    if of_compute.ratio <= row["fraction"][0]:
+        return {}
+    return {"roof": COMPUTE, "fraction": _values(of_compute), "of_bandwidth": row["fraction"][0]}
+
+
+def _values(ratio: protocol.Ratio) -> list[float]:
+    return [protocol.rounded(value) for value in (ratio.ratio, ratio.low, ratio.high)]
 
 
 def _comparison(
@@ -286,7 +297,7 @@ def _comparison(
         "plain": plain,
         "plain_ms": protocol.rounded(over.baseline_ms),
         "plain_error": screened[plain]["error"],
-        "over_plain": [protocol.rounded(value) for value in (over.ratio, over.low, over.high)],
+        "over_plain": _values(over),
         "plain_formulations": screened,
     }
 

@@ -3,10 +3,11 @@
     python -m benchmarks.optimizer_step --device cpu
     python -m benchmarks.optimizer_step --device cuda --model 124M --domains 7 22 50
 
-Both sides run one forward and backward per domain and one AdamW step on a GPT-2-shaped model
-with tied embeddings. Before anything is timed the combined gradient is checked against
-autograd's. Memory is measured in a process of its own per side: the peak during a step of the
-DoGE side, less that of the plain side, over the size of the K x N buffer.
+Both sides run one forward and backward per domain (or, `--mode stacked`, one over the whole batch)
+and one AdamW step on a GPT-2-shaped model with tied embeddings. Before anything is timed the
+combined gradient is checked against autograd's. Memory is measured in a process of its own per
+side: the peak during a step of the DoGE side, less that of the plain side, over the size of the
+K x N buffer.
 """
 
 import argparse
@@ -30,12 +31,13 @@ CPU_PROBLEMS = (
 )
 # 128 x 512 tokens a step, as the paper's runs.
 GPU_SEQUENCES = 128
-GPU_BARS = {7: 1.08}
+GPU_BARS = {(steps.SEQUENTIAL, 7): 1.08}
 
 
 def paper_problem(model: str, num_domains: int, **options: Any) -> Problem:
     """One of the paper's sizes at the paper's tokens per step, with the bar for so many domains."""
-    bar = options.pop("bar", GPU_BARS.get(num_domains))
+    mode = options.get("mode", steps.SEQUENTIAL)
+    bar = options.pop("bar", GPU_BARS.get((mode, num_domains)))
     sequences = options.pop("num_sequences", GPU_SEQUENCES)
     return Problem(PAPER[model], num_domains, sequences, bar=bar, **options)
 
@@ -60,6 +62,7 @@ def measure(
         "problem": str(problem),
         "parameters": num_params,
         "domains": problem.num_domains,
+        "mode": problem.mode,
         "tokens": problem.num_tokens,
         "gradient_error": protocol.rounded(steps.check(problem, device), 3),
     }
@@ -136,6 +139,7 @@ def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
         "autocast": args.autocast or ("bfloat16" if on_gpu else None),
         "buffer_dtype": args.buffer_dtype,
         "package": args.package,
+        "mode": args.mode,
     }
     if options["autocast"] == "float32":
         options["autocast"] = None
@@ -164,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, help="per step, of all domains together")
     parser.add_argument("--autocast", help="bfloat16 on a GPU unless given; float32 for none")
     parser.add_argument("--buffer-dtype", help="of the stored domain gradients")
+    parser.add_argument("--mode", choices=steps.MODES, default=steps.SEQUENTIAL)
     parser.add_argument("--package", choices=["torch", "transformers"], help="of the model")
     parser.add_argument("--tokens", type=int, default=512, help="per domain, for a model of your")
     parser.add_argument("--layers", type=int, default=4, help="own sizes")

@@ -1,8 +1,8 @@
 """A plain step and a DoGE step on the same model, tokens and micro-batches.
 
-Both run one forward and backward per domain and one AdamW step. The plain side adds the gradients
-up in `p.grad`; the DoGE side keeps them apart, takes their Gram matrix, moves the domain weights
-and combines them.
+Sequential: both run one forward and backward per domain. Stacked: both run one over the whole
+batch. Then one AdamW step. The plain side adds the gradients up in `p.grad`; the DoGE side keeps
+them apart, takes their Gram matrix, moves the domain weights and combines them.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +16,8 @@ from benchmarks import models
 from benchmarks.models import Shape
 from doge_fast import DoGEOptimizer
 
+SEQUENTIAL, STACKED = "sequential", "stacked"
+MODES = (SEQUENTIAL, STACKED)
 LEARNING_RATE = 1e-4
 # Steps after which memory is allocated, tables are uploaded and kernels are compiled.
 WARM_UP = 3
@@ -28,7 +30,9 @@ class Problem:
     shape: Shape
     num_domains: int
     num_sequences: int
-    """Of all domains together, dealt out evenly; a domain's share is one micro-batch."""
+    """Of all domains together, dealt out evenly."""
+    mode: str = SEQUENTIAL
+    """A domain's share is one micro-batch; or "stacked": all shares are one batch."""
     autocast: str | None = None
     """A dtype of torch by name; None: float32 throughout."""
     buffer_dtype: str | None = None
@@ -57,24 +61,36 @@ class Problem:
         precision = f", {self.autocast} autocast" if self.autocast else ""
         buffer = f", rows in {self.buffer_dtype}" if self.buffer_dtype else ""
         tokens = f"{self.num_sequences} x {self.shape.sequence} tokens"
+        tokens += f", {STACKED}" if self.mode == STACKED else ""
         return f"K={self.num_domains}, {tokens}, {self.shape}{precision}{buffer}"
 
 
 class PlainStep:
-    """Gradient accumulation over the domains' micro-batches, then AdamW."""
+    """The mean of the domains' losses, then AdamW."""
 
     def __init__(self, problem: Problem, device: torch.device | str) -> None:
         self.problem = problem
         self.model = models.build(problem.shape, device, package=problem.package)
         self.data = batches(problem, device)
+        self.sizes = {name: len(tokens) for name, tokens in self.data.items()}
+        if problem.mode == STACKED:
+            self.batch = torch.cat(list(self.data.values()))
         self.optimizer: torch.optim.Optimizer = adamw(self.model.parameters(), device)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Of one domain."""
         return models.loss_of(self.model, tokens, self.problem.autocast_dtype)
 
+    def sum_of_losses(self) -> Tensor:
+        """Of all domains, from one forward."""
+        sizes = list(self.sizes.values())
+        return models.sum_of_losses(self.model, self.batch, sizes, self.problem.autocast_dtype)
+
     def backward(self) -> None:
         """All domains."""
+        if self.problem.mode == STACKED:
+            (self.sum_of_losses() / self.problem.num_domains).backward()
+            return
         for tokens in self.data.values():
             (self.loss(tokens) / self.problem.num_domains).backward()
 
@@ -102,6 +118,10 @@ class DogeStep(PlainStep):
 
     def backward(self) -> None:
         """All domains."""
+        if self.problem.mode == STACKED:
+            with self.optimizer.stacked(self.model, self.sizes):
+                self.sum_of_losses().backward()
+            return
         for name, tokens in self.data.items():
             with self.optimizer.domain(name):
                 self.loss(tokens).backward()

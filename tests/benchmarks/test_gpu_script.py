@@ -96,6 +96,8 @@ def test_bars_speak_of_the_better_implementation_in_the_worse_shape() -> None:
         {"domains": 50, "ratio": 1.9, "host_synchronisations": "none"},
         {"domains": 7, "skipped": "out of memory"},
     ]
+    steps = [{"mode": "sequential", **row} for row in steps]
+    steps.append({"mode": "stacked", "domains": 7, "ratio": 2.0, "host_synchronisations": "none"})
     graphs = [{"largest_difference": 0.0}]
     sections = {"operators": rows, "steps": steps, "graphs": graphs}
     found = gpu.bars({name: {"rows": each} for name, each in sections.items()})

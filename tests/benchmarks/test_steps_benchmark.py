@@ -106,6 +106,15 @@ def test_sequences_are_dealt_out_evenly() -> None:
         models.domain_batches(TINY, 3, 2, "cpu")
 
 
+def test_the_sum_of_losses_is_that_of_the_domains() -> None:
+    model = models.build(TINY, "cpu", package="torch")
+    batches = models.domain_batches(TINY, 3, 7, "cpu")
+    sizes = [len(tokens) for tokens in batches.values()]
+    whole = models.sum_of_losses(model, torch.cat(list(batches.values())), sizes)
+    apart = torch.stack([models.loss_of(model, tokens) for tokens in batches.values()])
+    torch.testing.assert_close(whole, apart.sum())
+
+
 def test_flops_are_six_per_weight_and_token() -> None:
     shape = PAPER["124M"]
     weights = models.num_parameters(shape) - shape.sequence * shape.width
@@ -116,7 +125,9 @@ def test_flops_are_six_per_weight_and_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"autocast": "bfloat16"}, {"buffer_dtype": "bfloat16"}], ids=str
+    "options",
+    [{}, {"autocast": "bfloat16"}, {"buffer_dtype": "bfloat16"}, {"mode": "stacked"}],
+    ids=str,
 )
 def test_a_row_of_the_step_benchmark(options: dict[str, str]) -> None:
     problem = Problem(TINY, 3, 6, package="torch", bar=100.0, **options)
