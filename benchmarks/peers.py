@@ -11,6 +11,7 @@ of its own. What cannot run is a row with the reason.
 
 import argparse
 import copy
+import dataclasses
 import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,6 +85,13 @@ class Ours(Peer):
     def __call__(self) -> None:
         """One step."""
         self.doge()
+
+
+class OursStacked(Ours):
+    """doge_fast, one forward and one backward for all domains."""
+
+    def __init__(self, problem: Problem, device: torch.device | str) -> None:
+        super().__init__(dataclasses.replace(problem, mode=steps.STACKED), device)
 
 
 class Flatten(Peer):
@@ -228,6 +236,7 @@ class Published(Peer):
 PEERS: dict[str, Callable[..., PlainStep]] = {
     "plain training": PlainStep,
     "doge_fast": Ours,
+    "doge_fast, stacked": OursStacked,
     "flatten, torch.mm": Flatten,
     "torch.func.vmap": Vmap,
     "TorchJD autojac": Autojac,

@@ -186,7 +186,7 @@ def test_every_peer_finds_the_truth(checkout: Path) -> None:
     )
     found = {row["peer"]: row for row in rows}
     assert found.keys() == peers.PEERS.keys()
-    for name in ("doge_fast", "flatten, torch.mm", "torch.func.vmap", "published code"):
+    for name in found.keys() - {"plain training", "TorchJD autojac", "TorchJD autogram"}:
         row = found[name]
         assert "reason" not in row, row
         assert row["gram_error"] < 1e-5, row
