@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +34,16 @@ if sys.platform != "win32":
 
 # 2.11, the lowest torch we accept: the binary then calls nothing that a later one lacks.
 _TORCH_TARGET = "0x020b000000000000"
-# Everything beyond is tried without when the compiler does not know it.
-_OPTIONAL_FLAGS = ("-march=native",)
+# Instruction sets that the arithmetic is compiled for, worst first; one that the compiler does not
+# know is left out. Which of them runs is settled by the CPU that loads the library.
+_LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "baseline": (),
+        "avx2": (_AVX2 := ("-mavx2", "-mfma", "-mf16c")),
+        "avx512": (_AVX512 := (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")),
+        "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    },
+}
 _FLAGS = (
     "-std=c++20",
     "-O2",
@@ -102,14 +110,23 @@ def _try_to_load() -> str | None:
 
 
 def _load(sources: Path, name: str) -> None:
-    library = build_library(sources, name)
+    load_library(lambda: build_library(sources, name))
+
+
+def load_library(build: Callable[[], Path]) -> None:
+    """Load the operators of the library that `build` gives; build again if it is damaged.
+
+    Raises:
+        BuildError: it cannot be built, or does not load.
+    """
+    library = build()
     try:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         return
     except OSError:
         # Damaged after it was written, by a full disk for example.
         library.unlink(missing_ok=True)
-    library = build_library(sources, name)
+    library = build()
     try:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError as error:
@@ -119,10 +136,10 @@ def _load(sources: Path, name: str) -> None:
 
 
 def build_library(sources: Path, name: str) -> Path:
-    """Compile every .cpp file of a folder into one shared library; a cached one is returned as is.
+    """Compile a folder of C++ into one shared library; a cached one is returned as is.
 
-    Several processes that ask for the same library at once compile it once: the others wait for an
-    advisory lock, which the system releases when its holder dies.
+    What stands in its folder `levels`, if it has one, is compiled once for each instruction set of
+    the architecture, with DOGE_LEVEL_NAME defined; DOGE_LEVELS names them all to the others.
 
     Args:
         sources: a folder of .cpp files and headers; headers of its parent count too.
@@ -135,29 +152,63 @@ def build_library(sources: Path, name: str) -> Path:
         BuildError: `DOGE_FAST_NO_JIT=1`, no compiler, torch without stable headers, an unwritable
             cache, or a compiler error.
     """
-    if os.environ.get("DOGE_FAST_NO_JIT", "0") not in ("", "0"):
-        raise BuildError(
-            "DOGE_FAST_NO_JIT is set; unset it to let doge_fast compile its operators."
-        )
+    check_jit()
     if sys.platform == "win32":
         raise BuildError("doge_fast compiles its operators on Linux and macOS only.")
-    _check_torch_headers()
+    check_torch_headers()
     compiler = find_compiler()
+    parts = [
+        shlex.join(compiler.command),
+        compiler.version,
+        shlex.join(_FLAGS),
+        repr(_LEVELS),
+        f"{platform.system()} {platform.machine()}",
+    ]
+    return cached_library(
+        name, parts, sources, lambda scratch: _compile(sources, compiler, scratch)
+    )
+
+
+def cached_library(
+    name: str, parts: Sequence[str], sources: Path, compile_into: Callable[[Path], Path]
+) -> Path:
+    """The library that `compile_into` makes, from the cache where it has been made before.
+
+    Several processes that ask for the same library at once compile it once: the others wait for an
+    advisory lock, which the system releases when its holder dies.
+
+    Args:
+        name: the library's name in the cache, before the hash.
+        parts: what decides, besides the sources and torch, what the library will be.
+        sources: the folder of the sources; its parent's headers count too.
+        compile_into: makes the library in an empty folder and returns its path.
+
+    Raises:
+        BuildError: the cache cannot be written; or what `compile_into` raises.
+    """
     cache = cache_dir()
-    library = cache / f"{name}-{_key(sources, compiler)}.so"
+    library = cache / f"{name}-{_key(parts, sources)}.so"
     if library.exists():
         return library
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(library.with_suffix(".lock")):
             if not library.exists():
-                _build(sources, compiler, library)
+                _build(library, compile_into)
     except OSError as error:
         raise BuildError(
             f"The cache {cache} cannot be written ({error.strerror or error}); set DOGE_FAST_CACHE "
             "to a directory that can."
         ) from error
     return library
+
+
+def check_jit() -> None:
+    """Raise BuildError if `DOGE_FAST_NO_JIT` asks for nothing to be compiled."""
+    if os.environ.get("DOGE_FAST_NO_JIT", "0") not in ("", "0"):
+        raise BuildError(
+            "DOGE_FAST_NO_JIT is set; unset it to let doge_fast compile its operators."
+        )
 
 
 def cache_dir() -> Path:
@@ -208,46 +259,29 @@ def _version_of(command: Sequence[str]) -> str:
     return answer.stdout
 
 
-def _check_torch_headers() -> None:
-    if not (_torch_dir() / "include/torch/csrc/stable/library.h").is_file():
+def check_torch_headers() -> None:
+    """Raise BuildError if torch came without the headers of its stable ABI."""
+    if not (torch_dir() / "include/torch/csrc/stable/library.h").is_file():
         raise BuildError(
             f"Torch {torch.__version__} came without the headers of its stable ABI; "
             "install torch >= 2.11 from its wheels."
         )
 
 
-def _torch_dir() -> Path:
+def torch_dir() -> Path:
+    """Where torch is installed."""
     return Path(torch.__file__).resolve().parent
 
 
-def _key(sources: Path, compiler: Compiler) -> str:
+def _key(parts: Sequence[str], sources: Path) -> str:
     """A hash of all that decides what the library will be."""
-    parts = [
-        torch.__version__,
-        str(torch.compiled_with_cxx11_abi()),
-        shlex.join(compiler.command),
-        compiler.version,
-        shlex.join((*_FLAGS, *_OPTIONAL_FLAGS)),
-        _cpu(),
-    ]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for file in sorted([*sources.parent.glob("*.h"), *sources.iterdir()]):
-        if file.suffix in (".h", ".cpp"):
-            digest.update(f"\0{file.name}\0".encode())
+    everything = [torch.__version__, str(torch.compiled_with_cxx11_abi()), *parts]
+    digest = hashlib.sha256("\0".join(everything).encode())
+    for file in sorted([*sources.parent.glob("*.h"), *sources.rglob("*")]):
+        if file.suffix in (".h", ".cuh", ".cpp", ".cu"):
+            digest.update(f"\0{file.relative_to(sources.parent)}\0".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()[:20]
-
-
-def _cpu() -> str:
-    """What -march=native depends on. One home directory may serve machines of several kinds."""
-    identity = f"{platform.system()} {platform.machine()} {platform.processor()}"
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        first = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
-        told = {key.strip(): value for key, value in first.items()}
-        known = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-        identity += "".join(told.get(key, "") for key in known)
-    return identity
 
 
 @contextlib.contextmanager
@@ -261,7 +295,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(sources: Path, compiler: Compiler, library: Path) -> None:
+def _build(library: Path, compile_into: Callable[[Path], Path]) -> None:
     """Compile in a fresh directory beside `library`, then rename into place."""
     prefix = f".{library.stem}-"
     # Left by builds that were killed: whoever holds the lock is the only builder.
@@ -270,7 +304,7 @@ def _build(sources: Path, compiler: Compiler, library: Path) -> None:
     with tempfile.TemporaryDirectory(
         prefix=prefix, dir=library.parent, ignore_cleanup_errors=True
     ) as scratch:
-        built = _compile(sources, compiler, Path(scratch))
+        built = compile_into(Path(scratch))
         with built.open("rb") as file:
             # Without it a crash of the machine could leave the name and lose the bytes.
             os.fsync(file.fileno())
@@ -278,32 +312,52 @@ def _build(sources: Path, compiler: Compiler, library: Path) -> None:
 
 
 def _compile(sources: Path, compiler: Compiler, scratch: Path) -> Path:
-    try:
-        return _compile_with((*_FLAGS, *_OPTIONAL_FLAGS), sources, compiler, scratch)
-    except BuildError:
-        # Some compilers know no native architecture; an error in the source comes again.
-        return _compile_with(_FLAGS, sources, compiler, scratch)
-
-
-def _compile_with(flags: Sequence[str], sources: Path, compiler: Compiler, scratch: Path) -> Path:
-    include = f"-isystem{_torch_dir() / 'include'}"
-    commands = []
-    objects = []
-    for source in sorted(sources.glob("*.cpp")):
-        objects.append(str(scratch / f"{source.stem}.o"))
-        commands.append([*compiler.command, *flags, include, "-c", str(source), "-o", objects[-1]])
-    _run_all(commands)
-    lib = _torch_dir() / "lib"
+    levels = known_levels(compiler) if (sources / "levels").is_dir() else {}
+    names = " ".join(f"DOGE_LEVEL({level})" for level in levels)
+    command = [*compiler.command, *_FLAGS, f"-isystem{torch_dir() / 'include'}"]
+    units = [
+        (source, source.stem, (f"-DDOGE_LEVELS={names}",))
+        for source in sorted(sources.glob("*.cpp"))
+    ]
+    # First, since they take longest.
+    units[:0] = [
+        (source, f"{source.stem}-{level}", (f"-DDOGE_LEVEL_NAME={level}", *flags))
+        for source in sorted(sources.glob("levels/*.cpp"))
+        for level, flags in levels.items()
+    ]
+    objects = [str(scratch / f"{stem}.o") for _, stem, _ in units]
+    run_all(
+        [
+            [*command, *flags, "-c", str(source), "-o", target]
+            for (source, _, flags), target in zip(units, objects, strict=True)
+        ]
+    )
+    lib = torch_dir() / "lib"
     library = scratch / "library.so"
     link = ["-shared", *objects, f"-L{lib}", "-ltorch_cpu", "-o", str(library)]
     if sys.platform == "darwin":
         link.append(f"-Wl,-rpath,{lib}")
-    _run_all([[*compiler.command, *link]])
+    run_all([[*compiler.command, *link]])
     return library
 
 
-def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """Run the commands side by side; what a failing one said becomes the error."""
+def known_levels(compiler: Compiler) -> dict[str, tuple[str, ...]]:
+    """Instruction sets of this architecture that the compiler knows, each with its flags."""
+    wanted = _LEVELS.get(platform.machine(), {"baseline": ()})
+    return {level: flags for level, flags in wanted.items() if _knows(compiler, flags)}
+
+
+def _knows(compiler: Compiler, flags: Sequence[str]) -> bool:
+    command = [*compiler.command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return not flags or subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def run_all(commands: Sequence[Sequence[str]]) -> None:
+    """Run the commands side by side; what a failing one said becomes the error.
+
+    Raises:
+        BuildError: a command fails, cannot be run, or takes too long.
+    """
     # Messages in English, whatever the user's language: the first error line is looked for.
     environment = {**os.environ, "LC_ALL": "C"}
     running: list[subprocess.Popen[str]] = []

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "../check.h"
+#include "level.h"
 #include "schedule.h"
-#include "vectors.h"
 
 namespace doge_fast {
 namespace {
@@ -19,59 +19,13 @@ constexpr int64_t TILE = 1024;
 constexpr int64_t TILES_PER_PIECE = 256;
 
 struct Pair {
-  const void* grad;
-  ScalarType grad_dtype;
-  void* row;
-  ScalarType row_dtype;
+  const char* grad;
+  Storage grad_storage;
+  int64_t grad_bytes;
+  char* row;
+  Storage row_storage;
+  int64_t row_bytes;
 };
-
-template <typename A>
-void add_to(A* sum, const A* value, int64_t n) {
-  int64_t i = 0;
-  for (; i + LANES<A> <= n; i += LANES<A>) store(sum + i, load(sum + i) + load(value + i));
-  for (; i < n; ++i) sum[i] += value[i];
-}
-
-template <typename T, typename Row>
-void accumulate_span(const T* grad, Row* row, int64_t n, bool add, bool past_cache) {
-  // Neither storage type loses anything on its way into this one.
-  using A = std::conditional_t<std::is_same_v<T, double> || std::is_same_v<Row, double>, double, float>;
-  if constexpr (std::is_same_v<T, Row>) {
-    if (!add && !past_cache) {
-      std::memcpy(row, grad, n * sizeof(T));
-      return;
-    }
-    if constexpr (std::is_same_v<T, A>) {
-      if (add) {
-        add_to(row, grad, n);
-      } else {
-        narrow(grad, row, n, past_cache);
-      }
-      return;
-    }
-  }
-  alignas(64) A sum[TILE], value[TILE];
-  for (int64_t i = 0; i < n; i += TILE) {
-    const int64_t size = std::min(TILE, n - i);
-    widen(grad + i, sum, size);
-    if (add) {
-      widen(row + i, value, size);
-      add_to(sum, value, size);
-    }
-    narrow(sum, row + i, size, past_cache && !add);
-  }
-}
-
-void accumulate_pair(const Pair& pair, int64_t first, int64_t last, bool add, bool past_cache) {
-  with_type(pair.grad_dtype, [&](auto zero) {
-    using T = decltype(zero);
-    with_type(pair.row_dtype, [&](auto row_zero) {
-      using Row = decltype(row_zero);
-      accumulate_span(static_cast<const T*>(pair.grad) + first, static_cast<Row*>(pair.row) + first,
-                      last - first, add, past_cache);
-    });
-  });
-}
 
 void accumulate(TensorList grads, TensorList rows, bool add) {
   DOGE_CHECK(grads.size() == rows.size(), "accumulate needs one row per gradient; received ",
@@ -85,8 +39,12 @@ void accumulate(TensorList grads, TensorList rows, bool add) {
     DOGE_CHECK(grads[i].numel() == rows[i].numel(),
                "accumulate needs a row as long as its gradient; rows[", i, "] has ", rows[i].numel(),
                " elements, grads[", i, "] ", grads[i].numel(), ".");
-    table.push_back({grads[i].const_data_ptr(), grads[i].scalar_type(), rows[i].mutable_data_ptr(),
-                     rows[i].scalar_type()});
+    table.push_back({static_cast<const char*>(grads[i].const_data_ptr()),
+                     storage_of(grads[i].scalar_type()),
+                     static_cast<int64_t>(grads[i].element_size()),
+                     static_cast<char*>(rows[i].mutable_data_ptr()),
+                     storage_of(rows[i].scalar_type()),
+                     static_cast<int64_t>(rows[i].element_size())});
     lengths.push_back(rows[i].numel());
     num_bytes += rows[i].numel() * static_cast<int64_t>(rows[i].element_size());
   }
@@ -97,7 +55,10 @@ void accumulate(TensorList grads, TensorList rows, bool add) {
       num_pieces, num_bytes, [] { return 0; },
       [&](int64_t piece, int) {
         columns.for_each_span(piece, num_pieces, [&](const Columns::Span& span) {
-          accumulate_pair(table[span.tensor], span.first, span.last, add, past_cache);
+          const Pair& pair = table[span.tensor];
+          level().accumulate(pair.grad + span.first * pair.grad_bytes, pair.grad_storage,
+                             pair.row + span.first * pair.row_bytes, pair.row_storage,
+                             span.last - span.first, add, past_cache);
         });
         if (past_cache) finish_streaming();
       });

@@ -5,10 +5,13 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../check.h"
-#include "vectors.h"
+#include "level.h"
 
 #if defined(__linux__)
 #include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
 #endif
 
 #include <algorithm>
@@ -98,19 +101,30 @@ inline bool is_larger_than_cache(int64_t num_bytes) {
   return num_bytes > cache_bytes;
 }
 
-// Calls body(T{}) with the C++ type of a checked dtype.
-template <typename Body>
-void with_type(ScalarType dtype, const Body& body) {
+// Streaming stores are weakly ordered; other threads may look once this has returned.
+inline void finish_streaming() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// A checked dtype, as levels know it.
+inline Storage storage_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float:
-      return body(float{});
+      return Storage::float32;
     case ScalarType::Double:
-      return body(double{});
+      return Storage::float64;
     case ScalarType::BFloat16:
-      return body(BFloat16{});
+      return Storage::bfloat16;
     default:
-      return body(Half{});
+      return Storage::float16;
   }
+}
+
+// The rows of a checked block.
+inline Rows rows_of(const Tensor& block) {
+  return {block.const_data_ptr(), block.stride(0), block.size(0), storage_of(block.scalar_type())};
 }
 
 }  // namespace doge_fast

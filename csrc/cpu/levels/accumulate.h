@@ -1,0 +1,75 @@
+// row = grad, or row += grad, on n elements.
+#pragma once
+
+#include "vectors.h"
+
+namespace doge_fast::DOGE_LEVEL_NAME {
+
+constexpr int64_t ACCUMULATE_TILE = 1024;
+
+template <typename A>
+void add_to(A* sum, const A* value, int64_t n) {
+  int64_t i = 0;
+  for (; i + LANES<A> <= n; i += LANES<A>) store(sum + i, load(sum + i) + load(value + i));
+  for (; i < n; ++i) sum[i] += value[i];
+}
+
+// Neither storage type loses anything on its way into this one.
+template <typename T, typename Row>
+struct Both {
+  using type = float;
+};
+template <typename T>
+struct Both<T, double> {
+  using type = double;
+};
+template <typename Row>
+struct Both<double, Row> {
+  using type = double;
+};
+template <>
+struct Both<double, double> {
+  using type = double;
+};
+
+template <typename T, typename Row>
+void accumulate_span(const T* grad, Row* row, int64_t n, bool add, bool past_cache) {
+  using A = typename Both<T, Row>::type;
+  if constexpr (IS_SAME<T, Row>) {
+    if (!add && !past_cache) {
+      __builtin_memcpy(row, grad, n * sizeof(T));
+      return;
+    }
+    if constexpr (IS_SAME<T, A>) {
+      if (add) {
+        add_to(row, grad, n);
+      } else {
+        narrow(grad, row, n, past_cache);
+      }
+      return;
+    }
+  }
+  alignas(64) A sum[ACCUMULATE_TILE], value[ACCUMULATE_TILE];
+  for (int64_t i = 0; i < n; i += ACCUMULATE_TILE) {
+    const int64_t size = least(ACCUMULATE_TILE, n - i);
+    widen(grad + i, sum, size);
+    if (add) {
+      widen(row + i, value, size);
+      add_to(sum, value, size);
+    }
+    narrow(sum, row + i, size, past_cache && !add);
+  }
+}
+
+inline void accumulate(const void* grad, Storage grad_storage, void* row, Storage row_storage, int64_t n,
+                       bool add, bool past_cache) {
+  with_type(grad_storage, [&](auto zero) {
+    using T = decltype(zero);
+    with_type(row_storage, [&](auto row_zero) {
+      using Row = decltype(row_zero);
+      accumulate_span(static_cast<const T*>(grad), static_cast<Row*>(row), n, add, past_cache);
+    });
+  });
+}
+
+}  // namespace doge_fast::DOGE_LEVEL_NAME

@@ -1,0 +1,374 @@
+// Products of all pairs of rows over a span of columns, onto running sums.
+//
+// Few rows are multiplied where they lie, 16-bit ones widened in registers; many are copied together,
+// a tile of columns at a time, while the next tile is already being fetched. float32 products are added
+// up in registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
+#pragma once
+
+#include "vectors.h"
+
+namespace doge_fast::DOGE_LEVEL_NAME {
+
+// Rows whose products with each other, and with PARTNERS rows above, are held in registers:
+// PANEL * PARTNERS sums, PANEL rows and one more operand must fit in 16 registers, or in 32.
+constexpr int64_t PANEL = 4;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int64_t PARTNERS = 6;
+#else
+constexpr int64_t PARTNERS = 3;
+#endif
+// A float32 sum has at most so many terms in all lanes together.
+constexpr int64_t FLUSH_COLUMNS = 4096;
+// Columns that are passed by before a sum leaves its register, where rows are read as they lie: short
+// enough for the first-level cache to hold them from one panel to the next.
+constexpr int64_t COLUMNS_IN_PLACE = 256;
+constexpr int64_t CACHE_LINE = 64;
+
+inline int64_t pair_index(int64_t row, int64_t partner) { return row * (row + 1) / 2 + partner; }
+
+// How a type is multiplied: STEP columns at a time, as PARTS operands.
+template <typename T>
+struct Operand {
+  using Value = Vector<T>;
+  using Sum = Vector<T>;
+  static constexpr int64_t STEP = LANES<T>;
+  static constexpr int64_t PARTS = 1;
+  template <int64_t part>
+  [[gnu::always_inline]] static Value get(const T* from) {
+    return load(from);
+  }
+  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { sum += a * b; }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16, multiplied exactly and added to a float32 in one instruction.
+template <>
+struct Operand<BFloat16> {
+  using Value = __m512bh;
+  using Sum = Vector<float>;
+  static constexpr int64_t STEP = 32;
+  static constexpr int64_t PARTS = 1;
+  template <int64_t part>
+  [[gnu::always_inline]] static Value get(const BFloat16* from) {
+    return (__m512bh)_mm512_loadu_si512(from);
+  }
+  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) {
+    sum = (Sum)_mm512_dpbf16_ps((__m512)sum, a, b);
+  }
+};
+#else
+// The order of columns is nobody's business as long as it is the same in all rows: the even ones are
+// the upper halves of 32-bit words after a shift, the odd ones after a mask.
+template <>
+struct Operand<BFloat16> {
+  using Value = Vector<float>;
+  using Sum = Vector<float>;
+  static constexpr int64_t STEP = 2 * FLOAT_LANES;
+  static constexpr int64_t PARTS = 2;
+  template <int64_t part>
+  [[gnu::always_inline]] static Value get(const BFloat16* from) {
+    typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES), may_alias, aligned(2)));
+    const Words words = *reinterpret_cast<const Words*>(from);
+    return part == 0 ? (Value)(words << 16) : (Value)(words & 0xffff0000U);
+  }
+  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { sum += a * b; }
+};
+#endif
+
+template <>
+struct Operand<Half> {
+  using Value = Vector<float>;
+  using Sum = Vector<float>;
+  static constexpr int64_t STEP = FLOAT_LANES;
+  static constexpr int64_t PARTS = 1;
+  template <int64_t part>
+  [[gnu::always_inline]] static Value get(const Half* from) {
+    return load(from);
+  }
+  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { sum += a * b; }
+};
+
+// Fetches the rows of the next tile, a few lines at a time, while this one is multiplied.
+struct Ahead {
+  const char* row = nullptr;
+  int64_t row_bytes = 0;
+  int64_t num_rows = 0;
+  int64_t num_lines = 0;
+  int64_t per_call = 0;
+  int64_t line = 0;
+
+  [[gnu::always_inline]] void fetch() {
+    for (int64_t i = 0; i < per_call && num_rows > 0; ++i) {
+      __builtin_prefetch(row + line * CACHE_LINE, 0, 2);
+      if (++line == num_lines) {
+        line = 0;
+        row += row_bytes;
+        --num_rows;
+      }
+    }
+  }
+};
+
+template <typename T, int64_t part, int64_t ROWS, typename Sum>
+[[gnu::always_inline]] inline void multiply_panel(const T* panel, int64_t row_stride, Sum* sums) {
+  typename Operand<T>::Value value[ROWS];
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < ROWS; ++i)
+    value[i] = Operand<T>::template get<part>(panel + i * row_stride);
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+    for (int64_t j = 0; j <= i; ++j) Operand<T>::add(sums[i * (i + 1) / 2 + j], value[i], value[j]);
+}
+
+// ROWS rows from `row` on, with each other.
+template <typename T, int64_t ROWS>
+void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
+               typename Operand<T>::Sum* totals) {
+  using Sum = typename Operand<T>::Sum;
+  const T* panel = rows_RC + row * row_stride;
+  Sum sums[ROWS * (ROWS + 1) / 2] = {};
+  for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
+    multiply_panel<T, 0, ROWS>(panel + column, row_stride, sums);
+    if constexpr (Operand<T>::PARTS == 2)
+      multiply_panel<T, 1, ROWS>(panel + column, row_stride, sums);
+  }
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+    for (int64_t j = 0; j <= i; ++j) totals[pair_index(row + i, row + j)] += sums[i * (i + 1) / 2 + j];
+}
+
+template <typename T, int64_t part, int64_t ROWS, int64_t WITH, typename Sum>
+[[gnu::always_inline]] inline void multiply_block(const T* panel, const T* partners,
+                                                  int64_t row_stride, Sum* sums) {
+  // The partners wait in registers, the panel passes by: the other way round needs one register
+  // more than AVX2 has, and every load is then repeated.
+  typename Operand<T>::Value other[WITH];
+#pragma GCC unroll 8
+  for (int64_t j = 0; j < WITH; ++j)
+    other[j] = Operand<T>::template get<part>(partners + j * row_stride);
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < ROWS; ++i) {
+    const auto value = Operand<T>::template get<part>(panel + i * row_stride);
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < WITH; ++j) Operand<T>::add(sums[i * WITH + j], value, other[j]);
+  }
+}
+
+// ROWS rows from `row` on, with WITH rows from `partner` on.
+template <typename T, int64_t ROWS, int64_t WITH>
+void add_block(const T* rows_RC, int64_t row_stride, int64_t row, int64_t partner, int64_t columns,
+               typename Operand<T>::Sum* totals) {
+  using Sum = typename Operand<T>::Sum;
+  const T* panel = rows_RC + row * row_stride;
+  const T* partners = rows_RC + partner * row_stride;
+  Sum sums[ROWS * WITH] = {};
+  for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
+    multiply_block<T, 0, ROWS, WITH>(panel + column, partners + column, row_stride, sums);
+    if constexpr (Operand<T>::PARTS == 2)
+      multiply_block<T, 1, ROWS, WITH>(panel + column, partners + column, row_stride, sums);
+  }
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < WITH; ++j) totals[pair_index(row + i, partner + j)] += sums[i * WITH + j];
+}
+
+template <typename T, int64_t ROWS, int64_t WITH>
+void add_block_of(int64_t width, const T* rows_RC, int64_t row_stride, int64_t row, int64_t partner,
+                  int64_t columns, typename Operand<T>::Sum* totals) {
+  if constexpr (WITH > 1) {
+    if (width < WITH)
+      return add_block_of<T, ROWS, WITH - 1>(width, rows_RC, row_stride, row, partner, columns, totals);
+  }
+  add_block<T, ROWS, WITH>(rows_RC, row_stride, row, partner, columns, totals);
+}
+
+template <typename T, int64_t ROWS>
+void add_rows(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
+              typename Operand<T>::Sum* totals, Ahead& ahead) {
+  add_panel<T, ROWS>(rows_RC, row_stride, row, columns, totals);
+  ahead.fetch();
+  // The rows above in shares as equal as can be: 4 as 2 + 2, not 3 + 1, which would wait on latency.
+  const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
+  for (int64_t share = 0; share < num_shares; ++share) {
+    const int64_t partner = row * share / num_shares;
+    const int64_t width = row * (share + 1) / num_shares - partner;
+    add_block_of<T, ROWS, PARTNERS>(width, rows_RC, row_stride, row, partner, columns, totals);
+    ahead.fetch();
+  }
+}
+
+// Calls of add_rows and its blocks for one tile.
+inline int64_t num_calls(int64_t num_rows) {
+  int64_t calls = 0;
+  for (int64_t row = 0; row < num_rows; row += PANEL) calls += 1 + (row + PARTNERS - 1) / PARTNERS;
+  return calls;
+}
+
+// All pairs of rows on one tile; `columns` is a multiple of the operand's STEP.
+template <typename T>
+void add_tile(const T* rows_RC, int64_t row_stride, int64_t num_rows, int64_t columns,
+              typename Operand<T>::Sum* totals, Ahead& ahead) {
+  int64_t row = 0;
+  for (; row + PANEL <= num_rows; row += PANEL)
+    add_rows<T, PANEL>(rows_RC, row_stride, row, columns, totals, ahead);
+  switch (num_rows - row) {
+    case 1:
+      return add_rows<T, 1>(rows_RC, row_stride, row, columns, totals, ahead);
+    case 2:
+      return add_rows<T, 2>(rows_RC, row_stride, row, columns, totals, ahead);
+    case 3:
+      return add_rows<T, 3>(rows_RC, row_stride, row, columns, totals, ahead);
+  }
+}
+static_assert(PANEL == 4, "add_tile lists the widths of a last, narrower panel");
+
+// The type that a copied tile holds: storage that is multiplied as it is, or its accumulator.
+template <typename T>
+struct CopyOf {
+  using type = Accumulator<T>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct CopyOf<BFloat16> {
+  using type = BFloat16;
+};
+#endif
+
+inline void copy_row(const BFloat16* from, BFloat16* to, int64_t n) {
+  __builtin_memcpy(to, from, n * sizeof(BFloat16));
+}
+template <typename T, typename A>
+inline void copy_row(const T* from, A* to, int64_t n) {
+  widen(from, to, n);
+}
+
+using FloatSum = Vector<float>;
+using DoubleSum = Vector<double>;
+
+// float32 sums onto float64 ones, and zero again.
+inline void flush(FloatSum* parts, DoubleSum* wholes, int64_t num_pairs) {
+  using HalfVector = VectorOf<float, VECTOR_BYTES / 2>::type;
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    HalfVector halves[2];
+    __builtin_memcpy(halves, &parts[pair], sizeof(halves));
+    wholes[pair] += __builtin_convertvector(halves[0], DoubleSum) +
+                    __builtin_convertvector(halves[1], DoubleSum);
+    parts[pair] = FloatSum{};
+  }
+}
+
+template <typename T>
+class Gram {
+ public:
+  Gram(const Rows& rows, void* scratch, void* sums)
+      : rows_RN_(static_cast<const T*>(rows.data)),
+        row_stride_(rows.row_stride),
+        num_rows_(rows.num_rows),
+        num_pairs_(pair_index(num_rows_, 0)),
+        tile_(static_cast<Copy*>(scratch)),
+        wholes_(static_cast<DoubleSum*>(sums)),
+        parts_(reinterpret_cast<FloatSum*>(wholes_ + num_pairs_)) {}
+
+  void add(int64_t first, int64_t columns) {
+    const T* at = rows_RN_ + first;
+    int64_t column = 0;
+    if (num_rows_ <= MAX_ROWS_IN_PLACE) {
+      const int64_t whole = columns / Operand<T>::STEP * Operand<T>::STEP;
+      for (; column < whole; column += COLUMNS_IN_PLACE) {
+        Ahead none;
+        const int64_t now = least(COLUMNS_IN_PLACE, whole - column);
+        add_tile(at + column, row_stride_, num_rows_, now, sums(), none);
+        count(now);
+      }
+      column = whole;
+    }
+    const int64_t most = tile_columns(num_rows_);
+    for (; column < columns; column += most) {
+      const int64_t now = least(most, columns - column);
+      add_copy(at + column, now, ahead_of(at + column + now, least(most, columns - column - now)));
+      count(now);
+    }
+    flush_all();
+  }
+
+ private:
+  using Copy = typename CopyOf<T>::type;
+  static_assert(COLUMNS_IN_PLACE % Operand<T>::STEP == 0);
+
+  // Where products go: per pair one register, of float32 (moved on by flush) or of float64.
+  auto* sums() const {
+    if constexpr (IS_SAME<T, double>) {
+      return wholes_;
+    } else {
+      return parts_;
+    }
+  }
+
+  void count(int64_t columns) {
+    pending_ += columns;
+    if (pending_ >= FLUSH_COLUMNS) flush_all();
+  }
+
+  void flush_all() {
+    if constexpr (!IS_SAME<T, double>)
+      if (pending_ > 0) flush(parts_, wholes_, num_pairs_);
+    pending_ = 0;
+  }
+
+  Ahead ahead_of(const T* at, int64_t columns) const {
+    if (columns <= 0) return {};
+    const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
+    const int64_t lines = (bytes + CACHE_LINE - 1) / CACHE_LINE;
+    const int64_t calls = num_calls(num_rows_);
+    Ahead ahead;
+    ahead.row = reinterpret_cast<const char*>(at);
+    ahead.row_bytes = row_stride_ * static_cast<int64_t>(sizeof(T));
+    ahead.num_rows = num_rows_;
+    ahead.num_lines = lines;
+    ahead.per_call = (lines * num_rows_ + calls - 1) / calls;
+    return ahead;
+  }
+
+  // By way of the scratch tile, its end filled with zeros.
+  void add_copy(const T* at, int64_t columns, Ahead ahead) {
+    const int64_t stride = tile_stride(num_rows_);
+    constexpr int64_t step = Operand<Copy>::STEP;
+    const int64_t padded = (columns + step - 1) / step * step;
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      Copy* to = tile_ + row * stride;
+      copy_row(at + row * row_stride_, to, columns);
+      for (int64_t i = columns; i < padded; ++i) to[i] = Copy{};
+    }
+    add_tile(const_cast<const Copy*>(tile_), stride, num_rows_, padded, sums(), ahead);
+  }
+
+  const T* rows_RN_;
+  int64_t row_stride_;
+  int64_t num_rows_;
+  int64_t num_pairs_;
+  Copy* tile_;
+  DoubleSum* wholes_;
+  FloatSum* parts_;
+  int64_t pending_ = 0;
+};
+
+inline void gram_add(const Rows& rows, int64_t first, int64_t columns, void* scratch, void* sums) {
+  with_type(rows.storage, [&](auto zero) {
+    using T = decltype(zero);
+    Gram<T>(rows, scratch, sums).add(first, columns);
+  });
+}
+
+inline void gram_end(const void* sums, int64_t num_pairs, double* pairs) {
+  const DoubleSum* wholes = static_cast<const DoubleSum*>(sums);
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    double sum = 0;
+    for (int64_t lane = 0; lane < LANES<double>; ++lane) sum += wholes[pair][lane];
+    pairs[pair] = sum;
+  }
+}
+
+}  // namespace doge_fast::DOGE_LEVEL_NAME

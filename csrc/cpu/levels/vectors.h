@@ -1,0 +1,236 @@
+// One vector register of the level this is compiled for, and the ways in and out of it.
+//
+// GCC and Clang vector types: the same source becomes AVX-512, AVX2, SSE2 or NEON, and `a * b + c`
+// becomes one fused multiply-add where there is one. Nothing here comes from the standard library or
+// from torch: an inline function of theirs, compiled for a late CPU, could be the copy that the linker
+// keeps for all levels.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "../level.h"
+
+namespace doge_fast::DOGE_LEVEL_NAME {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+constexpr int64_t VECTOR_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int64_t VECTOR_BYTES = 32;
+#else
+constexpr int64_t VECTOR_BYTES = 16;
+#endif
+static_assert(VECTOR_BYTES <= MAX_VECTOR_BYTES);
+
+template <typename T, int64_t bytes>
+struct VectorOf {
+  // may_alias and the small alignment make an unaligned load out of a plain dereference.
+  typedef T type __attribute__((vector_size(bytes), may_alias, aligned(alignof(T))));
+};
+template <typename T>
+using Vector = typename VectorOf<T, VECTOR_BYTES>::type;
+template <typename T>
+constexpr int64_t LANES = VECTOR_BYTES / static_cast<int64_t>(sizeof(T));
+constexpr int64_t FLOAT_LANES = LANES<float>;
+
+template <typename A, typename B>
+constexpr bool IS_SAME = false;
+template <typename A>
+constexpr bool IS_SAME<A, A> = true;
+
+// What a storage type is added up in.
+template <typename T>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+template <typename T>
+using Accumulator = typename AccumulatorOf<T>::type;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <typename T>
+[[gnu::always_inline]] inline Vector<T> broadcast(T value) {
+  return Vector<T>{} + value;
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void store(T* to, Vector<T> value) {
+  *reinterpret_cast<Vector<T>*>(to) = value;
+}
+
+// Past the caches: for a result that is larger than them. `to` is aligned to VECTOR_BYTES.
+template <typename T>
+[[gnu::always_inline]] inline void store_past_cache(T* to, Vector<T> value) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)value);
+#elif defined(__AVX__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)value);
+#elif defined(__x86_64__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)value);
+#else
+  store(to, value);
+#endif
+}
+
+using Words16 = typename VectorOf<uint16_t, VECTOR_BYTES / 2>::type;
+using Words32 = Vector<uint32_t>;
+
+// One number of storage, exactly; one rounded to nearest even, a NaN stays one.
+inline float widened(float value) { return value; }
+inline double widened(double value) { return value; }
+inline float widened(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+inline float widened(Half value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
+  uint32_t bits = magnitude + (112U << 23);
+  if ((value.bits & 0x7c00) == 0x7c00) bits = magnitude + (224U << 23);
+  float result;
+  if ((value.bits & 0x7c00) == 0) {
+    // Below the normal numbers: so many times 2^-24.
+    result = static_cast<float>(value.bits & 0x3ff) * 0x1p-24F;
+    __builtin_memcpy(&bits, &result, sizeof(bits));
+  }
+  bits |= sign;
+  __builtin_memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+inline void narrow_to(float& to, double value) { to = static_cast<float>(value); }
+inline void narrow_to(double& to, double value) { to = value; }
+inline void narrow_to(BFloat16& to, double exact) {
+  const float value = static_cast<float>(exact);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  to.bits = value != value ? 0x7fc0
+                           : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow_to(Half& to, double exact) {
+  const float value = static_cast<float>(exact);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
+  bits &= 0x7fffffff;
+  uint32_t half;
+  if (bits > 0x7f800000) {
+    half = 0x7e00;
+  } else if (bits >= 0x477ff000) {
+    // Nearer to infinity than to the largest number.
+    half = 0x7c00;
+  } else if (bits < 0x38800000) {
+    // Adding a half rounds to a multiple of 2^-24, in the lowest bits of the sum.
+    float magnitude;
+    __builtin_memcpy(&magnitude, &bits, sizeof(magnitude));
+    const float shifted = magnitude + 0.5F;
+    uint32_t sum;
+    __builtin_memcpy(&sum, &shifted, sizeof(sum));
+    half = sum - 0x3f000000;
+  } else {
+    half = (bits - (112U << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
+  }
+  to.bits = static_cast<uint16_t>(sign | half);
+}
+
+// FLOAT_LANES (or LANES<double>) neighbours of storage, widened.
+[[gnu::always_inline]] inline Vector<float> load(const float* from) {
+  return *reinterpret_cast<const Vector<float>*>(from);
+}
+[[gnu::always_inline]] inline Vector<double> load(const double* from) {
+  return *reinterpret_cast<const Vector<double>*>(from);
+}
+[[gnu::always_inline]] inline Vector<float> load(const BFloat16* from) {
+  const Words16 words = *reinterpret_cast<const Words16*>(from);
+  return (Vector<float>)(__builtin_convertvector(words, Words32) << 16);
+}
+[[gnu::always_inline]] inline Vector<float> load(const Half* from) {
+#if defined(__AVX512F__)
+  return (Vector<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX__) && defined(__F16C__)
+  return (Vector<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Vector<float> value{};
+  for (int64_t i = 0; i < FLOAT_LANES; ++i) value[i] = widened(from[i]);
+  return value;
+#endif
+}
+
+// FLOAT_LANES values rounded to nearest even; a NaN stays one, as in torch's own conversion.
+[[gnu::always_inline]] inline void round_to(BFloat16* to, Vector<float> value) {
+  const Words32 bits = (Words32)value;
+  const Words32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Words32 is_nan = (Words32)(value != value);
+  const Words32 words = (rounded & ~is_nan) | (is_nan & 0x7fc0);
+  *reinterpret_cast<Words16*>(to) = __builtin_convertvector(words, Words16);
+}
+[[gnu::always_inline]] inline void round_to(Half* to, Vector<float> value) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX__) && defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int64_t i = 0; i < FLOAT_LANES; ++i) narrow_to(to[i], value[i]);
+#endif
+}
+
+// Storage -> accumulator, n elements.
+template <typename T, typename A>
+inline void widen(const T* from, A* to, int64_t n) {
+  int64_t i = 0;
+  if constexpr (IS_SAME<A, Accumulator<T>>)
+    for (; i + LANES<A> <= n; i += LANES<A>) store(to + i, load(from + i));
+  for (; i < n; ++i) to[i] = static_cast<A>(widened(from[i]));
+}
+
+// Accumulator -> storage, n elements; past the caches if asked for and possible.
+template <typename A, typename T>
+inline void narrow(const A* from, T* to, int64_t n, bool past_cache) {
+  int64_t i = 0;
+  if constexpr (IS_SAME<A, T>) {
+    if (!past_cache) {
+      __builtin_memcpy(to, from, n * sizeof(T));
+      return;
+    }
+    for (; i < n && reinterpret_cast<uintptr_t>(to + i) % VECTOR_BYTES; ++i) to[i] = from[i];
+    for (; i + LANES<T> <= n; i += LANES<T>) store_past_cache(to + i, load(from + i));
+  } else if constexpr (IS_SAME<A, float> && sizeof(T) == 2) {
+    for (; i + FLOAT_LANES <= n; i += FLOAT_LANES) round_to(to + i, load(from + i));
+  }
+  for (; i < n; ++i) narrow_to(to[i], from[i]);
+}
+
+// Calls body(T{}) with the C++ type of a storage type.
+template <typename Body>
+inline void with_type(Storage storage, const Body& body) {
+  switch (storage) {
+    case Storage::float32:
+      return body(float{});
+    case Storage::float64:
+      return body(double{});
+    case Storage::bfloat16:
+      return body(BFloat16{});
+    case Storage::float16:
+      return body(Half{});
+  }
+}
+
+}  // namespace doge_fast::DOGE_LEVEL_NAME
