@@ -5,6 +5,7 @@ docstrings. Stages are imported once one is chosen, so `--help` is quick and an 
 without the pipeline's dependencies can say what it lacks.
 """
 
+import json
 import logging
 import os
 import sys
@@ -15,6 +16,8 @@ from doge_fast.pipeline.config import (
     BaseConfig,
     DemoConfig,
     EvaluateConfig,
+    InfoConfig,
+    ProfileConfig,
     ProxyConfig,
     ReportConfig,
 )
@@ -31,6 +34,8 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "base": BaseConfig,
     "evaluate": EvaluateConfig,
     "report": ReportConfig,
+    "info": InfoConfig,
+    "profile": ProfileConfig,
 }
 
 
@@ -79,12 +84,17 @@ def _parse(arguments: Sequence[str] | None) -> Any:
 
 def _run(config: Any) -> None:
     """Import the stage, call it, say where its result is."""
-    from transformers.utils import logging as transformers_logging
-
-    # Bars for reading and writing a file, of which the runs have bars of their own.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if not isinstance(config, InfoConfig):
+        _silence_transformers()
     for line in _STAGES[type(config)](config):
         print(line)
+
+
+def _silence_transformers() -> None:
+    """No bars for reading and writing a file, of which the runs have bars of their own."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _demo(config: DemoConfig) -> list[str]:
@@ -117,12 +127,28 @@ def _report(config: ReportConfig) -> list[str]:
     return [f"report: {write_report(config)}"]
 
 
+def _info(config: InfoConfig) -> list[str]:
+    from doge_fast.info import info, text
+
+    found = info()
+    return [json.dumps(found, indent=1) if config.json else text(found)]
+
+
+def _profile(config: ProfileConfig) -> list[str]:
+    from doge_fast.pipeline.profiling import profile, table
+
+    written = [f"{name}: {path}" for name in ("json", "trace") if (path := getattr(config, name))]
+    return [table(profile(config)), *written]
+
+
 _STAGES: dict[type, Callable[[Any], list[str]]] = {
     DemoConfig: _demo,
     ProxyConfig: _proxy,
     BaseConfig: _base,
     EvaluateConfig: _evaluate,
     ReportConfig: _report,
+    InfoConfig: _info,
+    ProfileConfig: _profile,
 }
 
 

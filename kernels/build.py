@@ -315,7 +315,7 @@ def _compile(sources: Path, compiler: Compiler, scratch: Path) -> Path:
     levels = known_levels(compiler) if (sources / "levels").is_dir() else {}
     names = " ".join(f"DOGE_LEVEL({level})" for level in levels)
     command = [*compiler.command, *_FLAGS, f"-isystem{torch_dir() / 'include'}"]
-    units = [
+    units: list[tuple[Path, str, tuple[str, ...]]] = [
         (source, source.stem, (f"-DDOGE_LEVELS={names}",))
         for source in sorted(sources.glob("*.cpp"))
     ]

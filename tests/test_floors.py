@@ -13,7 +13,7 @@ FLOORS = [
     for line in """
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing
     doge_fast.kernels
-    doge_fast.flat_buffer doge_fast.objective
+    doge_fast.flat_buffer doge_fast.objective doge_fast.info
     doge_fast.reweighting doge_fast.stacked doge_fast.cancellation doge_fast.distributed
     doge_fast.optimizer doge_fast.reference
     doge_fast.integrations
@@ -38,7 +38,7 @@ FLOORS = [
         "STAGES",
         " ".join(
             f"doge_fast.pipeline.{stage}"
-            for stage in ("proxy", "base", "evaluation", "exports", "report")
+            for stage in ("proxy", "base", "evaluation", "exports", "report", "profiling")
         ),
     )
     .strip()

@@ -201,3 +201,53 @@ class DemoConfig:
     """auto, cpu, or cuda."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
+
+
+@dataclass(frozen=True)
+class InfoConfig:
+    """What doge_fast finds on this machine: devices, operators that run on them and why."""
+
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What each phase of a step costs, beside a plain step on the same tokens."""
+
+    model: str = "tiny"
+    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or a folder or Hub id
+    whose config.json AutoConfig opens."""
+    vocab_size: int | None = None
+    """Entries of the vocabulary of a size of the family; None: 50304 for the paper's sizes, 4096
+    for the small ones."""
+    domains: int = 7
+    """K, the training domains."""
+    targets: int = 0
+    """Further rows that are measured and not trained on."""
+    sequences: int = 4
+    """Of each domain, in a step."""
+    sequence_length: int = 128
+    """Tokens of a sequence."""
+    micro_batches: int = 1
+    """Into which a domain's sequences are cut; their gradients add up."""
+    mode: Literal["sequential", "stacked"] = "sequential"
+    """One domain after another, or one forward and backward for all."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: under autocast."""
+    buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Of the stored domain gradients; auto: that of each gradient."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """The wrapped optimizer; fused where the device is a GPU."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
+    threads: int | None = None
+    """Of a CPU; None: as many as torch takes."""
+    steps: int = 9
+    """Timed pairs of steps, and as many steps with their phases apart."""
+    memory: bool = True
+    """Measure peak memory too, in a process of its own for each side."""
+    json: Path | None = None
+    """Where to write everything that was measured."""
+    trace: Path | None = None
+    """Where to write a timeline that Perfetto and chrome://tracing open."""

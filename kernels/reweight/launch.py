@@ -32,7 +32,7 @@ def reweight(
     """The K x K step through Triton; constants of the run are compiled in, in full precision."""
     from doge_fast.kernels.reweight import triton_kernel
 
-    outputs = reweight_outputs(gram_RR, state_S)
+    values_V, skipped, found_inf = reweight_outputs(gram_RR, state_S)
     constants = constants_of(
         len(tau_R),
         num_domains_of(state_S),
@@ -53,11 +53,13 @@ def reweight(
             present_R,
             lr,
             grad_scale,
-            *outputs,
+            values_V,
+            skipped,
+            found_inf,
             **constants,
             num_warps=NUM_WARPS,
         )
-    return outputs
+    return values_V, skipped, found_inf
 
 
 def constants_of(

@@ -1,0 +1,187 @@
+"""What a step costs, taken apart: the numbers add up, the files open elsewhere."""
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from doge_fast import cli
+from doge_fast.kernels.roofline import bandwidth
+from doge_fast.pipeline import profiling
+from doge_fast.pipeline.config import ProfileConfig
+from doge_fast.pipeline.profiling import PHASES, profile, table, trace_of
+
+QUICK = ProfileConfig(
+    vocab_size=256,
+    domains=2,
+    sequences=2,
+    sequence_length=8,
+    steps=2,
+    memory=False,
+    device="cpu",
+)
+
+
+def quick(**changes: Any) -> ProfileConfig:
+    return dataclasses.replace(QUICK, **changes)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "stacked"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_phases_make_up_the_step(mode: str, micro_batches: int) -> None:
+    measured = profile(quick(mode=mode, micro_batches=micro_batches, targets=1))
+    phases = {phase.name: phase for phase in measured.phases}
+    assert tuple(phases) == (*PHASES, "other")
+    assert sum(phase.share for phase in measured.phases) == pytest.approx(1, abs=0.2)
+    assert all(phase.milliseconds >= 0 for phase in measured.phases if phase.name != "other")
+    assert phases["forward"].milliseconds > 0
+    assert (phases["accumulate"].milliseconds > 0) == (mode == "sequential")
+    assert measured.num_rows == 3
+    assert measured.tokens == 3 * 2 * 8
+    assert measured.overhead_low <= measured.overhead <= measured.overhead_high
+
+
+def test_bytes_are_those_of_the_definition() -> None:
+    measured = profile(quick(domains=3, micro_batches=2))
+    parameters = 4 * measured.num_parameters
+    least = {phase.name: phase.num_bytes for phase in measured.phases}
+    assert least["forward"] == 3 * 2 * parameters
+    assert least["backward"] == 2 * least["forward"]
+    assert least["gram"] == 3 * parameters + 8 * 9
+    assert least["weighted_sum"] == 4 * parameters
+    # First micro-batch: read and write; second: read twice and write.
+    assert least["accumulate"] == 3 * (2 + 3) * parameters
+    # AdamW: parameter, gradient and two moments in, all but the gradient out.
+    assert least["inner_step"] == 7 * parameters
+
+
+def test_what_was_patched_is_as_before() -> None:
+    before = profiling.doge_fast.optimizer.phase, profiling.doge_fast.flat_buffer.phase
+    profile(QUICK)
+    assert before == (profiling.doge_fast.optimizer.phase, profiling.doge_fast.flat_buffer.phase)
+
+
+def test_other_precisions_and_models(tmp_path: Path) -> None:
+    measured = profile(quick(dtype="bfloat16", buffer_dtype="bfloat16", optimizer="sgd"))
+    gram = next(phase for phase in measured.phases if phase.name == "gram")
+    assert gram.num_bytes == 2 * 2 * measured.num_parameters + 8 * 4
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    ).save_pretrained(tmp_path)
+    measured = profile(quick(model=str(tmp_path), vocab_size=None))
+    assert measured.num_parameters == sum(
+        p.numel()
+        for p in profiling._model(quick(model=str(tmp_path), vocab_size=None)).parameters()
+    )
+
+
+def test_memory_is_that_of_the_rows() -> None:
+    """Of the size of the rows, measured in other processes; tens of percent at this size."""
+    measured = profile(
+        quick(memory=True, vocab_size=8192, domains=4, model="mini", sequence_length=4)
+    )
+    assert measured.memory is not None
+    formula = 4 * 4 * measured.num_parameters
+    assert measured.memory["formula"] == pytest.approx(formula, rel=0.02)
+    assert measured.memory["extra"] == measured.memory["doge"] - measured.memory["plain"]
+    assert measured.memory["extra"] == pytest.approx(formula, rel=0.5)
+
+
+def test_the_verb_prints_a_table_and_writes_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, trace = tmp_path / "deep" / "p.json", tmp_path / "t.json"
+    words = "profile --model tiny --vocab-size 256 --domains 2 --sequences 1 --sequence-length 8"
+    words += f" --steps 2 --no-memory --device cpu --json {record} --trace {trace}"
+    assert cli.main(words.split()) == 0
+    printed = capsys.readouterr().out
+    for name in PHASES:
+        assert f"\n{name} " in printed
+    assert max(map(len, printed.splitlines())) <= 100 + len(str(tmp_path))
+    written = json.loads(record.read_text())
+    assert written["schema_version"] == profiling.SCHEMA_VERSION
+    assert {phase["name"] for phase in written["phases"]} == {*PHASES, "other"}
+    assert written["settings"]["domains"] == 2
+    assert_is_a_trace(json.loads(trace.read_text()))
+
+
+def assert_is_a_trace(trace: dict[str, Any]) -> None:
+    """The trace event format, as Perfetto reads it: complete events that nest."""
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["ph"] for event in trace["traceEvents"]} == {"X", "M"}
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert event["dur"] >= 0
+        assert event["ts"] >= 0
+    for track in {event["tid"] for event in events}:
+        mine = [event for event in events if event["tid"] == track]
+        steps = [event for event in mine if event["name"] == "step"]
+        assert len(steps) >= 2
+        for event in mine:
+            ends = event["ts"] + event["dur"]
+            inside = [s for s in steps if s["ts"] <= event["ts"] and ends <= s["ts"] + s["dur"]]
+            assert len(inside) == 1, event
+        # Two events of a track are apart or one holds the other.
+        for left, right in pairwise(mine):
+            left_end, right_end = left["ts"] + left["dur"], right["ts"] + right["dur"]
+            assert right["ts"] >= left_end or right_end <= left_end, (left, right)
+
+
+def test_a_trace_names_its_tracks() -> None:
+    spans = [
+        profiling.Span("plain", "step", 0.0, 2.0),
+        profiling.Span("plain", "forward", 0.5, 1.0),
+        profiling.Span("doge", "step", 2.0, 5.0),
+    ]
+    events = trace_of(spans)["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    forward = next(event for event in events if event["name"] == "forward")
+    assert names[forward["tid"]] == "plain step"
+    assert (forward["ts"], forward["dur"]) == (5e5, 5e5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "huge"}, "model must be a size of the family"),
+        ({"domains": 0}, "domains must be at least 1; got 0"),
+        ({"sequences": 3, "micro_batches": 2}, "must divide the sequences"),
+        ({"sequence_length": 1}, "at least 2"),
+        ({"targets": -1}, "targets must be at least 0"),
+        ({"device": "abacus"}, "auto, cpu, cuda or cuda:N; got 'abacus'"),
+        ({"device": "meta"}, "auto, cpu, cuda or cuda:N; got 'meta'"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, r"sees \d+ GPUs"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_setting_out_of_range_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        profile(quick(**changes))
+
+
+def test_bandwidth_is_plausible() -> None:
+    """Between a floppy disk and a data centre; a copy counts both ways."""
+    limits = bandwidth(torch.device("cpu"), 1 << 22)
+    assert 1e8 < limits.read < 1e13
+    assert 1e8 < limits.copy < 1e13
+
+
+def test_the_table_says_what_was_measured() -> None:
+    measured = dataclasses.replace(
+        profile(QUICK), memory={"plain": 10**9, "doge": 2 * 10**9, "extra": 10**9, "formula": 10**9}
+    )
+    assert "peak memory: plain 1000 MB, DoGE 2000 MB: +1000.0 MB" in table(measured)
+    assert f"{measured.overhead:.3f} [" in table(measured)
