@@ -31,8 +31,10 @@ test: $(call STAMP,all)  ## the test suite, under 15 minutes on two cores
 soak: $(call STAMP,all)  ## the slow tests too
 	$(BIN)/python -m pytest
 
-bench: $(call STAMP,all)  ## what a step costs on this machine
-	$(BIN)/python benchmarks/optimizer_step.py
+bench: $(call STAMP,all)  ## operators, steps and peers on this machine, in minutes
+	$(BIN)/python -m benchmarks.operators
+	$(BIN)/python -m benchmarks.optimizer_step
+	$(BIN)/python -m benchmarks.peers --pairs 5
 
 lint: $(call STAMP,all)  ## linter and formatter check
 	$(BIN)/python -m ruff check .
