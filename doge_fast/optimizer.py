@@ -314,12 +314,13 @@ class DoGEOptimizer(Optimizer):
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
         """One forward and one backward for all domains, on a batch that is sorted by domain.
 
-        The loss is the sum over domains of their mean losses, as `doge_fast.losses` takes it,
-        and both passes run inside::
+        The loss is the sum over domains of their mean losses (`losses.domain_losses`), and both
+        passes run inside::
 
-            with optimizer.stacked(model, {"arxiv": 4, "book": 2}):
-                logits = model(input_ids).logits                       # 6 examples, arxiv first
-                domain_losses(logits, labels, {"arxiv": 4, "book": 2}).sum().backward()
+            sizes = {"arxiv": 4, "book": 2}                  # 6 examples, arxiv first
+            with optimizer.stacked(model, sizes):
+                logits = model(input_ids).logits
+                domain_losses(logits, labels, sizes).sum().backward()
 
         Each layer computes the gradient of its input once, over all tokens, and writes the
         weight gradient of every domain into its row: the rows equal those of one

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     line.split()
     for line in """
-    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing
+    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing doge_fast.losses
     doge_fast.kernels
     doge_fast.flat_buffer doge_fast.objective doge_fast.info
     doge_fast.reweighting doge_fast.stacked doge_fast.cancellation doge_fast.distributed
