@@ -21,33 +21,42 @@ from doge_fast.kernels.triton_support import (
 )
 
 FIELDS = ("source", "row_stride", "length")
+# The widest load of a thread.
+LOAD_BYTES = 16
+# Two tf32 products for the float32 product of a tile with itself; not a name of Triton's.
+FOLDED = "folded"
 
 
 @dataclass(frozen=True)
 class PairsLaunch:
-    """One multiply-add per pair of rows and column; all pairs in the registers of a program."""
+    """One multiply-add per pair of rows and column; all pairs in the registers of one warp.
+
+    One warp: nothing to wait for at the end of a chunk.
+    """
 
     block: int
-    num_warps: int
+    num_warps: int = 1
     chunk_columns: int = 8192
-    num_programs: int = 2048
+    num_programs: int = 4096
 
 
 @dataclass(frozen=True)
 class TilesLaunch:
     """Tiles of rows through the matrix units.
 
-    Tensor cores truncate what they add, so chunks are shorter: at most
-    chunk_columns / (16 ways) additions before the float64 sum, 2e-6 of the diagonal at worst.
+    Tensor cores cut off what they add: every 8 columns the sum loses up to one unit in its last
+    place for each addend, always towards zero. Added up over `block` = 32 columns that is 5e-7
+    of a sum of one sign on average (tests/operators/test_triton_accuracy.py emulates it; Fasi
+    et al., "Numerical behavior of NVIDIA tensor cores", 2021). What follows is rounded to
+    nearest: 256 float32 additions per chunk, then float64. The loss is the same at any N.
     """
 
     tile: int
-    ways: int
     block: int
     num_warps: int
     num_stages: int
-    chunk_columns: int = 2048
-    num_programs: int = 512
+    chunk_columns: int = 8192
+    num_programs: int = 2048
 
 
 @dataclass(frozen=True)
@@ -56,37 +65,50 @@ class ReduceLaunch:
 
     block: int
     programs: int
+    num_warps: int
 
 
-# Few rows leave many partial results of few entries; many rows the reverse.
-REDUCE_FEW_ROWS = ReduceLaunch(block=16, programs=64)
-REDUCE_MANY_ROWS = ReduceLaunch(block=256, programs=8)
+# Four neighbours are 32 bytes, what memory hands out at least; many rows have entries enough to
+# occupy a GPU with fewer, wider programs.
+REDUCE_FEW_ROWS = ReduceLaunch(block=4, programs=512, num_warps=8)
+REDUCE_MANY_ROWS = ReduceLaunch(block=32, programs=128, num_warps=8)
 
-# Keyed by the largest number of rows. Nothing here spills when compiled for sm_80 or sm_90;
-# a program of pairs at 7 rows holds 112 sums per thread and loads 16 bytes at a time.
+# Keyed by the largest number of rows. Few rows load several times 16 bytes at once, so that
+# 32 warps, the most programs a multiprocessor holds, keep 32 KB or more on the way.
 PAIRS_FLOAT32: dict[float, PairsLaunch] = {
-    4: PairsLaunch(block=512, num_warps=4),
-    8: PairsLaunch(block=512, num_warps=4),
-    10: PairsLaunch(block=256, num_warps=4),
+    1: PairsLaunch(block=1024),
+    3: PairsLaunch(block=512),
+    4: PairsLaunch(block=256),
+    16: PairsLaunch(block=128),
 }
-# 16-bit products cost a matrix unit next to nothing; pairs would load 8 bytes at a time.
-PAIRS_HALF: dict[float, PairsLaunch] = {4: PairsLaunch(block=1024, num_warps=4)}
+PAIRS_HALF: dict[float, PairsLaunch] = {
+    1: PairsLaunch(block=2048),
+    3: PairsLaunch(block=1024),
+    10: PairsLaunch(block=256),
+}
 # A float64 takes two registers.
-PAIRS_FLOAT64: dict[float, PairsLaunch] = {4: PairsLaunch(block=256, num_warps=4)}
+PAIRS_FLOAT64: dict[float, PairsLaunch] = {
+    1: PairsLaunch(block=512),
+    3: PairsLaunch(block=256),
+    10: PairsLaunch(block=64),
+}
 
 TILES_FLOAT32: dict[float, TilesLaunch] = {
-    16: TilesLaunch(tile=16, ways=4, block=64, num_warps=4, num_stages=3),
-    32: TilesLaunch(tile=32, ways=4, block=32, num_warps=8, num_stages=3),
-    math.inf: TilesLaunch(tile=64, ways=1, block=32, num_warps=8, num_stages=3, chunk_columns=512),
+    32: TilesLaunch(tile=32, block=32, num_warps=2, num_stages=4),
+    64: TilesLaunch(tile=64, block=32, num_warps=4, num_stages=4),
+    128: TilesLaunch(tile=128, block=32, num_warps=8, num_stages=4),
+    math.inf: TilesLaunch(tile=64, block=32, num_warps=8, num_stages=4),
 }
 TILES_HALF: dict[float, TilesLaunch] = {
-    16: TilesLaunch(tile=16, ways=4, block=128, num_warps=4, num_stages=3),
-    32: TilesLaunch(tile=32, ways=4, block=32, num_warps=4, num_stages=3),
-    math.inf: TilesLaunch(tile=64, ways=2, block=64, num_warps=8, num_stages=3),
+    16: TilesLaunch(tile=16, block=32, num_warps=1, num_stages=6),
+    32: TilesLaunch(tile=32, block=32, num_warps=2, num_stages=6),
+    64: TilesLaunch(tile=64, block=32, num_warps=4, num_stages=6),
+    math.inf: TilesLaunch(tile=128, block=32, num_warps=8, num_stages=4),
 }
 TILES_FLOAT64: dict[float, TilesLaunch] = {
-    16: TilesLaunch(tile=16, ways=4, block=32, num_warps=4, num_stages=2),
-    math.inf: TilesLaunch(tile=32, ways=4, block=32, num_warps=8, num_stages=2),
+    16: TilesLaunch(tile=16, block=16, num_warps=1, num_stages=3),
+    32: TilesLaunch(tile=32, block=16, num_warps=2, num_stages=3),
+    math.inf: TilesLaunch(tile=64, block=16, num_warps=8, num_stages=3),
 }
 LAUNCHES: dict[torch.dtype, dict[float, PairsLaunch | TilesLaunch]] = {
     torch.float32: {**TILES_FLOAT32, **PAIRS_FLOAT32},
@@ -99,10 +121,15 @@ MAX_PARTIAL_ENTRIES = 1 << 23
 
 
 def pick(num_rows: int, dtype: torch.dtype) -> PairsLaunch | TilesLaunch:
-    """Pairs while they are memory-bound, tiles above.
+    """Pairs while they are memory-bound and fit in registers, tiles above.
 
-    A column of R rows costs R (R + 1) / 2 multiply-adds in pairs: at 10 rows of float32, 1.4
-    a byte, which a GPU with matrix units still does at full bandwidth.
+    By arithmetic, with 4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 990 of bfloat16 (H200)
+    and 1.75, 19.5, 156 and 312 (A100), as parts of the time that a column's bytes take. R rows
+    cost R (R + 1) operations in pairs: of float32 rows 0.30 and 0.38 at R = 16, of 16-bit rows
+    0.39 and 0.49 at 10. Tiles of T rows cost 2 T^2 operations of bfloat16 or twice 2 T^2 of tf32
+    (`folded_dot`): of bfloat16 rows 0.20 and 0.26 at 22, 0.36 and 0.46 at 50, 0.56 and 0.72 at
+    128; of float32 rows 0.50 and 0.52 at 22, 0.88 and 0.92 at 50, 1.38 and 1.44 at 128, the one
+    that arithmetic binds.
     """
     return LAUNCHES[dtype][min(most for most in LAUNCHES[dtype] if num_rows <= most)]
 
@@ -138,7 +165,7 @@ def _add_pairs(
     from doge_fast.kernels.gram import triton_kernel
 
     num_rows = len(gram_RR)
-    square = 1 << (num_rows * num_rows - 1).bit_length()
+    square = square_entries(num_rows)
     programs = [min(launch.num_programs, table.num_chunks) for table in tables]
     partials = gram_RR.new_empty((sum(programs), square))
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
@@ -148,13 +175,14 @@ def _add_pairs(
             table.num_chunks,
             R=num_rows,
             SQUARE=square,
-            BLOCK=launch.block,
+            **columns_of(launch, dtype, table.is_aligned),
             STORAGE=triton_dtype(dtype),
             SUM=triton_dtype(sum_dtype(dtype)),
             ALIGNED=table.is_aligned,
             num_warps=launch.num_warps,
+            enable_fp_fusion=True,
         )
-    _reduce(partials, gram_RR, side=num_rows, is_first=is_first)
+    _reduce(partials, gram_RR, side=num_rows, is_folded=False, is_first=is_first)
 
 
 def _add_tiles(
@@ -172,7 +200,7 @@ def _add_tiles(
     most_programs = max(1, min(launch.num_programs, MAX_PARTIAL_ENTRIES // (side * side)))
     programs = [min(most_programs, table.num_chunks) for table in tables]
     partials = gram_RR.new_empty((sum(programs), side * side))
-    product_dtype, precision = _product(dtype)
+    product_dtype, precision = product_of(dtype, num_tiles)
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
         triton_kernel.gram_tiles[(len(part), num_tiles * (num_tiles + 1) // 2)](
             table.table,
@@ -181,7 +209,6 @@ def _add_tiles(
             R=num_rows,
             TILES=num_tiles,
             TILE=launch.tile,
-            WAYS=launch.ways,
             BLOCK=launch.block,
             STORAGE=triton_dtype(dtype),
             PRODUCT=triton_dtype(product_dtype),
@@ -190,15 +217,18 @@ def _add_tiles(
             ALIGNED=table.is_aligned,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
+            enable_fp_fusion=True,
         )
-    _reduce(partials, gram_RR, side=side, is_first=is_first)
+    _reduce(partials, gram_RR, side=side, is_folded=precision == FOLDED, is_first=is_first)
 
 
-def _reduce(partials: Tensor, gram_RR: Tensor, *, side: int, is_first: bool) -> None:
+def _reduce(
+    partials: Tensor, gram_RR: Tensor, *, side: int, is_folded: bool, is_first: bool
+) -> None:
     from doge_fast.kernels.gram import triton_kernel
 
     num_partials, stride = partials.shape
-    launch = REDUCE_FEW_ROWS if len(gram_RR) <= 16 else REDUCE_MANY_ROWS
+    launch = REDUCE_FEW_ROWS if len(gram_RR) <= 32 else REDUCE_MANY_ROWS
     triton_kernel.gram_reduce[(-(-gram_RR.numel() // launch.block),)](
         partials,
         gram_RR,
@@ -208,13 +238,35 @@ def _reduce(partials: Tensor, gram_RR: Tensor, *, side: int, is_first: bool) -> 
         STRIDE=stride,
         PROGRAMS=launch.programs,
         BLOCK=launch.block,
+        FOLDED=is_folded,
         ADD=not is_first,
+        num_warps=launch.num_warps,
+        enable_fp_fusion=True,
     )
 
 
-def _product(dtype: torch.dtype) -> tuple[torch.dtype, str]:
+def square_entries(num_rows: int) -> int:
+    """Entries of a program's square of pairs, padded to a power of two."""
+    return 1 << (num_rows * num_rows - 1).bit_length()
+
+
+def columns_of(launch: PairsLaunch, dtype: torch.dtype, is_aligned: bool) -> dict[str, int]:
+    """Columns of a step, and doublings up to those that one 16-byte load brings."""
+    doublings = (LOAD_BYTES // dtype.itemsize).bit_length() - 1
+    # The interpreter takes as long for a wide step as for a narrow one.
+    block = launch.block << (3 if is_interpreted() else 0)
+    if is_aligned:
+        return {"BLOCK": block, "DOUBLINGS": doublings}
+    # Loads of one element; as many sums in the registers.
+    return {"BLOCK": block >> doublings, "DOUBLINGS": 0}
+
+
+def product_of(dtype: torch.dtype, num_tiles: int) -> tuple[torch.dtype, str]:
+    """The dtype that tiles multiply in, and how."""
     if is_interpreted() and dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bit patterns of bfloat16 operands.
         return torch.float32, "ieee"
-    has_tf32x3 = dtype == torch.float32 and not is_interpreted() and torch.version.hip is None
-    return dtype, "tf32x3" if has_tf32x3 else "ieee"
+    # Matrix units of AMD differ in what they take; multiply-adds they all do.
+    if dtype != torch.float32 or torch.version.hip is not None:
+        return dtype, "ieee"
+    return dtype, FOLDED if num_tiles == 1 else "tf32x3"

@@ -6,8 +6,9 @@ p, p + P, p + 2P, ...; sums are float32 within a chunk and float64 across chunks
 kernel adds the programs' partial results in a fixed order. P depends on nothing but the
 table's length and the launch configuration, so results are bitwise reproducible.
 
-Reads each row once (K*N elements); `gram_tiles` reads it once per tile column when K is
-larger than a tile. Writes one float64 square per program, reads it once more to reduce.
+Reads each row once (K*N elements); with more rows than a tile holds, once per tile column.
+Writes one float64 square per program, reads it once more to reduce; `gram_tiles` adds to its
+square after every chunk, which the second-level cache holds.
 """
 
 # Triton's own compiler types device code.
@@ -34,6 +35,19 @@ def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def lanes(row_B, DOUBLINGS: tl.constexpr):
+    """Its 2 ** DOUBLINGS interleaved parts: what one thread loaded, apart, nothing is moved."""
+    parts = (row_B,)
+    for _ in tl.static_range(DOUBLINGS):
+        halves = ()
+        for p in tl.static_range(len(parts)):
+            even, odd = tl.split(tl.reshape(parts[p], [parts[p].shape[0] // 2, 2]))
+            halves = halves + (even, odd)  # noqa: RUF005
+        parts = halves
+    return parts
+
+
+@triton.jit
 def gram_pairs(
     table,
     partials,
@@ -41,19 +55,25 @@ def gram_pairs(
     R: tl.constexpr,
     SQUARE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     STORAGE: tl.constexpr,
     SUM: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One multiply-add per column and pair of rows: memory-bound while R is small."""
+    """One multiply-add per column and pair of rows: memory-bound while R is small.
+
+    The 2 ** DOUBLINGS columns that one load brings to a thread go into one sum per pair, in
+    column order: a sum per column would take as many times the registers.
+    """
     program = tl.program_id(0)
     entries_S = tl.arange(0, SQUARE)
     total_S = tl.zeros([SQUARE], tl.float64)
+    LANES: tl.constexpr = 1 << DOUBLINGS
     for chunk in range(program, num_chunks, tl.num_programs(0)):
         pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
         sums = ()
         for _ in tl.static_range(R * (R + 1) // 2):
-            sums = sums + (tl.zeros([BLOCK], SUM),)  # noqa: RUF005
+            sums = sums + (tl.zeros([BLOCK // LANES], SUM),)  # noqa: RUF005
         # int64: a row may be longer than 2**31
         for start in range(0, length, BLOCK):
             columns_B = start + tl.arange(0, BLOCK)
@@ -63,11 +83,15 @@ def gram_pairs(
                 row_B = tl.load(
                     pointer + i * row_stride + columns_B, mask=columns_B < length, other=0
                 )
-                rows = rows + (row_B.to(SUM),)  # noqa: RUF005
+                # LANES of [BLOCK / LANES]
+                rows = rows + lanes(row_B.to(SUM), DOUBLINGS)
             longer = ()
             for i in tl.static_range(R):
                 for j in tl.static_range(i + 1):
-                    longer += (tl.fma(rows[i], rows[j], sums[i * (i + 1) // 2 + j]),)
+                    sum_L = sums[i * (i + 1) // 2 + j]
+                    for v in tl.static_range(LANES):
+                        sum_L = tl.fma(rows[i * LANES + v], rows[j * LANES + v], sum_L)
+                    longer = longer + (sum_L,)  # noqa: RUF005
             sums = longer
         for i in tl.static_range(R):
             for j in tl.static_range(i + 1):
@@ -79,6 +103,23 @@ def gram_pairs(
 
 
 @triton.jit
+def folded_dot(x_TB):
+    """S with (S + S^T) / 2 = x x^T, in two products of matrix units instead of three or four.
+
+    x = h + l, h rounded to the 11 bits that tf32 keeps, so that nothing is cut off h, and l the
+    exact rest: x x^T = h h^T + h l^T + (h l^T)^T + l l^T, and S = h h^T + 2 h l^T leaves out
+    l l^T alone: at most 2**-24, on average 1e-8, of the diagonal. What matrix units cut off l is
+    of either sign. A NaN stays one in l.
+    """
+    bits_TB = x_TB.to(tl.int32, bitcast=True)
+    high_TB = ((bits_TB + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    low_TB = x_TB - high_TB
+    # The small product first: sums of small numbers lose little.
+    product_TT = tl.dot(high_TB, tl.trans(low_TB + low_TB), input_precision="tf32")
+    return tl.dot(high_TB, tl.trans(high_TB), acc=product_TT, input_precision="tf32")
+
+
+@triton.jit
 def gram_tiles(
     table,
     partials,
@@ -86,7 +127,6 @@ def gram_tiles(
     R: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
-    WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
     STORAGE: tl.constexpr,
     PRODUCT: tl.constexpr,
@@ -96,9 +136,8 @@ def gram_tiles(
 ):
     """Tiles of TILE rows through tl.dot, the lower triangle of tiles; never plain tf32.
 
-    The columns of a step are split WAYS ways and their products added at the end of a chunk:
-    a product of 16 rows alone could not be shared among warps, and shorter sums are better
-    sums (tensor cores truncate).
+    Matrix units cut off what they add, so they add BLOCK columns only; the rest of a chunk is
+    added in float32, rounded to nearest, and chunks in float64.
     """
     program = tl.program_id(0)
     pair = tl.program_id(1)
@@ -107,42 +146,45 @@ def gram_tiles(
     for above in tl.static_range(1, TILES):
         tile_i += (pair >= above * (above + 1) // 2).to(tl.int32)
     tile_j = pair - tile_i * (tile_i + 1) // 2
-    local_T = tl.arange(0, TILE)
-    rows_i = tile_i * TILE + local_T
-    rows_j = tile_j * TILE + local_T
-    ways_W = tl.arange(0, WAYS) * BLOCK
-    total_TT = tl.zeros([TILE, TILE], tl.float64)
+    i_T = tile_i * TILE + tl.arange(0, TILE)
+    j_T = tile_j * TILE + tl.arange(0, TILE)
+    side: tl.constexpr = TILES * TILE
+    square_TT = partials + program.to(tl.int64) * side * side + i_T[:, None] * side + j_T[None, :]
     for chunk in range(program, num_chunks, tl.num_programs(0)):
         pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
-        sums_WTT = tl.zeros([WAYS, TILE, TILE], SUM)
-        for start in range(0, length, WAYS * BLOCK):
-            # [WAYS, 1, BLOCK]
-            columns = start + ways_W[:, None, None] + tl.arange(0, BLOCK)[None, None, :]
-            # [WAYS, TILE, BLOCK]; rows past R and columns past the chunk add nothing
-            left = tl.load(
-                pointer + rows_i[None, :, None] * row_stride + columns,
-                mask=(rows_i[None, :, None] < R) & (columns < length),
+        sums_TT = tl.zeros([TILE, TILE], SUM)
+        # int64: a row may be longer than 2**31
+        for start in range(0, length, BLOCK):
+            columns = start + tl.arange(0, BLOCK)[None, :]
+            # [TILE, BLOCK]; rows past R and columns past the chunk add nothing
+            left_TB = tl.load(
+                pointer + i_T[:, None] * row_stride + columns,
+                mask=(i_T[:, None] < R) & (columns < length),
                 other=0,
             ).to(PRODUCT)
-            if TILES == 1:
-                right = left
+            if PRECISION == "folded":
+                product_TT = folded_dot(left_TB)
+            elif TILES == 1:
+                product_TT = tl.dot(
+                    left_TB, tl.trans(left_TB), input_precision=PRECISION, out_dtype=SUM
+                )
             else:
-                right = tl.load(
-                    pointer + rows_j[None, :, None] * row_stride + columns,
-                    mask=(rows_j[None, :, None] < R) & (columns < length),
+                right_TB = tl.load(
+                    pointer + j_T[:, None] * row_stride + columns,
+                    mask=(j_T[:, None] < R) & (columns < length),
                     other=0,
                 ).to(PRODUCT)
-            sums_WTT = tl.dot(
-                left,
-                tl.trans(right, 0, 2, 1),
-                acc=sums_WTT,
-                input_precision=PRECISION,
-                out_dtype=SUM,
-            )
-        total_TT += tl.sum(sums_WTT, axis=0).to(tl.float64)
-    side: tl.constexpr = TILES * TILE
-    square = partials + program.to(tl.int64) * side * side
-    tl.store(square + rows_i[:, None] * side + rows_j[None, :], total_TT)
+                product_TT = tl.dot(
+                    left_TB, tl.trans(right_TB), input_precision=PRECISION, out_dtype=SUM
+                )
+            # A plain addition the compiler would hand to the matrix units.
+            sums_TT = tl.fma(product_TT, tl.full(product_TT.shape, 1.0, SUM), sums_TT)
+        # In memory: float64 totals would take the registers of a second tile.
+        is_later = i_T[:, None] + chunk != i_T[:, None] + program
+        total_TT = tl.load(square_TT, mask=is_later, other=0.0) + sums_TT.to(tl.float64)
+        tl.store(square_TT, total_TT)
+        # Loads of the next chunk may fall to other threads.
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -155,24 +197,32 @@ def gram_reduce(
     STRIDE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOLDED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """gram = or += the sum of the programs' squares, from their lower triangles."""
+    """gram = or += the sum of the programs' squares, (S + S^T) / 2 of folded ones.
+
+    Others come from their lower triangles: three-pass products are not symmetric to the bit.
+    """
     entries_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    i_B = entries_B // R
-    j_B = entries_B % R
-    # Both triangles from one: three-pass products are not symmetric to the last bit.
-    source_B = tl.maximum(i_B, j_B) * SIDE + tl.minimum(i_B, j_B)
+    high_B = tl.maximum(entries_B // R, entries_B % R)
+    low_B = tl.minimum(entries_B // R, entries_B % R)
     is_entry_B = entries_B < R * R
     sums_PB = tl.zeros([PROGRAMS, BLOCK], tl.float64)
     for first in range(0, num_partials, PROGRAMS):
         programs_P = (first + tl.arange(0, PROGRAMS)).to(tl.int64)
+        square_P1 = partials + programs_P[:, None] * STRIDE
+        is_there_PB = (programs_P[:, None] < num_partials) & is_entry_B[None, :]
         sums_PB += tl.load(
-            partials + programs_P[:, None] * STRIDE + source_B[None, :],
-            mask=(programs_P[:, None] < num_partials) & is_entry_B[None, :],
-            other=0.0,
+            square_P1 + (high_B * SIDE + low_B)[None, :], mask=is_there_PB, other=0.0
         )
+        if FOLDED:
+            sums_PB += tl.load(
+                square_P1 + (low_B * SIDE + high_B)[None, :], mask=is_there_PB, other=0.0
+            )
     sum_B = tl.sum(sums_PB, axis=0)
+    if FOLDED:
+        sum_B = sum_B * 0.5
     if ADD:
         sum_B += tl.load(gram + entries_B, mask=is_entry_B, other=0.0)
     tl.store(gram + entries_B, sum_B, mask=is_entry_B)
