@@ -1,24 +1,28 @@
 """What a device's memory can do, measured: the yardstick that a pass over memory is held against.
 
 Nothing is read from a data sheet. A read is the fastest of a few ways to touch every byte of a
-buffer far larger than the caches; a copy counts the bytes read and the bytes written.
+buffer far larger than the caches, a copy the fastest of a few ways to write them elsewhere; a copy
+counts the bytes read and the bytes written.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from doge_fast.kernels.operators import gram
+from doge_fast.kernels.operators import gram, weighted_sum
 
 # Larger than any cache; small beside the memory of anything that trains.
 NUM_BYTES = {"cpu": 256 << 20}
 NUM_BYTES_ELSEWHERE = 1 << 30
-REPEATS = 7
+REPEATS = 9
+# torch.dot goes through BLAS, whose sizes are 32-bit.
+MAX_BLAS = 2**31
+
+Call = Callable[[], object]
 
 
 class Bandwidth(NamedTuple):
@@ -28,46 +32,84 @@ class Bandwidth(NamedTuple):
     """Reading alone."""
     copy: float
     """Reading and writing, both counted."""
+    spread: float
+    """How far the quartiles of a read or a copy lie apart, the farther, over its median."""
+
+
+def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandwidth:
+    """Read and copy bandwidth of `device`, on a CPU with the threads that torch uses now.
+
+    A read is the fastest of `torch.sum`, `torch.dot` and our Gram matrix of one row; a copy the
+    fastest of `Tensor.copy_` and our weighted sum of one row, which on a CPU writes past the
+    caches. Measured on the first call for a device, a size and a number of threads, and kept.
+
+    Args:
+        device: a CPU or a GPU.
+        num_bytes: of the buffer; >= 64. None: 256 MiB on a CPU, 1 GiB elsewhere. Smaller than
+            the caches it says what these can do. Twice that is allocated.
+
+    Returns:
+        Bytes per second, and how sure they are.
+
+    Raises:
+        ValueError: `num_bytes` is smaller.
+    """
+    device = torch.device(device)
+    if num_bytes is None:
+        num_bytes = NUM_BYTES.get(device.type, NUM_BYTES_ELSEWHERE)
+    if num_bytes < 64:
+        raise ValueError(
+            f"num_bytes must be at least 64; got {num_bytes}. Leave it out for the standard size."
+        )
+    return _measured(device, num_bytes, torch.get_num_threads())
 
 
 @cache
-def bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwidth:
-    """Read and copy bandwidth of `device`, with the threads that torch uses now.
-
-    Measured on the first call for a device and size, and kept.
-
-    Args:
-        device: a CPU or a GPU, with its index.
-        num_bytes: of the buffer; None: 256 MiB on a CPU, 1 GiB elsewhere.
-    """
-    num_bytes = num_bytes or NUM_BYTES.get(device.type, NUM_BYTES_ELSEWHERE)
+def _measured(device: torch.device, num_bytes: int, num_threads: int) -> Bandwidth:
+    # The number of threads is part of the key; torch has it already.
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    ways: list[Callable[[], object]] = [
-        lambda: source.sum(),
-        lambda: torch.dot(source, source) if source.numel() < 2**31 else source.sum(),
-        lambda: gram(source[None]),
+    one_R = torch.ones(1, device=device, dtype=torch.float64)
+    reads: list[Call] = [source.sum, lambda: gram(source[None])]
+    if source.numel() < MAX_BLAS:
+        reads.append(lambda: torch.dot(source, source))
+    copies: list[Call] = [
+        lambda: target.copy_(source),
+        lambda: weighted_sum(source[None], one_R, out=target),
     ]
+    seconds = _alternated([*reads, *copies], device)
+    read = min(seconds[: len(reads)], key=statistics.median)
+    copy = min(seconds[len(reads) :], key=statistics.median)
     size = source.numel() * source.element_size()
-    read = size / min(seconds(way, device) for way in ways)
-    return Bandwidth(read=read, copy=2 * size / seconds(lambda: target.copy_(source), device))
+    return Bandwidth(
+        read=size / statistics.median(read),
+        copy=2 * size / statistics.median(copy),
+        spread=max(_spread(read), _spread(copy)),
+    )
 
 
-def seconds(run: Callable[[], Tensor | object], device: torch.device) -> float:
-    """Median time of `run` on `device`, after one call that does not count."""
-    run()
-    return statistics.median(_timed(run, device) for _ in range(REPEATS))
+def _alternated(calls: Sequence[Call], device: torch.device) -> list[list[float]]:
+    """Seconds of each call, in rounds: what else the machine does meets all alike."""
+    for call in calls:
+        call()
+    rounds = [[_timed(call, device) for call in calls] for _ in range(REPEATS)]
+    return [list(of_one) for of_one in zip(*rounds, strict=True)]
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _timed(call: Call, device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
-        run()
+        call()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         begin.record()
-        run()
+        call()
         end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle

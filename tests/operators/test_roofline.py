@@ -1,0 +1,71 @@
+"""The yardstick: a bandwidth is of the order of what one call says, and is measured once."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from doge_fast.kernels import roofline
+from doge_fast.kernels.roofline import bandwidth
+
+NUM_BYTES = 1 << 22
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured_yet() -> Iterator[None]:
+    roofline._measured.cache_clear()
+    yield
+    roofline._measured.cache_clear()
+
+
+def test_a_bandwidth_is_that_of_one_call(device: torch.device) -> None:
+    """Never below a tenth of one `sum`, nor above what no memory has."""
+    source = torch.ones(NUM_BYTES // 4, device=device)
+    source.sum().item()
+    start = time.perf_counter()
+    source.sum().item()
+    of_one = NUM_BYTES / (time.perf_counter() - start)
+    limits = bandwidth(device, NUM_BYTES)
+    assert of_one / 10 < limits.read < 1e14
+    assert of_one / 10 < limits.copy < 1e14
+    assert limits.spread >= 0
+
+
+def test_the_fastest_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds by hand: three reads, then two copies."""
+    seconds = [[2.0] * 9, [1.0] * 9, [4.0] * 9, [8.0] * 4 + [4.0] + [2.0] * 4, [16.0] * 9]
+    monkeypatch.setattr(roofline, "_alternated", lambda calls, device: seconds[: len(calls)])
+    limits = bandwidth("cpu", 4096)
+    assert limits.read == 4096 / 1.0
+    # Read and written; quartiles 2 and 8 around 4.
+    assert limits.copy == 2 * 4096 / 4.0
+    assert limits.spread == 6 / 4
+
+
+def test_a_copy_arrives() -> None:
+    """What is timed as a copy is one."""
+    copied: list[torch.Tensor] = []
+
+    def spy(rows: torch.Tensor, c_R: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        copied.append(roofline_sum(rows, c_R, out=out))
+        return copied[-1]
+
+    roofline_sum = roofline.weighted_sum
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "weighted_sum", spy)
+        bandwidth("cpu", 4096)
+    assert len(copied) == roofline.REPEATS + 1
+    assert torch.equal(copied[-1], torch.ones(1024))
+
+
+def test_measured_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bandwidth("cpu", NUM_BYTES)
+    assert bandwidth(torch.device("cpu"), NUM_BYTES) is first
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert bandwidth("cpu", NUM_BYTES) is not first
+
+
+def test_a_buffer_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_bytes must be at least 64; got 3"):
+        bandwidth("cpu", 3)
