@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from doge_fast.kernels.chunks import Span, by_dtype, chunk_tables
@@ -23,8 +25,27 @@ class Launch:
 LAUNCH = Launch()
 
 
+def constants_of(grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool) -> dict[str, Any]:
+    """Compile-time arguments, but for the alignment."""
+    return {
+        "CHUNK": LAUNCH.chunk_columns,
+        "BLOCK": LAUNCH.block,
+        "GRADIENT": triton_dtype(grad_dtype),
+        "ROW": triton_dtype(row_dtype),
+        "SUM": triton_dtype(sum_dtype(grad_dtype, row_dtype)),
+        "ADD": add,
+    }
+
+
 def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
-    """rows[i] = grads[i], or rows[i] += grads[i], through Triton."""
+    """rows[i] = grads[i], or rows[i] += grads[i], through Triton.
+
+    A table is uploaded for every new list of addresses; where the allocator hands out the same
+    ones step after step it is found again.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and these addresses were not seen before.
+    """
     from doge_fast.kernels.accumulate import triton_kernel
 
     for (grad_dtype, row_dtype), group in by_dtype(zip(grads, rows, strict=True)):
@@ -37,12 +58,8 @@ def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> No
             with on_device(device):
                 triton_kernel.accumulate[(table.num_chunks,)](
                     table.table,
-                    CHUNK=LAUNCH.chunk_columns,
-                    BLOCK=LAUNCH.block,
-                    GRADIENT=triton_dtype(grad_dtype),
-                    ROW=triton_dtype(row_dtype),
-                    SUM=triton_dtype(sum_dtype(grad_dtype, row_dtype)),
-                    ADD=add,
+                    **constants_of(grad_dtype, row_dtype, add),
                     ALIGNED=table.is_aligned,
                     num_warps=LAUNCH.num_warps,
+                    enable_fp_fusion=True,
                 )

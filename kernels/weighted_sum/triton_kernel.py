@@ -4,8 +4,11 @@ One program per chunk of columns; a chunk is (address in row 0, row stride, leng
 the output) in a [num_chunks, 4] int64 table. Every output element is the work of one program,
 added in row order: nothing to reduce, bitwise reproducible.
 
-Reads each row with a non-zero coefficient once, the coefficients from the device (no
-synchronisation with the host); writes each output once.
+The coefficients are read on the device, where the K x K step left them with the clipping and
+the unscaling in them: nobody waits for the host. A coefficient of zero leaves its row unread; the
+NaN of a skipped step makes every output NaN.
+
+Reads each row with a non-zero coefficient once; writes each output once.
 """
 
 # Triton's own compiler types device code.
@@ -20,6 +23,7 @@ def weighted_sum(
     table,
     coefficients_R,
     R: tl.constexpr,
+    GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STORAGE: tl.constexpr,
@@ -27,7 +31,7 @@ def weighted_sum(
     SUM: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """out = sum_r c_r row_r over one chunk of columns."""
+    """out = sum_r c_r row_r over one chunk of columns, GROUP rows on their way at once."""
     entry = table + tl.program_id(0).to(tl.int64) * 4
     pointer = tl.load(entry).to(tl.pointer_type(STORAGE))
     row_stride = tl.load(entry + 1)
@@ -41,12 +45,21 @@ def weighted_sum(
     for start in range(0, CHUNK, BLOCK):
         columns_B = start + tl.arange(0, BLOCK)
         sum_B = tl.zeros([BLOCK], SUM)
-        for r in range(R):
-            c = tl.load(coefficients_R + r)
-            # [BLOCK]; a row whose coefficient is zero is not read, so it may hold anything
-            end = tl.where(c != 0, length, 0)
-            row_B = tl.load(pointer + r * row_stride + columns_B, mask=columns_B < end, other=0)
-            sum_B = tl.fma(row_B.to(SUM), tl.zeros([BLOCK], SUM) + c.to(SUM), sum_B)
+        for first in range(0, R, GROUP):
+            coefficients = ()
+            rows = ()
+            for g in tl.static_range(GROUP):
+                r = first + g
+                c = tl.load(coefficients_R + r, mask=r < R, other=0.0)
+                # [BLOCK]; a row whose coefficient is zero is not read, so it may hold anything
+                end = tl.where(c != 0, length, 0)
+                # row_stride is int64: rows may be further apart than 2**31
+                row_B = tl.load(pointer + r * row_stride + columns_B, mask=columns_B < end, other=0)
+                coefficients = coefficients + (c,)  # noqa: RUF005
+                rows = rows + (row_B,)  # noqa: RUF005
+            for g in tl.static_range(GROUP):
+                c_B = tl.zeros([BLOCK], SUM) + coefficients[g].to(SUM)
+                sum_B = tl.fma(rows[g].to(SUM), c_B, sum_B)
         if OUTPUT == tl.bfloat16:  # noqa: SIM300
             # Not every Triton narrows float64 to bfloat16 in one step.
             sum_B = sum_B.to(tl.float32)
