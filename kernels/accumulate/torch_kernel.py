@@ -14,6 +14,9 @@ TILE_COLUMNS = 65_536
 
 def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
     """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes."""
+    if rows and rows[0].device.type != "cpu":
+        _in_few_launches([grad.view(-1) for grad in grads], [row.view(-1) for row in rows], add)
+        return
     for grad, row in zip(grads, rows, strict=True):
         flat_grad, flat_row = grad.view(-1), row.view(-1)
         if not add:
@@ -22,6 +25,14 @@ def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> No
             flat_row.add_(flat_grad)
         else:
             _add_in_tiles(flat_grad, flat_row)
+
+
+def _in_few_launches(grads: list[Tensor], rows: list[Tensor], add: bool) -> None:
+    # Addresses travel as arguments of the kernels: nothing is uploaded, and a graph can hold it.
+    if add:
+        torch._foreach_add_(rows, grads)
+    else:
+        torch._foreach_copy_(rows, grads)
 
 
 def _add_in_tiles(grad_N: Tensor, row_N: Tensor) -> None:
