@@ -14,8 +14,8 @@ from torch import Tensor
 
 from doge_fast.kernels.schema import gram_shape
 
-# The longest float32 sum. Measured on a CPU: as fast as any longer one, and 4e-7 of the largest entry
-# off at worst, where 16-bit rows of one sign are cast first (4096: 3e-6).
+# The longest float32 sum. Measured on a CPU: as fast as any longer one, and 4e-7 of the largest
+# entry off at worst, where 16-bit rows of one sign are cast first (4096: 3e-6).
 CHUNK_COLUMNS = 1024
 # Elements of a tile that is cast, and of the partial results that wait for their float64 sum.
 # Large, since every product is a barrier for all threads.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import accumulate
+from doge_fast.kernels.accumulate import torch_kernel
 from doge_fast.kernels.triton_support import is_interpreted
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -145,3 +146,18 @@ def test_accumulate_says_what_is_wrong(
     with pytest.raises(ValueError, match=message):
         accumulate(grads, rows, add=True, implementation=implementation)
     assert all(torch.equal(row, before) for row, before in zip(rows, untouched, strict=True))
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("row_dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", STORAGE_DTYPES, ids=str)
+def test_few_launches_give_what_tiles_give(
+    grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool
+) -> None:
+    """Plain torch's two ways, the one for GPUs run on the CPU."""
+    grads = [torch.randn(n).to(grad_dtype) for n in (1, 70_001)]
+    rows = [torch.randn(n).to(row_dtype) for n in (1, 70_001)]
+    others = [row.clone() for row in rows]
+    torch_kernel.accumulate(grads, rows, add)
+    torch_kernel._in_few_launches(grads, others, add)
+    assert all(map(torch.equal, rows, others))
