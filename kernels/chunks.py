@@ -3,10 +3,11 @@
 A table has one row of int64 per chunk of at most `chunk_columns` columns: addresses, the row
 stride where there is one, the length. It is uploaded once and kept: blocks of a flat buffer
 live at the same address step after step, so the usual launch copies nothing and waits for
-nothing. A capture into a CUDA graph must follow one ordinary call with the same blocks.
+nothing. A capture into a CUDA graph cannot upload: it follows one ordinary call with the same
+blocks, and the tables it used are kept for good, since the graph reads them whenever it runs.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-# Tables that are kept: some per dtype and operator for one model, and room for a few models.
-MAX_TABLES = 64
+# What the tables of one operator that are kept may cost together, some 16 MB: a table costs its
+# rows, and 64 for what surrounds it. Apart, because gradients move from step to step and would
+# push out the tables of rows that stay.
+MAX_COST, COST_OF_A_TABLE = 1 << 19, 64
 # What a launch may promise the compiler, in elements; blocks that start on 64 elements keep it.
 ALIGNED_ELEMENTS = 16
 
@@ -45,7 +48,33 @@ class ChunkTable(NamedTuple):
     host_table: Tensor
 
 
-_kept: OrderedDict[tuple[object, ...], tuple[ChunkTable, ...]] = OrderedDict()
+class _Kept(NamedTuple):
+    """The tables of one list of blocks; on a GPU the stream and the event of the upload."""
+
+    tables: tuple[ChunkTable, ...]
+    stream: torch.cuda.Stream | None
+    uploaded: torch.cuda.Event | None
+
+    def cost(self) -> int:
+        return COST_OF_A_TABLE + sum(table.num_chunks for table in self.tables)
+
+    def wait(self) -> None:
+        """Let the current stream, where it is another than the upload's, wait for the upload."""
+        if self.stream is None or self.uploaded is None:
+            return
+        stream = torch.cuda.current_stream(self.stream.device)
+        if stream != self.stream:
+            stream.wait_event(self.uploaded)
+            for table in self.tables:
+                table.table.record_stream(stream)
+
+
+_Key = tuple[object, ...]
+# By the fields of a table, least recently used first.
+_kept: defaultdict[tuple[str, ...], OrderedDict[_Key, _Kept]] = defaultdict(OrderedDict)
+_costs: defaultdict[tuple[str, ...], int] = defaultdict(int)
+# What a CUDA graph reads.
+_captured: dict[_Key, _Kept] = {}
 
 
 def chunk_tables(
@@ -55,21 +84,47 @@ def chunk_tables(
 
     A row has the `fields`, of "source", "row_stride", "length" and "target", in this order.
     Apart, because one bias of ten elements would otherwise take the wide loads from all.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and there is no table of these blocks yet.
     """
-    key = (device, chunk_columns, fields, tuple(spans))
-    found = _kept.get(key)
+    # Everything a table is made of: an address that comes back with another size is another key.
+    key = (device, chunk_columns, fields, *spans)
+    kept = _kept[fields]
+    found = kept.get(key) or _captured.get(key)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if found is None:
+            raise RuntimeError(
+                "A CUDA graph is being captured, and the addresses of these blocks are not on the "
+                "device yet. Run the same call once before the capture, on the very tensors that "
+                "it uses; gradients that move from step to step need implementation='torch'."
+            )
+        # torch.cuda.graph waits for the device before it captures: the upload is done.
+        _captured[key] = found
+        return found.tables
     if found is None:
-        found = _kept[key] = _upload(spans, fields, chunk_columns, device)
-        if len(_kept) > MAX_TABLES:
-            _kept.popitem(last=False)
-    else:
-        _kept.move_to_end(key)
-    return found
+        found = _keep(key, _upload(spans, fields, chunk_columns, device))
+    elif key in kept:
+        kept.move_to_end(key)
+    found.wait()
+    return found.tables
+
+
+def _keep(key: _Key, new: _Kept) -> _Kept:
+    fields = key[2]
+    assert isinstance(fields, tuple)
+    kept = _kept[fields]
+    kept[key] = new
+    _costs[fields] += new.cost()
+    while _costs[fields] > MAX_COST and len(kept) > 1:
+        _, oldest = kept.popitem(last=False)
+        _costs[fields] -= oldest.cost()
+    return new
 
 
 def _upload(
     spans: Sequence[Span], fields: tuple[str, ...], chunk_columns: int, device: torch.device
-) -> tuple[ChunkTable, ...]:
+) -> _Kept:
     column_of, is_aligned_C = _cut(spans, chunk_columns)
     rows_CF = np.stack([column_of[name] for name in fields], axis=1)
     tables = []
@@ -81,7 +136,10 @@ def _upload(
                 host_table = host_table.pin_memory()
             table = host_table.to(device, non_blocking=True)
             tables.append(ChunkTable(table, len(host_table), is_aligned, host_table))
-    return tuple(tables)
+    if device.type != "cuda":
+        return _Kept(tuple(tables), None, None)
+    stream = torch.cuda.current_stream(device)
+    return _Kept(tuple(tables), stream, stream.record_event())
 
 
 def _cut(spans: Sequence[Span], chunk_columns: int) -> tuple[dict[str, IntArray], BoolArray]:

@@ -1,10 +1,12 @@
 """Chunk tables: every column once, aligned chunks apart, tables kept and let go."""
 
+from collections import OrderedDict, defaultdict
+
 import pytest
 import torch
 
 from doge_fast.kernels import chunks
-from doge_fast.kernels.chunks import Span, chunk_tables
+from doge_fast.kernels.chunks import ChunkTable, Span, chunk_tables
 
 FIELDS = ("source", "row_stride", "length", "target")
 CPU = torch.device("cpu")
@@ -12,7 +14,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_kept", type(chunks._kept)())
+    monkeypatch.setattr(chunks, "_kept", defaultdict(OrderedDict))
+    monkeypatch.setattr(chunks, "_costs", defaultdict(int))
+    monkeypatch.setattr(chunks, "_captured", {})
 
 
 def test_chunks_cover_every_column_once() -> None:
@@ -60,13 +64,79 @@ def test_nothing_to_do_makes_no_table() -> None:
     assert chunk_tables([Span(0, 4, 64, 0)], FIELDS, 64, CPU) == ()
 
 
-def test_a_table_is_made_once_and_old_ones_are_let_go() -> None:
-    def tables(address: int) -> object:
-        return chunk_tables([Span(address, 4, 64, 64)], FIELDS, 64, CPU)
+def tables_at(
+    address: int, length: int = 64, fields: tuple[str, ...] = FIELDS
+) -> tuple[ChunkTable, ...]:
+    return chunk_tables([Span(address, 4, 64, length)], fields, 64, CPU)
 
-    first = tables(0)
-    assert tables(0) is first
-    for address in range(chunks.MAX_TABLES):
-        tables(64 * (address + 1))
-    assert len(chunks._kept) == chunks.MAX_TABLES
-    assert tables(0) is not first
+
+def test_a_table_is_made_once_and_old_ones_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "MAX_COST", 10 * (chunks.COST_OF_A_TABLE + 1))
+    first = tables_at(0)
+    assert tables_at(0) is first
+    for address in range(9):
+        tables_at(64 * (address + 1))
+    assert tables_at(0) is first
+    assert len(chunks._kept[FIELDS]) == 10
+    # The one that was used least recently goes first.
+    second = tables_at(128)
+    tables_at(64 * 10)
+    assert tables_at(0) is first
+    assert tables_at(128) is second
+    assert len(chunks._kept[FIELDS]) == 10
+    for address in range(100, 110):
+        tables_at(64 * address)
+    assert tables_at(0) is not first
+
+
+def test_a_table_above_the_limit_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "MAX_COST", 100)
+    large = tables_at(0, length=64 * 200)
+    assert tables_at(0, length=64 * 200) is large
+    tables_at(64)
+    assert len(chunks._kept[FIELDS]) == 1
+    assert chunks._costs[FIELDS] == chunks.COST_OF_A_TABLE + 1
+
+
+def test_an_address_that_comes_back_with_another_size_is_another_table() -> None:
+    [short], [long] = tables_at(0, 64), tables_at(0, 128)
+    assert short.table[:, 2].tolist() == [64]
+    assert long.table[:, 2].tolist() == [64, 64]
+
+
+def test_one_operator_does_not_push_out_the_tables_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunks, "MAX_COST", 3 * (chunks.COST_OF_A_TABLE + 1))
+    first = tables_at(0)
+    for address in range(10):
+        tables_at(64 * address, fields=("source", "length"))
+    assert tables_at(0) is first
+
+
+class TestCapture:
+    """No GPU is needed to see what a capture is refused and what it keeps."""
+
+    CUDA = torch.device("cuda", 0)
+
+    @pytest.fixture(autouse=True)
+    def capture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def test_addresses_that_are_not_on_the_device_are_refused(self) -> None:
+        with pytest.raises(RuntimeError, match="Run the same call once before the capture"):
+            chunk_tables([Span(0, 4, 64, 64)], FIELDS, 64, self.CUDA)
+        assert not chunks._kept[FIELDS]
+
+    def test_tables_that_a_graph_reads_are_kept_for_good(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        span = Span(0, 4, 64, 64)
+        uploaded = chunks._upload([span], FIELDS, 64, CPU)
+        chunks._keep((self.CUDA, 64, FIELDS, span), uploaded)
+        assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables
+        chunks._kept.clear()
+        assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables
+        # Nor is it made anew afterwards.
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables
