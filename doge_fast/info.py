@@ -10,16 +10,19 @@ import torch
 
 from doge_fast.kernels import chosen, implementations
 from doge_fast.kernels.build import BuildError, cache_dir
-from doge_fast.kernels.dispatch import OPERATORS, preference
+from doge_fast.kernels.dispatch import AUTO, OPERATORS, measured, preference
 
+PACKAGES = ("doge-fast", "torch", "triton", "transformers")
 # What changes what runs, and what the operators' builders read.
 VARIABLES = (
     "DOGE_FAST_BACKEND",
     "DOGE_FAST_CACHE",
     "DOGE_FAST_CPU_LEVEL",
     "DOGE_FAST_NO_JIT",
+    "DOGE_FAST_TRACEBACK",
     "CXX",
     "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
     "TORCH_CUDA_ARCH_LIST",
     "TRITON_INTERPRET",
     "OMP_NUM_THREADS",
@@ -29,20 +32,44 @@ VARIABLES = (
 def info() -> dict[str, Any]:
     """Versions, devices with the implementation of each operator, cache and environment.
 
-    Asking compiles what is missing, as the first use would. Holds strings, numbers, lists and
-    dictionaries only.
+    Asking compiles what is missing, as the first use would. Works with torch alone.
+
+    Returns:
+        Strings, numbers, None, lists and dictionaries only:
+        versions: {package: version};
+        devices: for each its `device`, `name`, `what` it is in words, `operators`
+        ({operator: {implementation, reason}}) and `implementations` ({name: why it cannot run,
+        None if it can});
+        cache: `path`, `files`, `bytes`, and `libraries`, the compiled ones among the files;
+        environment: the variables that are set and that decide what runs.
     """
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return {
-        "versions": {
-            name: _version(name) for name in ("doge-fast", "torch", "triton", "transformers")
-        }
-        | {"python": platform.python_version()},
+        "versions": versions(),
         "devices": [_of_device(device) for device in devices],
         "cache": _cache(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def versions() -> dict[str, str]:
+    """Of ourselves and of what we run on."""
+    found = {name: _version(name) for name in PACKAGES}
+    found["torch"] = torch.__version__
+    return found | {"python": platform.python_version()}
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def text(found: dict[str, Any]) -> str:
@@ -50,14 +77,23 @@ def text(found: dict[str, Any]) -> str:
     lines = ["  ".join(f"{name} {number}" for name, number in found["versions"].items())]
     for device in found["devices"]:
         lines += ["", f"{device['name']} ({device['device']}): {device['what']}"]
-        lines += [f"  {name:<14}{choice}" for name, choice in device["operators"].items()]
+        lines += [
+            f"  {name:<14}{choice['implementation'] or 'nothing':<9}{choice['reason']}"
+            for name, choice in device["operators"].items()
+        ]
         lines += [
             f"  {name} cannot run: {reason}"
             for name, reason in device["implementations"].items()
             if reason
         ]
+    if not any(device["device"].startswith("cuda") for device in found["devices"]):
+        lines += ["", f"GPUs: none that torch {found['versions']['torch']} sees"]
     cache = found["cache"]
-    lines += ["", f"cache: {cache['path']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB"]
+    lines += [
+        "",
+        f"cache: {cache['path']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB, "
+        f"{cache['libraries']} compiled libraries among them",
+    ]
     lines += [f"{name}={value}" for name, value in found["environment"].items()]
     return "\n".join(lines)
 
@@ -66,23 +102,28 @@ def _of_device(device: torch.device) -> dict[str, Any]:
     obstacles = implementations(device)
     return {
         "device": str(device),
-        "name": _name(device),
+        "name": device_name(device),
         "what": _what(device, obstacles),
         "operators": {name: _choice(name, device) for name in OPERATORS},
         "implementations": obstacles,
     }
 
 
-def _choice(operator: str, device: torch.device) -> str:
-    forced = os.environ.get("DOGE_FAST_BACKEND", "auto")
+def _choice(operator: str, device: torch.device) -> dict[str, str | None]:
     try:
         name = chosen(device, operator)
     except (ValueError, RuntimeError) as error:
-        return f"none: {error}"
-    if forced != "auto":
-        return f"{name} (forced by DOGE_FAST_BACKEND={forced})"
-    others = [each for each in preference(operator, device) if each != name]
-    return f"{name} (of {', '.join(preference(operator, device))})" if others else name
+        return {"implementation": None, "reason": str(error)}
+    return {"implementation": name, "reason": _reason(operator, device)}
+
+
+def _reason(operator: str, device: torch.device) -> str:
+    forced = os.environ.get("DOGE_FAST_BACKEND") or AUTO
+    if forced != AUTO:
+        return f"forced by DOGE_FAST_BACKEND={forced}"
+    order = f"the first that can run of {', '.join(preference(operator, device))}"
+    record = measured(device)
+    return f"{order} (measured: {record['source']})" if operator in record else order
 
 
 def _what(device: torch.device, obstacles: dict[str, str | None]) -> str:
@@ -102,28 +143,26 @@ def _what(device: torch.device, obstacles: dict[str, str | None]) -> str:
         return f"{threads}, compiled operators refuse: {error}"
 
 
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def _cache() -> dict[str, Any]:
     try:
         path = cache_dir()
     except BuildError as error:
-        return {"path": str(error), "files": 0, "bytes": 0}
-    files = [file for file in path.glob("*") if file.is_file()] if path.is_dir() else []
+        return {"path": str(error), "files": 0, "libraries": 0, "bytes": 0}
+    sizes = {file: size for file in path.rglob("*") if (size := _size(file)) is not None}
     return {
         "path": str(path),
-        "files": len(files),
-        "bytes": sum(file.stat().st_size for file in files),
+        "files": len(sizes),
+        "libraries": sum(file.suffix == ".so" for file in sizes),
+        "bytes": sum(sizes.values()),
     }
+
+
+def _size(file: Path) -> int | None:
+    """None for what is no file, or none any more: other processes build and rename here."""
+    try:
+        return file.stat().st_size if file.is_file() else None
+    except OSError:
+        return None
 
 
 def _version(name: str) -> str:

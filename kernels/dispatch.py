@@ -147,8 +147,17 @@ def preference(operator: str, device: torch.device) -> tuple[str, ...]:
     named = PREFERENCE_FOR.get((device.type, operator)) or PREFERENCE.get(
         device.type, PREFERENCE_ELSEWHERE
     )
-    best = _measured().get(_architecture(device), {}).get(operator)
+    best = measured(device).get(operator)
     return named if best is None else (best, *(name for name in named if name != best))
+
+
+def measured(device: torch.device) -> dict[str, str]:
+    """The fastest implementation of each operator on such a device, and the record that says so.
+
+    Returns:
+        {operator: implementation, ..., "source": path}; empty where nothing was measured.
+    """
+    return _measured().get(_architecture(device), {})
 
 
 @cache

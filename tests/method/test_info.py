@@ -1,12 +1,18 @@
 """What is said about this machine."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from doge_fast import cli
 from doge_fast.info import info, text
+from doge_fast.kernels import dispatch
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
 
 
@@ -29,17 +35,65 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.setenv("DOGE_FAST_BACKEND", "torch")
     assert cli.main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["devices"][0]["operators"]["gram"] == "torch (forced by DOGE_FAST_BACKEND=torch)"
+    assert found["devices"][0]["operators"]["gram"] == {
+        "implementation": "torch",
+        "reason": "forced by DOGE_FAST_BACKEND=torch",
+    }
     assert found["environment"]["DOGE_FAST_BACKEND"] == "torch"
 
 
 def test_a_forced_name_that_does_not_exist_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOGE_FAST_BACKEND", "fortran")
-    assert "none: An operator's implementation is one of" in text(info())
+    found = info()
+    assert found["devices"][0]["operators"]["gram"]["implementation"] is None
+    assert "nothing  An operator's implementation is one of" in text(found)
+
+
+def test_a_measured_preference_names_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"gram": "torch", "source": "results/abacus.json"}
+    monkeypatch.delenv("DOGE_FAST_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "_measured", lambda: {"": record})
+    operators = info()["devices"][0]["operators"]
+    assert operators["gram"] == {
+        "implementation": "torch",
+        "reason": "the first that can run of torch, cpp (measured: results/abacus.json)",
+    }
+    assert operators["reweight"]["reason"] == "the first that can run of cpp, torch"
 
 
 def test_a_cache_that_is_not_there_is_empty(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOGE_FAST_CACHE", f"{tmp_path}/none")
-    assert info()["cache"] == {"path": f"{tmp_path}/none", "files": 0, "bytes": 0}
+    empty = {"path": f"{tmp_path}/none", "files": 0, "libraries": 0, "bytes": 0}
+    assert info()["cache"] == empty
+
+
+def test_all_that_is_in_the_cache_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "doge_fast_cpp-0.so").write_bytes(b"1234")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "blocks.arrow").write_bytes(b"123456")
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path))
+    assert info()["cache"] == {"path": str(tmp_path), "files": 2, "libraries": 1, "bytes": 10}
+
+
+def test_nothing_compiled_and_no_transformers_is_no_error(tmp_path: Path) -> None:
+    """In a process of its own: what was loaded once stays."""
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from doge_fast import cli\n"
+        "sys.exit(cli.main(['info']))"
+    )
+    environment = {
+        **os.environ,
+        "CXX": f"{tmp_path}/none",
+        "DOGE_FAST_CACHE": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    environment.pop("DOGE_FAST_BACKEND", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"gram +torch +the first that can run of cpp, torch", done.stdout)
+    assert re.search(r"cpp cannot run: .*none", done.stdout)
