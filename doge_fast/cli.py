@@ -137,7 +137,8 @@ def _info(config: InfoConfig) -> list[str]:
 def _profile(config: ProfileConfig) -> list[str]:
     from doge_fast.pipeline.profiling import profile, table
 
-    written = [f"{name}: {path}" for name in ("json", "trace") if (path := getattr(config, name))]
+    files = {"json": config.json, "trace": config.trace, "operators": config.trace_operators}
+    written = [f"{name}: {path}" for name, path in files.items() if path is not None]
     return [table(profile(config)), *written]
 
 

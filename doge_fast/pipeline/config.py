@@ -216,11 +216,11 @@ class ProfileConfig:
     """What each phase of a step costs, beside a plain step on the same tokens."""
 
     model: str = "tiny"
-    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or a folder or Hub id
-    whose config.json AutoConfig opens."""
+    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the config.json
+    that AutoConfig opens: a file, a folder or a Hub id."""
     vocab_size: int | None = None
-    """Entries of the vocabulary of a size of the family; None: 50304 for the paper's sizes, 4096
-    for the small ones."""
+    """Entries of the vocabulary; None: the config's own, 50304 for the paper's sizes, 4096 for
+    the small ones."""
     domains: int = 7
     """K, the training domains."""
     targets: int = 0
@@ -250,4 +250,7 @@ class ProfileConfig:
     json: Path | None = None
     """Where to write everything that was measured."""
     trace: Path | None = None
-    """Where to write a timeline that Perfetto and chrome://tracing open."""
+    """Where to write a timeline that Perfetto and chrome://tracing open: plain and DoGE steps with
+    their phases."""
+    trace_operators: Path | None = None
+    """The same for one DoGE step with every operator of torch in it."""

@@ -121,7 +121,7 @@ def _family_member(
 def _other_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, block_size: int
 ) -> PreTrainedModel:
-    architecture = _load_architecture(config.model)
+    architecture = load_architecture(config.model)
     shape = _asked_shape(config)
     if config.pretrained:
         _check_pretrained(config, architecture, tokenizer, shape)
@@ -139,11 +139,16 @@ def _other_model(
     )
 
 
-def _load_architecture(name: str) -> Any:
-    is_missing_folder = name.startswith((".", "/", "~")) and not Path(name).is_dir()
+def load_architecture(name: str) -> Any:
+    """The configuration of transformers in a folder, in its config.json or on the Hub.
+
+    Raises:
+        ValueError: there is none.
+    """
+    is_missing = name.startswith((".", "/", "~")) and not Path(name).exists()
     try:
-        if is_missing_folder:
-            raise OSError(f"{name} is not a folder")
+        if is_missing:
+            raise OSError(f"{name} is not a folder or a file")
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -176,6 +181,11 @@ def _check_pretrained(
     tokenizer: PreTrainedTokenizerBase,
     shape: dict[str, int],
 ) -> None:
+    if Path(config.model).is_file():
+        raise ValueError(
+            f"pretrained=True needs the folder that holds the weights too; got the file "
+            f"{config.model!r}. Name the folder, or leave pretrained out."
+        )
     if shape:
         raise ValueError(
             f"A pretrained model keeps its shape; got pretrained=True with {shape}. Leave out "

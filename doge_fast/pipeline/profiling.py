@@ -6,15 +6,16 @@ range that the optimizer names (`doge_fast.tracing`) is timed. Bytes are the lea
 move; bandwidth is measured in the same process.
 """
 
+import gc
 import json
+import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,15 +23,20 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as operators_seen
 
 import doge_fast.flat_buffer
 import doge_fast.optimizer
+from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
-from doge_fast.pipeline.model import SIZES, build_model
+from doge_fast.pipeline.model import SIZES, build_model, load_architecture
+
+_log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 WARM_UP = 2
@@ -68,6 +74,7 @@ class Phase:
 
     name: str
     milliseconds: float
+    """Median over the steps, of all its ranges in a step."""
     share: float
     """Of the step it was seen in."""
     num_bytes: int
@@ -78,29 +85,41 @@ class Phase:
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that was measured."""
+    """Everything that was measured; `--json` writes these fields and a `schema_version`."""
 
     settings: dict[str, Any]
+    """The fields of `ProfileConfig`, the device settled."""
     device: str
     threads: int
     versions: dict[str, str]
     implementations: dict[str, str]
+    """Of each operator."""
     num_parameters: int
+    """Those that train."""
     num_rows: int
+    """R, training domains and targets."""
+    row_bytes: int
+    """Of all rows, padding included."""
     tokens: int
+    """Of a step, all rows together."""
     plain_ms: float
     doge_ms: float
+    """Medians of whole steps."""
     overhead: float
     """Median over pairs of DoGE step / plain step."""
     overhead_low: float
     overhead_high: float
     """Quartiles."""
     phases: tuple[Phase, ...]
+    """Of other DoGE steps than the timed ones; "other" is what no phase covers."""
     read_bandwidth: float
     copy_bandwidth: float
     """Bytes per second; a copy counts both ways."""
-    memory: dict[str, int] | None
-    """Peak of each side, their difference and its formula, in bytes; None: not measured."""
+    bandwidth_spread: float
+    """How far their quartiles lie apart, over the median."""
+    memory: dict[str, int] | None = None
+    """Bytes: the peak of a `plain` and of a `doge` step, the `extra` of the latter and the
+    `formula` for it, R x N x itemsize with padding; None: not measured."""
 
 
 class _Vocabulary:
@@ -171,14 +190,14 @@ class _Side:
         with self.range("forward"), self._autocast():
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
             # One mean per domain; all have as many sequences.
-            num_parts = self.config_rows if self.config.mode == "stacked" else 1
+            num_parts = self.num_rows if self.config.mode == "stacked" else 1
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
             return losses.view(num_parts, -1).mean(1).sum() / self.config.micro_batches
 
     @property
-    def config_rows(self) -> int:
+    def num_rows(self) -> int:
         """R: training domains and targets."""
         return self.config.domains + self.config.targets
 
@@ -199,11 +218,11 @@ class _Plain(_Side):
     def __call__(self) -> None:
         if self.config.mode == "stacked":
             for batch in self.tokens.unbind(1):
-                self.backward(self.loss(batch.flatten(0, 1)) / self.config_rows)
+                self.backward(self.loss(batch.flatten(0, 1)) / self.num_rows)
         else:
             for of_domain in self.tokens:
                 for batch in of_domain:
-                    self.backward(self.loss(batch) / self.config_rows)
+                    self.backward(self.loss(batch) / self.num_rows)
         with self.range("inner_step"):
             self.inner.step()
         self.inner.zero_grad()
@@ -247,32 +266,50 @@ SIDES: dict[str, type[_Plain] | type[_Doge]] = {"plain": _Plain, "doge": _Doge}
 def profile(config: ProfileConfig) -> Profile:
     """Measure a step, its phases and its memory.
 
-    Writes `config.json` and `config.trace` where they are asked for.
+    Writes `config.json`, `config.trace` and `config.trace_operators` where they are asked for.
 
     Raises:
         ValueError: a setting outside its range, an unknown model, a device that is not there.
     """
     device = _device(config)
     _check(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    with _threads(config.threads):
+        measured = _of_steps(config, device)
+        if config.memory:
+            # What this process held is free again: on a GPU its children need the space.
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            measured = replace(measured, memory=_memory(config, measured.row_bytes, device))
+    if config.json is not None:
+        _write(config.json, {"schema_version": SCHEMA_VERSION, **asdict(measured)})
+    return measured
+
+
+def _of_steps(config: ProfileConfig, device: torch.device) -> Profile:
+    """All but the memory."""
     plain, doge = _Plain(config, device), _Doge(config, device)
     pairs = _alternated(plain, doge, config.steps)
     spans = _watched(plain, doge, config.steps)
     limits = bandwidth(device)
-    ratios = sorted(ours / theirs for theirs, ours in pairs)
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    measured = Profile(
+    if config.trace is not None:
+        _write(config.trace, trace_of(spans))
+    if config.trace_operators is not None:
+        _write_operators(config.trace_operators, doge)
+    ratios = [ours / theirs for theirs, ours in pairs]
+    low, high = _quartiles(ratios)
+    return Profile(
         settings={
             name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(config).items()
+            for name, value in asdict(replace(config, device=str(device))).items()
         },
-        device=_device_name(device),
+        device=device_name(device),
         threads=torch.get_num_threads(),
-        versions={"torch": torch.__version__, "python": platform.python_version()},
+        versions=versions(),
         implementations={operator: chosen(device, operator) for operator in OPERATORS},
         num_parameters=_num_parameters(doge),
-        num_rows=doge.config_rows,
+        num_rows=doge.num_rows,
+        row_bytes=doge.optimizer._buffer.num_bytes,
         tokens=doge.tokens.numel(),
         plain_ms=1e3 * statistics.median(theirs for theirs, _ in pairs),
         doge_ms=1e3 * statistics.median(ours for _, ours in pairs),
@@ -282,37 +319,53 @@ def profile(config: ProfileConfig) -> Profile:
         phases=_phases(spans, doge, limits),
         read_bandwidth=limits.read,
         copy_bandwidth=limits.copy,
-        memory=_memory(config, doge, device) if config.memory else None,
+        bandwidth_spread=limits.spread,
     )
-    if config.json is not None:
-        _write(config.json, {"schema_version": SCHEMA_VERSION, **asdict(measured)})
-    if config.trace is not None:
-        _write(config.trace, trace_of(spans))
-    return measured
 
 
 def table(measured: Profile) -> str:
-    """The measurements as text, within 100 columns."""
-    lines = [
-        f"{measured.settings['model']}: {measured.num_parameters / 1e6:.2f}M parameters, "
-        f"{measured.num_rows} rows, {measured.tokens} tokens a step, "
-        f"{measured.settings['mode']}, {measured.settings['dtype']}",
-        f"{measured.device}, {measured.threads} threads, torch {measured.versions['torch']}; "
+    """The measurements as text, within 100 columns but for the names of models and devices."""
+    return "\n".join(
+        [
+            *_heading(measured),
+            "",
+            f"{'phase':<14}{'ms':>10}{'share':>9}{'least MB':>12}{'GB/s':>9}{'of bandwidth':>15}",
+            *(_line(phase) for phase in measured.phases),
+            *_footnotes(measured),
+        ]
+    )
+
+
+def _heading(measured: Profile) -> list[str]:
+    settings = measured.settings
+    threads = f"{measured.threads} threads, " if settings["device"] == "cpu" else ""
+    return [
+        f"{settings['model']}: {measured.num_parameters / 1e6:.2f}M parameters, "
+        f"{measured.num_rows} rows, {measured.tokens} tokens a step, {settings['mode']}, "
+        f"{settings['dtype']}",
+        f"{measured.device}, {threads}torch {measured.versions['torch']}",
         f"reads {measured.read_bandwidth / 1e9:.1f} GB/s, copies "
-        f"{measured.copy_bandwidth / 1e9:.1f} GB/s",
+        f"{measured.copy_bandwidth / 1e9:.1f} GB/s (quartiles within "
+        f"{100 * measured.bandwidth_spread:.0f} %)",
         "operators: " + ", ".join(f"{k} {v}" for k, v in measured.implementations.items()),
-        "",
-        f"{'phase':<14}{'ms':>9}{'share':>8}{'least MB':>10}{'GB/s':>8}{'of bandwidth':>14}",
     ]
-    for phase in measured.phases:
-        rate = phase.num_bytes / phase.milliseconds / 1e6 if phase.milliseconds else 0.0
-        traffic = (
-            f"{phase.num_bytes / 1e6:>10.1f}{rate:>8.1f}{100 * phase.fraction:>12.0f} %"
-            if phase.num_bytes
-            else f"{'-':>10}{'-':>8}{'-':>14}"
-        )
+
+
+def _line(phase: Phase) -> str:
+    line = f"{phase.name:<14}{phase.milliseconds:>10.3f}{100 * phase.share:>7.1f} %"
+    if not phase.num_bytes:
+        return f"{line}{'-':>12}{'-':>9}{'-':>15}"
+    rate = phase.num_bytes / phase.milliseconds / 1e6 if phase.milliseconds else 0.0
+    least = f"{phase.num_bytes / 1e6:.1f}" if phase.num_bytes >= 5e4 else "< 0.1"
+    return f"{line}{least:>12}{rate:>9.1f}{100 * phase.fraction:>13.0f} %"
+
+
+def _footnotes(measured: Profile) -> list[str]:
+    lines = []
+    if any(phase.fraction > 1 for phase in measured.phases):
         lines.append(
-            f"{phase.name:<14}{phase.milliseconds:>9.3f}{100 * phase.share:>6.1f} %{traffic}"
+            f"Above 100 %: some of the {measured.row_bytes / 1e6:.1f} MB of rows were still in "
+            "the caches."
         )
     lines += [
         "",
@@ -326,7 +379,7 @@ def table(measured: Profile) -> str:
             f"MB: {memory['extra'] / 1e6:+.1f} MB; rows x columns x bytes, padded: "
             f"{memory['formula'] / 1e6:.1f} MB"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def trace_of(spans: list[Span]) -> dict[str, Any]:
@@ -355,7 +408,7 @@ def trace_of(spans: list[Span]) -> dict[str, Any]:
 
 def print_peak(side: str, settings: str) -> None:
     """Print the peak memory of steps of `side`; run in a process of its own."""
-    config = replace(ProfileConfig(**json.loads(settings)), json=None, trace=None)
+    config = ProfileConfig(**json.loads(settings))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = _device(config)
@@ -481,10 +534,10 @@ def _least_traffic(doge: _Doge) -> dict[str, Traffic]:
         if isinstance(value, Tensor) and value.dim() > 0
     )
     is_stacked = config.mode == "stacked"
-    num_passes = config.micro_batches * (1 if is_stacked else doge.config_rows)
+    num_passes = config.micro_batches * (1 if is_stacked else doge.num_rows)
     num_added = config.micro_batches - 1
-    gradients = once * doge.config_rows * config.micro_batches
-    square = 8 * doge.config_rows**2
+    gradients = once * doge.num_rows * config.micro_batches
+    square = 8 * doge.num_rows**2
     return {
         "forward": Traffic(once * num_passes, 0),
         "backward": Traffic(once * num_passes, rows if is_stacked else once * num_passes),
@@ -498,20 +551,23 @@ def _least_traffic(doge: _Doge) -> dict[str, Traffic]:
     }
 
 
-def _memory(config: ProfileConfig, doge: _Doge, device: torch.device) -> dict[str, int] | None:
+def _memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
     """Peaks of both sides and what the difference should be; None where it cannot be measured."""
-    if device.type != "cuda" and not Path("/proc/self/clear_refs").exists():
+    try:
+        plain, ours = (_peak_of(side, config, device) for side in ("plain", "doge"))
+    except RuntimeError as error:
+        # The rest was measured, and is not lost.
+        _log.warning("%s", error)
         return None
-    plain, ours = (_peak_of(side, config) for side in ("plain", "doge"))
-    return {
-        "plain": plain,
-        "doge": ours,
-        "extra": ours - plain,
-        "formula": doge.optimizer._buffer.num_bytes,
-    }
+    return {"plain": plain, "doge": ours, "extra": ours - plain, "formula": formula}
 
 
-def _peak_of(side: str, config: ProfileConfig) -> int:
+def _peak_of(side: str, config: ProfileConfig, device: torch.device) -> int:
+    """Peak bytes of a step of `side`, in a process of its own.
+
+    Raises:
+        RuntimeError: that process failed, for want of memory or of a way to measure it.
+    """
     environment = {
         **os.environ,
         # glibc otherwise keeps freed memory, and the peak would be that of an earlier moment.
@@ -519,7 +575,9 @@ def _peak_of(side: str, config: ProfileConfig) -> int:
         "MALLOC_TRIM_THRESHOLD_": "65536",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    settings = asdict(replace(config, json=None, trace=None))
+    # Paths are no JSON, and the child writes no files; auto has been settled.
+    nothing = {"json": None, "trace": None, "trace_operators": None}
+    settings = asdict(replace(config, **nothing, device=str(device)))  # type: ignore[arg-type]
     code = (
         "import sys; from doge_fast.pipeline.profiling import print_peak; print_peak(*sys.argv[1:])"
     )
@@ -532,31 +590,27 @@ def _peak_of(side: str, config: ProfileConfig) -> int:
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"measuring the memory of a {side} step failed: {reason[-1]}")
+        raise RuntimeError(f"The peak memory of a {side} step could not be measured: {reason[-1]}")
     return int(done.stdout.split()[-1])
 
 
 def _model(config: ProfileConfig) -> Any:
     torch.manual_seed(0)
-    if config.model in SIZES:
-        size = config.vocab_size or (
-            SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
-        )
-    else:
-        from transformers import AutoConfig
-
-        try:
-            size = config.vocab_size or AutoConfig.from_pretrained(config.model).vocab_size
-        except (OSError, ValueError):
-            # build_model says what is wrong.
-            size = SMALL_VOCABULARY
-    vocabulary = cast(Any, _Vocabulary(size))
+    vocabulary = cast(Any, _Vocabulary(_vocab_size(config)))
     model = build_model(
         ModelConfig(model=config.model), vocabulary, block_size=config.sequence_length
     )
     # Dropout would draw numbers, other ones for each side.
     model.train(False)
     return model
+
+
+def _vocab_size(config: ProfileConfig) -> int:
+    if config.vocab_size is not None:
+        return config.vocab_size
+    if config.model in SIZES:
+        return SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
+    return int(load_architecture(config.model).vocab_size)
 
 
 def _inner_optimizer(
@@ -600,8 +654,9 @@ def _check(config: ProfileConfig) -> None:
             f"micro_batches must divide the sequences of a domain; got {config.sequences} "
             f"sequences in {config.micro_batches} micro-batches."
         )
-    if config.threads is not None and config.threads < 1:
-        raise ValueError(f"threads must be at least 1; got {config.threads}.")
+    for name in ("threads", "vocab_size"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}.")
 
 
 def _device(config: ProfileConfig) -> torch.device:
@@ -632,20 +687,44 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Let torch take so many inside, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    try:
+        if number is not None:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _write_operators(path: Path, doge: _Doge) -> None:
+    """One DoGE step as torch's profiler sees it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU]
+    if doge.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    doge.range = lambda name: record_function(f"doge_fast.{name}")
+    try:
+        with operators_seen(activities=activities) as seen:
+            doge()
+            _synchronize(doge.device)
+    finally:
+        doge.range = lambda name: nullcontext()
+    seen.export_chrome_trace(str(path))
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

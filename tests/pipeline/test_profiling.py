@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from transformers import LlamaConfig
 
 from doge_fast import cli
-from doge_fast.kernels.roofline import bandwidth
 from doge_fast.pipeline import profiling
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.profiling import PHASES, profile, table, trace_of
@@ -80,11 +80,10 @@ def test_other_precisions_and_models(tmp_path: Path) -> None:
         bos_token_id=0,
         eos_token_id=0,
     ).save_pretrained(tmp_path)
-    measured = profile(quick(model=str(tmp_path), vocab_size=None))
-    assert measured.num_parameters == sum(
-        p.numel()
-        for p in profiling._model(quick(model=str(tmp_path), vocab_size=None)).parameters()
-    )
+    for model in (tmp_path, tmp_path / "config.json"):
+        measured = profile(quick(model=str(model), vocab_size=None))
+        # Two embeddings of 64, four projections, three matrices of a gated MLP, three norms.
+        assert measured.num_parameters == 16 * (2 * 64 + 4 * 16 + 3 * 32 + 3)
 
 
 def test_memory_is_that_of_the_rows() -> None:
@@ -105,16 +104,24 @@ def test_the_verb_prints_a_table_and_writes_its_files(
     record, trace = tmp_path / "deep" / "p.json", tmp_path / "t.json"
     words = "profile --model tiny --vocab-size 256 --domains 2 --sequences 1 --sequence-length 8"
     words += f" --steps 2 --no-memory --device cpu --json {record} --trace {trace}"
+    words += f" --trace-operators {tmp_path / 'o.json'}"
     assert cli.main(words.split()) == 0
     printed = capsys.readouterr().out
     for name in PHASES:
         assert f"\n{name} " in printed
-    assert max(map(len, printed.splitlines())) <= 100 + len(str(tmp_path))
+    about_files = [f"json: {record}", f"trace: {trace}", f"operators: {tmp_path / 'o.json'}"]
+    lines = printed.splitlines()
+    assert lines[-3:] == about_files
+    assert max(map(len, lines[:-3])) <= 100
     written = json.loads(record.read_text())
     assert written["schema_version"] == profiling.SCHEMA_VERSION
     assert {phase["name"] for phase in written["phases"]} == {*PHASES, "other"}
     assert written["settings"]["domains"] == 2
+    assert set(written["versions"]) >= {"doge-fast", "torch", "python"}
     assert_is_a_trace(json.loads(trace.read_text()))
+    operators = json.loads((tmp_path / "o.json").read_text())
+    names = {event.get("name") for event in operators["traceEvents"]}
+    assert {"aten::mm", *(f"doge_fast.{name}" for name in PHASES)} <= names
 
 
 def assert_is_a_trace(trace: dict[str, Any]) -> None:
@@ -163,6 +170,9 @@ def test_a_trace_names_its_tracks() -> None:
         ({"device": "abacus"}, "auto, cpu, cuda or cuda:N; got 'abacus'"),
         ({"device": "meta"}, "auto, cpu, cuda or cuda:N; got 'meta'"),
         ({"threads": 0}, "threads must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1; got 0"),
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"model": "/nowhere/config.json"}, "is not a folder or a file"),
         ({"device": f"cuda:{torch.cuda.device_count()}"}, r"sees \d+ GPUs"),
     ],
     ids=lambda value: str(value)[:30],
@@ -172,16 +182,39 @@ def test_a_setting_out_of_range_is_refused(changes: dict[str, Any], message: str
         profile(quick(**changes))
 
 
-def test_bandwidth_is_plausible() -> None:
-    """Between a floppy disk and a data centre; a copy counts both ways."""
-    limits = bandwidth(torch.device("cpu"), 1 << 22)
-    assert 1e8 < limits.read < 1e13
-    assert 1e8 < limits.copy < 1e13
-
-
 def test_the_table_says_what_was_measured() -> None:
     measured = dataclasses.replace(
         profile(QUICK), memory={"plain": 10**9, "doge": 2 * 10**9, "extra": 10**9, "formula": 10**9}
     )
     assert "peak memory: plain 1000 MB, DoGE 2000 MB: +1000.0 MB" in table(measured)
     assert f"{measured.overhead:.3f} [" in table(measured)
+
+
+def test_a_step_that_was_faster_than_memory_is_explained() -> None:
+    """The rows of a small model never leave the caches."""
+    measured = profile(QUICK)
+    phases = tuple(dataclasses.replace(phase, fraction=0.5) for phase in measured.phases)
+    plain = dataclasses.replace(measured, phases=phases)
+    assert "in the caches" not in table(plain)
+    warm = (*phases[:-1], dataclasses.replace(phases[-1], fraction=1.5))
+    assert "MB of rows were still in the caches" in table(
+        dataclasses.replace(measured, phases=warm)
+    )
+
+
+def test_one_pair_is_enough_and_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    measured = profile(quick(steps=1, threads=before + 1))
+    assert measured.threads == before + 1
+    assert measured.overhead_low == measured.overhead == measured.overhead_high
+    assert torch.get_num_threads() == before
+
+
+def test_without_its_memory_the_rest_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(profiling.sys, "executable", shutil.which("false"))
+    measured = profile(quick(memory=True, json=tmp_path / "p.json"))
+    assert measured.memory is None
+    assert "The peak memory of a plain step could not be measured" in caplog.text
+    assert json.loads((tmp_path / "p.json").read_text())["memory"] is None
