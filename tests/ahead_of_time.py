@@ -1,117 +1,220 @@
 """Compiles the Triton kernels for GPUs that need not be there; prints what came out, as JSON.
 
-Run as a program without TRITON_INTERPRET, which would leave nothing to compile.
+Run as a program without TRITON_INTERPRET, which would leave nothing to compile:
+
+    python -m tests.ahead_of_time {some,all} PART PARTS
+
+takes every PARTS-th compilation, from PART on.
 """
 
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from doge_fast.kernels.accumulate import launch as accumulate_launch
 from doge_fast.kernels.accumulate import triton_kernel as accumulate_kernel
-from doge_fast.kernels.accumulate.launch import LAUNCH as ACCUMULATE
+from doge_fast.kernels.gram import launch as gram_launch
 from doge_fast.kernels.gram import triton_kernel as gram_kernel
-from doge_fast.kernels.gram.launch import PairsLaunch, pick
+from doge_fast.kernels.reweight import launch as reweight_launch
+from doge_fast.kernels.reweight import triton_kernel as reweight_kernel
 from doge_fast.kernels.triton_support import sum_dtype, triton_dtype
+from doge_fast.kernels.weighted_sum import launch as weighted_sum_launch
 from doge_fast.kernels.weighted_sum import triton_kernel as weighted_sum_kernel
-from doge_fast.kernels.weighted_sum.launch import LAUNCH as WEIGHTED_SUM
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-POINTERS = {"table": "*i64", "partials": "*fp64", "gram": "*fp64", "coefficients_R": "*fp64"}
+# Compute capabilities: A100, and H100 or H200.
+ARCHITECTURES = (80, 90)
+POINTERS = {
+    **dict.fromkeys(["table"], "*i64"),
+    **dict.fromkeys(["skipped", "present"], "*i1"),
+    **dict.fromkeys(["found_inf"], "*fp32"),
+    **dict.fromkeys(["partials", "gram", "full", "state", "tau", "lr", "grad_scale"], "*fp64"),
+    **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
+}
+
+NUM_ROWS = (1, 2, 4, 7, 8, 10, 11, 16, 22, 32, 50, 64, 128)
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)
+DTYPES = (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
+# One of each kind of launch.
+SOME_GRAMS = (
+    *itertools.product((1, 7, 22, 50, 128), (FLOAT32, BFLOAT16)),
+    (16, FLOAT32),
+    (16, FLOAT16),
+    (7, FLOAT64),
+    (22, FLOAT64),
+)
+SOME_PAIRS = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT64, FLOAT64))
 
 
-def gram_constants(num_rows: int, dtype: torch.dtype) -> tuple[Any, dict[str, Any], dict[str, int]]:
-    """Kernel, compile-time arguments and options of a launch, as launch.py would give them."""
-    launch = pick(num_rows, dtype)
+class Case(NamedTuple):
+    """One compilation, and what has to be in its machine code."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    wide_loads: int = 0
+    uses_matrix_units: bool = False
+
+
+def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[Case]:
+    """As the launches of gram/launch.py give them."""
+    launch = gram_launch.pick(num_rows, dtype)
+    name = f"gram of {num_rows} rows, {dtype}, {'aligned' if is_aligned else 'ragged'}"
     constants = {
         "R": num_rows,
-        "BLOCK": launch.block,
         "STORAGE": triton_dtype(dtype),
         "SUM": triton_dtype(sum_dtype(dtype)),
-        "ALIGNED": True,
+        "ALIGNED": is_aligned,
     }
-    if isinstance(launch, PairsLaunch):
-        constants["SQUARE"] = triton.next_power_of_2(num_rows * num_rows)
-        return gram_kernel.gram_pairs, constants, {"num_warps": launch.num_warps}
+    options = {"num_warps": launch.num_warps}
+    if isinstance(launch, gram_launch.PairsLaunch):
+        constants |= gram_launch.columns_of(launch, dtype, is_aligned)
+        constants |= {"SQUARE": gram_launch.square_entries(num_rows)}
+        # Every row in loads of 16 bytes of every thread.
+        wide = num_rows * launch.block * dtype.itemsize // (16 * 32 * launch.num_warps)
+        yield Case(name, gram_kernel.gram_pairs, constants, options, wide * is_aligned)
+        return
+    tiles = -(-num_rows // launch.tile)
+    product, precision = gram_launch.product_of(dtype, tiles)
     constants |= {
-        "TILES": -(-num_rows // launch.tile),
+        "TILES": tiles,
         "TILE": launch.tile,
-        "WAYS": launch.ways,
-        "PRODUCT": triton_dtype(dtype),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee",
+        "BLOCK": launch.block,
+        "PRODUCT": triton_dtype(product),
+        "PRECISION": precision,
     }
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    return gram_kernel.gram_tiles, constants, options
+    options |= {"num_stages": launch.num_stages}
+    wide = launch.tile * launch.block * dtype.itemsize // (16 * 32 * launch.num_warps)
+    yield Case(name, gram_kernel.gram_tiles, constants, options, wide * is_aligned, True)
 
 
-def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What is compiled, by name."""
-    found = {
-        f"gram of {num_rows} rows, {dtype}": gram_constants(num_rows, dtype)
-        for num_rows, dtype in [
-            (7, torch.float32),
-            (22, torch.float32),
-            (50, torch.float32),
-            (7, torch.bfloat16),
-        ]
+def reduce_cases(num_rows: int, is_folded: bool) -> Iterator[Case]:
+    launch = gram_launch.reduce_launch(num_rows)
+    constants = {
+        "R": num_rows,
+        "SIDE": num_rows,
+        "STRIDE": num_rows**2,
+        "PROGRAMS": launch.programs,
+        "BLOCK": launch.block,
+        "FOLDED": is_folded,
+        "ADD": True,
     }
-    found["weighted_sum"] = (
+    name = f"gram_reduce of {num_rows} rows{', folded' if is_folded else ''}"
+    options = {"num_warps": launch.num_warps}
+    yield Case(name, gram_kernel.gram_reduce, constants, options)
+
+
+def weighted_sum_cases(
+    num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool
+) -> Iterator[Case]:
+    launch = weighted_sum_launch.pick(num_rows)
+    constants = weighted_sum_launch.constants_of(num_rows, dtype, out_dtype)
+    yield Case(
+        f"weighted_sum of {num_rows} rows, {dtype} to {out_dtype}, "
+        f"{'aligned' if is_aligned else 'ragged'}",
         weighted_sum_kernel.weighted_sum,
-        {
-            "R": 22,
-            "CHUNK": WEIGHTED_SUM.chunk_columns,
-            "BLOCK": WEIGHTED_SUM.block,
-            "STORAGE": triton_dtype(torch.float32),
-            "OUTPUT": triton_dtype(torch.float32),
-            "SUM": triton_dtype(torch.float32),
-            "ALIGNED": True,
-        },
-        {"num_warps": WEIGHTED_SUM.num_warps},
+        constants | {"ALIGNED": is_aligned},
+        {"num_warps": launch.num_warps},
+        launch.group * is_aligned,
     )
-    found["accumulate"] = (
+
+
+def accumulate_cases(
+    grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool, is_aligned: bool
+) -> Iterator[Case]:
+    constants = accumulate_launch.constants_of(grad_dtype, row_dtype, add)
+    yield Case(
+        f"accumulate of {grad_dtype} {'to' if add else 'as'} {row_dtype}, "
+        f"{'aligned' if is_aligned else 'ragged'}",
         accumulate_kernel.accumulate,
-        {
-            "CHUNK": ACCUMULATE.chunk_columns,
-            "BLOCK": ACCUMULATE.block,
-            "GRADIENT": triton_dtype(torch.bfloat16),
-            "ROW": triton_dtype(torch.float32),
-            "SUM": triton_dtype(torch.float32),
-            "ADD": True,
-            "ALIGNED": True,
-        },
-        {"num_warps": ACCUMULATE.num_warps},
+        constants | {"ALIGNED": is_aligned},
+        {"num_warps": accumulate_launch.LAUNCH.num_warps},
+        (1 + add) * is_aligned,
     )
-    return found
 
 
-def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int], arch: int) -> bytes:
+def reweight_cases(num_rows: int) -> Iterator[Case]:
+    constants = reweight_launch.constants_of(
+        num_rows, max(1, num_rows - 1), 0.01, True, 0.0, 5.0, 5.0, 1.0, 0.1
+    )
+    options = {"num_warps": reweight_launch.NUM_WARPS}
+    yield Case(f"reweight of {num_rows} rows", reweight_kernel.reweight, constants, options)
+
+
+def some_cases() -> Iterator[Case]:
+    """One of each kind of launch, of the usual dtypes."""
+    for num_rows, dtype in SOME_GRAMS:
+        yield from gram_cases(num_rows, dtype, True)
+    yield from gram_cases(7, FLOAT32, False)
+    yield from gram_cases(22, BFLOAT16, False)
+    yield from reduce_cases(22, True)
+    for num_rows, (dtype, out_dtype) in itertools.product((1, 7, 22), SOME_PAIRS):
+        yield from weighted_sum_cases(num_rows, dtype, out_dtype, True)
+    for pair in SOME_PAIRS:
+        yield from accumulate_cases(*pair, True, True)
+    yield from accumulate_cases(BFLOAT16, FLOAT32, False, True)
+    yield from reweight_cases(8)
+    yield from reweight_cases(64)
+
+
+def all_cases() -> Iterator[Case]:
+    """Every launch that can happen with up to 128 rows, and more rows than a tile."""
+    flags = (True, False)
+    for num_rows, dtype, is_aligned in itertools.product((*NUM_ROWS, 200), DTYPES, flags):
+        yield from gram_cases(num_rows, dtype, is_aligned)
+    for num_rows, is_folded in itertools.product((7, 22, 50, 128), flags):
+        yield from reduce_cases(num_rows, is_folded)
+    for num_rows, *pair in itertools.product((1, 2, 4, 7, 8, 10, 22, 50, 128), DTYPES, DTYPES):
+        yield from weighted_sum_cases(num_rows, *pair, True)
+    for num_rows, *pair in itertools.product((7, 22), DTYPES, DTYPES):
+        yield from weighted_sum_cases(num_rows, *pair, False)
+    for arguments in itertools.product(DTYPES, DTYPES, flags, flags):
+        yield from accumulate_cases(*arguments)
+    for num_rows in (1, 2, 8, 64, 512, 513):
+        yield from reweight_cases(num_rows)
+
+
+def compiled(case: Case, architecture: int) -> bytes:
     """The machine code for one compute capability."""
+    names = case.kernel.arg_names
     signature = {
-        name: "constexpr" if name in constants else POINTERS.get(name, "i32")
-        for name in kernel.arg_names
+        name: "constexpr" if name in case.constants else POINTERS.get(name, "i32") for name in names
     }
     aligned = {
         (position,): [["tt.divisibility", 16]]
-        for position, name in enumerate(kernel.arg_names)
+        for position, name in enumerate(names)
         if name in POINTERS
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    code: bytes = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm[
-        "cubin"
-    ]
+    source = ASTSource(
+        fn=case.kernel, signature=signature, constexprs=case.constants, attrs=aligned
+    )
+    code: bytes = triton.compile(
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options=case.options | {"enable_fp_fusion": True},
+    ).asm["cubin"]
     return code
 
 
 def inspect(cubin: bytes) -> dict[str, int]:
-    """Spilled bytes, and how many loads from memory are 16 bytes wide."""
+    """Registers, spilled bytes, and how many instructions there are of some kinds."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -119,10 +222,14 @@ def inspect(cubin: bytes) -> dict[str, int]:
         assembly = run(TOOLS / "nvdisasm", "-c", file.name)
     stack = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert stack is not None
+    loads = re.findall(r"\bLDG(?:STS)?\.\S*", assembly)
     return {
         "registers": int(stack[1]),
         "stack_bytes": int(stack[2]),
-        "wide_loads": len(re.findall(r"(?:LDG|LDGSTS)\S*128", assembly)),
+        "wide_loads": sum(".128" in load for load in loads),
+        # Eight bytes are an address, a length or a coefficient.
+        "narrow_loads": sum(not re.search(r"\.(64|128)", load) for load in loads),
+        "matrix_products": len(re.findall(r"\b[HD]G?MMA\.", assembly)),
     }
 
 
@@ -132,9 +239,14 @@ def run(*command: Path | str) -> str:
 
 
 if __name__ == "__main__":
-    measured = {
-        f"{name}, sm_{arch}": inspect(compiled(*what, int(arch)))
-        for arch in sys.argv[1:]
-        for name, what in kernels().items()
-    }
-    print(json.dumps(measured))
+    part, parts = int(sys.argv[2]), int(sys.argv[3])
+    every = itertools.product({"some": some_cases, "all": all_cases}[sys.argv[1]](), ARCHITECTURES)
+    print(
+        json.dumps(
+            {
+                f"{case.name}, sm_{architecture}": inspect(compiled(case, architecture))
+                | {"wanted": case.wide_loads, "uses_matrix_units": case.uses_matrix_units}
+                for case, architecture in itertools.islice(every, part, None, parts)
+            }
+        )
+    )

@@ -29,9 +29,9 @@ FOLDED = "folded"
 
 @dataclass(frozen=True)
 class PairsLaunch:
-    """One multiply-add per pair of rows and column; all pairs in the registers of one warp.
+    """One multiply-add per pair of rows and column; all pairs in registers.
 
-    One warp: nothing to wait for at the end of a chunk.
+    One warp where they fit: nothing to wait for at the end of a chunk.
     """
 
     block: int
@@ -79,7 +79,9 @@ PAIRS_FLOAT32: dict[float, PairsLaunch] = {
     1: PairsLaunch(block=1024),
     3: PairsLaunch(block=512),
     4: PairsLaunch(block=256),
-    16: PairsLaunch(block=128),
+    12: PairsLaunch(block=128),
+    # 105 sums and 14 rows of one warp would not fit in registers, 136 and 16 not of two.
+    14: PairsLaunch(block=256, num_warps=2),
 }
 PAIRS_HALF: dict[float, PairsLaunch] = {
     1: PairsLaunch(block=2048),
@@ -94,6 +96,7 @@ PAIRS_FLOAT64: dict[float, PairsLaunch] = {
 }
 
 TILES_FLOAT32: dict[float, TilesLaunch] = {
+    16: TilesLaunch(tile=16, block=32, num_warps=1, num_stages=4),
     32: TilesLaunch(tile=32, block=32, num_warps=2, num_stages=4),
     64: TilesLaunch(tile=64, block=32, num_warps=4, num_stages=4),
     128: TilesLaunch(tile=128, block=32, num_warps=8, num_stages=4),
@@ -125,7 +128,7 @@ def pick(num_rows: int, dtype: torch.dtype) -> PairsLaunch | TilesLaunch:
 
     By arithmetic, with 4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 990 of bfloat16 (H200)
     and 1.75, 19.5, 156 and 312 (A100), as parts of the time that a column's bytes take. R rows
-    cost R (R + 1) operations in pairs: of float32 rows 0.30 and 0.38 at R = 16, of 16-bit rows
+    cost R (R + 1) operations in pairs: of float32 rows 0.27 and 0.34 at R = 14, of 16-bit rows
     0.39 and 0.49 at 10. Tiles of T rows cost 2 T^2 operations of bfloat16 or twice 2 T^2 of tf32
     (`folded_dot`): of bfloat16 rows 0.20 and 0.26 at 22, 0.36 and 0.46 at 50, 0.56 and 0.72 at
     128; of float32 rows 0.50 and 0.52 at 22, 0.88 and 0.92 at 50, 1.38 and 1.44 at 128, the one
@@ -228,7 +231,7 @@ def _reduce(
     from doge_fast.kernels.gram import triton_kernel
 
     num_partials, stride = partials.shape
-    launch = REDUCE_FEW_ROWS if len(gram_RR) <= 32 else REDUCE_MANY_ROWS
+    launch = reduce_launch(len(gram_RR))
     triton_kernel.gram_reduce[(-(-gram_RR.numel() // launch.block),)](
         partials,
         gram_RR,
@@ -243,6 +246,11 @@ def _reduce(
         num_warps=launch.num_warps,
         enable_fp_fusion=True,
     )
+
+
+def reduce_launch(num_rows: int) -> ReduceLaunch:
+    """Which of the two fits."""
+    return REDUCE_FEW_ROWS if num_rows <= 32 else REDUCE_MANY_ROWS
 
 
 def square_entries(num_rows: int) -> int:
