@@ -35,13 +35,14 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
 
     Products are exact or float32, sums float32 over at most 8192 columns and float64 beyond
     (float64 throughout for float64 rows). Symmetric to the bit. The same call gives the same
-    bits, whatever the number of threads for `cpp`; implementations differ in the last
-    float32 bits. Reads each row once.
+    bits, whatever the number of threads or multiprocessors; implementations differ in the last
+    float32 bits, and so does `cpp` between CPUs of other instruction sets. Reads each row once
+    (GPU: up to 128 rows).
 
     Args:
         grads: [K, N], rows of float32, bfloat16, float16 or float64 at any distance from each
             other; or a list of such blocks [K, n_p], whose dtypes and devices may differ.
-        implementation: "torch", "cpp" or "triton"; None leaves it to the dispatcher.
+        implementation: "torch", "cpp", "triton" or "cuda"; None leaves it to the dispatcher.
 
     Returns:
         [K, K] float64, on the device of the first block.

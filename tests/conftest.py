@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# Before anything imports Triton: without a GPU its kernels run in the interpreter.
+# Before anything imports Triton: without a GPU its kernels run in the interpreter, those of CUDA in
+# an emulator.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("DOGE_FAST_CUDA_EMULATE", "1")
 
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, choose

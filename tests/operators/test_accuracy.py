@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels import gram, weighted_sum
-from doge_fast.kernels.triton_support import is_interpreted
 
 NUM_ROWS = 7
 NUM_COLUMNS = 40_000_000
-# Triton's interpreter takes seconds for so many, more than a chunk of its kernels has.
+# Triton's interpreter and the emulator of CUDA take seconds for so many, more than a chunk of their
+# kernels has.
 NUM_COLUMNS_INTERPRETED = 9_000
 BAR = 1e-6
 CHUNK = 1 << 20
@@ -41,7 +41,7 @@ def exact_gram(rows_KN: Tensor) -> Tensor:
 
 
 def is_slow(implementation: str) -> bool:
-    return implementation == "triton" and is_interpreted()
+    return implementation in ("triton", "cuda") and not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,84 @@
+// Where an inner product stands in the partial results of a program.
+//
+// Each kernel leaves its sums in the order in which its threads hold them; the reduction reads them in
+// that order, adjacent lanes at adjacent addresses, and asks here which product each one is.
+#pragma once
+
+#include "launch.cuh"
+
+namespace doge_fast::cuda {
+
+struct Entry {
+  int row;
+  int column;
+};
+
+// A lower triangle, row by row.
+struct Triangle {
+  static __device__ __forceinline__ constexpr int row_of(int index) {
+    int row = 0;
+    while ((row + 1) * (row + 2) / 2 <= index) ++row;
+    return row;
+  }
+  static __device__ __forceinline__ Entry entry(int index) {
+    const int row = row_of(index);
+    return {row, index - row * (row + 1) / 2};
+  }
+  static __device__ __forceinline__ Entry entry(int, int index) { return entry(index); }
+};
+
+// Tiles of 16 rows by 8 of float32 sums in the lanes of a warp; those above the diagonal are left out:
+// a tall tile meets its own two groups of 8 rows and all before.
+struct Tiles16 {
+  static constexpr int HEIGHT = 2;
+  static constexpr int SUMS = 4;
+  static constexpr int tiles(int groups) { return (groups + 1) / 2 * ((groups + 1) / 2 - 1) + groups; }
+  static __device__ __forceinline__ constexpr int tile(int tall, int group) { return tall * (tall + 1) + group; }
+  static __device__ __forceinline__ constexpr int tall_of(int tile_index) {
+    int tall = 0;
+    while (tile(tall + 1, 0) <= tile_index) ++tall;
+    return tall;
+  }
+  static __device__ __forceinline__ Entry entry(int, int index) {
+    const int lane = index % LANES;
+    const int sum = index / LANES % SUMS;
+    const int tall = tall_of(index / LANES / SUMS);
+    const int group = index / LANES / SUMS - tile(tall, 0);
+    return {16 * tall + 8 * (sum / 2) + lane / 4, 8 * group + 2 * (lane % 4) + sum % 2};
+  }
+};
+
+// Tiles of 8 rows by 8 of float64 sums.
+struct Tiles8 {
+  static constexpr int HEIGHT = 1;
+  static constexpr int SUMS = 2;
+  static constexpr int tiles(int groups) { return groups * (groups + 1) / 2; }
+  static __device__ __forceinline__ constexpr int tile(int tall, int group) {
+    return tall * (tall + 1) / 2 + group;
+  }
+  static __device__ __forceinline__ constexpr int tall_of(int tile_index) { return Triangle::row_of(tile_index); }
+  static __device__ __forceinline__ Entry entry(int, int index) {
+    const int lane = index % LANES;
+    const Entry at = Triangle::entry(index / LANES / SUMS);
+    return {8 * at.row + lane / 4, 8 * at.column + 2 * (lane % 4) + index / LANES % SUMS};
+  }
+};
+
+template <typename T, int GROUPS>
+struct TilesOf : std::conditional_t<std::is_same_v<T, double>, Tiles8, Tiles16> {
+  using Map = std::conditional_t<std::is_same_v<T, double>, Tiles8, Tiles16>;
+  static constexpr int TILES = Map::tiles(GROUPS);
+  static constexpr int ENTRIES = TILES * Map::SUMS * LANES;
+};
+
+// Pairs of panels of 128 rows, each a square written row by row.
+struct Panels {
+  static constexpr int SIDE = 128;
+  static constexpr int ENTRIES = SIDE * SIDE;
+  static __device__ __forceinline__ Entry entry(int pair, int index) {
+    const Entry panels = Triangle::entry(pair);
+    return {SIDE * panels.row + index / SIDE, SIDE * panels.column + index % SIDE};
+  }
+};
+
+}  // namespace doge_fast::cuda

@@ -1,0 +1,241 @@
+// What the kernels share: storage types and pieces of rows, reductions of a warp, launches.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "../check.h"
+#include "instructions.cuh"
+
+// A library of its own for the emulated operators: both may be loaded in one process.
+#ifdef DOGE_EMULATED
+#define DOGE_LIBRARY doge_fast_cuda_emulated
+#else
+#define DOGE_LIBRARY doge_fast_cuda
+#endif
+#ifdef DOGE_EMULATED
+#define DOGE_UNROLL
+#define DOGE_UNROLL_BY(times)
+#else
+#define DOGE_PRAGMA(what) _Pragma(#what)
+#define DOGE_UNROLL DOGE_PRAGMA(unroll)
+#define DOGE_UNROLL_BY(times) DOGE_PRAGMA(unroll times)
+#endif
+
+namespace doge_fast::cuda {
+
+constexpr int LANES = 32;
+
+// Calls `each` with 0 to COUNT - 1 as types. Register arrays need indices that are constants, and the
+// compiler unrolls long loops only as far as it likes.
+template <typename Each, int... INDEX>
+__device__ __forceinline__ void unroll(Each&& each, std::integer_sequence<int, INDEX...>) {
+  (each(std::integral_constant<int, INDEX>{}), ...);
+}
+template <int COUNT, typename Each>
+__device__ __forceinline__ void unroll(Each&& each) {
+  unroll(each, std::make_integer_sequence<int, COUNT>{});
+}
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// Sums are float32 whatever narrower the storage.
+template <typename... T>
+using Sum = std::conditional_t<(std::is_same_v<T, double> || ...), double, float>;
+
+template <typename T>
+constexpr int PER_PIECE = sizeof(Piece) / sizeof(T);
+
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ double wide(double x) { return x; }
+__device__ __forceinline__ float wide(Bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+__device__ __forceinline__ float wide(Float16 x) { return float_of_half(x.bits); }
+
+__device__ __forceinline__ void narrow(float& to, float x) { to = x; }
+__device__ __forceinline__ void narrow(float& to, double x) { to = static_cast<float>(x); }
+__device__ __forceinline__ void narrow(double& to, double x) { to = x; }
+__device__ __forceinline__ void narrow(Float16& to, float x) { to.bits = half_of(x); }
+__device__ __forceinline__ void narrow(Float16& to, double x) { to.bits = half_of(x); }
+// There is no instruction that narrows float64 to bfloat16 in one step.
+__device__ __forceinline__ void narrow(Bfloat16& to, double x) { to.bits = bfloat_of(static_cast<float>(x)); }
+__device__ __forceinline__ void narrow(Bfloat16& to, float x) { to.bits = bfloat_of(x); }
+
+// The 32-bit words of elements, without a detour through memory.
+template <typename T>
+__device__ __forceinline__ void set_word(uint32_t (&words)[sizeof(T) > 4 ? 2 : 1], const T* elements);
+template <>
+__device__ __forceinline__ void set_word<float>(uint32_t (&words)[1], const float* elements) {
+  words[0] = bits_of(elements[0]);
+}
+template <>
+__device__ __forceinline__ void set_word<double>(uint32_t (&words)[2], const double* elements) {
+  words[0] = low_bits_of(elements[0]);
+  words[1] = high_bits_of(elements[0]);
+}
+template <>
+__device__ __forceinline__ void set_word<Bfloat16>(uint32_t (&words)[1], const Bfloat16* elements) {
+  words[0] = elements[0].bits | static_cast<uint32_t>(elements[1].bits) << 16;
+}
+template <>
+__device__ __forceinline__ void set_word<Float16>(uint32_t (&words)[1], const Float16* elements) {
+  words[0] = elements[0].bits | static_cast<uint32_t>(elements[1].bits) << 16;
+}
+
+template <typename T>
+__device__ __forceinline__ Piece piece_of(const T (&elements)[PER_PIECE<T>]) {
+  constexpr int WORDS = sizeof(T) > 4 ? 2 : 1;
+  constexpr int ELEMENTS = sizeof(T) < 4 ? 2 : 1;
+  Piece piece;
+  DOGE_UNROLL
+  for (int i = 0; i < 4 / WORDS; ++i) {
+    uint32_t words[WORDS];
+    set_word<T>(words, elements + i * ELEMENTS);
+    DOGE_UNROLL
+    for (int w = 0; w < WORDS; ++w) piece.word[i * WORDS + w] = words[w];
+  }
+  return piece;
+}
+
+// Elements of a piece in the dtype of the sum.
+__device__ __forceinline__ void unpack(const Piece& piece, float (&to)[4], float) {
+  DOGE_UNROLL
+  for (int i = 0; i < 4; ++i) to[i] = float_of(piece.word[i]);
+}
+__device__ __forceinline__ void unpack(const Piece& piece, double (&to)[2], double) {
+  DOGE_UNROLL
+  for (int i = 0; i < 2; ++i) to[i] = double_of(piece.word[2 * i], piece.word[2 * i + 1]);
+}
+template <typename T>
+__device__ __forceinline__ void unpack(const Piece& piece, float (&to)[8], T) {
+  DOGE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = wide(T{static_cast<uint16_t>(piece.word[i])});
+    to[2 * i + 1] = wide(T{static_cast<uint16_t>(piece.word[i] >> 16)});
+  }
+}
+
+// Zeros past `count` elements, none of which need be aligned.
+template <typename T>
+__device__ __forceinline__ Piece load_elements(const T* from, int64_t count) {
+  T elements[PER_PIECE<T>];
+  DOGE_UNROLL
+  for (int i = 0; i < PER_PIECE<T>; ++i) elements[i] = i < count ? from[i] : T{};
+  return piece_of<T>(elements);
+}
+
+// Writes COUNT elements that begin at a multiple of their size together.
+template <typename T, int COUNT>
+__device__ __forceinline__ void store_together(T* to, const T (&elements)[COUNT]) {
+  struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) * COUNT : 16) Block {
+    T elements[COUNT];
+  };
+  Block block;
+  DOGE_UNROLL
+  for (int i = 0; i < COUNT; ++i) block.elements[i] = elements[i];
+  *reinterpret_cast<Block*>(to) = block;
+}
+
+// The same bits in every lane: pairs of lanes, then pairs of pairs.
+template <typename T>
+__device__ __forceinline__ T warp_sum(T x) {
+  DOGE_UNROLL
+  for (int distance = LANES / 2; distance > 0; distance /= 2) x += from_lane_xor(x, distance);
+  return x;
+}
+
+// Rows of a chunk: the address of its first column in row 0, the distance of rows and the number
+// of columns, in elements. int64: a row may be longer than 2^31, and R rows of it certainly are.
+template <typename T>
+struct Chunk {
+  const T* first;
+  int64_t row_stride;
+  int64_t length;
+};
+
+// Fields of a chunk in its table.
+constexpr int GRAM_FIELDS = 3;
+constexpr int SUM_FIELDS = 4;
+
+template <typename T>
+__device__ __forceinline__ Chunk<T> chunk_at(const int64_t* entry) {
+  return {reinterpret_cast<const T*>(entry[0]), entry[1], entry[2]};
+}
+
+#ifdef DOGE_EMULATED
+using Stream = int;
+struct Launcher {
+  explicit Launcher(const Tensor&) {}
+
+  template <typename... Parameters, typename... Arguments>
+  void operator()(void (*kernel)(Parameters...), unsigned columns, unsigned rows, int num_threads,
+                  size_t shared_bytes, Arguments... arguments) const {
+    DOGE_CHECK(shared_bytes <= emulator::SHARED_BYTES, "no GPU has ", shared_bytes, " bytes to share.");
+    emulator::run_grid(columns, rows, num_threads,
+                       [=] { kernel(static_cast<Parameters>(arguments)...); });
+  }
+};
+#else
+// Launches on the current stream of a tensor's device, and complains at once if that fails.
+class Launcher {
+ public:
+  explicit Launcher(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+  }
+
+  template <typename... Parameters, typename... Arguments>
+  void operator()(void (*kernel)(Parameters...), unsigned columns, unsigned rows, int num_threads,
+                  size_t shared_bytes, Arguments... arguments) const {
+    // What kernels declare themselves may not exceed 48 KiB; more must be asked for.
+    if (shared_bytes > 48 * 1024)
+      STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared_bytes)));
+    kernel<<<dim3(columns, rows), num_threads, shared_bytes, static_cast<cudaStream_t>(stream_)>>>(
+        static_cast<Parameters>(arguments)...);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_ = nullptr;
+};
+#endif
+
+// Calls `run` with a value of the storage type of `dtype`.
+template <typename Run>
+void with_storage(ScalarType dtype, const char* op, Run&& run) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return run(float{});
+    case ScalarType::Double:
+      return run(double{});
+    case ScalarType::Half:
+      return run(Float16{});
+    case ScalarType::BFloat16:
+      return run(Bfloat16{});
+    default:
+      fail(op, " needs float32, bfloat16, float16 or float64; received ", name(dtype), ".");
+  }
+}
+
+// A table of chunks, [num_chunks, `fields`] int64, as kernels/chunks.py makes it.
+inline const int64_t* check_table(const Tensor& table, int64_t fields, const char* op) {
+  DOGE_CHECK(table.dim() == 2 && table.size(0) > 0 && table.size(1) == fields &&
+                 table.scalar_type() == ScalarType::Long && table.is_contiguous(),
+             op, " needs a table of shape [chunks, ", fields, "] int64; received shape ", shape(table),
+             " of ", name(table.scalar_type()), ".");
+  return static_cast<const int64_t*>(table.const_data_ptr());
+}
+
+}  // namespace doge_fast::cuda

@@ -1,0 +1,170 @@
+"""The CUDA kernels compiled for GPUs that need not be there: spills, wide loads, matrix units."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from doge_fast.kernels import build, build_cuda
+
+# Compute capabilities: A100, H100 and H200, and for later ones PTX.
+CAPABILITIES = ("8.0", "9.0+PTX")
+ARCHITECTURES = ("sm_80", "sm_90")
+TOOLS = ("cuobjdump", "nvdisasm")
+# Rows of float32 that are multiplied pair by pair.
+PAIRS = range(1, 9)
+WIDE_LOAD = re.compile(r"LDG(STS)?\.\S*\b128\b")
+
+
+@dataclass
+class Kernel:
+    """What the assembler made of one kernel for one GPU."""
+
+    stack_bytes: int = -1
+    instructions: Counter[str] = field(default_factory=Counter)
+
+
+def tool_folders() -> list[str]:
+    """Where NVIDIA's disassembler may be: the toolkit, PATH, the package triton."""
+    try:
+        folders = [str(Path(build_cuda.find_nvcc().path).resolve().parent)]
+    except build.BuildError:
+        return []
+    triton = importlib.util.find_spec("triton")
+    for root in (triton.submodule_search_locations or []) if triton else []:
+        folders.append(f"{root}/backends/nvidia/bin")
+    return [*folders, os.environ.get("PATH", "")]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of csrc/cuda, as a machine without a GPU compiles it."""
+    try:
+        nvcc = build_cuda.find_nvcc()
+        build.check_torch_headers()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    flags = build_cuda.architecture_flags(CAPABILITIES, build_cuda._known_to(nvcc))
+    folder = tmp_path_factory.mktemp("cuda")
+    return build_cuda.compile_cuda(nvcc, [*build_cuda._NVCC_FLAGS, *flags], folder)
+
+
+@pytest.fixture(scope="module")
+def kernels(library: Path) -> dict[tuple[str, str], Kernel]:
+    """By architecture and mangled name."""
+    path = os.pathsep.join(tool_folders())
+    found = {name: shutil.which(name, path=path) for name in TOOLS}
+    if missing := [name for name, place in found.items() if place is None]:
+        pytest.skip(f"{' and '.join(missing)} are neither in the toolkit nor with Triton")
+    environment = os.environ | {"PATH": path}
+
+    def lines(option: str) -> list[str]:
+        command = [str(found["cuobjdump"]), option, str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return done.stdout.splitlines()
+
+    kernels: dict[tuple[str, str], Kernel] = {}
+    architecture, current = "", Kernel()
+    for line in lines("--dump-resource-usage"):
+        if match := re.match(r"arch = (sm_\d+)", line):
+            architecture = match[1]
+        elif match := re.match(r" *Function (\S+):", line):
+            current = kernels[architecture, match[1]] = Kernel()
+        elif match := re.search(r"STACK:(\d+)", line):
+            current.stack_bytes = int(match[1])
+    for line in lines("--dump-sass"):
+        if match := re.match(r"arch = (sm_\d+)", line):
+            architecture = match[1]
+        elif match := re.match(r"\s*Function : (\S+)", line):
+            current = kernels[architecture, match[1]]
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)", line):
+            name = match[1]
+            current.instructions["wide loads"] += bool(WIDE_LOAD.match(name))
+            current.instructions["copies"] += name.startswith("LDGSTS")
+            current.instructions["matrix products"] += name.startswith(("HMMA", "DMMA"))
+            current.instructions["local memory"] += name.startswith(("LDL", "STL"))
+    return kernels
+
+
+def named(kernels: dict[tuple[str, str], Kernel], name: str) -> dict[tuple[str, str], Kernel]:
+    """Those of a kernel template: its length precedes a name in C++'s mangling."""
+    return {key: kernel for key, kernel in kernels.items() if f"{len(name)}{name}" in key[1]}
+
+
+def test_there_is_every_kernel_for_every_gpu(kernels: dict[tuple[str, str], Kernel]) -> None:
+    numbers = {
+        # Dtypes of gradients and rows, stored or added.
+        "accumulate": 4 * 4 * 2,
+        "weighted_sum": 4 * 4,
+        "gram_pairs": len(PAIRS),
+        # Groups of 8 rows, up to 64; of float32 from 9 rows on.
+        "gram_tiles": 3 * 8 + 7,
+        "gram_panels": 4,
+        "gram_reduce": 4,
+        "reweight": 1,
+    }
+    for name, number in numbers.items():
+        for architecture in ARCHITECTURES:
+            of_gpu = [key for key in named(kernels, name) if key[0] == architecture]
+            assert len(of_gpu) == number, (name, architecture)
+    assert len(kernels) == len(ARCHITECTURES) * sum(numbers.values())
+
+
+def test_nothing_spills(kernels: dict[tuple[str, str], Kernel]) -> None:
+    faults = {
+        key: kernel
+        for key, kernel in kernels.items()
+        if kernel.stack_bytes != 0 or kernel.instructions["local memory"]
+    }
+    assert not faults
+
+
+def test_rows_are_loaded_16_bytes_at_a_time(kernels: dict[tuple[str, str], Kernel]) -> None:
+    for num_rows in PAIRS:
+        every = named(kernels, "gram_pairs")
+        mine = {key: value for key, value in every.items() if f"ILi{num_rows}E" in key[1]}
+        assert len(mine) == len(ARCHITECTURES)
+        for key, kernel in mine.items():
+            assert kernel.instructions["wide loads"] >= num_rows, key
+    for name in ("gram_tiles", "gram_panels", "weighted_sum", "accumulate"):
+        for key, kernel in named(kernels, name).items():
+            assert kernel.instructions["wide loads"] > 0, key
+    for key, kernel in named(kernels, "gram_panels").items():
+        assert kernel.instructions["copies"] > 0, key
+
+
+def test_many_rows_are_multiplied_by_matrix_units(kernels: dict[tuple[str, str], Kernel]) -> None:
+    for name in ("gram_tiles", "gram_panels"):
+        for key, kernel in named(kernels, name).items():
+            assert kernel.instructions["matrix products"] > 0, key
+    for key, kernel in named(kernels, "gram_pairs").items():
+        assert kernel.instructions["matrix products"] == 0, key
+
+
+def test_later_gpus_find_ptx(library: Path) -> None:
+    path = os.pathsep.join(tool_folders())
+    cuobjdump = shutil.which("cuobjdump", path=path)
+    if cuobjdump is None:
+        pytest.skip("cuobjdump is neither in the toolkit nor with Triton")
+    command = [cuobjdump, "--list-ptx", str(library)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    num_sources = len(list(build_cuda.SOURCES.glob("*.cu")))
+    assert len(re.findall(r"sm_90\.ptx", listed)) == num_sources
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
+def test_the_library_asks_torch_for_its_stable_abi_alone(library: Path) -> None:
+    """And brings the CUDA runtime along: one file runs with whatever torch there is."""
+    command = ["nm", "-D", "--undefined-only", str(library)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1].split("@")[0] for line in listed.splitlines()}
+    assert any(name.startswith("aoti_torch_") for name in names)
+    assert not [name for name in names if name.startswith("cuda")]
+    unstable = re.compile(r"_ZNK?\d*(2at|3c10|5torch)")
+    assert not [name for name in names if unstable.match(name)]
