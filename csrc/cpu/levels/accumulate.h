@@ -32,6 +32,26 @@ struct Both<double, double> {
   using type = double;
 };
 
+// Through registers: what both can be loaded into at once is what they are added in.
+template <bool add, typename T, typename Row>
+void accumulate_vectors(const T* grad, Row* row, int64_t n, bool past_cache) {
+  using A = typename Both<T, Row>::type;
+  const auto one = [&](int64_t i) {
+    const A value = widened(grad[i]);
+    narrow_to(row[i], add ? static_cast<A>(widened(row[i])) + value : value);
+  };
+  const auto vector = [&](int64_t i) {
+    return add ? load(row + i) + load(grad + i) : load(grad + i);
+  };
+  int64_t i = 0;
+  if (past_cache)
+    for (; i < n && !is_streamable(row + i); ++i) one(i);
+  for (; i + 2 * LANES<A> <= n; i += 2 * LANES<A>)
+    put_pair<A>(row + i, vector(i), vector(i + LANES<A>), past_cache);
+  for (; i + LANES<A> <= n; i += LANES<A>) put<A>(row + i, vector(i), past_cache);
+  for (; i < n; ++i) one(i);
+}
+
 template <typename T, typename Row>
 void accumulate_span(const T* grad, Row* row, int64_t n, bool add, bool past_cache) {
   using A = typename Both<T, Row>::type;
@@ -40,24 +60,23 @@ void accumulate_span(const T* grad, Row* row, int64_t n, bool add, bool past_cac
       __builtin_memcpy(row, grad, n * sizeof(T));
       return;
     }
-    if constexpr (IS_SAME<T, A>) {
-      if (add) {
-        add_to(row, grad, n);
-      } else {
-        narrow(grad, row, n, past_cache);
-      }
-      return;
-    }
   }
-  alignas(64) A sum[ACCUMULATE_TILE], value[ACCUMULATE_TILE];
-  for (int64_t i = 0; i < n; i += ACCUMULATE_TILE) {
-    const int64_t size = least(ACCUMULATE_TILE, n - i);
-    widen(grad + i, sum, size);
-    if (add) {
-      widen(row + i, value, size);
-      add_to(sum, value, size);
+  if constexpr (IS_SAME<A, Accumulator<T>> && IS_SAME<A, Accumulator<Row>>) {
+    if (add)
+      accumulate_vectors<true>(grad, row, n, false);
+    else
+      accumulate_vectors<false>(grad, row, n, past_cache);
+  } else {
+    alignas(64) A sum[ACCUMULATE_TILE], value[ACCUMULATE_TILE];
+    for (int64_t i = 0; i < n; i += ACCUMULATE_TILE) {
+      const int64_t size = least(ACCUMULATE_TILE, n - i);
+      widen(grad + i, sum, size);
+      if (add) {
+        widen(row + i, value, size);
+        add_to(sum, value, size);
+      }
+      narrow(sum, row + i, size, past_cache && !add);
     }
-    narrow(sum, row + i, size, past_cache && !add);
   }
 }
 

@@ -89,6 +89,21 @@ template <typename T>
 using Words16 = typename VectorOf<uint16_t, VECTOR_BYTES / 2>::type;
 using Words32 = Vector<uint32_t>;
 
+// The same for half as many bytes; `to` is aligned to these.
+[[gnu::always_inline]] inline void store_past_cache(uint16_t* to, Words16 words) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)words);
+#elif defined(__AVX__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)words);
+#elif defined(__x86_64__)
+  long long bytes;
+  __builtin_memcpy(&bytes, &words, sizeof(bytes));
+  _mm_stream_si64(reinterpret_cast<long long*>(to), bytes);
+#else
+  *reinterpret_cast<Words16*>(to) = words;
+#endif
+}
+
 // One number of storage, exactly; one rounded to nearest even, a NaN stays one.
 inline float widened(float value) { return value; }
 inline double widened(double value) { return value; }
@@ -173,24 +188,83 @@ inline void narrow_to(Half& to, double exact) {
 }
 
 // FLOAT_LANES values rounded to nearest even; a NaN stays one, as in torch's own conversion.
-[[gnu::always_inline]] inline void round_to(BFloat16* to, Vector<float> value) {
+[[gnu::always_inline]] inline Words16 rounded(const BFloat16*, Vector<float> value) {
   const Words32 bits = (Words32)value;
   const Words32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words32 is_nan = (Words32)(value != value);
   const Words32 words = (rounded & ~is_nan) | (is_nan & 0x7fc0);
-  *reinterpret_cast<Words16*>(to) = __builtin_convertvector(words, Words16);
+  return __builtin_convertvector(words, Words16);
 }
-[[gnu::always_inline]] inline void round_to(Half* to, Vector<float> value) {
+[[gnu::always_inline]] inline Words16 rounded(const Half*, Vector<float> value) {
 #if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                      _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+  return (Words16)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX__) && defined(__F16C__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                   _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+  return (Words16)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
 #else
-  for (int64_t i = 0; i < FLOAT_LANES; ++i) narrow_to(to[i], value[i]);
+  Words16 words{};
+  for (int64_t i = 0; i < FLOAT_LANES; ++i) {
+    Half half;
+    narrow_to(half, value[i]);
+    words[i] = half.bits;
+  }
+  return words;
 #endif
 }
+
+// FLOAT_LANES (or LANES<double>) values into neighbours of storage; past the caches if asked for, `to`
+// being aligned to VECTOR_BYTES / 2 at least.
+template <typename A, typename T>
+[[gnu::always_inline]] inline void put(T* to, Vector<A> value, bool past_cache) {
+  if constexpr (IS_SAME<A, T>) {
+    if (past_cache)
+      store_past_cache(to, value);
+    else
+      store(to, value);
+  } else {
+    const Words16 words = rounded(to, value);
+    auto* target = reinterpret_cast<uint16_t*>(to);
+    if (past_cache)
+      store_past_cache(target, words);
+    else
+      *reinterpret_cast<Words16*>(target) = words;
+  }
+}
+
+// Two vectors into neighbours of storage.
+template <typename A, typename T>
+[[gnu::always_inline]] inline void put_pair(T* to, Vector<A> first, Vector<A> second, bool past_cache) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // One store of 32 bytes, and half the shuffles of two of 16.
+  if constexpr (IS_SAME<T, BFloat16>) {
+    const auto words_of = [](Vector<float> value) {
+      const auto bits = (__m256i)value;
+      const auto is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+      const auto sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), is_odd);
+      const auto is_nan = (__m256i)_mm256_cmp_ps((__m256)value, (__m256)value, _CMP_UNORD_Q);
+      return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), is_nan);
+    };
+    const auto words = _mm256_packus_epi32(words_of(first), words_of(second));
+    const auto in_order = _mm256_permute4x64_epi64(words, 0xd8);
+    auto* target = reinterpret_cast<__m256i*>(to);
+    if (past_cache)
+      _mm256_stream_si256(target, in_order);
+    else
+      _mm256_storeu_si256(target, in_order);
+    return;
+  }
+#endif
+  put<A>(to, first, past_cache);
+  put<A>(to + LANES<A>, second, past_cache);
+}
+
+template <typename T>
+inline bool is_streamable(const T* to) {
+  return reinterpret_cast<uintptr_t>(to) % VECTOR_BYTES == 0;
+}
+
+// Whether vectors of A go into storage of T at once.
+template <typename A, typename T>
+constexpr bool HAS_PUT = IS_SAME<A, T> || (IS_SAME<A, float> && sizeof(T) == 2);
 
 // Storage -> accumulator, n elements.
 template <typename T, typename A>
@@ -210,10 +284,13 @@ inline void narrow(const A* from, T* to, int64_t n, bool past_cache) {
       __builtin_memcpy(to, from, n * sizeof(T));
       return;
     }
-    for (; i < n && reinterpret_cast<uintptr_t>(to + i) % VECTOR_BYTES; ++i) to[i] = from[i];
-    for (; i + LANES<T> <= n; i += LANES<T>) store_past_cache(to + i, load(from + i));
-  } else if constexpr (IS_SAME<A, float> && sizeof(T) == 2) {
-    for (; i + FLOAT_LANES <= n; i += FLOAT_LANES) round_to(to + i, load(from + i));
+  }
+  if constexpr (HAS_PUT<A, T>) {
+    if (past_cache)
+      for (; i < n && !is_streamable(to + i); ++i) narrow_to(to[i], from[i]);
+    for (; i + 2 * LANES<A> <= n; i += 2 * LANES<A>)
+      put_pair<A>(to + i, load(from + i), load(from + i + LANES<A>), past_cache);
+    for (; i + LANES<A> <= n; i += LANES<A>) put<A>(to + i, load(from + i), past_cache);
   }
   for (; i < n; ++i) narrow_to(to[i], from[i]);
 }
