@@ -1,10 +1,15 @@
 """Losses of a batch that holds several domains: one mean per domain, as the method wants them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from doge_fast.stacked import Stack, listener_of
 
 IGNORED = -100
 
@@ -57,8 +62,262 @@ def domain_losses(
     return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
 
 
+def linear_domain_losses(
+    hidden_BLH: Tensor,
+    weight_VH: Tensor,
+    labels_BL: Tensor,
+    sizes: Mapping[str, int],
+    *,
+    bias_V: Tensor | None = None,
+    num_targets: Mapping[str, int] | None = None,
+    ignore_index: int = IGNORED,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """`domain_losses` of a linear head, with the logits of one domain at a time.
+
+    l_i  =  1 / n_i  sum over the targets t of domain i of  - log softmax(W h + b)_t
+
+    Equals `domain_losses(F.linear(hidden_BLH, weight_VH, bias_V), labels_BL, sizes)` to rounding.
+    Logits are B L V numbers there, several times over; here those of the largest domain (or of
+    `chunk_tokens` tokens), which are computed a second time in the backward pass: one product of
+    the head's size more. Inside `DoGEOptimizer.stacked` each domain's gradient of the head goes
+    straight into its row::
+
+        with optimizer.stacked(model, sizes):
+            hidden = model.base_model(input_ids).last_hidden_state
+            head = model.get_output_embeddings()
+            linear_domain_losses(hidden, head.weight, labels, sizes).sum().backward()
+
+    For heads that are a product and nothing else: no scale and no cap of the logits. Runs outside
+    what `torch.compile` compiles. Under autocast the products are of its dtype.
+
+    Args:
+        hidden_BLH: [B, L, H] floating, what the head reads.
+        weight_VH: [V, H], of the head.
+        labels_BL: as for `domain_losses`.
+        sizes: as for `domain_losses`; inside `stacked`, the very sizes of the batch.
+        bias_V: [V], of the head.
+        num_targets: as for `domain_losses`.
+        ignore_index: as for `domain_losses`.
+        chunk_tokens: tokens whose logits exist at a time; None: a whole domain's.
+
+    Returns:
+        As `domain_losses`.
+
+    Raises:
+        ValueError: the shapes do not belong together, or `sizes` do not add up to the batch or
+            are not those of the stacked batch.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
+    """
+    _check_head(hidden_BLH, weight_VH, bias_V, chunk_tokens)
+    _check(hidden_BLH, labels_BL, sizes)
+    names = [name for name, size in sizes.items() if size]
+    examples = [sizes[name] for name in names]
+    targets_BL = labels_BL[:, 1:]
+    head = _Head(
+        tuple(_spans(examples, targets_BL.shape[1])),
+        ignore_index,
+        chunk_tokens,
+        _listeners(weight_VH, bias_V, examples),
+    )
+    sums_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
+        hidden_BLH[:, :-1].flatten(0, 1), weight_VH, bias_V, targets_BL.flatten(), head
+    )
+    return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
+
+
+class _Head(NamedTuple):
+    """What is not a tensor."""
+
+    spans: tuple[slice, ...]
+    """Tokens of each domain."""
+    ignore_index: int
+    chunk_tokens: int | None
+    listeners: tuple[Stack | None, Stack | None]
+    """Who wants the gradients of weight and bias domain by domain."""
+
+    def chunks(self, span: slice) -> Iterator[slice]:
+        """Parts of a domain whose logits exist together."""
+        step = self.chunk_tokens or max(1, span.stop - span.start)
+        for first in range(span.start, span.stop, step):
+            yield slice(first, min(span.stop, first + step))
+
+
+def _spans(examples: list[int], each: int) -> Iterator[slice]:
+    first = 0
+    for number in examples:
+        yield slice(first * each, (first + number) * each)
+        first += number
+
+
+def _listeners(
+    weight_VH: Tensor, bias_V: Tensor | None, examples: list[int]
+) -> tuple[Stack | None, Stack | None]:
+    found = (listener_of(weight_VH), None if bias_V is None else listener_of(bias_V))
+    for stack in found:
+        if stack is not None:
+            theirs = [segment.last - segment.first for segment in stack.slices()]
+            if theirs != examples:
+                raise ValueError(
+                    f"inside stacked() the sizes must be those of its batch, {theirs}; got "
+                    f"{examples}."
+                )
+    return found
+
+
+def _products(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> list[Tensor | None]:
+    """All three in the dtype of the head's products."""
+    kind = hidden_TH.device.type
+    if not torch.is_autocast_enabled(kind):
+        return [hidden_TH, weight_VH, bias_V]
+    dtype = torch.get_autocast_dtype(kind)
+    return [None if each is None else each.to(dtype) for each in (hidden_TH, weight_VH, bias_V)]
+
+
+class _LinearLosses(torch.autograd.Function):
+    """[D] sums of token losses; the logits of a chunk come and go, twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        head: _Head,
+    ) -> Tensor:
+        hidden, weight, bias = _products(hidden_TH, weight_VH, bias_V)
+        assert hidden is not None
+        with torch.autocast(hidden.device.type, enabled=False):
+            counted_T = targets_T != head.ignore_index
+            # Where nothing is predicted any token will do.
+            tokens_T = torch.where(counted_T, targets_T, 0)
+            normalisers, sums = [], []
+            for span in head.spans:
+                total = torch.zeros((), dtype=_wide_dtype(hidden.dtype), device=hidden.device)
+                for chunk in head.chunks(span):
+                    logits_CV = _wide(F.linear(hidden[chunk], weight, bias))  # type: ignore[arg-type]
+                    normaliser_C = logits_CV.logsumexp(1)
+                    target_C = logits_CV.gather(1, tokens_T[chunk, None])[:, 0]
+                    total += (normaliser_C - target_C).masked_fill(~counted_T[chunk], 0).sum()
+                    normalisers.append(normaliser_C)
+                sums.append(total)
+        ctx.save_for_backward(hidden, weight_VH, bias_V, weight, bias, tokens_T, counted_T)
+        ctx.normaliser_T = torch.cat(normalisers) if normalisers else None
+        ctx.head = head
+        return torch.stack(sums)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_D: Tensor) -> Any:
+        with torch.autocast(grad_D.device.type, enabled=False):
+            walk = _BackwardWalk(ctx, grad_D)
+            walk.run()
+        return walk.hidden_TH, walk.weight_VH, walk.bias_V, None, None
+
+
+class _BackwardWalk:
+    """The gradients of a head, domain by domain; what a stack takes into its rows stays None."""
+
+    def __init__(self, ctx: Any, grad_D: Tensor) -> None:
+        self._hidden, self._params, products, self._tokens_T, self._counted_T = _unpacked(ctx)
+        self._weight, self._bias = products
+        self._normaliser_T, self._grad_D = ctx.normaliser_T, grad_D
+        self._head: _Head = ctx.head
+        # 16 bits hold one product; several add up in float32.
+        dtype = self._hidden.dtype
+        self._sum_dtype = torch.float32 if dtype.itemsize < 4 else dtype
+        self._for_weight, self._for_bias = self._head.listeners
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        self.hidden_TH = torch.empty_like(self._hidden) if needs_hidden else None
+        self.weight_VH = self.bias_V = None
+        if needs_weight and self._for_weight is None:
+            self.weight_VH = torch.zeros_like(self._weight, dtype=self._sum_dtype)
+        if needs_bias and self._for_bias is None:
+            self.bias_V = torch.zeros_like(self._bias, dtype=self._sum_dtype)
+        self._needs_bias = needs_bias
+        self._bias_sum: Tensor | None = None
+
+    def run(self) -> None:
+        """Visit every domain once."""
+        stack = self._for_weight or self._for_bias
+        rows = [row for row, _ in stack.spans(stack.num_examples)] if stack else []
+        weight, bias = self._params
+        for domain, span in enumerate(self._head.spans):
+            if self._for_weight is not None:
+                is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
+                dtype = self._hidden.dtype if is_one else self._sum_dtype
+                self._for_weight.write(weight, rows[domain], dtype, partial(self._fill, domain))
+            elif self.weight_VH is not None:
+                self._fill(domain, self.weight_VH, True)
+            else:
+                for _ in self._slopes(domain):
+                    pass
+            if self._bias_sum is None:
+                continue
+            if self._for_bias is not None:
+                value_V, dtype = self._bias_sum, self._sum_dtype
+                self._for_bias.write(bias, rows[domain], dtype, partial(_put, value_V))
+            elif self.bias_V is not None:
+                self.bias_V += self._bias_sum
+
+    def _fill(self, domain: int, out_VH: Tensor, adds: bool) -> None:
+        """out = or += the weight's gradient of one domain."""
+        for hidden_CH, slope_CV in self._slopes(domain):
+            _put_product(out_VH, slope_CV.t(), hidden_CH, adds)
+            adds = True
+        if not adds:
+            out_VH.zero_()
+
+    def _slopes(self, domain: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(hidden, gradient of the logits) by chunks; fills `hidden_TH` and the bias's sum."""
+        self._bias_sum = None
+        if self._needs_bias:
+            self._bias_sum = torch.zeros_like(self._bias, dtype=self._sum_dtype)
+        for chunk in self._head.chunks(self._head.spans[domain]):
+            hidden_CH = self._hidden[chunk]
+            logits_CV = _wide(F.linear(hidden_CH, self._weight, self._bias))
+            # softmax(logits) - one-hot(target), in the memory of the logits.
+            logits_CV.sub_(self._normaliser_T[chunk, None]).exp_()
+            minus_one = logits_CV.new_full((len(logits_CV), 1), -1)
+            logits_CV.scatter_add_(1, self._tokens_T[chunk, None], minus_one)
+            logits_CV.mul_((self._counted_T[chunk] * self._grad_D[domain])[:, None])
+            slope_CV = logits_CV.to(hidden_CH.dtype)
+            if self.hidden_TH is not None:
+                torch.mm(slope_CV, self._weight, out=self.hidden_TH[chunk])
+            if self._bias_sum is not None:
+                self._bias_sum += slope_CV.sum(0, dtype=self._sum_dtype)
+            yield hidden_CH, slope_CV
+
+
+def _unpacked(ctx: Any) -> Any:
+    hidden, weight_VH, bias_V, weight, bias, tokens_T, counted_T = ctx.saved_tensors
+    return hidden, (weight_VH, bias_V), (weight, bias), tokens_T, counted_T
+
+
+def _put(value: Tensor, out: Tensor, adds: bool) -> None:
+    if adds:
+        out.add_(value)
+    else:
+        out.copy_(value)
+
+
+def _put_product(out: Tensor, left: Tensor, right: Tensor, adds: bool) -> None:
+    if out.dtype != left.dtype:
+        _put(left @ right, out, adds)
+    elif adds:
+        out.addmm_(left, right)
+    else:
+        torch.mm(left, right, out=out)
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
 def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return logits.to(_wide_dtype(logits.dtype))
 
 
 def _counts(
@@ -76,10 +335,27 @@ def _counts(
     return torch.stack([part.sum() for part in parts]).clamp(min=1)
 
 
+def _check_head(
+    hidden_BLH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chunk_tokens: int | None
+) -> None:
+    if weight_VH.dim() != 2 or hidden_BLH.shape[-1:] != weight_VH.shape[1:]:
+        raise ValueError(
+            "linear_domain_losses() takes hidden states [B, L, H] and a weight [V, H]; got "
+            f"{list(hidden_BLH.shape)} and {list(weight_VH.shape)}."
+        )
+    if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
+        raise ValueError(
+            f"bias_V must hold one number for each of {len(weight_VH)} tokens; got "
+            f"{list(bias_V.shape)}."
+        )
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")
+
+
 def _check(logits_BLV: Tensor, labels_BL: Tensor, sizes: Mapping[str, int]) -> None:
     if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
         raise ValueError(
-            "domain_losses() takes logits [B, L, V] and labels [B, L]; got "
+            "domain losses take logits [B, L, V] or hidden states [B, L, H] and labels [B, L]; got "
             f"{list(logits_BLV.shape)} and {list(labels_BL.shape)}."
         )
     if sum(sizes.values()) != len(labels_BL) or any(size < 0 for size in sizes.values()):

@@ -75,11 +75,13 @@ class Stack:
         """Let the modules fill the rows of `segments`; afterwards they are as they were."""
         self._segments, self._lengths, self.has_written = tuple(segments), set(), False
         before = {module: module.__dict__.get("forward") for module in self._forwards}
+        _listening.append(self)
         try:
             for module, forward in self._forwards.items():
                 module.forward = forward
             yield
         finally:
+            _listening.remove(self)
             self._segments = ()
             for module, original in before.items():
                 if original is None:
@@ -216,6 +218,14 @@ class Stack:
         for module, _ in self._owners(model, name):
             rule = _rule_of(module)
             yield module, rule(self, module) if rule else _by_slices(self, module)
+
+
+_listening: list[Stack] = []
+
+
+def listener_of(param: Tensor) -> Stack | None:
+    """Who wants the gradient of `param` domain by domain at the moment."""
+    return next((stack for stack in reversed(_listening) if stack.owns(param)), None)
 
 
 # What a backward pass calls, by number: a compiler may hold a number, not a module.

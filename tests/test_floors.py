@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     line.split()
     for line in """
-    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing doge_fast.losses
+    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing
     doge_fast.kernels
     doge_fast.flat_buffer doge_fast.objective doge_fast.info
     doge_fast.reweighting doge_fast.stacked doge_fast.cancellation doge_fast.distributed
-    doge_fast.optimizer doge_fast.reference
+    doge_fast.optimizer doge_fast.reference doge_fast.losses
     doge_fast.integrations
     doge_fast.pipeline.config
     doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling

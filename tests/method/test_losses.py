@@ -58,7 +58,7 @@ def test_sixteen_bits_are_summed_in_float32() -> None:
 
 def test_misuse_speaks() -> None:
     logits_BLV, labels_BL = batch()
-    with pytest.raises(ValueError, match=r"logits \[B, L, V\] and labels \[B, L\]; got \[5, 6\]"):
+    with pytest.raises(ValueError, match=r"logits \[B, L, V\] .* labels \[B, L\]; got \[5, 6\]"):
         domain_losses(logits_BLV[..., 0], labels_BL, SIZES)
     with pytest.raises(ValueError, match=r"add up to the 5 examples .* got \{'a': 4\}"):
         domain_losses(logits_BLV, labels_BL, {"a": 4})
