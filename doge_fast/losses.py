@@ -19,7 +19,7 @@ def domain_losses(
     labels_BL: Tensor,
     sizes: Mapping[str, int],
     *,
-    num_targets: Mapping[str, int] | None = None,
+    num_targets: Mapping[str, int | Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> Tensor:
     """Mean next-token loss of each domain in a batch that is sorted by domain.
@@ -69,7 +69,7 @@ def linear_domain_losses(
     sizes: Mapping[str, int],
     *,
     bias_V: Tensor | None = None,
-    num_targets: Mapping[str, int] | None = None,
+    num_targets: Mapping[str, int | Tensor] | None = None,
     ignore_index: int = IGNORED,
     chunk_tokens: int | None = None,
 ) -> Tensor:
@@ -324,13 +324,13 @@ def _counts(
     targets_BL: Tensor,
     names: Collection[str],
     examples: list[int],
-    num_targets: Mapping[str, int] | None,
+    num_targets: Mapping[str, int | Tensor] | None,
     ignore_index: int,
 ) -> Tensor:
     """[D] targets of each domain, at least 1."""
     if num_targets is not None:
-        counted = [num_targets[name] for name in names]
-        return torch.tensor(counted, device=targets_BL.device).clamp(min=1)
+        counted = [torch.as_tensor(num_targets[name]) for name in names]
+        return torch.stack([each.to(targets_BL.device) for each in counted]).clamp(min=1)
     parts = torch.split(targets_BL != ignore_index, examples)
     return torch.stack([part.sum() for part in parts]).clamp(min=1)
 

@@ -1,14 +1,15 @@
 """Hugging Face's Trainer with a gradient per domain.
 
 Trainer owns the loop: it accumulates micro-batches, clips `p.grad`, steps, schedules, logs and
-saves. What DoGE needs differently is small, and all of it is here: one forward and backward per
-domain instead of one per batch, the weighted gradient in `p.grad` before Trainer looks at it,
-and no second clipping of a gradient that `DoGEOptimizer` has cut already.
+saves. What DoGE needs differently is small, and all of it is here: a gradient of every domain
+instead of one of the batch (domain after domain, or all in one backward pass), the weighted
+gradient in `p.grad` before Trainer looks at it, and no second clipping of a gradient that
+`DoGEOptimizer` has cut already.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,25 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from doge_fast.losses import domain_losses
 from doge_fast.optimizer import DoGEOptimizer
 
 Batch = dict[str, Any]
 """What a model takes: `input_ids`, `labels` and so on."""
+
+Mode = Literal["auto", "sequential", "stacked"]
+
+# Architectures whose rows in a stacked batch are tested against one domain after another.
+STACKABLE = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox", "gemma2")
+# All that a stacked batch may hold; each a tensor with the examples in front.
+STACKABLE_KEYS = {"input_ids", "labels", "attention_mask"}
+# Tokens of a domain in a micro-batch up to which one backward pass for all is chosen. On a CPU as
+# measured (docs/decisions.md); elsewhere, not measured yet: beyond so many a domain by itself
+# occupies a GPU.
+MOST_TOKENS = {"cpu": 1024}
+MOST_TOKENS_ELSEWHERE = 4096
+# Of all domains together: what the activations of a stacked batch may grow to unasked.
+MOST_TOKENS_TOGETHER = 32768
 
 
 class DoGETrainer(Trainer):
@@ -50,16 +66,26 @@ class DoGETrainer(Trainer):
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model as they are.
 
+    Gradients come from one backward pass per domain (`mode="sequential"`) or from one for all, on
+    the batches of all domains end to end (`"stacked"`; `DoGEOptimizer.stacked`); the weights are
+    the same to rounding, dropout aside. `"auto"` stacks a micro-batch where the architecture is
+    one of `STACKABLE`, the loss is the model's own, nothing is compiled, all domains' sequences
+    are equally long, and there are at most `MOST_TOKENS` in a domain and `MOST_TOKENS_TOGETHER`
+    in all: small batches use the machine better together, large ones need the memory. It looks
+    at nothing but shapes, so that a resumed run repeats the choice.
+
     Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN` beside Trainer's own.
 
     Args:
         domains: names of the training domains; the simplex, in this order.
         target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent: as
             `DoGEOptimizer` takes them. `selection` holds names of `model.named_parameters()`.
+        mode: "auto", "sequential" or "stacked", as above. "stacked" refuses a batch or a loss
+            that it cannot take.
         *args, **kwargs: as `Trainer` takes them.
 
     Raises:
-        ValueError: no domain is named, or what `DoGEOptimizer` refuses.
+        ValueError: no domain is named, an unknown mode, or what `DoGEOptimizer` refuses.
         RuntimeError: more than one process or device would train.
 
     Source: DoGE, Algorithms 1 and 2.
@@ -77,8 +103,11 @@ class DoGETrainer(Trainer):
         selection: Sequence[str] | None = None,
         buffer_dtype: torch.dtype | None = None,
         absent: Literal["error", "keep"] = "error",
+        mode: Mode = "auto",
         **kwargs: Any,
     ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}.")
         if not domains:
             raise ValueError(
                 f"DoGETrainer needs the names of the training domains; got domains={domains!r}. "
@@ -95,6 +124,7 @@ class DoGETrainer(Trainer):
             "buffer_dtype": buffer_dtype,
             "absent": absent,
         }
+        self.mode: Mode = mode
         self._doge: DoGEOptimizer | None = None
         self._is_new_step = True
         self.domain_losses: dict[str, Tensor] = {}
@@ -207,7 +237,7 @@ class DoGETrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """One forward and backward per domain; on the last micro-batch, the weighted gradient.
+        """Every domain's gradient; on the last micro-batch, the weighted one.
 
         Args:
             model: what Trainer trains.
@@ -227,10 +257,13 @@ class DoGETrainer(Trainer):
             self.doge.zero_grad()
             self.domain_losses = {}
         counts = num_items_in_batch or {}
-        losses = {
-            name: self._backward(model, name, batch, counts.get(name))
-            for name, batch in inputs.items()
-        }
+        if self._is_to_be_stacked(model, inputs):
+            losses = self._backward_of_all(model, inputs, counts)
+        else:
+            losses = {
+                name: self._backward(model, name, batch, counts.get(name))
+                for name, batch in inputs.items()
+            }
         for name, loss in losses.items():
             seen = self.domain_losses.get(name)
             self.domain_losses[name] = loss if seen is None else seen + loss
@@ -253,6 +286,60 @@ class DoGETrainer(Trainer):
                 loss = loss / self.current_gradient_accumulation_steps
             self.accelerator.backward(loss)
         return loss.detach()
+
+    def _backward_of_all(
+        self, model: nn.Module, inputs: Mapping[str, Batch], num_targets: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """The same for all domains in one forward and backward pass."""
+        sizes = {name: len(batch["input_ids"]) for name, batch in inputs.items()}
+        keys = next(iter(inputs.values()))
+        joined = {key: torch.cat([batch[key] for batch in inputs.values()]) for key in keys}
+        labels = joined.pop("labels")
+        with self.doge.stacked(self.accelerator.unwrap_model(model), sizes):
+            with self.compute_loss_context_manager():
+                logits = model(**joined, use_cache=False).logits
+                losses_D = domain_losses(logits, labels, sizes, num_targets=num_targets or None)
+            if not num_targets:
+                losses_D = losses_D / self.current_gradient_accumulation_steps
+            self.accelerator.backward(losses_D.sum())
+        return dict(zip(sizes, losses_D.detach(), strict=True))
+
+    def _is_to_be_stacked(self, model: nn.Module, inputs: Mapping[str, Batch]) -> bool:
+        """Whether `mode` means the stacked pass for this micro-batch.
+
+        Raises:
+            ValueError: it does, and cannot be.
+        """
+        if self.mode == "sequential":
+            return False
+        obstacle = self._obstacle_to_stacking(inputs)
+        if self.mode == "stacked":
+            if obstacle is not None:
+                raise ValueError(f'mode="stacked" {obstacle} Pass mode="sequential" or "auto".')
+            return True
+        is_known = getattr(getattr(self.model, "config", None), "model_type", None) in STACKABLE
+        if obstacle is not None or not is_known or self.args.torch_compile:
+            return False
+        tokens = [batch["input_ids"].numel() for batch in inputs.values()]
+        most = MOST_TOKENS.get(self.args.device.type, MOST_TOKENS_ELSEWHERE)
+        return bool(max(tokens) <= most and sum(tokens) <= MOST_TOKENS_TOGETHER)
+
+    def _obstacle_to_stacking(self, inputs: Mapping[str, Batch]) -> str | None:
+        """Why the domains of this micro-batch cannot share a pass; None if they can."""
+        is_own_loss = type(self).compute_loss is Trainer.compute_loss
+        if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
+            return "takes the model's own loss, and another is set."
+        if not self._shifts_labels():
+            return "takes causal language models of transformers with their usual loss."
+        keys = {frozenset(batch) for batch in inputs.values()}
+        if len(keys) != 1 or not {"input_ids", "labels"} <= (found := next(iter(keys))):
+            return "takes input_ids and labels of every domain; some domain lacks them."
+        if not found <= STACKABLE_KEYS:
+            return f"takes {', '.join(sorted(STACKABLE_KEYS))}; got {', '.join(sorted(found))}."
+        lengths = {tuple(batch["input_ids"].shape[1:]) for batch in inputs.values()}
+        if len(lengths) != 1:
+            return f"takes sequences of one length; got {sorted(lengths)}."
+        return None
 
     def _is_scaled_by_targets(self, num_targets: Tensor | None) -> bool:
         # Trainer's own rule; a subclass with its own compute_loss answers for itself.

@@ -108,6 +108,8 @@ class ProxyConfig:
     """Mixture of the weights with uniform at every step."""
     selection: Path | None = None
     """A JSON list of parameter names whose columns enter W; None: all."""
+    mode: Literal["auto", "sequential", "stacked"] = "auto"
+    """A backward pass per domain, one for all, or whichever suits the batch (see DoGETrainer)."""
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
 

@@ -64,7 +64,7 @@ def learn_weights(config: ProxyConfig) -> Path:
     task = Task(
         out=config.out,
         model=model,
-        trainer=partial(ProxyTrainer, **options),
+        trainer=partial(ProxyTrainer, mode=config.mode, **options),
         batches=partial(_batches, config, corpus),
         measure=partial(_measure, config, corpus),
         first_line=_first_line(corpus),

@@ -1,7 +1,7 @@
 """DoGETrainer is Trainer with a gradient per domain: twins of hand-written loops, and refusals."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler
 
+from doge_fast.integrations import transformers as hosts
 from doge_fast.integrations.transformers import DoGETrainer, DomainZip
 from doge_fast.optimizer import DoGEOptimizer
 
@@ -93,7 +94,11 @@ def arguments(out: Path, **changes: Any) -> TrainingArguments:
 
 
 def trainer_for(out: Path, *, names: list[str] = DOMAINS, **changes: Any) -> DoGETrainer:
-    doge = {"domains": names, "mu": 0.005}
+    doge: dict[str, Any] = {
+        "domains": names,
+        "mu": 0.005,
+        "mode": changes.pop("mode", "sequential"),
+    }
     start = changes.pop("start", 0)
     micro = changes.get("gradient_accumulation_steps", 1)
     doge |= {key: changes.pop(key) for key in ("target", "selection") if key in changes}
@@ -163,6 +168,99 @@ def test_one_domain_is_plain_training(tmp_path: Path) -> None:
     # Both clip, in another order of float32 operations; AdamW divides by roots of squares.
     assert difference < 1e-5 * parameters(model).abs().max()
     assert trainer.weights == {"ab": 1.0}
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_one_pass_for_all_domains_learns_the_same(tmp_path: Path, micro: int) -> None:
+    """To float32's rounding, and what six steps of AdamW make of it."""
+    both = {}
+    for mode in ("sequential", "stacked", "auto"):
+        trainer = trainer_for(
+            tmp_path / mode, mode=mode, max_grad_norm=0.0, gradient_accumulation_steps=micro
+        )
+        trainer.train()
+        both[mode] = trainer
+    assert torch.equal(both["auto"].doge.alpha, both["stacked"].doge.alpha)
+    assert not torch.equal(both["sequential"].doge.alpha, both["stacked"].doge.alpha)
+    ours, theirs = both["stacked"], both["sequential"]
+    torch.testing.assert_close(ours.doge.alpha, theirs.doge.alpha, rtol=1e-5, atol=0)
+    torch.testing.assert_close(parameters(ours.model), parameters(theirs.model), rtol=0, atol=1e-5)
+    for name, loss in theirs.domain_losses.items():
+        torch.testing.assert_close(ours.domain_losses[name], loss, rtol=1e-5, atol=0)
+
+
+def test_a_loss_scale_changes_no_weight_of_a_stacked_batch(tmp_path: Path) -> None:
+    plain, scaled = (trainer_for(tmp_path / name, mode="stacked") for name in ("a", "b"))
+    plain.train()
+    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    scaled.train()
+    torch.testing.assert_close(scaled.doge.alpha, plain.doge.alpha, rtol=1e-6, atol=0)
+
+
+def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
+    trainer.create_optimizer()
+    return trainer._is_to_be_stacked(trainer.model, inputs)
+
+
+def test_auto_stacks_small_batches_of_known_architectures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_for(tmp_path, mode="auto")
+    batch = batch_of(0, DOMAINS)
+    assert stackable(trainer, batch)
+    monkeypatch.setattr(hosts, "MOST_TOKENS", {"cpu": 4 * LENGTH - 1})
+    assert not stackable(trainer, batch)
+    monkeypatch.undo()
+    monkeypatch.setattr(hosts, "MOST_TOKENS_TOGETHER", 3 * 4 * LENGTH - 1)
+    assert not stackable(trainer, batch)
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer.model.config, "model_type", "abacus")
+    assert not stackable(trainer, batch)
+
+
+def shorter(batch: Any) -> Any:
+    return batch | {"ab": {key: rows[:, :5] for key, rows in batch["ab"].items()}}
+
+
+def with_images(batch: Any) -> Any:
+    return {name: rows | {"pixel_values": rows["labels"]} for name, rows in batch.items()}
+
+
+def without_labels(batch: Any) -> Any:
+    return batch | {"ab": {"input_ids": batch["ab"]["input_ids"]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shorter, r"sequences of one length; got \[\(5,\), \(12,\)\]"),
+        (with_images, "got input_ids, labels, pixel_values"),
+        (without_labels, "some domain lacks them"),
+    ],
+    ids=["lengths", "images", "labels"],
+)
+def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(
+    change: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
+    inputs = change(batch_of(0, DOMAINS))
+    assert not stackable(trainer_for(tmp_path, mode="auto"), inputs)
+    with pytest.raises(ValueError, match=message):
+        stackable(trainer_for(tmp_path, mode="stacked"), inputs)
+
+
+def test_a_loss_of_ones_own_runs_in_turn(tmp_path: Path) -> None:
+    class Mine(DoGETrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    options: dict[str, Any] = {
+        "model": tiny_model(),
+        "args": arguments(tmp_path),
+        "domains": DOMAINS,
+    }
+    assert not stackable(Mine(**options), batch_of(0, DOMAINS))
+    with pytest.raises(ValueError, match="the model's own loss, and another is set"):
+        stackable(Mine(**options, mode="stacked"), batch_of(0, DOMAINS))
 
 
 def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
@@ -361,6 +459,8 @@ def test_a_doge_optimizer_of_ones_own_is_used_as_it_is(tmp_path: Path) -> None:
 def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs the names of the training domains"):
         DoGETrainer(model=tiny_model(), args=arguments(tmp_path))
+    with pytest.raises(ValueError, match="auto, sequential, stacked; got 'sideways'"):
+        trainer_for(tmp_path, mode="sideways")
     flat = trainer_for(tmp_path)
     flat.train_dataset = _Flat()
     with pytest.raises(ValueError, match=r"batches by domain.*got \['input_ids', 'labels'\]"):
