@@ -28,6 +28,7 @@ from doge_fast.kernels.reweight.packing import Step
 from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.reweighting import DomainWeights, Rule
 from doge_fast.stacked import Segment, Stack
+from doge_fast.subset import Subset
 from doge_fast.tracing import phase
 
 # Who listens to a parameter, by its id: of two wrappers the one that was used last.
@@ -103,6 +104,10 @@ class DoGEOptimizer(Optimizer):
             its gradient is zero and its last score is used again; without a measured-only
             target row that the objective needs, all scores are. The combined gradient is not
             renormalised.
+        domains_per_step: S, the training domains of a step, drawn anew for each
+            (`domains_of_step`); None: all. For many domains: memory is that of S domains and of
+            the M measured targets, (S + M) N elements. `doge_fast.subset` says what is estimated.
+        seed: of the draws.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer.
@@ -125,6 +130,8 @@ class DoGEOptimizer(Optimizer):
         selection: Collection[str] | Collection[Tensor] | None = None,
         buffer_dtype: torch.dtype | None = None,
         absent: Literal["error", "keep"] = "error",
+        domains_per_step: int | None = None,
+        seed: int = 0,
     ) -> None:
         # super().__init__ would copy the parameter groups; what else it sets up follows below.
         if not isinstance(optimizer, Optimizer):
@@ -158,8 +165,8 @@ class DoGEOptimizer(Optimizer):
                 "Train them with an optimizer of their own."
             )
         self._selection = None if selection is None else self._resolve(selection)
-        self._row_of = {name: row for row, name in enumerate(self.rows)}
-        self._buffer = FlatBuffer(len(self.rows), _checked_dtype(buffer_dtype))
+        self._subset = Subset.of(self.objective, domains_per_step, seed)
+        self._buffer = FlatBuffer(self._subset.num_rows, _checked_dtype(buffer_dtype))
         self._active: str | None = None
         self._is_stacked = False
         self._stack: Stack | None = None
@@ -228,6 +235,14 @@ class DoGEOptimizer(Optimizer):
     def rows(self) -> tuple[str, ...]:
         """Names of the R rows: training domains, then those that are only measured."""
         return self.objective.rows
+
+    @property
+    def domains_of_step(self) -> tuple[str, ...]:
+        """Names of the training domains of this step; all, unless `domains_per_step` is given.
+
+        The same until `step()`; a function of the seed and of the steps before.
+        """
+        return self._subset.domains
 
     @property
     def alpha(self) -> Tensor:
@@ -442,6 +457,7 @@ class DoGEOptimizer(Optimizer):
             "version": STATE_VERSION,
             "domains": list(self.domains),
             "rows": list(self.rows),
+            "draws": self._subset.draws,
             **self._weights.state(),
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -468,6 +484,8 @@ class DoGEOptimizer(Optimizer):
         if ours is not None:
             self._weights.load(ours)
         self._forget()
+        if ours is not None:
+            self._subset.draw(ours.get("draws", 0))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -566,7 +584,7 @@ class DoGEOptimizer(Optimizer):
                 "forward of the module that owns it, where domains cannot be told apart. Run "
                 "one domain after another, with optimizer.domain(name)."
             )
-        self._buffer.receive(self._row_of[self._active], param, grad)
+        self._buffer.receive(self._subset.slot_of(self._active), param, grad)
         self._has_received = True
 
     def _name_of(self, param: Tensor) -> str:
@@ -578,7 +596,7 @@ class DoGEOptimizer(Optimizer):
         return f"a parameter of shape {list(param.shape)}"
 
     def _check_known(self, name: str) -> None:
-        if name not in self._row_of:
+        if name not in self.rows:
             raise ValueError(
                 f"unknown domain {name!r}; the optimizer knows {list(self.rows)}. "
                 "Name it in domains= (trained on) or in target= (measured only)."
@@ -587,6 +605,12 @@ class DoGEOptimizer(Optimizer):
     def _open(self, name: str) -> None:
         """Check that a domain may be entered now."""
         self._check_known(name)
+        if not self._subset.holds(name):
+            raise ValueError(
+                f"domain {name!r} is not one of this step's, {list(self.domains_of_step)}: "
+                "domains_per_step draws them anew for each. Run those of "
+                "optimizer.domains_of_step."
+            )
         if self._active is not None:
             raise RuntimeError(
                 f"domain({name!r}) was entered inside domain({self._active!r}); a gradient "
@@ -611,6 +635,10 @@ class DoGEOptimizer(Optimizer):
         """Where each domain lies in the batch."""
         for name, size in sizes.items():
             self._check_known(name)
+            if size and not self._subset.holds(name):
+                raise ValueError(
+                    f"domain {name!r} is not one of this step's, {list(self.domains_of_step)}."
+                )
             if size < 0:
                 raise ValueError(f"sizes must be numbers of examples; {name!r} has {size}.")
         if not sum(sizes.values()):
@@ -618,7 +646,7 @@ class DoGEOptimizer(Optimizer):
         segments, first = [], 0
         for name, size in sizes.items():
             if size:
-                segments.append(Segment(self._row_of[name], first, first + size))
+                segments.append(Segment(self._subset.slot_of(name), first, first + size))
             first += size
         return segments
 
@@ -635,6 +663,8 @@ class DoGEOptimizer(Optimizer):
             )
 
     def _forget(self) -> None:
+        if self._is_combined:
+            self._subset.draw(self._subset.draws + 1)
         self._is_dropped = False
         self._buffer.clear()
         self._seen.clear()
@@ -648,29 +678,36 @@ class DoGEOptimizer(Optimizer):
         )
 
     def _check_complete(self) -> None:
-        missing = [name for name in self.rows if name not in self._seen]
+        missing = [name for name in self._subset.rows if name not in self._seen]
         if missing and self._is_dropped and self.absent == "keep":
             raise RuntimeError(
                 f"an exception inside a domain dropped this step's gradients; missing {missing}. "
                 "Call optimizer.zero_grad() and run the domains of this step again."
             )
-        if missing and (self.absent == "error" or len(missing) == len(self.rows)):
+        if missing and (self.absent == "error" or len(missing) == self._subset.num_rows):
             raise RuntimeError(
                 f"step() needs a gradient from every domain; missing {missing} of "
-                f"{list(self.rows)}. Run backward for them inside optimizer.domain(name), or "
-                "pass absent='keep' if an absent domain is intended."
+                f"{list(self._subset.rows)}. Run backward for them inside "
+                "optimizer.domain(name), or pass absent='keep' if an absent domain is intended."
             )
 
     def _combine(self, grad_scale: float | Tensor) -> None:
         """Gram matrix, K x K step, weighted sum: the three passes of one step."""
         blocks = self._buffer.touched(self._tracked())
         with phase("gram"):
-            gram_RR, full_RR = self._grams(blocks)
+            gram_RR, full_RR = self._subset.spread(*self._grams(blocks))
         before = None if full_RR is not None else self._weights.snapshot()
         lr = self.param_groups[0]["lr"]
         with phase("reweight"):
-            new = self._weights.move(
-                gram_RR, full_RR=full_RR, seen=self._seen, lr=lr, grad_scale=grad_scale
+            new = self._subset.gathered(
+                self._weights.move(
+                    gram_RR,
+                    full_RR=full_RR,
+                    seen=self._seen,
+                    lr=lr,
+                    grad_scale=grad_scale,
+                    share=self._subset.share,
+                )
             )
         with phase("weighted_sum"):
             gradients = weighted_gradients(blocks, new.coefficients)

@@ -93,6 +93,7 @@ class DomainWeights:
         seen: Collection[str],
         lr: float | Tensor,
         grad_scale: float | Tensor,
+        share: float = 1.0,
     ) -> Step:
         """One K x K step: lines 7 and 8 of Algorithm 1.
 
@@ -103,6 +104,8 @@ class DomainWeights:
             seen: names of the rows that have a gradient; the others have zeros.
             lr: eta of this step.
             grad_scale: what the losses were multiplied by.
+            share: of the training domains that this step has; the combined gradient will be
+                divided by it, so that its norm is cut to as much less here.
 
         Raises:
             ValueError: `lr` < 0 or NaN.
@@ -126,7 +129,7 @@ class DomainWeights:
             scale_by_mean_norm=rule.score.scale_by_mean_norm,
             bounds=rule.score.bounds or (-math.inf, math.inf),
             domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
-            max_grad_norm=math.inf if full_RR is None else rule.max_grad_norm or math.inf,
+            max_grad_norm=math.inf if full_RR is None else share * (rule.max_grad_norm or math.inf),
             smoothing=rule.smoothing,
         )
         return step

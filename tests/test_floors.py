@@ -14,7 +14,8 @@ FLOORS = [
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing
     doge_fast.kernels
     doge_fast.flat_buffer doge_fast.objective doge_fast.info
-    doge_fast.reweighting doge_fast.stacked doge_fast.cancellation doge_fast.distributed
+    doge_fast.reweighting doge_fast.stacked doge_fast.subset doge_fast.cancellation \
+        doge_fast.distributed
     doge_fast.optimizer doge_fast.reference doge_fast.losses
     doge_fast.integrations
     doge_fast.pipeline.config

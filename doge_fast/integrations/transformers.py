@@ -78,8 +78,10 @@ class DoGETrainer(Trainer):
 
     Args:
         domains: names of the training domains; the simplex, in this order.
-        target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent: as
-            `DoGEOptimizer` takes them. `selection` holds names of `model.named_parameters()`.
+        target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent,
+        domains_per_step: as `DoGEOptimizer` takes them. `selection` holds names of
+            `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds of
+            the others is left out.
         mode: "auto", "sequential" or "stacked", as above. "stacked" refuses a batch or a loss
             that it cannot take.
         *args, **kwargs: as `Trainer` takes them.
@@ -103,6 +105,7 @@ class DoGETrainer(Trainer):
         selection: Sequence[str] | None = None,
         buffer_dtype: torch.dtype | None = None,
         absent: Literal["error", "keep"] = "error",
+        domains_per_step: int | None = None,
         mode: Mode = "auto",
         **kwargs: Any,
     ) -> None:
@@ -123,6 +126,7 @@ class DoGETrainer(Trainer):
             "selection": selection,
             "buffer_dtype": buffer_dtype,
             "absent": absent,
+            "domains_per_step": domains_per_step,
         }
         self.mode: Mode = mode
         self._doge: DoGEOptimizer | None = None
@@ -168,6 +172,7 @@ class DoGETrainer(Trainer):
             inner = DoGEOptimizer(
                 inner,
                 max_grad_norm=max_grad_norm if max_grad_norm and max_grad_norm > 0 else None,
+                seed=self.args.seed,
                 **self._doge_options,
             )
         self.optimizer = self._doge = inner
@@ -252,7 +257,11 @@ class DoGETrainer(Trainer):
             ValueError: `inputs` is not by domain, or names a domain that is not a row.
         """
         model.train()
-        inputs = self._prepare_inputs(_check_batch(inputs))
+        left_out = set(self.doge.domains) - set(self.doge.domains_of_step)
+        inputs = {
+            name: batch for name, batch in _check_batch(inputs).items() if name not in left_out
+        }
+        inputs = self._prepare_inputs(inputs)
         if self._is_new_step:
             self.doge.zero_grad()
             self.domain_losses = {}

@@ -101,7 +101,8 @@ def trainer_for(out: Path, *, names: list[str] = DOMAINS, **changes: Any) -> DoG
     }
     start = changes.pop("start", 0)
     micro = changes.get("gradient_accumulation_steps", 1)
-    doge |= {key: changes.pop(key) for key in ("target", "selection") if key in changes}
+    passed = ("target", "selection", "domains_per_step")
+    doge |= {key: changes.pop(key) for key in passed if key in changes}
     rows = changes.pop("rows", names)
     return DoGETrainer(
         model=tiny_model(),
@@ -195,6 +196,34 @@ def test_a_loss_scale_changes_no_weight_of_a_stacked_batch(tmp_path: Path) -> No
     scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     scaled.train()
     torch.testing.assert_close(scaled.doge.alpha, plain.doge.alpha, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_step_may_have_a_few_of_the_domains(tmp_path: Path, micro: int) -> None:
+    trainers = []
+    for mode in ("sequential", "stacked"):
+        trainer = trainer_for(
+            tmp_path / mode,
+            mode=mode,
+            domains_per_step=2,
+            max_grad_norm=0.0,
+            gradient_accumulation_steps=micro,
+            logging_strategy="steps",
+            logging_steps=1,
+        )
+        trainer.train()
+        trainers.append(trainer)
+        logged = [
+            {name for name in DOMAINS if f"loss/{name}" in line}
+            for line in trainer.state.log_history
+            if "loss" in line
+        ]
+        assert len(logged) == 6
+        assert all(len(names) == 2 for names in logged)
+        assert set.union(*logged) == set(DOMAINS)
+    sequential, stacked = trainers
+    torch.testing.assert_close(stacked.doge.alpha, sequential.doge.alpha, rtol=1e-5, atol=0)
+    assert stacked.doge.num_steps == 6
 
 
 def stackable(trainer: DoGETrainer, inputs: Any) -> bool:

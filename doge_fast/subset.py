@@ -1,0 +1,163 @@
+"""Which domains a step has: all of them, or a few of many, drawn anew for each step.
+
+With S of K training domains in a step, S drawn uniformly without replacement, each is there with
+probability S / K and each pair with S (S - 1) / (K (K - 1)). What is estimated, without bias over
+the draws at given parameters and weights, per-domain and global clipping aside:
+
+    W_j   of a domain in the step:  tau_j ||g_j||^2
+              + (K - 1) / (S - 1) sum over its other training domains i of  tau_i <g_j, g_i>
+              + sum over the measured targets r of  tau_r <g_j, g_r>
+    sum_j alpha_j g_j:              K / S  sum over the step's domains j of  alpha_j g_j
+
+Domains outside the step keep the score they last had, and all K weights move; so they follow a
+score that is up to some K / S steps old (the published code's partial update). The softmax of
+unbiased scores is not unbiased itself; the variance of both estimates falls with S.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doge_fast.kernels.reweight.packing import Step
+from doge_fast.objective import Objective
+
+
+class Subset:
+    """The domains of a step and the rows of the buffer that they have.
+
+    Args:
+        objective: all domains.
+        num_domains: S, training domains of a step; None: all.
+        seed: of the draws.
+    """
+
+    def __init__(self, objective: Objective, num_domains: int | None, seed: int) -> None:
+        self._objective = objective
+        self._num_domains = num_domains
+        self._seed = seed
+        self.draws = 0
+        self._cached: tuple[tuple[object, ...], _OnDevice] | None = None
+        self.draw(0)
+
+    @classmethod
+    def of(cls, objective: Objective, num_domains: int | None, seed: int) -> "Subset":
+        """Check the arguments and draw the first subset.
+
+        Raises:
+            ValueError: S is not in [2, K], nor is it 1 where training domains are no targets;
+                or the seed is negative.
+        """
+        if num_domains is None or num_domains == len(objective.domains):
+            return cls(objective, None, seed)
+        tau_K = objective.tau[: len(objective.domains)]
+        least = 2 if any(tau_K) else 1
+        if not least <= num_domains <= len(objective.domains):
+            raise ValueError(
+                f"domains_per_step must be between {least} and the {len(objective.domains)} "
+                f"training domains; got {num_domains}."
+                + (" One alone says nothing of what it does for the others." * (num_domains == 1))
+            )
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0; got {seed}.")
+        return cls(objective, num_domains, seed)
+
+    def draw(self, number: int) -> None:
+        """Take the subset of draw `number`, a function of it and of the seed."""
+        self.draws = number
+        names = self._objective.domains
+        if self._num_domains is not None:
+            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=number))
+            chosen = generator.choice(len(names), self._num_domains, replace=False)
+            names = tuple(names[index] for index in sorted(chosen))
+        self.domains: tuple[str, ...] = names
+        self.rows: tuple[str, ...] = names + self._objective.measured
+        self._slots = {name: slot for slot, name in enumerate(self.rows)}
+
+    @property
+    def num_rows(self) -> int:
+        """S + M: rows that a step needs."""
+        return len(self.rows)
+
+    @property
+    def share(self) -> float:
+        """S / K."""
+        return len(self.domains) / len(self._objective.domains)
+
+    def holds(self, name: str) -> bool:
+        """Whether a row of the step is `name`'s."""
+        return name in self._slots
+
+    def slot_of(self, name: str) -> int:
+        """The row of the buffer that is `name`'s in this step."""
+        return self._slots[name]
+
+    def spread(self, gram_SS: Tensor, full_SS: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The step's Gram matrices among zeros for the rows that it lacks.
+
+        Args:
+            gram_SS: [S + M, S + M] over the columns that enter W.
+            full_SS: the same over all columns; may be the same tensor, or None.
+
+        Returns:
+            Both as [R, R], the first with the products of two training domains times
+            (K - 1) / (S - 1).
+        """
+        if self._num_domains is None:
+            return gram_SS, full_SS
+        on = self._on(gram_SS.device)
+        num_rows = len(self._objective.rows)
+
+        def spread(matrix_SS: Tensor) -> Tensor:
+            among_zeros = matrix_SS.new_zeros(num_rows * num_rows)
+            return among_zeros.index_copy_(0, on.entries, matrix_SS.flatten()).view(num_rows, -1)
+
+        full_RR = None if full_SS is None else spread(full_SS)
+        return spread(gram_SS * on.factors_SS), full_RR
+
+    def gathered(self, step: Step) -> Step:
+        """Its coefficients by row of the buffer, and the norm that they give; plain products."""
+        if self._num_domains is None:
+            return step
+        on = self._on(step.gram.device)
+        gram_RR = step.gram.flatten()
+        plain = gram_RR.index_select(0, on.entries) / on.factors_SS.flatten()
+        return step._replace(
+            gram=gram_RR.index_copy(0, on.entries, plain).view_as(step.gram),
+            coefficients=step.coefficients.index_select(0, on.rows) / self.share,
+            combined_norm=step.combined_norm / self.share,
+        )
+
+    def _on(self, device: torch.device) -> "_OnDevice":
+        """Indices and factors of this step, copied to the device once."""
+        key = (device, self.draws)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = key, self._made(device)
+        return self._cached[1]
+
+    def _made(self, device: torch.device) -> "_OnDevice":
+        place = {name: row for row, name in enumerate(self._objective.rows)}
+        rows = torch.tensor([place[name] for name in self.rows])
+        entries = (rows[:, None] * len(self._objective.rows) + rows).flatten()
+        num_drawn, num_domains = len(self.domains), len(self._objective.domains)
+        factors_SS = torch.ones(len(rows), len(rows), dtype=torch.float64)
+        if num_drawn > 1:
+            square = factors_SS[:num_drawn, :num_drawn]
+            square.fill_((num_domains - 1) / (num_drawn - 1)).fill_diagonal_(1)
+        found = _OnDevice(rows, entries, factors_SS)
+        if device.type == "cuda":
+            # Pinned, or the copy would make the host wait for the device.
+            found = _OnDevice(*(each.pin_memory() for each in found))
+        return _OnDevice(*(each.to(device, non_blocking=True) for each in found))
+
+
+class _OnDevice(NamedTuple):
+    """What a step's subset is on a device."""
+
+    rows: Tensor
+    """[S + M] int64: where the buffer's rows stand among all."""
+    entries: Tensor
+    """[(S + M)^2] int64: the same of the products of two, in the flat [R, R]."""
+    factors_SS: Tensor
+    """[S + M, S + M] float64: 1 / probability that the pair is there, given the row's domain."""

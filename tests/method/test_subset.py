@@ -1,0 +1,287 @@
+"""Few of many domains in a step: what is drawn, what is estimated, what is kept."""
+
+import copy
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from doge_fast import DoGEOptimizer
+from doge_fast.flat_buffer import ALIGNMENT
+from doge_fast.objective import Objective
+from doge_fast.subset import Subset
+
+K, S, WIDTH = 5, 3, 6
+NAMES = [f"d{j}" for j in range(K)]
+
+
+def model_of(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(WIDTH, WIDTH).double()
+
+
+def optimizer_of(model: nn.Module, names: list[str] = NAMES, **options: Any) -> DoGEOptimizer:
+    options = {"domains_per_step": S, "mu": 0.1} | options
+    return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), domains=names, **options)
+
+
+def loss_of(model: nn.Module, name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(int(name[1:]))
+    x, y = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator)
+    loss: Tensor = (model(x) - y).square().mean()
+    return loss
+
+
+def gradient(model: nn.Module, name: str) -> Tensor:
+    parts = torch.autograd.grad(loss_of(model, name), list(model.parameters()))
+    return torch.cat([part.flatten() for part in parts])
+
+
+def run_step(optimizer: DoGEOptimizer, model: nn.Module, targets: tuple[str, ...] = ()) -> None:
+    for name in (*optimizer.domains_of_step, *targets):
+        with optimizer.domain(name):
+            loss_of(model, name).backward()
+    optimizer.step()
+
+
+def test_draws_are_a_function_of_seed_and_number_and_even() -> None:
+    subset = Subset.of(Objective.of(NAMES), S, 7)
+    drawn = []
+    for number in range(3000):
+        subset.draw(number)
+        drawn.append(subset.domains)
+        assert len(set(subset.domains)) == S
+        assert list(subset.domains) == sorted(subset.domains)
+    again = Subset.of(Objective.of(NAMES), S, 7)
+    again.draw(41)
+    assert again.domains == drawn[41]
+    assert len(Counter(drawn)) == 10
+    # Of 3000 draws every domain is in 1800, every triple is 300; five standard deviations.
+    for count in Counter(itertools.chain(*drawn)).values():
+        assert abs(count - 1800) < 5 * (3000 * 0.6 * 0.4) ** 0.5
+    for count in Counter(drawn).values():
+        assert abs(count - 300) < 5 * (3000 * 0.1 * 0.9) ** 0.5
+    other = Subset.of(Objective.of(NAMES), S, 8)
+    assert any(other.draw(number) or other.domains != drawn[number] for number in range(10))
+
+
+@pytest.mark.parametrize("target", ["universal", {"d1": 0.5, "d4": 2.0, "d9": 1.5}], ids=str)
+@pytest.mark.parametrize("num_domains", [2, 3, 4])
+def test_estimates_average_to_those_of_all_domains(target: Any, num_domains: int) -> None:
+    """Over all subsets, each as likely as another: W of a domain that is there, and the step."""
+    model = model_of()
+    objective = Objective.of(NAMES, target)
+    grads_RN = torch.stack([gradient(model, name) for name in objective.rows])
+    gram_RR = grads_RN @ grads_RN.T
+    tau_R = torch.tensor(objective.tau, dtype=torch.float64)
+    found_gain: list[list[float]] = [[] for _ in range(K)]
+    combined = []
+    for names in itertools.combinations(NAMES, num_domains):
+        optimizer = optimizer_of(model, target=target, domains_per_step=num_domains)
+        # lr 0: the weights stay uniform.
+        optimizer.param_groups[0]["lr"] = 0.0
+        force(optimizer, names)
+        for name in (*names, *objective.measured):
+            with optimizer.domain(name):
+                loss_of(model, name).backward()
+        optimizer.combine()
+        assert optimizer.last is not None
+        for name in names:
+            found_gain[NAMES.index(name)].append(float(optimizer.last.gain[NAMES.index(name)]))
+        combined.append(torch.cat([p.grad.flatten() for p in model.parameters()]))  # type: ignore[union-attr]
+        torch.testing.assert_close(optimizer.last.combined_norm, combined[-1].norm())
+        present = [objective.rows.index(name) for name in (*names, *objective.measured)]
+        torch.testing.assert_close(
+            optimizer.last.gram[present][:, present], gram_RR[present][:, present]
+        )
+        optimizer.zero_grad()
+        optimizer.release()
+    expected_K = (gram_RR @ tau_R)[:K]
+    averages = torch.tensor([sum(gains) / len(gains) for gains in found_gain], dtype=torch.float64)
+    torch.testing.assert_close(averages, expected_K)
+    torch.testing.assert_close(torch.stack(combined).mean(0), grads_RN[:K].mean(0))
+
+
+def force(optimizer: DoGEOptimizer, names: tuple[str, ...]) -> None:
+    subset = optimizer._subset
+    while subset.domains != names:
+        subset.draw(subset.draws + 1)
+
+
+def test_the_norm_that_is_cut_is_that_of_the_estimate() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, max_grad_norm=0.01)
+    for name in optimizer.domains_of_step:
+        with optimizer.domain(name):
+            loss_of(model, name).backward()
+    optimizer.combine()
+    squares = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+    assert squares**0.5 == pytest.approx(0.01, rel=1e-3)
+
+
+def test_domains_outside_the_step_keep_their_score() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    run_step(optimizer, model)
+    before, first = optimizer.last, set(optimizer.domains_of_step)
+    optimizer.zero_grad()
+    while set(optimizer.domains_of_step) == first:
+        run_step(optimizer, model)
+        before = optimizer.last
+        optimizer.zero_grad()
+    drawn = set(optimizer.domains_of_step)
+    run_step(optimizer, model)
+    assert before is not None
+    assert optimizer.last is not None
+    for j, name in enumerate(NAMES):
+        is_kept = bool(optimizer.last.gain[j] == before.gain[j])
+        assert is_kept == (name not in drawn)
+    assert optimizer.num_steps > 1
+    assert float(optimizer.alpha.sum()) == pytest.approx(1)
+
+
+def test_all_domains_in_every_step_is_the_ordinary_optimizer() -> None:
+    alphas = []
+    for domains_per_step in (None, K):
+        model = model_of()
+        optimizer = optimizer_of(model, domains_per_step=domains_per_step)
+        assert optimizer.domains_of_step == tuple(NAMES)
+        for _ in range(5):
+            run_step(optimizer, model)
+            optimizer.zero_grad()
+        alphas.append(optimizer.alpha)
+    assert torch.equal(*alphas)
+
+
+def test_a_run_goes_on_with_the_draws_it_would_have_had() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    for _ in range(4):
+        run_step(optimizer, model)
+        optimizer.zero_grad()
+    state, parameters = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    expected = []
+    for _ in range(6):
+        expected.append(optimizer.domains_of_step)
+        run_step(optimizer, model)
+        optimizer.zero_grad()
+    other = model_of(seed=1)
+    other.load_state_dict(parameters)
+    resumed = optimizer_of(other)
+    resumed.load_state_dict(state)
+    found = []
+    for _ in range(6):
+        found.append(resumed.domains_of_step)
+        run_step(resumed, other)
+        resumed.zero_grad()
+    assert found == expected
+    assert torch.equal(resumed.alpha, optimizer.alpha)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_the_draw_stays_until_the_step_is_taken() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    drawn = optimizer.domains_of_step
+    with optimizer.domain(drawn[0]):
+        loss_of(model, drawn[0]).backward()
+    optimizer.zero_grad()
+    assert optimizer.domains_of_step == drawn
+    run_step(optimizer, model)
+    assert optimizer._subset.draws == 1
+
+
+def test_memory_is_that_of_the_domains_in_the_step() -> None:
+    """512 domains, 8 of them in a step, and one measured target: nine rows."""
+    names = [f"d{j}" for j in range(512)]
+    model = model_of()
+    optimizer = optimizer_of(model, names, domains_per_step=8, target={"d512": 1.0})
+    for _ in range(3):
+        run_step(optimizer, model, ("d512",))
+        optimizer.zero_grad()
+    padded = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in model.parameters()]
+    assert optimizer._buffer.num_bytes == 9 * 8 * sum(padded)
+    assert optimizer.last is not None
+    assert optimizer.last.gram.shape == (513, 513)
+    assert int(optimizer.last.gram.diagonal().count_nonzero()) == 9
+    assert float(optimizer.alpha.sum()) == pytest.approx(1)
+    assert optimizer.num_steps == 3
+
+
+def test_stacked_batches_hold_the_domains_of_the_step() -> None:
+    alphas = []
+    for is_stacked in (False, True):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        for _ in range(5):
+            names = optimizer.domains_of_step
+            if is_stacked:
+                pairs = [batch_of(name) for name in names]
+                x = torch.cat([x for x, _ in pairs])
+                with optimizer.stacked(model, dict.fromkeys(names, 8)):
+                    parts = model(x).split(8)
+                    torch.stack(
+                        [
+                            (part - y).square().mean()
+                            for part, (_, y) in zip(parts, pairs, strict=True)
+                        ]
+                    ).sum().backward()
+                optimizer.step()
+            else:
+                run_step(optimizer, model)
+            optimizer.zero_grad()
+        alphas.append(optimizer.alpha)
+    torch.testing.assert_close(*alphas, rtol=1e-13, atol=0)
+
+
+def batch_of(name: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(int(name[1:]))
+    x, y = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator)
+    return x, y
+
+
+def test_a_domain_that_was_not_drawn_is_refused() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    left_out = next(name for name in NAMES if name not in optimizer.domains_of_step)
+    with (
+        pytest.raises(ValueError, match=f"{left_out}.* is not one of this step's"),
+        optimizer.domain(left_out),
+    ):
+        pass
+    sizes = {left_out: 2, optimizer.domains_of_step[0]: 1}
+    with (
+        pytest.raises(ValueError, match=f"{left_out}.* is not one of this step's"),
+        optimizer.stacked(model, sizes),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="missing"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"domains_per_step": 0}, "between 2 and the 5 training domains; got 0"),
+        ({"domains_per_step": 1}, "got 1. One alone says nothing"),
+        ({"domains_per_step": 6}, "between 2 and the 5 training domains; got 6"),
+        ({"domains_per_step": 0, "target": "far"}, "between 1 and the 5"),
+        ({"seed": -1}, "seed must be at least 0; got -1"),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(model_of(), **options)
+
+
+def test_one_domain_at_a_time_is_enough_for_a_measured_target() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, domains_per_step=1, target={"d7": 1.0})
+    for _ in range(3):
+        run_step(optimizer, model, ("d7",))
+        optimizer.zero_grad()
+    assert optimizer.num_steps == 3
