@@ -1,6 +1,7 @@
-"""Peak memory of a step, in a process of its own, so that nothing else is counted.
+"""Memory of a step, in a process of its own, so that nothing else is counted.
 
-On a CPU the peak of the resident set during steps after the second; on a GPU the allocator's.
+On a CPU the peak of the resident set during steps after the second, and the resident set between
+steps; on a GPU the allocator's.
 """
 
 import argparse
@@ -10,15 +11,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+class Bytes(NamedTuple):
+    """Of a process."""
+
+    resting: int
+    """Between steps."""
+    peak: int
+    """During a step."""
+
+
 def peak_bytes(target: str, arguments: dict[str, Any], device: torch.device | str) -> int:
-    """Peak during a step of `target(**arguments, device=device)()`.
+    """Peak during a step of `target(**arguments, device=device)()`."""
+    return bytes_of(target, arguments, device).peak
+
+
+def bytes_of(target: str, arguments: dict[str, Any], device: torch.device | str) -> Bytes:
+    """Memory between and during steps of `target(**arguments, device=device)()`.
 
     Args:
         target: "module:function", which gives a step.
@@ -43,7 +58,8 @@ def peak_bytes(target: str, arguments: dict[str, Any], device: torch.device | st
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["it said nothing"]
         raise RuntimeError(f"measuring the memory of {target} failed: {reason[-1]}")
-    return int(done.stdout.split()[-1])
+    resting, peak = done.stdout.split()[-2:]
+    return Bytes(int(resting), int(peak))
 
 
 def main() -> None:
@@ -60,16 +76,17 @@ def main() -> None:
     step()
     if torch.device(args.device).type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated()
         step()
-        print(torch.cuda.max_memory_allocated())
+        print(resting, torch.cuda.max_memory_allocated())
         return
     # 5 resets the high-water mark of the resident set (man 5 proc).
     Path("/proc/self/clear_refs").write_text("5")
     step()
     step()
-    status = Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    print(int(line.split()[1]) * 1024)
+    status = Path("/proc/self/status").read_text().splitlines()
+    kilobytes = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Vm")}
+    print(*(1024 * int(kilobytes[name]) for name in ("VmRSS", "VmHWM")))
 
 
 if __name__ == "__main__":

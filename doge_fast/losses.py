@@ -190,21 +190,16 @@ class _LinearLosses(torch.autograd.Function):
         hidden, weight, bias = _products(hidden_TH, weight_VH, bias_V)
         assert hidden is not None
         with torch.autocast(hidden.device.type, enabled=False):
-            counted_T = targets_T != head.ignore_index
-            # Where nothing is predicted any token will do.
-            tokens_T = torch.where(counted_T, targets_T, 0)
-            normalisers, sums = [], []
+            sums = []
             for span in head.spans:
                 total = torch.zeros((), dtype=_wide_dtype(hidden.dtype), device=hidden.device)
                 for chunk in head.chunks(span):
                     logits_CV = _wide(F.linear(hidden[chunk], weight, bias))  # type: ignore[arg-type]
-                    normaliser_C = logits_CV.logsumexp(1)
-                    target_C = logits_CV.gather(1, tokens_T[chunk, None])[:, 0]
-                    total += (normaliser_C - target_C).masked_fill(~counted_T[chunk], 0).sum()
-                    normalisers.append(normaliser_C)
+                    total += F.cross_entropy(
+                        logits_CV, targets_T[chunk], ignore_index=head.ignore_index, reduction="sum"
+                    )
                 sums.append(total)
-        ctx.save_for_backward(hidden, weight_VH, bias_V, weight, bias, tokens_T, counted_T)
-        ctx.normaliser_T = torch.cat(normalisers) if normalisers else None
+        ctx.save_for_backward(hidden, weight_VH, bias_V, weight, bias, targets_T)
         ctx.head = head
         return torch.stack(sums)
 
@@ -221,10 +216,13 @@ class _BackwardWalk:
     """The gradients of a head, domain by domain; what a stack takes into its rows stays None."""
 
     def __init__(self, ctx: Any, grad_D: Tensor) -> None:
-        self._hidden, self._params, products, self._tokens_T, self._counted_T = _unpacked(ctx)
-        self._weight, self._bias = products
-        self._normaliser_T, self._grad_D = ctx.normaliser_T, grad_D
+        self._hidden, weight_VH, bias_V, self._weight, self._bias, targets_T = ctx.saved_tensors
+        self._params = weight_VH, bias_V
+        self._grad_D = grad_D
         self._head: _Head = ctx.head
+        self._counted_T = targets_T != self._head.ignore_index
+        # Where nothing is predicted any token will do.
+        self._tokens_T = torch.where(self._counted_T, targets_T, 0)
         # 16 bits hold one product; several add up in float32.
         dtype = self._hidden.dtype
         self._sum_dtype = torch.float32 if dtype.itemsize < 4 else dtype
@@ -278,22 +276,17 @@ class _BackwardWalk:
         for chunk in self._head.chunks(self._head.spans[domain]):
             hidden_CH = self._hidden[chunk]
             logits_CV = _wide(F.linear(hidden_CH, self._weight, self._bias))
-            # softmax(logits) - one-hot(target), in the memory of the logits.
-            logits_CV.sub_(self._normaliser_T[chunk, None]).exp_()
-            minus_one = logits_CV.new_full((len(logits_CV), 1), -1)
-            logits_CV.scatter_add_(1, self._tokens_T[chunk, None], minus_one)
-            logits_CV.mul_((self._counted_T[chunk] * self._grad_D[domain])[:, None])
-            slope_CV = logits_CV.to(hidden_CH.dtype)
+            # (softmax(logits) - one-hot(target)) times what the loss of a token counts.
+            share_C = (self._counted_T[chunk] * self._grad_D[domain]).to(logits_CV.dtype)
+            slope_CV = torch.softmax(logits_CV, 1).mul_(share_C[:, None])
+            del logits_CV
+            slope_CV.scatter_add_(1, self._tokens_T[chunk, None], -share_C[:, None])
+            slope_CV = slope_CV.to(hidden_CH.dtype)
             if self.hidden_TH is not None:
                 torch.mm(slope_CV, self._weight, out=self.hidden_TH[chunk])
             if self._bias_sum is not None:
                 self._bias_sum += slope_CV.sum(0, dtype=self._sum_dtype)
             yield hidden_CH, slope_CV
-
-
-def _unpacked(ctx: Any) -> Any:
-    hidden, weight_VH, bias_V, weight, bias, tokens_T, counted_T = ctx.saved_tensors
-    return hidden, (weight_VH, bias_V), (weight, bias), tokens_T, counted_T
 
 
 def _put(value: Tensor, out: Tensor, adds: bool) -> None:
