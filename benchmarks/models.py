@@ -72,14 +72,19 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, L, V] of `tokens` [B, L]."""
+        logits: Tensor = self.head(self.hidden(tokens))
+        return logits
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """[B, L, H] what the head reads."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.embedding(tokens) + self.position(positions)
         for layer in self.layers:
             hidden = hidden + layer["out"](self._attend(layer["qkv"](layer["norm1"](hidden))))
             inner = nn.functional.gelu(layer["up"](layer["norm2"](hidden)), approximate="tanh")
             hidden = hidden + layer["down"](inner)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        normed: Tensor = self.norm(hidden)
+        return normed
 
     def _attend(self, qkv: Tensor) -> Tensor:
         heads = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -112,6 +117,16 @@ class Transformers(nn.Module):
         """Logits [B, L, V] of `tokens` [B, L]."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """[B, L, H] what the head reads."""
+        states: Tensor = self.model.base_model(tokens, use_cache=False).last_hidden_state
+        return states
+
+    @property
+    def head(self) -> nn.Module:
+        """The matrix that makes logits."""
+        return self.model.lm_head
 
 
 def _layer(width: int) -> nn.ModuleDict:

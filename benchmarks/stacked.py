@@ -4,9 +4,10 @@
     python -m benchmarks.stacked --device cuda --model 124M --domains 7 22 50
 
 Step: the stacked DoGE step over a plain step on the same batch, and over the DoGE step that takes
-one domain after another. Memory: peaks in processes of their own, rows kept from step to step and
-rows given back after each (`optimizer.release()`), so that they come while activations go. Head:
-`losses.linear_domain_losses` over `domain_losses` of the head's logits, forward and backward.
+one domain after another; the same with the logits of one domain at a time. Memory: peaks in
+processes of their own, rows kept from step to step and rows given back after each
+(`optimizer.release()`), so that they come while activations go. Head: `losses.linear_domain_losses`
+over `domain_losses` of the head's logits, forward and backward.
 """
 
 import argparse
@@ -42,6 +43,16 @@ GPU_HEADS = ((7, 9362, 768, 50304), (50, 1310, 768, 50304))
 MEMORY_SLACK = 1.05
 
 
+class FusedStep(DogeStep):
+    """The stacked step with the logits of one domain at a time."""
+
+    def sum_of_losses(self) -> Tensor:
+        """Of all domains, from one forward."""
+        with models.mixed_precision(self.batch.device, self.problem.autocast_dtype):
+            hidden, weight = self.model.hidden(self.batch), self.model.head.weight
+            return linear_domain_losses(hidden, weight, self.batch, self.sizes).sum()
+
+
 class ReleasedStep(DogeStep):
     """Rows live from the backward pass to the weighted sum alone."""
 
@@ -63,6 +74,7 @@ def measure_step(
     calls = {
         "plain": PlainStep(problem, device),
         "stacked": DogeStep(problem, device),
+        "fused": FusedStep(problem, device),
         "sequential": DogeStep(replace(problem, mode=steps.SEQUENTIAL), device),
     }
     error = steps.check(problem, device)
@@ -78,6 +90,9 @@ def measure_step(
         "over_plain": protocol.as_dict(protocol.ratio_of(times["stacked"], times["plain"])),
         "over_sequential": protocol.as_dict(
             protocol.ratio_of(times["stacked"], times["sequential"])
+        ),
+        "fused_over_sequential": protocol.as_dict(
+            protocol.ratio_of(times["fused"], times["sequential"])
         ),
         "bar": problem.bar,
     }
@@ -186,12 +201,15 @@ def measure_head(
 
 def step_line(row: dict[str, Any]) -> str:
     """A row for people."""
-    plain, sequential = row["over_plain"], row["over_sequential"]
+    plain, sequential, fused = (
+        row[name] for name in ("over_plain", "over_sequential", "fused_over_sequential")
+    )
     bar = f" (bar {row['bar']}: {row['verdict']})" if row["bar"] else ""
     text = (
         f"{row['problem']}\n  over plain {plain['ratio']:.3f} "
         f"[{plain['low']:.3f}, {plain['high']:.3f}]{bar}, over one domain after another "
-        f"{sequential['ratio']:.3f} [{sequential['low']:.3f}, {sequential['high']:.3f}]"
+        f"{sequential['ratio']:.3f} [{sequential['low']:.3f}, {sequential['high']:.3f}], with the "
+        f"fused head {fused['ratio']:.3f} [{fused['low']:.3f}, {fused['high']:.3f}]"
     )
     if "rows_bytes" in row:
         text += (

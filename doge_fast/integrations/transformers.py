@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from doge_fast.losses import domain_losses
+from doge_fast.losses import domain_losses, linear_domain_losses
 from doge_fast.optimizer import DoGEOptimizer
 
 Batch = dict[str, Any]
@@ -27,15 +27,20 @@ Mode = Literal["auto", "sequential", "stacked"]
 
 # Architectures whose rows in a stacked batch are tested against one domain after another.
 STACKABLE = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox", "gemma2")
+# Those of them whose head is a product and nothing else.
+PLAIN_HEADS = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox")
 # All that a stacked batch may hold; each a tensor with the examples in front.
 STACKABLE_KEYS = {"input_ids", "labels", "attention_mask"}
 # Tokens of a domain in a micro-batch up to which one backward pass for all is chosen. On a CPU as
-# measured (docs/decisions.md); elsewhere, not measured yet: beyond so many a domain by itself
-# occupies a GPU.
-MOST_TOKENS = {"cpu": 1024}
+# measured (`python -m benchmarks.stacked`, docs/decisions.md); elsewhere not measured yet: beyond
+# so many a domain by itself occupies a GPU.
+MOST_TOKENS = {"cpu": 256}
 MOST_TOKENS_ELSEWHERE = 4096
 # Of all domains together: what the activations of a stacked batch may grow to unasked.
 MOST_TOKENS_TOGETHER = 32768
+# Float32 logits of a stacked batch beyond which a plain head gives those of one domain at a time.
+MOST_LOGITS_BYTES = {"cpu": 64 << 20}
+MOST_LOGITS_BYTES_ELSEWHERE = 4 << 30
 
 
 class DoGETrainer(Trainer):
@@ -305,13 +310,33 @@ class DoGETrainer(Trainer):
         joined = {key: torch.cat([batch[key] for batch in inputs.values()]) for key in keys}
         labels = joined.pop("labels")
         with self.doge.stacked(self.accelerator.unwrap_model(model), sizes):
-            with self.compute_loss_context_manager():
-                logits = model(**joined, use_cache=False).logits
-                losses_D = domain_losses(logits, labels, sizes, num_targets=num_targets or None)
+            with self.compute_loss_context_manager(), self.accelerator.autocast():
+                losses_D = self._losses_of_all(model, joined, labels, sizes, num_targets or None)
             if not num_targets:
                 losses_D = losses_D / self.current_gradient_accumulation_steps
             self.accelerator.backward(losses_D.sum())
         return dict(zip(sizes, losses_D.detach(), strict=True))
+
+    def _losses_of_all(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        labels: Tensor,
+        sizes: Mapping[str, int],
+        num_targets: Mapping[str, Any] | None,
+    ) -> Tensor:
+        """[D] mean losses of the model's own kind; many logits one domain at a time."""
+        unwrapped: Any = self.accelerator.unwrap_model(model)
+        config = unwrapped.config
+        most = MOST_LOGITS_BYTES.get(labels.device.type, MOST_LOGITS_BYTES_ELSEWHERE)
+        if config.model_type in PLAIN_HEADS and 4 * labels.numel() * config.vocab_size > most:
+            head = unwrapped.get_output_embeddings()
+            hidden = unwrapped.base_model(**inputs, use_cache=False).last_hidden_state
+            return linear_domain_losses(
+                hidden, head.weight, labels, sizes, bias_V=head.bias, num_targets=num_targets
+            )
+        logits = model(**inputs, use_cache=False).logits
+        return domain_losses(logits, labels, sizes, num_targets=num_targets)
 
     def _is_to_be_stacked(self, model: nn.Module, inputs: Mapping[str, Batch]) -> bool:
         """Whether `mode` means the stacked pass for this micro-batch.

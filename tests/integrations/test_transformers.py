@@ -190,6 +190,29 @@ def test_one_pass_for_all_domains_learns_the_same(tmp_path: Path, micro: int) ->
         torch.testing.assert_close(ours.domain_losses[name], loss, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_many_logits_come_one_domain_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
+) -> None:
+    """The same weights, to the rounding of the products."""
+    naive = trainer_for(tmp_path / "a", mode="stacked", bf16=bf16)
+    naive.train()
+    monkeypatch.setattr(hosts, "MOST_LOGITS_BYTES", {"cpu": 0})
+    called = []
+    fused = hosts.linear_domain_losses
+    monkeypatch.setattr(
+        hosts, "linear_domain_losses", lambda *args, **kw: called.append(1) or fused(*args, **kw)
+    )
+    trainer = trainer_for(tmp_path / "b", mode="stacked", bf16=bf16)
+    trainer.train()
+    assert len(called) == 6
+    rtol = 1e-2 if bf16 else 1e-5
+    torch.testing.assert_close(trainer.doge.alpha, naive.doge.alpha, rtol=rtol, atol=0)
+    monkeypatch.setattr(trainer.model.config, "model_type", "gemma2")
+    trainer.training_step(trainer.model, batch_of(0, DOMAINS))
+    assert len(called) == 6
+
+
 def test_a_loss_scale_changes_no_weight_of_a_stacked_batch(tmp_path: Path) -> None:
     plain, scaled = (trainer_for(tmp_path / name, mode="stacked") for name in ("a", "b"))
     plain.train()

@@ -1,0 +1,67 @@
+"""The benchmark of one backward pass for all domains, on models of a few thousand parameters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import stacked, steps
+from benchmarks.models import Shape
+from benchmarks.stacked import FusedStep, Head
+from benchmarks.steps import DogeStep, Problem
+
+TINY = Shape(1, 2, 32, 64, 16)
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_the_fused_step_is_the_stacked_step(package: str) -> None:
+    problem = Problem(TINY, 3, 6, mode=steps.STACKED, package=package)
+    alphas = []
+    for side in (DogeStep, FusedStep):
+        step = side(problem, "cpu")
+        step()
+        alphas.append(step.optimizer.alpha)
+    torch.testing.assert_close(*alphas, rtol=1e-6, atol=0)
+
+
+def test_both_heads_give_the_same_gradients() -> None:
+    for ours, theirs in zip(
+        Head(True, 3, 5, 8, 40, "cpu")(), Head(False, 3, 5, 8, 40, "cpu")(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_command_prints_and_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = Problem(TINY, 3, 6, mode=steps.STACKED, package="torch", bar=0.001)
+    monkeypatch.setattr(stacked, "CPU_PROBLEMS", (problem,))
+    monkeypatch.setattr(stacked, "CPU_HEADS", ((3, 5, 8, 40),))
+    out = tmp_path / "stacked.json"
+    stacked.main(["--device", "cpu", "--pairs", "3", "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert "(bar 0.001: missed), over one domain after another" in printed
+    assert "fused / naive = " in printed
+    record = json.loads(out.read_text())
+    (row,), (head,) = record["rows"], record["heads"]
+    assert row["over_plain"]["pairs"] == 3
+    assert row["plain_peak_bytes"] > row["plain_resting_bytes"] > 0
+    assert row["rows_bytes"] == 3 * 4 * stacked.models.num_parameters(TINY)
+    assert row["memory_verdict"] in ("met", "missed")
+    assert head["fused_peak_bytes"] > 0
+
+
+def test_a_wrong_head_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = stacked.linear_domain_losses
+    monkeypatch.setattr(stacked, "linear_domain_losses", lambda *args: 2 * wrong(*args))
+    with pytest.raises(RuntimeError, match="gradients of the head are off"):
+        stacked.measure_head((3, 5, 8, 40), "cpu", pairs=1, with_memory=False)
+
+
+def test_on_a_gpu_the_papers_sizes_have_bars() -> None:
+    parser_like = type("Args", (), {"device": "cuda", "model": ["60M"], "domains": [7, 50]})
+    first, second = stacked.problems_of(parser_like)
+    assert (first.bar, second.bar) == (1.05, 1.15)
+    assert first.mode == steps.STACKED
+    assert first.num_tokens == 128 * 512
