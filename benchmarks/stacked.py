@@ -32,7 +32,6 @@ CPU_PROBLEMS = (
     Problem(SMALL, 7, 7, mode=steps.STACKED, bar=1.20),
     Problem(SMALL, 7, 14, mode=steps.STACKED),
     Problem(SMALL, 7, 28, mode=steps.STACKED, bar=1.10),
-    Problem(SMALL, 7, 56, mode=steps.STACKED),
     Problem(SMALL, 50, 50, mode=steps.STACKED, bar=1.30),
 )
 GPU_BARS = {7: 1.05, 22: 1.08, 50: 1.15}

@@ -46,7 +46,7 @@ def test_the_command_prints_and_records(
     record = json.loads(out.read_text())
     (row,), (head,) = record["rows"], record["heads"]
     assert row["over_plain"]["pairs"] == 3
-    assert row["plain_peak_bytes"] > row["plain_resting_bytes"] > 0
+    assert row["plain_peak_bytes"] >= row["plain_resting_bytes"] > 0
     assert row["rows_bytes"] == 3 * 4 * stacked.models.num_parameters(TINY)
     assert row["memory_verdict"] in ("met", "missed")
     assert head["fused_peak_bytes"] > 0

@@ -1,0 +1,195 @@
+"""Stacked batches of transformers' architectures: the rows of one domain after another."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from doge_fast import DoGEOptimizer
+from doge_fast.integrations.transformers import PLAIN_HEADS, STACKABLE
+from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
+
+VOCABULARY, LENGTH = 61, 10
+SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": GROUPED | {"attention_bias": True},
+    "qwen2": GROUPED | {"tie_word_embeddings": True},
+    "mistral": GROUPED | {"sliding_window": 8},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gemma2": GROUPED | {"query_pre_attn_scalar": 8, "sliding_window": 8},
+}
+
+Rows = dict[str, Tensor]
+
+
+def tiny(kind: str, attention: str | None = None, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **COMMON, **OPTIONS[kind], **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.double().train()  # type: ignore[no-any-return]
+
+
+def batch(*, padded: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs and labels; some sequences end early."""
+    generator = torch.Generator().manual_seed(5)
+    ids_BL = torch.randint(1, VOCABULARY, (sum(SIZES.values()), LENGTH), generator=generator)
+    labels_BL, inputs = ids_BL.clone(), {"input_ids": ids_BL}
+    if padded:
+        mask_BL = torch.arange(LENGTH) < torch.tensor([10, 7, 10, 4, 9, 10])[:, None]
+        inputs["attention_mask"] = mask_BL.long()
+        labels_BL[~mask_BL] = IGNORED
+    return inputs, labels_BL
+
+
+def optimizer_of(model: PreTrainedModel) -> DoGEOptimizer:
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    return DoGEOptimizer(inner, domains=list(SIZES), absent="keep")
+
+
+def rows_of(optimizer: DoGEOptimizer, model: PreTrainedModel) -> Rows:
+    names = {id(param): name for name, param in model.named_parameters()}
+    blocks = optimizer._buffer.touched(optimizer._tracked())
+    rows = {names[id(block.param)]: block.rows_RN.clone() for block in blocks}
+    optimizer.zero_grad()
+    return rows
+
+
+def sequential(model: PreTrainedModel, inputs: dict[str, Tensor], labels_BL: Tensor) -> Rows:
+    optimizer = optimizer_of(model)
+    first = 0
+    for name, size in SIZES.items():
+        part = slice(first, first + size)
+        first += size
+        if size:
+            with optimizer.domain(name):
+                mine = {key: value[part] for key, value in inputs.items()}
+                # The model's own loss would round float64 logits to float32.
+                logits = model(**mine, use_cache=False).logits
+                domain_losses(logits, labels_BL[part], {name: size}).sum().backward()
+    return rows_of(optimizer, model)
+
+
+def stacked(
+    model: PreTrainedModel, inputs: dict[str, Tensor], labels_BL: Tensor, *, fused: bool = False
+) -> Rows:
+    optimizer = optimizer_of(model)
+    with optimizer.stacked(model, SIZES):
+        losses_of(model, inputs, labels_BL, fused=fused).sum().backward()
+    return rows_of(optimizer, model)
+
+
+def losses_of(
+    model: Any, inputs: dict[str, Tensor], labels_BL: Tensor, *, fused: bool = False
+) -> Tensor:
+    if fused:
+        hidden, head = model.base_model(**inputs).last_hidden_state, model.get_output_embeddings()
+        return linear_domain_losses(hidden, head.weight, labels_BL, SIZES, bias_V=head.bias)
+    return domain_losses(model(**inputs, use_cache=False).logits, labels_BL, SIZES)
+
+
+def assert_same(ours: Rows, expected: Rows) -> None:
+    """To 1e-14 of the largest entry, times the depth of the model."""
+    assert ours.keys() == expected.keys()
+    for name, rows_RN in expected.items():
+        error = (ours[name] - rows_RN).abs().max() / rows_RN.abs().max()
+        assert error <= 2e-14, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("attention", [None, "eager"], ids=["its own", "eager"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("kind", STACKABLE)
+def test_rows_are_those_of_one_domain_after_another(
+    kind: str, padded: bool, attention: str | None
+) -> None:
+    model = tiny(kind, attention)
+    inputs, labels_BL = batch(padded=padded)
+    expected = sequential(model, inputs, labels_BL)
+    assert len(expected) == sum(1 for _ in model.parameters())
+    assert_same(stacked(model, inputs, labels_BL), expected)
+
+
+@pytest.mark.parametrize("kind", PLAIN_HEADS)
+def test_a_plain_head_is_the_product_that_the_fused_loss_takes(kind: str) -> None:
+    model = tiny(kind)
+    inputs, labels_BL = batch(padded=True)
+    expected = sequential(model, inputs, labels_BL)
+    assert_same(stacked(model, inputs, labels_BL, fused=True), expected)
+
+
+# The name that works in all versions that we accept is on its way out in the latest.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("kind", STACKABLE)
+def test_with_activation_checkpointing(kind: str, use_reentrant: bool) -> None:
+    model = tiny(kind)
+    inputs, labels_BL = batch(padded=False)
+    expected = sequential(model, inputs, labels_BL)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    assert_same(stacked(model, inputs, labels_BL), expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_dropout_draws_the_masks_of_the_whole_batch(kind: str) -> None:
+    """Other masks than domain after domain; with the same ones rows add up to plain training's."""
+    changes = {"attention_dropout": 0.3} if kind == "llama" else {}
+    model = tiny(kind, **changes)
+    if kind == "gpt2":
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+    inputs, labels_BL = batch(padded=False)
+    torch.manual_seed(9)
+    rows = stacked(model, inputs, labels_BL)
+    torch.manual_seed(9)
+    params = dict(model.named_parameters())
+    total = losses_of(model, inputs, labels_BL).sum()
+    plain = dict(zip(params, torch.autograd.grad(total, [*params.values()]), strict=True))
+    undropped = sequential(model.eval(), inputs, labels_BL)
+    for name, rows_RN in rows.items():
+        torch.testing.assert_close(rows_RN.sum(0), plain[name].flatten(), rtol=1e-10, atol=1e-13)
+    assert any(not torch.allclose(rows[name], undropped[name], rtol=0.01) for name in rows)
+
+
+def test_under_a_grad_scaler_weights_are_those_without() -> None:
+    """A power of two rounds nothing; an overflow skips the step and halves the scale."""
+    alphas = []
+    for scale in (1.0, 2.0**8):
+        model = tiny("gpt2").float()
+        optimizer = optimizer_of(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        inputs, labels_BL = batch(padded=False)
+        for _ in range(3):
+            with optimizer.stacked(model, SIZES):
+                scaler.scale(losses_of(model, inputs, labels_BL).sum()).backward()
+            optimizer.combine(grad_scale=scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        alphas.append(optimizer.alpha)
+        assert optimizer.num_steps == 3
+    assert torch.equal(*alphas)
+    with optimizer.stacked(model, SIZES):
+        (scaler.scale(losses_of(model, inputs, labels_BL).sum()) * torch.inf).backward()
+    optimizer.combine(grad_scale=scaler.get_scale())
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.num_skipped == 1
+    assert scaler.get_scale() == 2.0**7
+    assert torch.equal(optimizer.alpha, alphas[1])
