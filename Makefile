@@ -34,6 +34,7 @@ soak: $(call STAMP,all)  ## the slow tests too
 bench: $(call STAMP,all)  ## operators, steps and peers on this machine, in minutes
 	$(BIN)/python -m benchmarks.operators
 	$(BIN)/python -m benchmarks.optimizer_step
+	$(BIN)/python -m benchmarks.stacked --pairs 5 --no-memory
 	$(BIN)/python -m benchmarks.peers --pairs 5
 
 lint: $(call STAMP,all)  ## linter and formatter check
