@@ -35,13 +35,14 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
 
     Products are exact or float32, sums float32 over at most 8192 columns and float64 beyond
     (float64 throughout for float64 rows). Symmetric to the bit. The same call gives the same
-    bits, whatever the number of threads or multiprocessors; implementations differ in the last
-    float32 bits, and so does `cpp` between CPUs of other instruction sets. Reads each row once
-    (GPU: up to 128 rows).
+    bits, whatever the number of multiprocessors or, for `cpp`, of threads; implementations differ
+    in the last float32 bits, and so does `cpp` between CPUs of other instruction sets. Reads each
+    row once (GPU: up to 128 rows).
 
     Args:
         grads: [K, N], rows of float32, bfloat16, float16 or float64 at any distance from each
-            other; or a list of such blocks [K, n_p], whose dtypes and devices may differ.
+            other (`cpp`: at most 2048 rows); or a list of such blocks [K, n_p], whose dtypes and
+            devices may differ.
         implementation: "torch", "cpp", "triton" or "cuda"; None leaves it to the dispatcher.
 
     Returns:
@@ -127,7 +128,8 @@ def accumulate(
 
     rows[i]  =  grads[i]     or, with `add`,     rows[i]  =  rows[i] + grads[i]
 
-    Added in float32, in float64 if either side is, and rounded once to the row's dtype. Reads
+    Added in float32, in float64 if either side is, and rounded to the row's dtype (from float64
+    to 16 bits perhaps by way of float32). Rows must not overlap each other or a gradient. Reads
     each gradient once (and its row, with `add`); writes each row once.
 
     Args:

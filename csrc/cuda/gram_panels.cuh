@@ -93,9 +93,11 @@ __device__ __forceinline__ void add_stage(PanelTiles<T>& tiles, const Piece* lef
   DOGE_UNROLL
   for (int group = 0; group < Tiles::WIDE; ++group) {
     const int column = place.column + 8 * group;
-    // The tallest tile that meets these columns is the lowest one.
-    if (!pair.wants(place.row + 32 - HEIGHT, HEIGHT, column) && !pair.wants(place.row, HEIGHT, column))
-      continue;
+    bool is_wanted = false;
+    DOGE_UNROLL
+    for (int tall = 0; tall < Tiles::TALL; ++tall)
+      is_wanted = is_wanted || pair.wants(place.row + tall * HEIGHT, HEIGHT, column);
+    if (!is_wanted) continue;
     const Operand right = Product<T>::operand(right_rows[column * PIECES_PER_ROW + lane]);
     DOGE_UNROLL
     for (int tall = 0; tall < Tiles::TALL; ++tall) {

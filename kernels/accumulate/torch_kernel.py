@@ -12,6 +12,7 @@ from torch import Tensor
 TILE_COLUMNS = 65_536
 
 
+@torch.no_grad()
 def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
     """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes."""
     if rows and rows[0].device.type != "cpu":

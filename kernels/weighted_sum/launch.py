@@ -60,6 +60,7 @@ def weighted_sum(blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequenc
     from doge_fast.kernels.weighted_sum import triton_kernel
 
     device = coefficients_R.device
+    coefficients_R = coefficients_R.contiguous()
     for (dtype, out_dtype), group in by_dtype(zip(blocks, outs, strict=True)):
         spans = [
             Span(

@@ -12,6 +12,7 @@ from torch import Tensor
 TILE_COLUMNS = 1 << 18
 
 
+@torch.no_grad()
 def weighted_sum(blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]) -> None:
     """outs[p] = sum_r c_r blocks[p][r], float32 or better inside; c_r = 0 ignores the row."""
     if coefficients_R.device.type == "cpu":
@@ -23,9 +24,13 @@ def weighted_sum(blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequenc
 def _sum_used_rows(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
-    terms = [(row, c) for row, c in enumerate(coefficients_R.tolist()) if c != 0]
+    exact_R = coefficients_R.tolist()
+    # As the sum has them: beyond float32's range infinite there, not an error.
+    rounded_R = coefficients_R.float().tolist()
     for block, out in zip(blocks, outs, strict=True):
         out_N = out.view(-1)
+        values_R = exact_R if block.dtype == torch.float64 else rounded_R
+        terms = [(row, values_R[row]) for row, c in enumerate(exact_R) if c != 0]
         for first in range(0, block.shape[1], TILE_COLUMNS):
             tile_RT = block[:, first : first + TILE_COLUMNS]
             out_T = out_N[first : first + TILE_COLUMNS]

@@ -84,6 +84,25 @@ def test_every_kind_of_launch(
     assert normalised_error(gram_KK, exact_KK) <= rounding(grads_KN)
 
 
+@pytest.mark.parametrize("num_rows", [66, 73, 88, 105, 120, 129, 137])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_that_end_inside_a_tile(
+    num_rows: int, dtype: torch.dtype, implementation: str, device: torch.device
+) -> None:
+    grads_KN = torch.randn(num_rows, 19, device=device).to(dtype)
+    exact_KK = reference.gram(grads_KN.double())
+    gram_KK = gram(grads_KN, implementation=implementation)
+    assert normalised_error(gram_KK, exact_KK) <= rounding(grads_KN)
+
+
+def test_more_than_a_thousand_rows(device: torch.device) -> None:
+    """What runs unasked takes 512 domains and their targets, and more."""
+    for num_rows in (513, 1030):
+        grads_KN = torch.randn(num_rows, 70, device=device)
+        exact_KK = reference.gram(grads_KN.double())
+        assert normalised_error(gram(grads_KN), exact_KK) <= rounding(grads_KN)
+
+
 def test_blocks_of_all_dtypes_at_once(implementation: str, device: torch.device) -> None:
     blocks = [torch.randn(5, 33 + i, device=device).to(d) for i, d in enumerate(STORAGE_DTYPES * 3)]
     exact_KK = reference.gram(torch.cat([block.double() for block in blocks], dim=1))

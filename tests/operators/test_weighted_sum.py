@@ -207,3 +207,35 @@ def test_weighted_sum_says_what_is_wrong(
         pytest.skip("the arguments are on the CPU")
     with pytest.raises(ValueError, match=message):
         weighted_sum(blocks, coefficients_R, out=outs, implementation=implementation)
+
+
+def test_coefficients_may_be_a_view(implementation: str, device: torch.device) -> None:
+    rows_RN = torch.ones(2, 37, device=device)
+    every_second_R = torch.tensor([1.0, 9, 2, 9], dtype=torch.float64, device=device)[::2]
+    repeated_R = torch.tensor(1.5, dtype=torch.float64, device=device).expand(2)
+    for coefficients_R in (every_second_R, repeated_R):
+        sum_N = weighted_sum(rows_RN, coefficients_R, implementation=implementation)
+        assert isinstance(sum_N, Tensor)
+        assert (sum_N == 3).all()
+
+
+# Numpy's, of Triton's interpreter.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_coefficient_beyond_float32_is_infinite(
+    implementation: str, device: torch.device
+) -> None:
+    rows_RN = torch.ones(2, 37, device=device)
+    coefficients_R = torch.tensor([1e39, 0.0], dtype=torch.float64, device=device)
+    sum_N = weighted_sum(rows_RN, coefficients_R, implementation=implementation)
+    assert isinstance(sum_N, Tensor)
+    assert (sum_N == math.inf).all()
+    exact_N = weighted_sum(rows_RN.double(), coefficients_R, implementation=implementation)
+    assert isinstance(exact_N, Tensor)
+    assert (exact_N == 1e39).all()
+
+
+def test_nothing_is_recorded_for_autograd(implementation: str, device: torch.device) -> None:
+    rows_RN = torch.nn.Parameter(torch.ones(2, 37, device=device))
+    out_N = torch.empty(37, device=device)
+    weighted_sum(rows_RN, torch.ones(2, device=device), out=out_N, implementation=implementation)
+    assert not out_N.requires_grad
