@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(_parse(arguments))
     except KeyboardInterrupt:
-        return _refuse("Interrupted. The same command resumes from the last checkpoint.", 130)
+        return _refuse(
+            "Interrupted. A training resumes from its last checkpoint with the same command.", 130
+        )
     except ModuleNotFoundError as error:
         if _is_ours(error) or os.environ.get(TRACEBACK):
             raise

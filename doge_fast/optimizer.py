@@ -829,6 +829,8 @@ class DoGEOptimizer(Optimizer):
         return selected
 
     def _check_state(self, ours: dict[str, Any]) -> None:
+        if "version" not in ours:
+            raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
         if ours["version"] > STATE_VERSION:
             raise ValueError(
                 f"the checkpoint's DoGE state has version {ours['version']}; this library reads "
@@ -851,11 +853,18 @@ class DoGEOptimizer(Optimizer):
         for name in ("alpha", "alpha_mean"):
             total = float(ours[name].sum())
             # A NaN or an infinity anywhere fails the comparison as well.
-            if ours[name].shape != self.alpha.shape or not abs(total - 1) < 1e-9:
+            is_negative = bool((ours[name] < 0).any())
+            if ours[name].shape != self.alpha.shape or is_negative or not abs(total - 1) < 1e-9:
                 raise ValueError(
                     f"the checkpoint's {name} must be {len(self.domains)} weights that sum to "
                     f"one; it is {ours[name].tolist()}. The run that wrote it has diverged."
                 )
+        gain_K = ours["gain"]
+        if gain_K.shape != self.alpha.shape or not bool(gain_K.isfinite().all()):
+            raise ValueError(
+                f"the checkpoint's gain must be {len(self.domains)} finite scores; it is "
+                f"{gain_K.tolist()}."
+            )
 
 
 def _listener(ref: "weakref.ref[DoGEOptimizer]") -> Callable[[Tensor], None]:

@@ -14,9 +14,9 @@ score that is up to some K / S steps old (the published code's partial update). 
 unbiased scores is not unbiased itself; the variance of both estimates falls with S.
 """
 
+import random
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,8 +68,9 @@ class Subset:
         self.draws = number
         names = self._objective.domains
         if self._num_domains is not None:
-            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=number))
-            chosen = generator.choice(len(names), self._num_domains, replace=False)
+            # Keyed by both, so that draw t needs none of those before it.
+            generator = random.Random(f"{self._seed} {number}")
+            chosen = generator.sample(range(len(names)), self._num_domains)
             names = tuple(names[index] for index in sorted(chosen))
         self.domains: tuple[str, ...] = names
         self.rows: tuple[str, ...] = names + self._objective.measured

@@ -11,13 +11,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 # What the tables of one operator that are kept may cost together, some 16 MB: a table costs its
 # rows, and 64 for what surrounds it. Apart, because gradients move from step to step and would
@@ -126,10 +121,10 @@ def _upload(
     spans: Sequence[Span], fields: tuple[str, ...], chunk_columns: int, device: torch.device
 ) -> _Kept:
     column_of, is_aligned_C = _cut(spans, chunk_columns)
-    rows_CF = np.stack([column_of[name] for name in fields], axis=1)
+    rows_CF = torch.stack([column_of[name] for name in fields], dim=1)
     tables = []
     for is_aligned in (True, False):
-        host_table = torch.from_numpy(rows_CF[is_aligned_C == is_aligned])
+        host_table = rows_CF[is_aligned_C == is_aligned]
         if len(host_table):
             if device.type != "cpu":
                 # Pinned, or the copy would make the host wait for the device.
@@ -142,17 +137,17 @@ def _upload(
     return _Kept(tuple(tables), stream, stream.record_event())
 
 
-def _cut(spans: Sequence[Span], chunk_columns: int) -> tuple[dict[str, IntArray], BoolArray]:
-    spans_SF = np.array(spans, dtype=np.int64).reshape(-1, len(Span._fields))
-    of_span = dict(zip(Span._fields, spans_SF.T, strict=True))
+def _cut(spans: Sequence[Span], chunk_columns: int) -> tuple[dict[str, Tensor], Tensor]:
+    spans_SF = torch.tensor(spans, dtype=torch.int64).view(-1, len(Span._fields))
+    of_span = dict(zip(Span._fields, spans_SF.unbind(1), strict=True))
     counts_S = -(-of_span["length"] // chunk_columns)
-    span_C = np.repeat(np.arange(len(spans)), counts_S)
-    of: dict[str, IntArray] = {name: values_S[span_C] for name, values_S in of_span.items()}
-    first_S: IntArray = np.cumsum(counts_S) - counts_S
-    start_C = (np.arange(len(span_C), dtype=np.int64) - first_S[span_C]) * chunk_columns
+    span_C = torch.repeat_interleave(counts_S)
+    of = {name: values_S[span_C] for name, values_S in of_span.items()}
+    first_S = counts_S.cumsum(0) - counts_S
+    start_C = (torch.arange(len(span_C)) - first_S[span_C]) * chunk_columns
     of["source"] = of["source"] + start_C * of["source_itemsize"]
     of["target"] = of["target"] + start_C * of["target_itemsize"]
-    of["length"] = np.minimum(of["length"] - start_C, chunk_columns)
+    of["length"] = (of["length"] - start_C).clamp(max=chunk_columns)
     is_aligned_C = (
         (of["source"] % (ALIGNED_ELEMENTS * of["source_itemsize"]) == 0)
         & (of["target"] % (ALIGNED_ELEMENTS * of["target_itemsize"]) == 0)

@@ -213,8 +213,12 @@ def _cpp_obstacle(device: torch.device) -> str | None:
         return f"It works on CPU memory, not on {device}."
     try:
         load_cpp()
+        # It refuses a level that it was asked for and that the CPU does not have.
+        getattr(torch.ops, CPP_NAMESPACE).level()
     except BuildError as error:
         return str(error)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
     return None
 
 

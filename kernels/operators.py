@@ -206,11 +206,13 @@ def reweight(
         implementation: "torch", "cpp", "triton" or "cuda"; None leaves it to the dispatcher.
 
     Raises:
-        ValueError: a tensor of another shape, dtype or device.
+        ValueError: a tensor of another shape, dtype or device; mu is not positive.
         RuntimeError: the forced implementation cannot run.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
+    if not mu > 0:
+        raise ValueError(f"mu must be positive; got {mu}.")
     outputs = _reweight_op(
         gram_RR,
         gram_RR if full_RR is None else full_RR,

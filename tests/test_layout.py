@@ -4,6 +4,7 @@ Everything is built from a copy of the tracked files into folders of its own, an
 outside the checkout with the interpreter's own packages (torch, numpy) still visible.
 """
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -180,3 +181,31 @@ def test_library_needs_torch_and_numpy_only() -> None:
     assert done.stdout.strip() == "[]", done.stdout
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert {d.split(">")[0] for d in project["project"]["dependencies"]} == {"torch", "numpy"}
+
+
+def test_the_method_needs_nothing_but_torch() -> None:
+    """As on a machine that has a GPU, torch and no other package."""
+    code = """
+import sys
+for name in ("numpy", "transformers", "datasets", "tyro", "matplotlib"):
+    sys.modules[name] = None
+import warnings
+warnings.simplefilter("ignore")
+import torch
+import benchmarks.gpu, doge_fast.info
+from doge_fast import DoGEOptimizer
+from doge_fast.kernels.chunks import Span, chunk_tables
+model = torch.nn.Linear(3, 1)
+names = ["a", "b", "c"]
+optimizer = DoGEOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), domains=names, domains_per_step=2
+)
+for name in optimizer.domains_of_step:
+    with optimizer.domain(name):
+        model(torch.randn(2, 3)).square().mean().backward()
+optimizer.step()
+(table,) = chunk_tables([Span(0, 4, 64, 100)], ("source", "length"), 64, torch.device("cpu"))[1:]
+assert table.table.tolist() == [[256, 36]]
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DOGE_FAST_BACKEND": "torch"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=ROOT)

@@ -39,6 +39,8 @@ from doge_fast.pipeline.model import SIZES, build_model, load_architecture
 _log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+# More than any machine has, and fewer than a process can start.
+MOST_THREADS = 1024
 WARM_UP = 2
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 # Those of the family that are made for CPUs.
@@ -119,7 +121,8 @@ class Profile:
     """How far their quartiles lie apart, over the median."""
     memory: dict[str, int] | None = None
     """Bytes: the peak of a `plain` and of a `doge` step, the `extra` of the latter and the
-    `formula` for it, R x N x itemsize with padding; None: not measured."""
+    `formula` for it, R x N x itemsize with padding (R + 1 where one backward pass fills all rows:
+    the combined gradient); None: not measured."""
 
 
 class _Vocabulary:
@@ -280,7 +283,9 @@ def profile(config: ProfileConfig) -> Profile:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            measured = replace(measured, memory=_memory(config, measured.row_bytes, device))
+            measured = replace(
+                measured, memory=_memory(config, _extra_bytes(config, measured), device)
+            )
     if config.json is not None:
         _write(config.json, {"schema_version": SCHEMA_VERSION, **asdict(measured)})
     return measured
@@ -376,7 +381,7 @@ def _footnotes(measured: Profile) -> list[str]:
     if (memory := measured.memory) is not None:
         lines.append(
             f"peak memory: plain {memory['plain'] / 1e6:.0f} MB, DoGE {memory['doge'] / 1e6:.0f} "
-            f"MB: {memory['extra'] / 1e6:+.1f} MB; rows x columns x bytes, padded: "
+            f"MB: {memory['extra'] / 1e6:+.1f} MB; by its formula: "
             f"{memory['formula'] / 1e6:.1f} MB"
         )
     return lines
@@ -517,8 +522,9 @@ def _least_traffic(doge: _Doge) -> dict[str, Traffic]:
     """What each phase cannot avoid to move, activations left aside.
 
     Forward reads the parameters once per pass, backward reads them and writes a gradient;
-    accumulation reads a gradient and writes a row (and reads it, from the second on); Gram and
-    weighted sum read all rows once; the wrapped optimizer reads gradient, parameter and state and
+    accumulation reads a gradient and writes a row (and reads it, from the second on; stacked, the
+    backward pass does both); the Gram matrix reads all rows once, the weighted sum those of the
+    training domains; the wrapped optimizer reads gradient, parameter and state and
     writes the latter two.
     """
     config, params = doge.config, [p for p in doge.model.parameters() if p.requires_grad]
@@ -540,15 +546,27 @@ def _least_traffic(doge: _Doge) -> dict[str, Traffic]:
     square = 8 * doge.num_rows**2
     return {
         "forward": Traffic(once * num_passes, 0),
-        "backward": Traffic(once * num_passes, rows if is_stacked else once * num_passes),
+        "backward": Traffic(once * num_passes + rows * num_added, rows * (1 + num_added))
+        if is_stacked
+        else Traffic(once * num_passes, once * num_passes),
         "accumulate": Traffic(0, 0)
         if is_stacked
         else Traffic(gradients + rows * num_added, rows * (1 + num_added)),
         "gram": Traffic(rows, square),
         "reweight": Traffic(2 * square, square),
-        "weighted_sum": Traffic(rows, once),
+        "weighted_sum": Traffic(rows * config.domains // doge.num_rows, once),
         "inner_step": Traffic(2 * once + state, once + state),
     }
+
+
+def _extra_bytes(config: ProfileConfig, measured: Profile) -> int:
+    """What a DoGE step keeps and a plain one does not.
+
+    Where one backward pass fills all rows, plain training has no gradient yet at its peak, and the
+    combined one, which lasts from step to step, counts too.
+    """
+    is_one_pass = config.mode == "stacked" or measured.num_rows * config.micro_batches == 1
+    return measured.row_bytes + is_one_pass * measured.row_bytes // measured.num_rows
 
 
 def _memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
@@ -657,6 +675,24 @@ def _check(config: ProfileConfig) -> None:
     for name in ("threads", "vocab_size"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
+    if config.threads is not None and config.threads > MOST_THREADS:
+        raise ValueError(f"threads must be at most {MOST_THREADS}; got {config.threads}.")
+    _check_files(config)
+
+
+def _check_files(config: ProfileConfig) -> None:
+    """What cannot be written is said before anything is measured."""
+    files = [getattr(config, name) for name in ("json", "trace", "trace_operators")]
+    wanted = [path for path in files if path is not None]
+    if len({path.absolute() for path in wanted}) < len(wanted):
+        raise ValueError(f"json, trace and trace_operators must be different files; got {wanted}.")
+    for path in wanted:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a"):
+                pass
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def _device(config: ProfileConfig) -> torch.device:

@@ -620,6 +620,13 @@ class TestTorchOptimizer:
             (lambda ours: ours.pop("gain"), r"lacks \['gain'\]"),
             (lambda ours: ours["alpha"].fill_(math.nan), "3 weights that sum to one"),
             (lambda ours: ours.update(alpha_mean=torch.ones(2)), "3 weights that sum to one"),
+            (
+                lambda ours: ours["alpha"].copy_(torch.tensor([2.0, -1, 0])),
+                "3 weights that sum to one",
+            ),
+            (lambda ours: ours["gain"].fill_(math.inf), "3 finite scores"),
+            (lambda ours: ours.update(gain=torch.ones(1)), "3 finite scores"),
+            (lambda ours: ours.pop("version"), "not written by state_dict"),
         ],
     )
     def test_spoilt_checkpoint_changes_nothing(self, spoil: Any, message: str) -> None:

@@ -170,6 +170,10 @@ def test_a_trace_names_its_tracks() -> None:
         ({"device": "abacus"}, "auto, cpu, cuda or cuda:N; got 'abacus'"),
         ({"device": "meta"}, "auto, cpu, cuda or cuda:N; got 'meta'"),
         ({"threads": 0}, "threads must be at least 1"),
+        ({"threads": 10**6}, "threads must be at most 1024"),
+        ({"json": Path("/proc/version")}, "/proc/version cannot be written"),
+        ({"trace": Path("/")}, "/ cannot be written: Is a directory"),
+        ({"json": Path("x"), "trace": Path("./x")}, "must be different files"),
         ({"vocab_size": 0}, "vocab_size must be at least 1; got 0"),
         ({"steps": 0}, "steps must be at least 1; got 0"),
         ({"model": "/nowhere/config.json"}, "is not a folder or a file"),
@@ -200,6 +204,20 @@ def test_a_step_that_was_faster_than_memory_is_explained() -> None:
     assert "MB of rows were still in the caches" in table(
         dataclasses.replace(measured, phases=warm)
     )
+
+
+def test_rows_that_are_only_measured_do_not_enter_the_sum() -> None:
+    def traffic(**changes: Any) -> dict[str, int]:
+        return {phase.name: phase.num_bytes for phase in profile(quick(**changes)).phases}
+
+    alone, measured = traffic(domains=2), traffic(domains=2, targets=2)
+    assert measured["weighted_sum"] == alone["weighted_sum"]
+    assert measured["gram"] > 1.9 * alone["gram"]
+    once, twice = (
+        traffic(mode="stacked", domains=2, sequences=2, micro_batches=number)["backward"]
+        for number in (1, 2)
+    )
+    assert twice > 2 * once
 
 
 def test_one_pair_is_enough_and_threads_are_given_back() -> None:
