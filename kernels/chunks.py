@@ -32,6 +32,12 @@ class Span(NamedTuple):
     target: int = 0
     target_itemsize: int = 1
 
+    @classmethod
+    def of(cls, block: Tensor, out: Tensor | None = None) -> "Span":
+        """A block [R, n], and the [n] that it is summed into, where there is one."""
+        of_block = (block.data_ptr(), block.itemsize, block.stride(0), block.shape[1])
+        return cls(*of_block) if out is None else cls(*of_block, out.data_ptr(), out.itemsize)
+
 
 class ChunkTable(NamedTuple):
     """A table on the device, and what the launch must know about it."""

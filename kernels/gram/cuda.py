@@ -19,10 +19,7 @@ def gram(blocks: Sequence[Tensor]) -> Tensor:
     run = operators(gram_RR.device.type).gram
     is_first = True
     for (dtype,), group in by_dtype([block] for block in blocks):
-        spans = [
-            Span(block.data_ptr(), block.itemsize, block.stride(0), block.shape[1])
-            for (block,) in group
-        ]
+        spans = [Span.of(*tensors) for tensors in group]
         for table in chunk_tables(spans, FIELDS, CHUNK_COLUMNS, gram_RR.device):
             run(table.table, table.is_aligned, dtype, gram_RR, not is_first)
             is_first = False

@@ -142,10 +142,7 @@ def gram(blocks: Sequence[Tensor]) -> Tensor:
     gram_RR: Tensor = gram_shape(blocks)
     is_first = True
     for (dtype,), group in by_dtype([block] for block in blocks):
-        spans = [
-            Span(block.data_ptr(), block.itemsize, block.stride(0), block.shape[1])
-            for (block,) in group
-        ]
+        spans = [Span.of(*tensors) for tensors in group]
         launch = pick(len(gram_RR), dtype)
         tables = chunk_tables(spans, FIELDS, launch.chunk_columns, gram_RR.device)
         if tables:

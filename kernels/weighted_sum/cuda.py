@@ -17,16 +17,6 @@ def weighted_sum(blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequenc
     run = operators(coefficients_R.device.type).weighted_sum
     coefficients_R = coefficients_R.contiguous()
     for (dtype, out_dtype), group in by_dtype(zip(blocks, outs, strict=True)):
-        spans = [
-            Span(
-                block.data_ptr(),
-                block.itemsize,
-                block.stride(0),
-                block.shape[1],
-                out.data_ptr(),
-                out.itemsize,
-            )
-            for block, out in group
-        ]
+        spans = [Span.of(*tensors) for tensors in group]
         for table in chunk_tables(spans, FIELDS, CHUNK_COLUMNS, coefficients_R.device):
             run(table.table, CHUNK_COLUMNS, table.is_aligned, dtype, out_dtype, coefficients_R)

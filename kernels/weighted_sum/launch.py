@@ -62,17 +62,7 @@ def weighted_sum(blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequenc
     device = coefficients_R.device
     coefficients_R = coefficients_R.contiguous()
     for (dtype, out_dtype), group in by_dtype(zip(blocks, outs, strict=True)):
-        spans = [
-            Span(
-                block.data_ptr(),
-                block.itemsize,
-                block.stride(0),
-                block.shape[1],
-                out.data_ptr(),
-                out.itemsize,
-            )
-            for block, out in group
-        ]
+        spans = [Span.of(*tensors) for tensors in group]
         launch = pick(len(coefficients_R))
         constants = constants_of(len(coefficients_R), dtype, out_dtype)
         for table in chunk_tables(spans, FIELDS, launch.chunk_columns, device):
