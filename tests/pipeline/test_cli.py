@@ -108,7 +108,7 @@ def test_an_interruption_says_how_to_go_on(
 
     monkeypatch.setitem(cli._STAGES, ProxyConfig, interrupted)
     assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_INTERRUPTED
-    assert "resumes from the last checkpoint" in capsys.readouterr().err
+    assert "resumes from its last checkpoint" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named(
