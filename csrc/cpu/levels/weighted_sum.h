@@ -9,7 +9,9 @@
 
 namespace doge_fast::DOGE_LEVEL_NAME {
 
-constexpr int64_t SUM_TILE = 1024;
+// Half of the first-level cache: 8 KB of a 16-bit row at a time, enough for the prefetcher.
+template <typename A>
+constexpr int64_t SUM_TILE = (16 << 10) / static_cast<int64_t>(sizeof(A));
 constexpr int64_t MAX_GROUP = 8;
 
 // tile = (first ? 0 : tile) + sum over GROUP terms, on `columns` columns.
@@ -60,9 +62,9 @@ template <typename T, typename Out>
 void sum_span(const T* rows_RN, int64_t row_stride, const Term* terms, int64_t num_terms, Out* out,
               int64_t columns, bool past_cache) {
   using A = Accumulator<T>;
-  alignas(64) A tile[SUM_TILE];
-  for (int64_t first = 0; first < columns; first += SUM_TILE) {
-    const int64_t size = least(SUM_TILE, columns - first);
+  alignas(64) A tile[SUM_TILE<A>];
+  for (int64_t first = 0; first < columns; first += SUM_TILE<A>) {
+    const int64_t size = least(SUM_TILE<A>, columns - first);
     if (num_terms == 0) __builtin_memset(tile, 0, size * sizeof(A));
     for (int64_t term = 0; term < num_terms; term += MAX_GROUP)
       add_group_of(least(MAX_GROUP, num_terms - term), rows_RN + first, row_stride, terms + term, size,
