@@ -356,8 +356,9 @@ class DoGEOptimizer(Optimizer):
                 a parameter got a gradient of the whole batch, past its module's forward.
         """
         segments = self._segments(sizes)
-        for name in sizes:
-            self._open(name)
+        for name, size in sizes.items():
+            if size:
+                self._open(name)
         stack = self._stack_of(model)
         self._active = ", ".join(sizes)
         self._is_stacked = True
@@ -628,7 +629,9 @@ class DoGEOptimizer(Optimizer):
                     )
                 param.grad = None
         if self._is_combined:
-            # Combined and then cleared without a step, as a scaler does on overflow.
+            # Combined and then cleared without a step, as a scaler does on overflow. The domains
+            # of the step, which the loop has read, stay.
+            self._is_combined = False
             self._forget()
 
     def _segments(self, sizes: Mapping[str, int]) -> list[Segment]:

@@ -194,6 +194,19 @@ def test_the_draw_stays_until_the_step_is_taken() -> None:
     assert optimizer._subset.draws == 1
 
 
+def test_a_step_that_was_cleared_and_not_taken_keeps_its_domains() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    drawn = optimizer.domains_of_step
+    for _ in range(2):
+        for name in drawn:
+            with optimizer.domain(name):
+                loss_of(model, name).backward()
+        optimizer.combine()
+        model.zero_grad()
+    assert optimizer.domains_of_step == drawn
+
+
 def test_memory_is_that_of_the_domains_in_the_step() -> None:
     """512 domains, 8 of them in a step, and one measured target: nine rows."""
     names = [f"d{j}" for j in range(512)]
@@ -221,7 +234,8 @@ def test_stacked_batches_hold_the_domains_of_the_step() -> None:
             if is_stacked:
                 pairs = [batch_of(name) for name in names]
                 x = torch.cat([x for x, _ in pairs])
-                with optimizer.stacked(model, dict.fromkeys(names, 8)):
+                sizes = {name: 8 * (name in names) for name in NAMES}
+                with optimizer.stacked(model, sizes):
                     parts = model(x).split(8)
                     torch.stack(
                         [
