@@ -157,16 +157,22 @@ class FlatBuffer:
         if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
             self.flush()
 
-    def slot(self, row: int, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Row `row` of `param`'s block, to be written at once, and whether to add to it.
+    def slots(
+        self, first_row: int, num_rows: int, param: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, bool]:
+        """Neighbouring rows of `param`'s block, to be written at once, and whether to add to them.
 
         Rows of 16 bits hold a gradient that was computed in them, and become float32 when a
         second one is to be added or one of float32 comes.
 
         Args:
-            row: of the domain.
-            param: whose gradient comes.
-            dtype: in which it is computed.
+            first_row: of the domains.
+            num_rows: from there on.
+            param: whose gradients come.
+            dtype: in which they are computed.
+
+        Returns:
+            [num_rows, numel]; where some hold a gradient of this step, the others hold zeros.
 
         Raises:
             RuntimeError: the parameter has moved since its block was made.
@@ -175,11 +181,16 @@ class FlatBuffer:
             block = self._block(param, dtype)
             if block.is_pending:
                 self.flush()
-            adds = bool(block.written >> row & 1)
-            if adds and self.dtype is None and block.rows_RN.dtype.itemsize < 4:
-                block.widen(torch.float32)
-            block.written |= 1 << row
-            return block.rows[row], adds
+            these = ((1 << num_rows) - 1) << first_row
+            adds = bool(block.written & these)
+            if adds:
+                if self.dtype is None and block.rows_RN.dtype.itemsize < 4:
+                    block.widen(torch.float32)
+                for row in range(first_row, first_row + num_rows):
+                    if not block.written >> row & 1:
+                        block.rows[row].zero_()
+            block.written |= these
+            return block.rows_RN[first_row : first_row + num_rows], adds
 
     def flush(self) -> None:
         """Write what waits."""

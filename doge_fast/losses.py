@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.stacked import Stack, listener_of
+from doge_fast.stacked import Run, Stack, listener_of, put
 
 IGNORED = -100
 
@@ -240,13 +240,14 @@ class _BackwardWalk:
     def run(self) -> None:
         """Visit every domain once."""
         stack = self._for_weight or self._for_bias
-        rows = [row for row, _ in stack.spans(stack.num_examples)] if stack else []
+        rows = [segment.row for segment in stack.slices()] if stack else []
         weight, bias = self._params
         for domain, span in enumerate(self._head.spans):
             if self._for_weight is not None:
                 is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
                 dtype = self._hidden.dtype if is_one else self._sum_dtype
-                self._for_weight.write(weight, rows[domain], dtype, partial(self._fill, domain))
+                run = Run(rows[domain], 1, span)
+                self._for_weight.write(weight, run, dtype, partial(self._fill_row, domain))
             elif self.weight_VH is not None:
                 self._fill(domain, self.weight_VH, True)
             else:
@@ -256,9 +257,12 @@ class _BackwardWalk:
                 continue
             if self._for_bias is not None:
                 value_V, dtype = self._bias_sum, self._sum_dtype
-                self._for_bias.write(bias, rows[domain], dtype, partial(_put, value_V))
+                self._for_bias.write(bias, Run(rows[domain], 1, span), dtype, put(value_V))
             elif self.bias_V is not None:
                 self.bias_V += self._bias_sum
+
+    def _fill_row(self, domain: int, out_1VH: Tensor, adds: bool) -> None:
+        self._fill(domain, out_1VH[0], adds)
 
     def _fill(self, domain: int, out_VH: Tensor, adds: bool) -> None:
         """out = or += the weight's gradient of one domain."""
@@ -289,16 +293,9 @@ class _BackwardWalk:
             yield hidden_CH, slope_CV
 
 
-def _put(value: Tensor, out: Tensor, adds: bool) -> None:
-    if adds:
-        out.add_(value)
-    else:
-        out.copy_(value)
-
-
 def _put_product(out: Tensor, left: Tensor, right: Tensor, adds: bool) -> None:
     if out.dtype != left.dtype:
-        _put(left @ right, out, adds)
+        put(left @ right)(out, adds)
     elif adds:
         out.addmm_(left, right)
     else:

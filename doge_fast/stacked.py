@@ -18,7 +18,7 @@ appears.
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,10 @@ Forward = Callable[..., Any]
 # Writes the rows of one module's parameters from what its backward has at hand.
 Fill = Callable[["Stack", Any, Sequence[Tensor]], None]
 
+# Elements of a weight up to which the products of all domains are one call, where that is not
+# always faster: on a CPU a large product keeps all cores busy by itself.
+MOST_BATCHED = {"cpu": 1 << 20}
+
 
 class Segment(NamedTuple):
     """The examples of one domain: `first` up to `last` of the batch, and its row of the buffer."""
@@ -41,6 +45,18 @@ class Segment(NamedTuple):
     row: int
     first: int
     last: int
+
+
+class Run(NamedTuple):
+    """Domains one after another, of equal size and with rows one after another."""
+
+    first_row: int
+    num_rows: int
+    tokens: slice
+
+    def cut(self, values_TF: Tensor) -> Tensor:
+        """[rows, tokens of a domain, ...] of [tokens of the batch, ...]."""
+        return values_TF[self.tokens].view(self.num_rows, -1, *values_TF.shape[1:])
 
 
 class Stack:
@@ -59,6 +75,7 @@ class Stack:
         self._buffer = buffer
         self._tracked = frozenset(tracked)
         self._segments: tuple[Segment, ...] = ()
+        self._run_borders: tuple[tuple[int, int], ...] = ()
         # Tokens per example that were seen in this pass: what else a flattened batch may hold.
         self._lengths: set[int] = set()
         self.has_written = False
@@ -74,6 +91,7 @@ class Stack:
     def listening(self, segments: Sequence[Segment]) -> Iterator[None]:
         """Let the modules fill the rows of `segments`; afterwards they are as they were."""
         self._segments, self._lengths, self.has_written = tuple(segments), set(), False
+        self._run_borders = tuple(_run_borders(segments))
         before = {module: module.__dict__.get("forward") for module in self._forwards}
         _listening.append(self)
         try:
@@ -98,43 +116,40 @@ class Stack:
         """Whether the optimizer trains `param`."""
         return param is not None and id(param) in self._tracked
 
-    def spans(self, num_tokens: int) -> Iterator[tuple[int, slice]]:
-        """(row, tokens of its domain) of `num_tokens`, as many for each example."""
-        if not self._segments:
-            raise RuntimeError(
-                "a backward pass of a stacked batch ran outside its context, where nobody knows "
-                "which token is whose. Call loss.backward() inside optimizer.stacked(...)."
-            )
+    def runs(self, num_tokens: int) -> Iterator[Run]:
+        """The domains of `num_tokens`, as many for each example, as few runs as there can be."""
+        segments = self.slices()
         each = num_tokens // self.num_examples
-        for row, first, last in self._segments:
-            yield row, slice(first * each, last * each)
+        for first, last in self._run_borders:
+            start, end = segments[first], segments[last]
+            yield Run(start.row, last - first + 1, slice(start.first * each, end.last * each))
 
     def write(
         self,
         param: Tensor,
-        row: int,
+        run: Run,
         dtype: torch.dtype,
         product: Callable[[Tensor, bool], object],
     ) -> None:
-        """Have `product(out, adds)` fill `param`'s row, or add to it.
+        """Have `product(out, adds)` fill `param`'s rows of a run, or add to them.
 
         Args:
-            param: whose gradient it is; `out` has its shape.
-            row: of the domain.
+            param: whose gradient it is; `out` is [rows of the run, *its shape].
+            run: of domains.
             dtype: in which the gradient is computed, and of `out`.
             product: writes `out`, adding to what is there if `adds`.
         """
         self.has_written = True
-        row_N, adds = self._buffer.slot(row, param, dtype)
-        if row_N.dtype == dtype:
-            product(row_N.view(param.shape), adds)
+        rows_GN, adds = self._buffer.slots(run.first_row, run.num_rows, param, dtype)
+        if rows_GN.dtype == dtype:
+            product(rows_GN.view(-1, *param.shape), adds)
             return
-        value = torch.empty(param.shape, dtype=dtype, device=param.device)
+        value = torch.empty(run.num_rows, *param.shape, dtype=dtype, device=param.device)
         product(value, False)
         if adds:
-            row_N.add_(value.view(-1))
+            rows_GN.add_(value.flatten(1))
         else:
-            row_N.copy_(value.view(-1))
+            rows_GN.copy_(value.flatten(1))
 
     def receive(self, param: Tensor, row: int, grad: Tensor) -> None:
         """Take a gradient that autograd has made of one domain alone."""
@@ -192,7 +207,16 @@ class Stack:
         return ids, 1
 
     def slices(self) -> tuple[Segment, ...]:
-        """The segments of the batch under way."""
+        """The segments of the batch under way.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if not self._segments:
+            raise RuntimeError(
+                "a backward pass of a stacked batch ran outside its context, where nobody knows "
+                "which token is whose. Call loss.backward() inside optimizer.stacked(...)."
+            )
         return self._segments
 
     def _owners(self, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
@@ -283,26 +307,58 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _sum_into(values_TF: Tensor) -> Callable[[Tensor, bool], object]:
-    """Sum over tokens, as a product that `Stack.write` takes."""
+def _run_borders(segments: Sequence[Segment]) -> Iterator[tuple[int, int]]:
+    """First and last segment of each run."""
+    first = 0
+    for i, (before, after) in enumerate(pairwise(segments), start=1):
+        is_equal = after.last - after.first == before.last - before.first
+        if not is_equal or after.row != before.row + 1:
+            yield first, i - 1
+            first = i
+    if segments:
+        yield first, len(segments) - 1
+
+
+def put(gradient: Tensor) -> Callable[[Tensor, bool], object]:
+    """A gradient that is there already, as a product that `Stack.write` takes."""
 
     def product(out: Tensor, adds: bool) -> None:
+        value = gradient.view(out.shape)
         if adds:
-            out.add_(values_TF.sum(0).view(out.shape))
+            out.add_(value)
         else:
-            torch.sum(values_TF, 0, out=out.view(-1))
+            out.copy_(value)
 
     return product
 
 
-def _matmul_into(left: Tensor, right: Tensor) -> Callable[[Tensor, bool], object]:
-    """left @ right, as a product that `Stack.write` takes."""
+def _sum_into(values_GTF: Tensor) -> Callable[[Tensor, bool], object]:
+    """Sum over tokens, as a product that `Stack.write` takes."""
 
     def product(out: Tensor, adds: bool) -> None:
         if adds:
-            out.addmm_(left, right)
+            out.add_(values_GTF.sum(1).view(out.shape))
         else:
-            torch.mm(left, right, out=out)
+            torch.sum(values_GTF, 1, out=out.flatten(1))
+
+    return product
+
+
+def _matmul_into(left_G: Tensor, right_G: Tensor) -> Callable[[Tensor, bool], object]:
+    """left @ right of each domain, as a product that `Stack.write` takes."""
+
+    def product(out: Tensor, adds: bool) -> None:
+        if len(out) > 1 and out[0].numel() <= MOST_BATCHED.get(out.device.type, out[0].numel()):
+            if adds:
+                out.baddbmm_(left_G, right_G)
+            else:
+                torch.bmm(left_G, right_G, out=out)
+            return
+        for each, left, right in zip(out, left_G, right_G, strict=True):
+            if adds:
+                each.addmm_(left, right)
+            else:
+                torch.mm(left, right, out=each)
 
     return product
 
@@ -340,13 +396,13 @@ class _Linear(torch.autograd.Function):
 def _fill_linear(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
     grad_TO, x_TI = _flat(tensors[0]), _flat(tensors[1])
     is_transposed = not isinstance(module, nn.Linear)
-    for row, span in stack.spans(len(x_TI)):
-        grad, x = grad_TO[span], x_TI[span]
+    for run in stack.runs(len(x_TI)):
+        grad, x = run.cut(grad_TO), run.cut(x_TI)
         if stack.owns(module.weight):
-            pair = (x.t(), grad) if is_transposed else (grad.t(), x)
-            stack.write(module.weight, row, grad.dtype, _matmul_into(*pair))
+            pair = (x.mT, grad) if is_transposed else (grad.mT, x)
+            stack.write(module.weight, run, grad.dtype, _matmul_into(*pair))
         if stack.owns(module.bias):
-            stack.write(module.bias, row, grad.dtype, _sum_into(grad))
+            stack.write(module.bias, run, grad.dtype, _sum_into(grad))
 
 
 def _linear(stack: Stack, module: Any) -> Forward:
@@ -391,21 +447,26 @@ def _fill_embedding(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> Non
     grad, ids = tensors
     grad_BLD = grad.flatten(1, -2) if grad.dim() > 3 else grad.view(len(grad), -1, grad.shape[-1])
     ids_BL = ids.reshape(len(ids), -1)
-    for row, span in stack.spans(len(grad_BLD)):
-        grad_LD, ids_L = grad_BLD[span], ids_BL
-        # The same for all examples, as positions are: their gradients add up first.
-        is_shared = len(ids_BL) < len(grad_BLD)
-        grad_LD = grad_LD.sum(0) if is_shared else grad_LD.flatten(0, 1)
-        ids_L = ids_BL[0] if is_shared else ids_BL[span].flatten()
-        stack.write(module.weight, row, grad.dtype, _scatter_into(grad_LD, ids_L, module))
+    # The same for all examples, as positions are: their gradients add up first.
+    is_shared = len(ids_BL) < len(grad_BLD)
+    for run in stack.runs(len(grad_BLD)):
+        grad_GBLD = run.cut(grad_BLD)
+        grad_GLD = grad_GBLD.sum(1) if is_shared else grad_GBLD.flatten(1, 2)
+        ids_GL = ids_BL.expand(run.num_rows, -1) if is_shared else run.cut(ids_BL).flatten(1)
+        stack.write(module.weight, run, grad.dtype, _scatter_into(grad_GLD, ids_GL, module))
 
 
-def _scatter_into(grad_LD: Tensor, ids_L: Tensor, module: Any) -> Callable[[Tensor, bool], object]:
+def _scatter_into(
+    grad_GLD: Tensor, ids_GL: Tensor, module: Any
+) -> Callable[[Tensor, bool], object]:
     if module.padding_idx is not None:
-        grad_LD = grad_LD.masked_fill((ids_L == module.padding_idx)[:, None], 0)
+        grad_GLD = grad_GLD.masked_fill((ids_GL == module.padding_idx)[..., None], 0)
 
     def product(out: Tensor, adds: bool) -> None:
-        (out if adds else out.zero_()).index_add_(0, ids_L, grad_LD)
+        if not adds:
+            out.zero_()
+        for each, ids_L, grad_LD in zip(out, ids_GL, grad_GLD, strict=True):
+            each.index_add_(0, ids_L, grad_LD)
 
     return product
 
@@ -459,16 +520,31 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _fill_layer_norm(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
-    num_last = len(module.normalized_shape)
+    shape, num_last = list(module.normalized_shape), len(module.normalized_shape)
     grad_TF, x_TF = (_flat(tensor, num_last) for tensor in tensors[:2])
     mean_T, rstd_T = (tensor.reshape(-1, 1) for tensor in tensors[2:])
-    for row, span in stack.spans(len(x_TF)):
-        grad = grad_TF[span]
-        if stack.owns(module.weight):
-            normal = (x_TF[span] - mean_T[span]) * rstd_T[span]
-            stack.write(module.weight, row, grad.dtype, _sum_into(grad * normal))
-        if stack.owns(module.bias):
-            stack.write(module.bias, row, grad.dtype, _sum_into(grad))
+    wanted = [False, stack.owns(module.weight), stack.owns(module.bias)]
+    for run in stack.runs(len(x_TF)):
+        found = [
+            torch.ops.aten.native_layer_norm_backward(
+                grad.unflatten(1, shape),
+                x.unflatten(1, shape),
+                shape,
+                mean.view(-1, *[1] * num_last),
+                rstd.view(-1, *[1] * num_last),
+                module.weight,
+                module.bias,
+                wanted,
+            )
+            for grad, x, mean, rstd in zip(
+                *(run.cut(tensor) for tensor in (grad_TF, x_TF, mean_T, rstd_T)), strict=True
+            )
+        ]
+        _, weights_G, biases_G = zip(*found, strict=True)
+        for param, values_G in ((module.weight, weights_G), (module.bias, biases_G)):
+            if stack.owns(param):
+                values_GF = torch.stack(values_G)
+                stack.write(param, run, values_GF.dtype, put(values_GF))
 
 
 def _layer_norm(stack: Stack, module: Any) -> Forward:
@@ -506,12 +582,30 @@ class _Scale(torch.autograd.Function):
 
 def _fill_scale(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
     grad_TF, x_TF = (_flat(tensor, module.weight.dim()) for tensor in tensors)
-    for row, span in stack.spans(len(x_TF)):
-        grad = grad_TF[span]
-        stack.write(module.weight, row, grad.dtype, _sum_into(grad * x_TF[span]))
+    for run in stack.runs(len(x_TF)):
+        grad = run.cut(grad_TF)
+        stack.write(module.weight, run, grad.dtype, _sum_into(grad * run.cut(x_TF)))
 
 
 def _rms_norm(stack: Stack, module: Any) -> Forward:
+    def normal(x: Tensor) -> Tensor:
+        return F.rms_norm(x, module.normalized_shape, None, module.eps)
+
+    return _scaled(stack, module, normal)
+
+
+def _rms_norm_of_llama(stack: Stack, module: Any) -> Forward:
+    """As in transformers: in float32, and back before the weight."""
+
+    def normal(x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+        return (wide * scale).to(x.dtype)
+
+    return _scaled(stack, module, normal)
+
+
+def _scaled(stack: Stack, module: Any, normal: Callable[[Tensor], Tensor]) -> Forward:
     number, token = _registered(stack, module, _fill_scale), _token(module)
     original = module.forward
 
@@ -519,9 +613,8 @@ def _rms_norm(stack: Stack, module: Any) -> Forward:
         if not torch.is_grad_enabled():
             output: Tensor = original(x)
             return output
-        x = stack.batch_first(x, module)
-        normal = F.rms_norm(x, module.normalized_shape, None, module.eps)
-        output = _Scale.apply(normal, module.weight, token, number)  # type: ignore[no-untyped-call]
+        x = normal(stack.batch_first(x, module))
+        output = _Scale.apply(x, module.weight, token, number)  # type: ignore[no-untyped-call]
         return output
 
     return forward
@@ -629,6 +722,9 @@ _RULES: dict[str, Callable[[Stack, Any], Forward]] = {
     "torch.nn.modules.sparse.Embedding": _embedding,
     "torch.nn.modules.normalization.LayerNorm": _layer_norm,
     "torch.nn.modules.normalization.RMSNorm": _rms_norm,
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm": _rms_norm_of_llama,
+    "transformers.models.mistral.modeling_mistral.MistralRMSNorm": _rms_norm_of_llama,
+    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm": _rms_norm_of_llama,
 }
 
 
