@@ -21,9 +21,6 @@ from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.training import ByName, RecordedTrainer, Task
 
-# The running average has converged where its last fifth changed it little.
-DRIFT_FROM = 0.8
-
 Target = str | dict[str, float]
 
 _log = logging.getLogger("doge_fast")
@@ -216,14 +213,6 @@ def _weights_record(
         "block_size": corpus.block_size,
         "steps": config.training.steps,
         "seed": config.training.seed,
-        "drift": _drift(config, average),
+        "drift": records.drift(config.out, average, config.training.steps),
         "versions": records.versions(),
     }
-
-
-def _drift(config: ProxyConfig, average: Mapping[str, float]) -> float:
-    """sum_j |alpha_bar_j(T) - alpha_bar_j(0.8 T)|, of the last line at or before 0.8 T."""
-    until = DRIFT_FROM * config.training.steps
-    lines = records.read_metrics(config.out, kind="train")
-    before: dict[str, float] = [line for line in lines if line["step"] <= until][-1]["alpha_mean"]
-    return sum(abs(weight - before[name]) for name, weight in average.items())

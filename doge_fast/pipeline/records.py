@@ -4,8 +4,9 @@ A run directory is complete enough to be reported without the code that made it:
 
     config.json      what was asked, of which corpus, with which versions
     metrics.jsonl    one object a line, {"step", "kind": "train" | "eval", ...}; only appended to
-    weights.json     the domain weights, keyed by name (proxy stage)
+    weights.json     the domain weights, keyed by name (learned, or what a base run used)
     evaluation.json  loss and perplexity per domain on held-out blocks
+    fewshot.json     k-shot accuracies of lm-eval's tasks, with standard errors and chance
 
 Whole files are written beside and renamed; a line is one write. So a run killed at any
 moment leaves complete files and at most one torn line, which the next run drops. JSON has
@@ -22,22 +23,29 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 SCHEMA_VERSION = 1
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 WEIGHTS = "weights.json"
 EVALUATION = "evaluation.json"
+EXPERIMENT = "experiment.json"
+FEWSHOT = "fewshot.json"
 
-Stage = Literal["proxy", "base"]
+Stage = Literal["proxy", "base", "doremi", "select"]
 Json = dict[str, Any]
 
 # Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
 _SUM_TOLERANCE = 1e-5
 
+# The running average has converged where its last fifth changed it little.
+DRIFT_FROM = 0.8
+
+# What is asked of a select run's scores, once they are there.
+_READ_OFF = ("strategies", "reading")
 # Where a run lies and where its blocks are cached does not change what it computes.
-_NOT_COMPARED = ("out", "corpus.cache_dir")
+_NOT_COMPARED = ("out", "corpus.cache_dir", *_READ_OFF)
 
 _REPORTED_PACKAGES = (
     "doge-fast",
@@ -172,7 +180,7 @@ def open_run(out: Path, *, stage: Stage, config: Any, corpus: Mapping[str, Any])
 
     Args:
         out: the run directory; made where absent.
-        stage: "proxy" or "base".
+        stage: "proxy", "base", "doremi" or "select".
         config: the stage's dataclass.
         corpus: {"domains": {name: {"train_tokens", "train_blocks", "validation_blocks",
             "documents"}}, "targets": likewise, "tokenizer_sha256", "block_size",
@@ -211,9 +219,10 @@ def read_config(run: Path) -> Json:
     record = read_json(run / CONFIG)
     _check_schema(record, run / CONFIG)
     _check_keys(record, ("stage", "config", "corpus"), run / CONFIG)
-    if record["stage"] not in ("proxy", "base"):
+    if record["stage"] not in get_args(Stage):
         raise ValueError(
-            f"{run / CONFIG} must name the stage proxy or base; it says {record['stage']!r}."
+            f"{run / CONFIG} must name a stage, one of {', '.join(get_args(Stage))}; it says "
+            f"{record['stage']!r}."
         )
     return record
 
@@ -230,7 +239,7 @@ def _check_empty(out: Path) -> None:
     if not out.is_dir():
         return
     # What a run leaves that was killed while it wrote its very first file.
-    torn = f".{CONFIG}."
+    torn = (f".{CONFIG}.", f".{EXPERIMENT}.")
     held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(torn))
     if held:
         raise ValueError(
@@ -315,6 +324,23 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     if not path.exists():
         raise ValueError(f"{path} does not exist: the run in {run} has not logged a step.")
     return [line for line in _parse_metrics(path) if kind in (None, line["kind"])]
+
+
+def drift(run: Path, average: Mapping[str, float], steps: int) -> float:
+    """How far the average domain weights moved in the last fifth of a run.
+
+    drift  =  sum_j | alpha_bar_j(T) - alpha_bar_j(0.8 T) |
+
+    Args:
+        run: the run directory; of its lines of metrics.jsonl the last at or before step 0.8 T
+            counts.
+        average: {domain: alpha_bar_j(T)}.
+        steps: T.
+    """
+    until = DRIFT_FROM * steps
+    lines = read_metrics(run, kind="train")
+    before: dict[str, float] = [line for line in lines if line["step"] <= until][-1]["alpha_mean"]
+    return sum(abs(weight - before[name]) for name, weight in average.items())
 
 
 def _parse_metrics(path: Path) -> list[Json]:
@@ -513,4 +539,119 @@ _EVALUATION_KEYS = (
     "average_perplexity",
     "worst",
     "tokens",
+)
+
+
+def few_shot(
+    *, step: int, tasks: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]
+) -> Json:
+    """What fewshot.json holds, from the scores of every task.
+
+    average acc         =  mean_t acc_t
+    average acc_stderr  =  sqrt(sum_t acc_stderr_t^2) / T      tasks share no document
+
+    Args:
+        step: optimizer steps the model has made.
+        tasks: per task its lm-eval `version`, `split`, number of `documents`, `acc` and, where it
+            has it, `acc_norm`, each with `_stderr` (None for one document), `chance`, how many
+            `requests` (one per choice) and `prompt_tokens` there were, how many of both the model
+            could not see (`truncated_requests`, `truncated_tokens`), and how many answers alone
+            were longer than the model (`truncated_answers`).
+        setting: `shots`, `fewshot_seed`, the model's `positions`, and what else decides the scores.
+
+    Raises:
+        ValueError: there is no task.
+    """
+    if not tasks:
+        raise ValueError("A few-shot record needs at least one task; it has none.")
+    number = len(tasks)
+    stderrs = [task["acc_stderr"] for task in tasks.values()]
+    is_known = all(stderr is not None for stderr in stderrs)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        **setting,
+        "tasks": {name: dict(scores) for name, scores in tasks.items()},
+        "average": {
+            "acc": math.fsum(task["acc"] for task in tasks.values()) / number,
+            "acc_stderr": math.hypot(*stderrs) / number if is_known else None,
+            "chance": math.fsum(task["chance"] for task in tasks.values()) / number,
+        },
+    }
+
+
+def write_few_shot(run: Path, record: Mapping[str, Any]) -> None:
+    """Write fewshot.json (see `few_shot`) into the run directory."""
+    _check_keys(dict(record), _FEWSHOT_KEYS, run / FEWSHOT)
+    write_json(run / FEWSHOT, record)
+
+
+def read_few_shot(run: Path) -> Json:
+    """fewshot.json of a run directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, of a future schema, or lacks a part.
+    """
+    if not (run / FEWSHOT).exists():
+        raise ValueError(f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it.")
+    record = read_json(run / FEWSHOT)
+    _check_schema(record, run / FEWSHOT)
+    _check_keys(record, _FEWSHOT_KEYS, run / FEWSHOT)
+    return record
+
+
+_FEWSHOT_KEYS = ("step", "shots", "fewshot_seed", "positions", "tasks", "average")
+
+
+def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
+    """Write experiment.json into the directory of an experiment, made where absent.
+
+    Args:
+        out: the directory.
+        record: name, preset, title, question, settings, data, runs (names, in the order in which
+            they are made), groups (the runs behind each table) and versions.
+
+    Raises:
+        ValueError: the directory holds another experiment, or something else.
+    """
+    record = dict(plain({"schema_version": SCHEMA_VERSION, **record}))
+    _check_keys(record, _EXPERIMENT_KEYS, out / EXPERIMENT)
+    if (out / EXPERIMENT).exists():
+        known = read_experiment(out)
+        for key in (key for key in _EXPERIMENT_KEYS if key != "versions"):
+            if known[key] != record[key]:
+                raise ValueError(
+                    f"{out} holds the experiment {known['name']} with another {key}. Name another "
+                    "directory with out, or repeat the command that began it."
+                )
+        return
+    _check_empty(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / EXPERIMENT, record)
+
+
+def read_experiment(path: Path) -> Json:
+    """experiment.json of an experiment's directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, of another schema, or lacks a part.
+    """
+    if not (path / EXPERIMENT).exists():
+        raise ValueError(f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there.")
+    record = read_json(path / EXPERIMENT)
+    _check_schema(record, path / EXPERIMENT)
+    _check_keys(record, _EXPERIMENT_KEYS, path / EXPERIMENT)
+    return record
+
+
+_EXPERIMENT_KEYS = (
+    "name",
+    "preset",
+    "title",
+    "question",
+    "settings",
+    "data",
+    "runs",
+    "groups",
+    "versions",
 )

@@ -139,6 +139,19 @@ def is_finished(out: Path) -> bool:
     return (out / MODEL).is_dir()
 
 
+def check_finished(run: Path) -> None:
+    """Refuse a run that has no model yet.
+
+    Raises:
+        ValueError: it is not complete.
+    """
+    if not is_finished(run):
+        raise ValueError(
+            f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
+            "resumes."
+        )
+
+
 def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     """AdamW with linear warm-up and a cosine to `min_learning_rate`; nothing leaves the machine.
 

@@ -137,7 +137,7 @@ def test_read_config_wants_a_run(tmp_path):
         ({"schema_version": 1, "stage": "proxy"}, "it lacks config, corpus"),
         (
             {"schema_version": 1, "stage": "tune", "config": {}, "corpus": {}},
-            "must name the stage proxy or base; it says 'tune'",
+            "must name a stage, one of proxy, base, .*; it says 'tune'",
         ),
     ],
 )

@@ -1,0 +1,622 @@
+"""DoReMi's weights follow the loss in excess of a reference, and its runs are runs like others."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from doge_fast import cli
+from doge_fast.pipeline import domains, records, report, training
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
+from doge_fast.pipeline.domains import BaseBatches
+from doge_fast.pipeline.doremi import (
+    SMOOTHING,
+    STEP_SIZE,
+    DomainWeights,
+    DoReMiTrainer,
+    Variant,
+    domain_means,
+    example_shares,
+    excess_losses,
+    learn_by_excess_loss,
+    token_losses,
+)
+from doge_fast.pipeline.model import open_model
+from doge_fast.pipeline.proxy import learn_weights
+
+NAMES = ["code", "prose", "table", "verse"]
+VARIANTS: tuple[Variant, ...] = ("doremi", "doge")
+Make = Callable[..., DoReMiConfig]
+# Sums of a few float64 numbers in another order.
+ULPS = 1e-14
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The records without what a clock says."""
+    return [
+        {key: value for key, value in line.items() if key != "seconds"}
+        for line in records.read_metrics(run)
+    ]
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    assert lines_of(run) == lines_of(other)
+    assert records.read_weights(run) == records.read_weights(other)
+    model = "model/model.safetensors"
+    assert (run / model).read_bytes() == (other / model).read_bytes()
+
+
+def start(alpha: list[float], excess: float = 0.0) -> DomainWeights:
+    alpha_K = torch.tensor(alpha, dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64)
+    return DomainWeights(alpha_K, alpha_K, torch.full_like(alpha_K, excess), zero)
+
+
+# The update, against loops
+
+
+def excess_by_loop(
+    losses: list[list[float]],
+    reference: list[list[float]],
+    ids: list[int],
+    last: list[float],
+    variant: str,
+) -> list[float]:
+    found = list(last)
+    for k in range(len(last)):
+        own, other = [], []
+        for b, domain in enumerate(ids):
+            if domain == k:
+                own += losses[b]
+                other += reference[b]
+        if not own:
+            continue
+        if variant == "doremi":
+            clipped = [max(0.0, x - y) for x, y in zip(own, other, strict=True)]
+            found[k] = math.fsum(clipped) / len(clipped)
+        else:
+            found[k] = max(0.0, (math.fsum(own) - math.fsum(other)) / len(own))
+    return found
+
+
+def moved_by_loop(
+    alpha: list[float], excess: list[float], step_size: float, smoothing: float
+) -> list[float]:
+    grown = [a * math.exp(step_size * x) for a, x in zip(alpha, excess, strict=True)]
+    return [(1 - smoothing) * g / math.fsum(grown) + smoothing / len(alpha) for g in grown]
+
+
+def loss_by_loop(
+    losses: list[list[float]],
+    ids: list[int],
+    alpha: list[float],
+    sampling: list[float],
+    variant: str,
+) -> float:
+    if variant == "doremi":
+        ratios = [a / s for a, s in zip(alpha, sampling, strict=True)]
+        tokens = [(ratios[k], loss) for k, row in zip(ids, losses, strict=True) for loss in row]
+        return math.fsum(w * loss for w, loss in tokens) / math.fsum(w for w, _ in tokens)
+    total = 0.0
+    for k in sorted(set(ids)):
+        own = [loss for b, domain in enumerate(ids) if domain == k for loss in losses[b]]
+        total += alpha[k] * math.fsum(own) / len(own)
+    return total
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_many_steps_equal_a_loop(variant: Variant) -> None:
+    """Domains of unequal size, one of them missing from some batches and one from all."""
+    generator = torch.Generator().manual_seed(7)
+    num_domains, num_tokens = 4, 5
+    sampling = [0.4, 0.3, 0.2, 0.1]
+    weights = start(sampling, excess=2.0)
+    alpha, excess, seen = list(sampling), [2.0] * num_domains, []
+    for step in range(30):
+        ids = [0, 0, 0, 1] if step % 3 == 0 else [0, 1, 1, 2]
+        losses_BT = torch.rand(4, num_tokens, generator=generator, dtype=torch.float64) * 6
+        reference_BT = torch.rand(4, num_tokens, generator=generator, dtype=torch.float64) * 6
+        ids_B = torch.tensor(ids)
+        excess_K = excess_losses(losses_BT, reference_BT, ids_B, weights.excess, variant=variant)
+        weights = weights.moved(excess_K, step_size=0.3, smoothing=0.02)
+        sampling_K = torch.tensor(sampling, dtype=torch.float64)
+        shares_B = example_shares(weights.alpha, sampling_K, ids_B, variant=variant)
+        loss = losses_BT.mean(1) @ shares_B
+
+        rows, others = losses_BT.tolist(), reference_BT.tolist()
+        excess = excess_by_loop(rows, others, ids, excess, variant)
+        alpha = moved_by_loop(alpha, excess, 0.3, 0.02)
+        seen.append(alpha)
+        close = {"rel": (step + 1) * 10 * ULPS, "abs": ULPS}
+        assert weights.excess.tolist() == pytest.approx(excess, **close)
+        assert weights.alpha.tolist() == pytest.approx(alpha, **close)
+        mean = [math.fsum(each) / len(seen) for each in zip(*seen, strict=True)]
+        assert weights.alpha_mean.tolist() == pytest.approx(mean, **close)
+        expected = loss_by_loop(rows, ids, alpha, sampling, variant)
+        assert float(loss) == pytest.approx(expected, **close)
+    assert weights.excess[3] == 2.0
+    assert weights.num_steps == 30
+
+
+def test_tokens_are_clipped_one_by_one_and_not_their_mean() -> None:
+    losses_BT = torch.tensor([[3.0, 1.0], [2.0, 2.0]])
+    reference_BT = torch.tensor([[1.0, 3.0], [1.0, 1.5]])
+    ids_B, last_K = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.float64)
+    per_token = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant="doremi")
+    of_means = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant="doge")
+    # Two nats worse on one token and two better on the other.
+    assert per_token.tolist() == [1.0, 0.75]
+    assert of_means.tolist() == [0.0, 0.75]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_domain_that_the_reference_predicts_better_gains_weight(variant: Variant) -> None:
+    reference_BT = torch.full((4, 3), 2.0)
+    losses_BT = reference_BT + torch.tensor([[-1.0], [0.0], [0.5], [1.5]])
+    weights = start([0.25] * 4)
+    excess_K = excess_losses(
+        losses_BT, reference_BT, torch.arange(4), weights.excess, variant=variant
+    )
+    assert excess_K.tolist() == [0.0, 0.0, 0.5, 1.5]
+    alpha = weights.moved(excess_K, step_size=STEP_SIZE[variant], smoothing=0.0).alpha.tolist()
+    assert alpha[0] == alpha[1] < 0.25 < alpha[3]
+    assert alpha[0] < alpha[2] < alpha[3]
+
+
+def test_equal_excess_moves_nothing_and_smoothing_is_a_floor() -> None:
+    weights = start([0.7, 0.2, 0.1])
+    still = weights.moved(torch.full((3,), 0.8, dtype=torch.float64), step_size=1, smoothing=0)
+    assert still.alpha.tolist() == pytest.approx([0.7, 0.2, 0.1], rel=ULPS)
+    huge = torch.tensor([1e4, 0.0, 0.0], dtype=torch.float64)
+    floor = weights.moved(huge, step_size=1, smoothing=0.03).alpha.tolist()
+    assert floor == pytest.approx([0.98, 0.01, 0.01], rel=ULPS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_move_with_the_domains_names(variant: Variant) -> None:
+    generator = torch.Generator().manual_seed(3)
+    losses_BT, reference_BT = torch.rand(2, 6, 4, generator=generator, dtype=torch.float64)
+    ids_B, order = torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([2, 0, 1])
+    last_K = torch.zeros(3, dtype=torch.float64)
+    there = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant=variant)
+    here = excess_losses(losses_BT, reference_BT, order[ids_B], last_K, variant=variant)
+    assert here[order].tolist() == pytest.approx(there.tolist(), rel=ULPS)
+
+
+def test_at_the_sampling_weights_the_loss_is_the_ordinary_one() -> None:
+    sampling_K = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    shares_B = example_shares(sampling_K, sampling_K, torch.tensor([0, 0, 0, 1, 2]))
+    assert shares_B.tolist() == pytest.approx([0.2] * 5, rel=ULPS)
+
+
+def test_token_losses_are_the_models_own() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_BLV = torch.randn(2, 5, 11, generator=generator)
+    labels_BL = torch.randint(11, (2, 5), generator=generator)
+    losses_BT = token_losses(logits_BLV.bfloat16(), labels_BL)
+    assert losses_BT.shape == (2, 4)
+    assert losses_BT.dtype == torch.float32
+    wide = logits_BLV.bfloat16().double().log_softmax(-1)
+    for b in range(2):
+        for t in range(4):
+            exact = -float(wide[b, t, labels_BL[b, t + 1]])
+            assert float(losses_BT[b, t]) == pytest.approx(exact, rel=8 * 2**-23)
+
+
+def test_a_domain_without_tokens_has_no_mean() -> None:
+    means_K = domain_means(torch.tensor([[1.0, 3.0]]), torch.tensor([1]), 3).tolist()
+    assert means_K[1] == 2.0
+    assert math.isnan(means_K[0])
+    assert math.isnan(means_K[2])
+
+
+# Runs
+
+
+@pytest.fixture
+def doremi(
+    settings: dict[str, Any], base: Callable[..., BaseConfig], tmp_path: Path
+) -> Callable[..., DoReMiConfig]:
+    """Makes a DoReMiConfig against a reference of 30 steps; keywords as for `base`."""
+
+    def make(out: str = "doremi", **changes: Any) -> DoReMiConfig:
+        reference = changes.pop("reference", None) or tmp_path / "reference"
+        own = {
+            key: changes.pop(key)
+            for key in ("variant", "step_size", "smoothing", "log_every")
+            if key in changes
+        }
+        same = vars(base(out, **changes))
+        keys = ("out", "corpus", "model", "training", "targets", "batch_size")
+        return DoReMiConfig(reference=reference, **{key: same[key] for key in keys}, **own)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Reference runs, each trained once for all tests."""
+    return {"folder": tmp_path_factory.mktemp("references")}
+
+
+@pytest.fixture
+def reference(base: Callable[..., BaseConfig], trained: dict[str, Path]) -> Callable[..., Path]:
+    """A finished base run of 30 steps; keywords as for `base`."""
+
+    def make(**changes: Any) -> Path:
+        key = json.dumps(changes, sort_keys=True)
+        if key not in trained:
+            config = base(**{"steps": 30} | changes)
+            out = trained["folder"] / str(len(trained))
+            trained[key] = train_base(BaseConfig(**vars(config) | {"out": out}))
+        return trained[key]
+
+    return make
+
+
+def test_a_run_leaves_weights_records_and_a_model(
+    doremi: Make, reference: Callable[..., Path]
+) -> None:
+    against = reference()
+    config = doremi(reference=against)
+    assert learn_by_excess_loss(config) == config.out
+    held = sorted(entry.name for entry in config.out.iterdir())
+    assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
+    assert records.read_config(config.out)["stage"] == "doremi"
+    record = records.read_weights(config.out, domains=NAMES)
+    assert record["method"] == record["variant"] == "doremi"
+    assert (record["step_size"], record["smoothing"]) == (1.0, 1e-4)
+    assert (record["steps"], record["batch_size"], record["block_size"]) == (8, 8, 16)
+    # What the run cost can be counted from it: tokens and parameters of both models.
+    model = AutoModelForCausalLM.from_pretrained(config.out / "model")
+    assert record["parameters"] == sum(p.numel() for p in model.parameters())
+    assert record["tokens"] == 8 * 8 * 16
+    told = record["reference"]
+    assert (told["run"], told["steps"], told["tokens"]) == (str(against), 30, 30 * 8 * 16)
+    assert told["parameters"] == record["parameters"]
+    assert len(told["model_sha256"]) == 64
+    assert {entry["reference_weight"] for entry in record["domains"]} == {0.25}
+    assert not [file for file in config.out.rglob("*") if file.suffix in (".pt", ".bin", ".pth")]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lines_hold_the_weights_and_what_moved_them(
+    doremi: Make, reference: Callable[..., Path], variant: Variant
+) -> None:
+    config = doremi(reference=reference(), variant=variant)
+    learn_by_excess_loss(config)
+    lines = records.read_metrics(config.out, kind="train")
+    assert [line["step"] for line in lines] == list(range(9))
+    assert lines[0]["alpha"] == lines[0]["alpha_mean"] == dict.fromkeys(NAMES, 0.25)
+    alpha, seen = [0.25] * 4, []
+    for line in lines[1:]:
+        excess = [line["excess"][name] for name in NAMES]
+        alpha = moved_by_loop(alpha, excess, STEP_SIZE[variant], SMOOTHING[variant])
+        seen.append(alpha)
+        assert list(line["alpha"].values()) == pytest.approx(alpha, rel=100 * ULPS)
+        mean = [math.fsum(each) / len(seen) for each in zip(*seen, strict=True)]
+        assert list(line["alpha_mean"].values()) == pytest.approx(mean, rel=100 * ULPS)
+        differences = {name: line["loss"][name] - line["reference_loss"][name] for name in NAMES}
+        for name, difference in differences.items():
+            # Differences of losses below 8 nats, in float32; their mean is within an ulp of 8.
+            rounding, least = 2**-20, max(0.0, difference)
+            if variant == "doge":
+                assert line["excess"][name] == pytest.approx(least, rel=0, abs=rounding)
+            else:
+                # A mean of clipped numbers is above the clipped mean.
+                assert line["excess"][name] >= least - rounding
+    assert records.weights_by_name(records.read_weights(config.out)) == lines[-1]["alpha_mean"]
+    assert lines[-1]["tokens"] == dict.fromkeys(NAMES, 8 * 2 * 16)
+    # A fresh model predicts worse than one of 30 steps, so something has moved.
+    assert all(excess > 0 for excess in lines[1]["excess"].values())
+    assert lines[-1]["alpha"] != lines[0]["alpha"]
+    held_out = records.read_metrics(config.out, kind="eval")
+    assert [line["step"] for line in held_out] == [8]
+    assert set(held_out[0]["loss"]) == set(NAMES)
+
+
+def test_the_reference_is_measured_as_it_is_and_stays_so(
+    doremi: Make, reference: Callable[..., Path]
+) -> None:
+    """The recorded losses are those of the model in its folder, without dropout."""
+    against = reference()
+    before = (against / "model/model.safetensors").read_bytes()
+    config = doremi(reference=against)
+    learn_by_excess_loss(config)
+    corpus = domains.load_corpus(config.corpus)
+    batches = BaseBatches(
+        corpus, weights=dict.fromkeys(NAMES, 0.25), batch_size=8, seed=0, domain_ids=True
+    )
+    model = open_model(against / "model").train(False)
+    for line in records.read_metrics(config.out, kind="train")[1::3]:
+        batch = batches.batch(line["step"] - 1)
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"]).logits
+        losses_K = domain_means(token_losses(logits, batch["labels"]), batch["domain_ids"], 4)
+        measured = [line["reference_loss"][name] for name in NAMES]
+        assert measured == pytest.approx(losses_K.tolist(), rel=4 * 2**-23)
+    assert (against / "model/model.safetensors").read_bytes() == before
+
+
+def test_batches_follow_the_references_weights_and_so_does_the_start(
+    doremi: Make, reference: Callable[..., Path]
+) -> None:
+    """Natural weights: prose has three times the text; some domains are missing in some steps."""
+    config = doremi(reference=reference(weights="natural"), batch_size=3, steps=12)
+    learn_by_excess_loss(config)
+    lines = records.read_metrics(config.out, kind="train")
+    record = records.read_weights(config.out)
+    weights = {entry["name"]: entry["reference_weight"] for entry in record["domains"]}
+    assert max(weights, key=weights.__getitem__) == "prose"
+    assert weights == {entry["name"]: entry["prior"] for entry in record["domains"]}
+    assert lines[0]["alpha"] == weights
+    drawn = lines[-1]["tokens"]
+    assert max(drawn, key=drawn.__getitem__) == "prose"
+    assert sum(drawn.values()) == 12 * 3 * 16
+    absent = [
+        (before, line, name)
+        for before, line in pairwise(lines[1:])
+        for name in NAMES
+        if line["loss"][name] is None
+    ]
+    assert absent
+    assert all(line["excess"][name] == before["excess"][name] for before, line, name in absent)
+    # Nothing has been seen of it: as bad as a guess.
+    unseen = [name for name in NAMES if lines[1]["loss"][name] is None]
+    assert unseen
+    vocab_size = records.read_config(config.out)["corpus"]["vocab_size"]
+    assert all(lines[1]["excess"][name] == math.log(vocab_size) for name in unseen)
+
+
+def test_a_domain_that_only_the_reference_has_learned_gains_weight(
+    doremi: Make, reference: Callable[..., Path]
+) -> None:
+    """The proxy can hardly learn at this rate, so its excess is what the reference learned."""
+    config = doremi(reference=reference(steps=60), learning_rate=1e-6, min_learning_rate=0.0)
+    learn_by_excess_loss(config)
+    lines = records.read_metrics(config.out, kind="train")
+    mean = {name: sum(line["excess"][name] for line in lines[1:]) for name in NAMES}
+    ranked = sorted(NAMES, key=mean.__getitem__)
+    assert sorted(NAMES, key=lines[-1]["alpha"].__getitem__) == ranked
+    assert lines[-1]["alpha"][ranked[-1]] > 0.25
+
+
+def test_a_proxy_of_another_size_and_a_held_out_domain(
+    doremi: Make, reference: Callable[..., Path]
+) -> None:
+    against = reference(targets=("verse",))
+    config = doremi(reference=against, targets=("verse",), embed_dim=16)
+    learn_by_excess_loss(config)
+    record = records.read_weights(config.out, domains=NAMES[:3])
+    assert record["parameters"] < record["reference"]["parameters"]
+    assert "verse" in records.read_metrics(config.out, kind="eval")[-1]["loss"]
+
+
+def test_the_variants_and_their_settings_matter(
+    doremi: Make, reference: Callable[..., Path]
+) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"variant": "doge"},
+        {"step_size": 0.1},
+        {"smoothing": 0.5},
+        {"seed": 1},
+    ]
+    against = reference()
+    runs = [
+        learn_by_excess_loss(doremi(f"run{i}", reference=against, steps=3, **change))
+        for i, change in enumerate(changes)
+    ]
+    weights = [records.weights_by_name(records.read_weights(run)) for run in runs]
+    assert all(weights[i] != weights[j] for i in range(5) for j in range(i))
+    record = records.read_weights(runs[1])
+    assert (record["variant"], record["step_size"], record["smoothing"]) == ("doge", 0.1, 0.0)
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing on the way may swallow it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> None:
+    """The given call of a method never returns."""
+    original, calls = getattr(DoReMiTrainer, method), iter(range(1, 1000))
+
+    def dying(self: DoReMiTrainer, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == count:
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(DoReMiTrainer, method, dying)
+
+
+@pytest.mark.parametrize(
+    ("method", "count"),
+    [
+        ("training_step", 2),
+        ("training_step", 6),
+        ("_save_rng_state", 2),
+        ("evaluate_domains", 2),
+    ],
+)
+def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
+    doremi: Make,
+    reference: Callable[..., Path],
+    trained: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    count: int,
+) -> None:
+    changes: dict[str, Any] = {"save_every": 3, "eval_every": 4, "batch_size": 3}
+    whole, cut = (doremi(name, reference=reference(), **changes) for name in ("whole", "cut"))
+    # Once for all cuts; a complete run is left as it is.
+    whole = replace(whole, out=trained["folder"] / "whole")
+    learn_by_excess_loss(whole)
+    with monkeypatch.context() as patch:
+        kill_at(patch, method, count)
+        with pytest.raises(Killed):
+            learn_by_excess_loss(cut)
+    assert not training.is_finished(cut.out)
+    with (cut.out / records.METRICS).open("a") as torn:
+        torn.write('{"step": 7, "kind": "tr')
+    learn_by_excess_loss(cut)
+    assert_same_run(cut.out, whole.out)
+    assert not (cut.out / training.CHECKPOINTS).exists()
+
+
+def test_a_run_does_not_go_on_against_another_reference(
+    doremi: Make, reference: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    against = tmp_path / "reference"
+    shutil.copytree(reference(), against)
+    config = doremi(reference=against, save_every=3, batch_size=3)
+    with monkeypatch.context() as patch:
+        kill_at(patch, "training_step", 6)
+        with pytest.raises(Killed):
+            learn_by_excess_loss(config)
+    # Half a run is reported as such; of a domain that is in no batch there is no loss to draw.
+    page = report.write_report(ReportConfig(runs=(config.out,)))
+    assert "not complete, its records end at step 5 of 8" in page.read_text(encoding="utf-8")
+    page.unlink()
+    shutil.rmtree(config.out / "report-figures")
+    shutil.rmtree(against)
+    shutil.copytree(reference(seed=1), against)
+    with pytest.raises(ValueError, match="began with a reference model of hash"):
+        learn_by_excess_loss(config)
+
+
+def test_a_complete_run_is_left_as_it_is(
+    doremi: Make, reference: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = doremi(reference=reference())
+    learn_by_excess_loss(config)
+    before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
+    with caplog.at_level("INFO", logger="doge_fast"):
+        learn_by_excess_loss(config)
+    assert "complete already, nothing to do" in caplog.text
+    assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"variant": "dro"}, "variant must be doremi or doge; got 'dro'"),
+        ({"step_size": 0.0}, "step_size must be positive and finite; got 0.0"),
+        ({"smoothing": 1.0}, "smoothing, the share of uniform"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"log_every": 0}, "log_every must be at least 1; got 0"),
+        ({"steps": 0}, "steps must be > 0; got 0"),
+        ({"domains": ("code", "prose")}, "weights for table, verse, which are not trained on"),
+        ({"targets": ("verse",)}, "weights for verse, which are not trained on"),
+        ({"block_size": 32}, "was trained with blocks of 16; this corpus has 32"),
+        ({"vocab_size": 330}, "was trained with the tokenizer [0-9a-f]{12}; this corpus has"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    doremi: Make, reference: Callable[..., Path], changes: dict[str, Any], text: str
+) -> None:
+    config = doremi(reference=reference(), **changes)
+    with pytest.raises(ValueError, match=text):
+        learn_by_excess_loss(config)
+    assert not config.out.exists()
+
+
+def test_a_reference_is_a_finished_base_run_with_every_domain(
+    doremi: Make,
+    base: Callable[..., BaseConfig],
+    proxy: Callable[..., ProxyConfig],
+    reference: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    def refusal(run: Path) -> str:
+        with pytest.raises(ValueError) as refused:  # noqa: PT011
+            learn_by_excess_loss(doremi(reference=run))
+        assert not (tmp_path / "doremi").exists()
+        return str(refused.value)
+
+    assert "is not a run directory" in refusal(tmp_path / "nowhere")
+    cut = tmp_path / "cut"
+    shutil.copytree(reference(), cut)
+    shutil.rmtree(cut / training.MODEL)
+    assert "reference must be a complete run" in refusal(cut)
+    learned = learn_weights(proxy(steps=2))
+    assert "reference must be a base run" in refusal(learned)
+    file = tmp_path / "weights.json"
+    entries = [{"name": n, "weight": w} for n, w in zip(NAMES, (0.5, 0.3, 0.2, 0), strict=True)]
+    records.write_weights(file, {"domains": entries})
+    partial = train_base(base("partial", weights=str(file), steps=2))
+    assert "has none for verse" in refusal(partial)
+
+
+def test_a_base_run_takes_the_weights_and_the_report_tells_of_them(
+    doremi: Make, base: Callable[..., BaseConfig], reference: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = doremi(reference=reference())
+    learned = learn_by_excess_loss(config)
+    arms = [train_base(base("uniform")), train_base(base("arm", weights=str(learned)))]
+    used = records.weights_by_name(records.read_weights(arms[1]))
+    assert used == records.weights_by_name(records.read_weights(learned))
+    page = report.write_report(ReportConfig(runs=(learned, *arms), out=tmp_path / "page.html"))
+    text = page.read_text(encoding="utf-8")
+    assert "learned by DoReMi" in text
+    assert "Weights at each step" in text
+    assert "Loss of the proxy in excess of the reference model" in text
+    assert "step size 1" in text
+    assert "doremi" in report.terminal_table((learned, *arms))
+
+
+def test_the_verb(
+    doremi: Make, reference: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = doremi(reference=reference())
+    words = ["doremi", "--out", str(config.out), "--reference", str(config.reference)]
+    for part in (config.corpus, config.model, config.training):
+        for key, value in vars(part).items():
+            if value not in (None, ()) and not isinstance(value, bool):
+                words += [f"--{key.replace('_', '-')}", str(value)]
+    assert cli.main([*words, "--batch-size", "8", "--variant", "doge"]) == 0
+    assert capsys.readouterr().out == f"weights: {config.out / 'weights.json'}\n"
+    assert records.read_weights(config.out)["variant"] == "doge"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_is_that_of_the_weighted_loss(
+    doremi: Make, reference: Callable[..., Path], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Trainer differentiates is the loop's loss at this step's weights, not the last's."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    original = DoReMiTrainer._move
+
+    def watched(self: DoReMiTrainer, losses: Tensor, reference: Tensor, ids: Tensor) -> None:
+        original(self, losses, reference, ids)
+        seen.append((losses.clone(), ids, self.weights.alpha))
+
+    monkeypatch.setattr(DoReMiTrainer, "_move", watched)
+    losses = []
+    step = DoReMiTrainer.training_step
+
+    def noted(self: DoReMiTrainer, *args: Any, **kwargs: Any) -> Tensor:
+        losses.append(step(self, *args, **kwargs))
+        assert not self.reference.training
+        assert all(p.grad is None for p in self.reference.parameters())
+        return losses[-1]
+
+    monkeypatch.setattr(DoReMiTrainer, "training_step", noted)
+    learn_by_excess_loss(doremi(reference=reference(), steps=3, dtype=dtype))
+    for loss, (losses_BT, ids_B, alpha_K) in zip(losses, seen, strict=True):
+        expected = loss_by_loop(
+            losses_BT.tolist(), ids_B.tolist(), alpha_K.tolist(), [0.25] * 4, "doremi"
+        )
+        # Eight float32 products.
+        assert float(loss) == pytest.approx(expected, rel=16 * 2**-23)
+    assert len(losses) == 3
