@@ -1,0 +1,353 @@
+"""Cancellation effect: how much of a parameter's gradient comes to nothing, and which to select.
+
+The paper scores "modules", parameter tensors of a model (76 in its 82M proxy), over the first
+steps of a training, and computes W from the columns of a few of them. Per step t and tensor w,
+
+    dw    =  w^(t+1) - w^(t)             what the optimizer has changed, weight decay included
+    norms =  sum_i ||dl(x_i) / dw||      over the examples of the mini-batch
+    sum   =  ||sum_i dl(x_i) / dw||      norm of the gradient that the step follows, times B
+
+What it divides by what, the texts tell in different ways; `READINGS` has them all. One training
+gives the score in every reading.
+
+Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (cancellation), appendix cancellation.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from doge_fast.example_norms import ExampleNorms, without_rule
+
+Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
+"""What C(w) sums over the steps.
+
+- norms-over-change: sum_i ||dl(x_i)/dw|| / ||dw||. The paper's words: "the ratio of gradient norm
+  and the norm of the actual update", high where gradients "among a minibatch could cancel each
+  other". The default, and what the house calls the cancellation effect.
+- sum-over-change: ||sum_i dl(x_i)/dw|| / ||dw||. The published code's ratio, except that it takes
+  the mean over the batch, the change of the step before, and copies that follow the weights, so
+  that each of its scores is infinite.
+- change-over-sum: ||dw|| / ||sum_i dl(x_i)/dw||. Eq. (cancellation) as it is printed, with the
+  norm that its denominator, a tensor, lacks. High means the opposite of the above.
+- change-over-norms: ||dw|| / sum_i ||dl(x_i)/dw||. The same with a norm of each summand.
+"""
+
+READINGS: tuple[Reading, ...] = get_args(Reading)
+DEFAULT_READING: Reading = "norms-over-change"
+
+
+class CancellationEffect:
+    """Follows a training loop and scores every parameter tensor.
+
+        effect = CancellationEffect(model, optimizer)
+        for batch in batches:
+            optimizer.zero_grad()
+            with effect.watching(len(batch)):
+                model(batch).backward()
+            optimizer.step()
+        select(effect.scores(), "high30", columns=effect.columns).names
+
+    The step is noticed by hooks of the optimizer; clipping between backward and step changes
+    nothing but the step. Steps before which nothing was watched do not count. Needs memory for
+    one copy of the parameters.
+
+    C(w) sums over every step that counts; stop after T_c of them. Steps whose denominator is zero
+    (a warm-up that starts at a learning rate of zero) add no term: `terms` counts the others.
+
+    Args:
+        model: what is trained.
+        optimizer: what steps it. Parameters that it does not hold are not scored.
+
+    Raises:
+        ValueError: the two share no parameter, or a module couples the examples of a batch.
+
+    Source: DoGE, eq. (cancellation).
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._params = {
+            name: param
+            for name, param in model.named_parameters()
+            if param.requires_grad and id(param) in held
+        }
+        if not self._params:
+            raise ValueError(
+                "CancellationEffect needs an optimizer over the model's parameters; they share "
+                "none."
+            )
+        _check_coupling(model)
+        self.without_rule = without_rule(model, self._params)
+        """Modules for which `watching` takes one example at a time only."""
+        self._norms = None if self.without_rule else ExampleNorms(model, self._params)
+        device = next(iter(self._params.values())).device
+        shape = len(READINGS), len(self._params)
+        self._scores_RP = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._terms_RP = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.num_steps = 0
+        self._copies: dict[str, Tensor] = {}
+        # Of the step under way, where something was watched.
+        self._norms_P: Tensor | None = None
+        self._sum_P: Tensor | None = None
+        self._weight: float | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are scored, as `model.named_parameters()` names them."""
+        return tuple(self._params)
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """{name: number of elements}."""
+        return {name: param.numel() for name, param in self._params.items()}
+
+    @contextmanager
+    def watching(self, num_examples: int, *, weight: float | None = None) -> Iterator[None]:
+        """Forward and backward of one micro-batch; a step may have several.
+
+        With one example its gradient is what `p.grad` gains, whatever the model does. With more,
+        norms come from the inputs and output gradients of the modules (see
+        `doge_fast.example_norms`), which have to treat examples one by one.
+
+        Args:
+            num_examples: > 0; of the micro-batch.
+            weight: > 0; factor of each l(x_i) in the loss that is run backward, the same in the
+                whole step. None: 1 / num_examples, for a mean.
+
+        Raises:
+            ValueError: a number is out of range, the weight is not that of the micro-batch
+                before, or a module has no rule for several examples.
+            RuntimeError: what `ExampleNorms.listening` refuses.
+        """
+        weight = self._check(num_examples, weight)
+        if num_examples == 1:
+            with self._one_example() as squared:
+                yield
+        else:
+            assert self._norms is not None
+            with self._norms.listening(num_examples):
+                yield
+            squared = self._norms.squared
+        device = self._scores_RP.device
+        norms = [squared[name].double().sqrt().sum().to(device) for name in self._params]
+        norms_P = torch.stack(norms)
+        self._norms_P = norms_P / weight + (0 if self._norms_P is None else self._norms_P)
+        # Of all micro-batches so far, and before anything clips it.
+        self._sum_P = self._stacked({name: p.grad for name, p in self._params.items()}) / weight
+        self._weight = weight
+
+    def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
+        """C(w) of every parameter so far, {name: score}.
+
+        Raises:
+            ValueError: an unknown reading.
+            RuntimeError: no step has counted yet.
+        """
+        return dict(zip(self._params, self._row(self._scores_RP, reading), strict=True))
+
+    def terms(self, reading: Reading = DEFAULT_READING) -> dict[str, int]:
+        """How many steps each score is the sum of, {name: count}; raises as `scores` does."""
+        return dict(zip(self._params, self._row(self._terms_RP, reading), strict=True))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All sums so far, as tensors; copies. Between steps, not between micro-batches."""
+        return {
+            "scores": self._scores_RP.clone(),
+            "terms": self._terms_RP.clone(),
+            "num_steps": torch.tensor(self.num_steps),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state_dict()` of the same model.
+
+        Raises:
+            ValueError: the state is of another number of parameters.
+        """
+        if state["scores"].shape != self._scores_RP.shape:
+            raise ValueError(
+                f"The state scores {state['scores'].shape[-1]} parameters in "
+                f"{len(state['scores'])} readings; here are {len(self._params)} in "
+                f"{len(READINGS)}. Load it into the model that it was saved from."
+            )
+        self._scores_RP.copy_(state["scores"])
+        self._terms_RP.copy_(state["terms"])
+        self.num_steps = int(state["num_steps"])
+        self._forget()
+
+    def release(self) -> None:
+        """Stop following the optimizer and drop the copy of the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._copies.clear()
+
+    def _row(self, values_RP: Tensor, reading: Reading) -> list[Any]:
+        if reading not in READINGS:
+            raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {reading!r}.")
+        if self.num_steps == 0:
+            raise RuntimeError(
+                "No step has been watched. Run backward inside effect.watching(num_examples) and "
+                "step the optimizer."
+            )
+        found: list[Any] = values_RP[READINGS.index(reading)].tolist()
+        return found
+
+    def _check(self, num_examples: int, weight: float | None) -> float:
+        if num_examples < 1:
+            raise ValueError(f"num_examples must be at least 1; got {num_examples}.")
+        weight = 1 / num_examples if weight is None else weight
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight must be a number greater than zero; got {weight}.")
+        if self._weight not in (None, weight):
+            raise ValueError(
+                "All examples of a step must have one weight in its loss; this micro-batch gives "
+                f"them {weight} and those before {self._weight}. Pass weight."
+            )
+        if num_examples > 1 and self.without_rule:
+            raise ValueError(
+                f"Norms per example of {', '.join(self.without_rule[:3])} are not known. Run one "
+                "example after another, each inside watching(1, weight=...)."
+            )
+        return weight
+
+    @contextmanager
+    def _one_example(self) -> Iterator[dict[str, Tensor]]:
+        """Squared norms of what `p.grad` gains inside; filled at the end."""
+        squared: dict[str, Tensor] = {}
+        before = {
+            name: None if param.grad is None else param.grad.clone()
+            for name, param in self._params.items()
+        }
+        yield squared
+        for name, param in self._params.items():
+            grad, old = param.grad, before.pop(name)
+            gained = grad if grad is None or old is None else old.sub_(grad)
+            squared[name] = self._norm(name, gained).square()
+
+    def _before_step(self, *_: Any) -> None:
+        if self._norms_P is None:
+            return
+        for name, param in self._params.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(param, requires_grad=False)
+            self._copies[name].copy_(param.detach())
+
+    def _after_step(self, *_: Any) -> None:
+        if self._norms_P is None or self._sum_P is None:
+            return
+        change_P = self._stacked(
+            {name: self._copies[name].sub_(p.detach()) for name, p in self._params.items()}
+        )
+        # In the order of READINGS.
+        above_RP = torch.stack([self._norms_P, self._sum_P, change_P, change_P])
+        below_RP = torch.stack([change_P, change_P, self._sum_P, self._norms_P])
+        counts_RP = below_RP != 0
+        self._scores_RP += torch.where(counts_RP, above_RP / below_RP, 0)
+        self._terms_RP += counts_RP
+        self.num_steps += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing of a step has been watched."""
+        self._norms_P = self._sum_P = self._weight = None
+
+    def _stacked(self, values: Mapping[str, Tensor | None]) -> Tensor:
+        """[P] norms."""
+        device = self._scores_RP.device
+        return torch.stack([self._norm(name, value).to(device) for name, value in values.items()])
+
+    def _norm(self, name: str, value: Tensor | None) -> Tensor:
+        if value is None:
+            return torch.zeros((), dtype=torch.float64, device=self._params[name].device)
+        # Row by row: torch's float32 norm of many millions of elements is off in the third digit.
+        wide = torch.promote_types(value.dtype, torch.float32)
+        rows = torch.linalg.vector_norm(value, dim=-1, dtype=wide) if value.dim() > 1 else value
+        norm: Tensor = torch.linalg.vector_norm(rows.double())
+        return norm
+
+
+class Selection(NamedTuple):
+    """Parameters whose columns are to enter W."""
+
+    strategy: str
+    names: tuple[str, ...]
+    """From the lowest or highest score on."""
+    num_columns: int
+    """Elements of these parameters."""
+    share: float
+    """Of the columns of all scored parameters."""
+
+
+def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, int]) -> Selection:
+    """The parameters with the lowest or highest scores.
+
+    Args:
+        scores: {name: C(w)}.
+        strategy: "lowN" or "highN", N of them; the paper has low10, low30, low50, high30, high10.
+        columns: {name: number of elements} of the same parameters.
+
+    Returns:
+        The selection; equal scores stand in the order of their names.
+
+    Raises:
+        ValueError: another strategy, more parameters than there are, a score that is not finite,
+            or columns of other parameters.
+
+    Source: DoGE, appendix cancellation, strategies (1) and (2).
+    """
+    side, count = parse_strategy(strategy)
+    _check_scores(scores, columns)
+    if count > len(scores):
+        raise ValueError(f"{strategy} selects {count} parameters; the model has {len(scores)}.")
+    sign = 1 if side == "low" else -1
+    ranked = sorted(scores, key=lambda name: (sign * scores[name], name))
+    names = tuple(ranked[:count])
+    num_columns = sum(columns[name] for name in names)
+    return Selection(strategy, names, num_columns, num_columns / sum(columns.values()))
+
+
+def parse_strategy(strategy: str) -> tuple[Literal["low", "high"], int]:
+    """("low" or "high", N) of "lowN" or "highN".
+
+    Raises:
+        ValueError: it is neither, or N is not at least 1.
+    """
+    found = re.fullmatch(r"(low|high)([1-9][0-9]*)", strategy)
+    if found is None:
+        raise ValueError(
+            f"A strategy is lowN or highN with N >= 1, high30 for example; got {strategy!r}."
+        )
+    return ("low" if found[1] == "low" else "high"), int(found[2])
+
+
+def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> None:
+    bad = [name for name, score in scores.items() if not math.isfinite(score)]
+    if bad:
+        raise ValueError(
+            f"Only finite scores can be ranked; that of {bad[0]} is {scores[bad[0]]}. The "
+            "training that it was measured on has diverged; lower its learning rate."
+        )
+    if set(scores) != set(columns):
+        raise ValueError(
+            f"Scores and columns must be of the same parameters; only one of them has "
+            f"{sorted(set(scores) ^ set(columns))[0]}."
+        )
+
+
+def _check_coupling(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
+                "examples of a batch: none has a gradient of its own. Put it in eval mode."
+            )

@@ -1,0 +1,284 @@
+"""Which parameters' gradients a proxy computes W from: selection by cancellation effect.
+
+A fresh proxy is trained for T_c steps on batches drawn uniformly from all domains, and every
+parameter tensor is scored on the way. The model is then of no more use; what stays is the scores
+and the lists of names that `doge-fast proxy --selection` reads.
+"""
+
+import logging
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from doge_fast.cancellation import (
+    DEFAULT_READING,
+    READINGS,
+    CancellationEffect,
+    Selection,
+    parse_strategy,
+    select,
+)
+from doge_fast.example_norms import ExampleNorms
+from doge_fast.pipeline import baselines, domains, records, training
+from doge_fast.pipeline.config import SelectConfig
+from doge_fast.pipeline.domains import BaseBatches, Batch, Corpus
+from doge_fast.pipeline.training import RecordedTrainer, Task
+
+CANCELLATION = "cancellation.json"
+_STATE = "cancellation.safetensors"
+
+_log = logging.getLogger("doge_fast")
+
+
+class SelectionTrainer(RecordedTrainer):
+    """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints.
+
+    Args:
+        is_together: whether all examples of a batch go through the model at once.
+    """
+
+    def __init__(self, *args: Any, is_together: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_together = is_together
+        self._effect: CancellationEffect | None = None
+
+    @property
+    def effect(self) -> CancellationEffect:
+        """The scores; exists once training has begun."""
+        assert self._effect is not None
+        return self._effect
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's, followed."""
+        optimizer = super().create_optimizer(model)
+        if self._effect is None:
+            self._effect = CancellationEffect(cast(nn.Module, self.model), optimizer)
+        return optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Trainer's, watched: for the whole batch, or one example after another."""
+        num_examples = len(inputs["input_ids"])
+        if self._is_together:
+            with self.effect.watching(num_examples):
+                return super().training_step(model, inputs, num_items_in_batch)
+        losses = []
+        for row in range(num_examples):
+            example = {key: value[row : row + 1] for key, value in inputs.items()}
+            with self.effect.watching(1, weight=1.0):
+                losses.append(super().training_step(model, example, num_items_in_batch))
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.div_(num_examples)
+        self.step_loss = torch.stack(losses).mean()
+        return self.step_loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or str(self.args.output_dir))
+        state = {key: value.cpu() for key, value in self.effect.state_dict().items()}
+        save_file(state, folder / _STATE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.effect.load_state_dict(load_file(Path(checkpoint) / _STATE))
+
+
+def measure_cancellation(config: SelectConfig) -> Path:
+    """Score a proxy's parameters and select some of them; leave both in a run directory.
+
+    The directory holds config.json, metrics.jsonl, cancellation.json (every parameter's columns
+    and its score in every reading) and for each strategy selection-STRATEGY.json, a list of names;
+    selection-STRATEGY-READING.json where the reading is not the default one. A run that was killed
+    is resumed by the same call, to the same bits. One that is complete is not trained again, and
+    may be asked for further strategies or another reading.
+
+    Args:
+        config: which model, which corpus, for how long, which strategies.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        ValueError: a setting is out of its range, a strategy asks for more parameters than there
+            are, the corpus is not what it should be, or the directory holds another run; nothing
+            has been written. Or the training has diverged, and there is nothing to rank.
+
+    Source: DoGE, appendix cancellation.
+    """
+    _check(config)
+    is_resumed = records.check_run(config.out, stage="select", config=config)
+    if is_resumed and (config.out / CANCELLATION).exists():
+        _log.info("%s: trained already", config.out)
+    else:
+        _train(config)
+    # Also what a kill left behind after the last step.
+    shutil.rmtree(config.out / training.CHECKPOINTS, ignore_errors=True)
+    _write_selections(config)
+    return config.out
+
+
+def table(run: Path) -> str:
+    """What a finished run has selected, as aligned plain text."""
+    rows = [
+        (entry["file"], f"{entry['parameters']} parameters", f"{entry['share']:.2%} of columns")
+        for entry in records.read_json(run / CANCELLATION)["selections"]
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = (zip(row, widths, strict=True) for row in rows)
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in row).rstrip() for row in lines)
+
+
+def _train(config: SelectConfig) -> None:
+    """Everything up to cancellation.json."""
+    corpus = domains.load_corpus(config.corpus, targets=config.targets)
+    model = training.fresh_model(config.model, config.training, corpus)
+    _check_counts(config, sum(param.requires_grad for param in model.parameters()))
+    batches = _batches(config, corpus, 0)
+    is_together = _is_together(config, model, batches.batch(0))
+    records.open_run(config.out, stage="select", config=config, corpus=corpus.describe())
+    task = Task(
+        out=config.out,
+        model=model,
+        trainer=partial(SelectionTrainer, is_together=is_together),
+        batches=partial(_batches, config, corpus),
+        measure=partial(_measure, batches),
+        first_line=None,
+        held_out=corpus.validation,
+        log_every=config.log_every,
+    )
+    trainer = training.train(task, config.training)
+    assert isinstance(trainer, SelectionTrainer)
+    records.write_json(config.out / CANCELLATION, _record(trainer.effect))
+
+
+def _check(config: SelectConfig) -> None:
+    for name in ("batch_size", "log_every"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
+    for strategy in config.strategies:
+        parse_strategy(strategy)
+    if not config.strategies or len(set(config.strategies)) < len(config.strategies):
+        raise ValueError(
+            "strategies must be distinct, and at least one; got "
+            f"{' '.join(config.strategies) or 'none'}."
+        )
+    if config.reading not in READINGS:
+        raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}.")
+    if config.mode not in ("auto", "together", "single"):
+        raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
+    if config.training.compile:
+        raise ValueError(
+            "The cancellation effect is read off between the modules of the model, which a "
+            "compiler fuses. Run select without compile."
+        )
+
+
+def _check_counts(config: SelectConfig, num_parameters: int) -> None:
+    for strategy in config.strategies:
+        if parse_strategy(strategy)[1] > num_parameters:
+            raise ValueError(
+                f"{strategy} selects more parameters than the model's {num_parameters}. Ask for "
+                "fewer."
+            )
+
+
+def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> bool:
+    """Whether norms per example can be had from a pass over the batch, and are wanted so.
+
+    Raises:
+        ValueError: they cannot, and `mode` says together; or examples are coupled.
+    """
+    # Refuses what couples them.
+    CancellationEffect(model, torch.optim.SGD(model.parameters(), lr=0.0)).release()
+    if config.mode == "single":
+        return False
+    why_not = _why_not_together(model, {key: value[:2] for key, value in batch.items()})
+    if why_not is not None and config.mode == "together":
+        raise ValueError(f"mode is together, and that cannot be: {why_not}")
+    if why_not is not None:
+        _log.info("%s: one example after another. %s", config.out, why_not)
+    return why_not is None
+
+
+def _why_not_together(model: PreTrainedModel, batch: Batch) -> str | None:
+    """What a pass over two examples says."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    try:
+        with ExampleNorms(model, params).listening(len(batch["input_ids"])):
+            model(**batch).loss.backward()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        model.zero_grad()
+    return None
+
+
+def _batches(config: SelectConfig, corpus: Corpus, start_step: int) -> BaseBatches:
+    return BaseBatches(
+        corpus,
+        weights=baselines.uniform(dict.fromkeys(corpus.names, 1)),
+        batch_size=config.batch_size,
+        seed=config.training.seed,
+        start_step=start_step,
+    )
+
+
+def _measure(batches: BaseBatches, trainer: SelectionTrainer, step: int) -> dict[str, Any]:
+    """Loss of the step, and tokens of each domain in all steps so far."""
+    drawn = zip(batches.corpus.names, batches.mixture.drawn(step).tolist(), strict=True)
+    tokens = {name: blocks * batches.corpus.block_size for name, blocks in drawn}
+    return {"loss": trainer.step_loss, "tokens": tokens}
+
+
+def _record(effect: CancellationEffect) -> dict[str, Any]:
+    """What cancellation.json holds before anything is selected."""
+    return {
+        "schema_version": records.SCHEMA_VERSION,
+        "steps": effect.num_steps,
+        "columns": effect.columns,
+        "scores": {reading: effect.scores(reading) for reading in READINGS},
+        "terms": {reading: effect.terms(reading) for reading in READINGS},
+        "selections": [],
+        "versions": records.versions(),
+    }
+
+
+def _write_selections(config: SelectConfig) -> None:
+    """A file for each strategy, and in cancellation.json what each of them holds."""
+    record = records.read_json(config.out / CANCELLATION)
+    columns: dict[str, int] = record["columns"]
+    _check_counts(config, len(columns))
+    scores = {
+        name: float("nan") if score is None else score
+        for name, score in record["scores"][config.reading].items()
+    }
+    chosen = [select(scores, strategy, columns=columns) for strategy in config.strategies]
+    entries = {entry["file"]: entry for entry in record["selections"]}
+    for selection in chosen:
+        entry = _entry(config, selection)
+        records.write_json(config.out / entry["file"], list(selection.names))
+        entries[entry["file"]] = entry
+    record["selections"] = list(entries.values())
+    records.write_json(config.out / CANCELLATION, record)
+
+
+def _entry(config: SelectConfig, selection: Selection) -> Mapping[str, Any]:
+    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
+    return {
+        "file": f"selection-{selection.strategy}{suffix}.json",
+        "strategy": selection.strategy,
+        "reading": config.reading,
+        "parameters": len(selection.names),
+        "columns": selection.num_columns,
+        "share": selection.share,
+    }

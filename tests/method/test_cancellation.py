@@ -1,0 +1,462 @@
+"""Norms per example equal those of one backward per example, and scores are the paper's sums."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from doge_fast import example_norms
+from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
+from doge_fast.example_norms import ExampleNorms
+from tests.models import domain_tokens, tied_transformer
+
+transformers = pytest.importorskip("transformers")
+
+# Of sums of products of float64, over thousands of terms.
+EXACT = {"rtol": 1e-10, "atol": 1e-22}
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 12, "vocab_size": 32}
+    config = transformers.GPT2Config(**shape | changes, bos_token_id=None, eos_token_id=None)
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        setattr(config, name, 0.0)
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+class Odd(nn.Module):
+    """One Linear twice, a tied head, padding, gains without bias, [T] positions, flat tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 6, padding_idx=3)
+        self.position = nn.Embedding(20, 6)
+        self.twice = nn.Linear(6, 6)
+        self.norm = nn.RMSNorm(6)
+        self.wide = nn.LayerNorm([2, 3], bias=False)
+        self.flat = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 32)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        hidden = self.twice(torch.tanh(self.twice(self.norm(hidden))))
+        hidden = self.wide(hidden.unflatten(-1, (2, 3))).flatten(2)
+        hidden = hidden + self.flat(hidden.flatten(0, 1)).view_as(hidden)
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def odd() -> nn.Module:
+    torch.manual_seed(0)
+    return Odd().double()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "gpt2-untied": lambda: gpt2(tie_word_embeddings=False),
+    "llama": llama,
+    "odd": odd,
+}
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean over tokens, of a model of transformers or of ours."""
+    if not hasattr(model, "config"):
+        return model(tokens)
+    # transformers' own loss is in float32, whatever the model is in.
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens_of(num_examples: int = 3, step: int = 0, length: int = 12) -> Tensor:
+    return domain_tokens(0, step, batch=num_examples, length=length)
+
+
+def by_loop(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """{name: [B, *shape]}: the gradient of each example, one backward for each."""
+    names, params = zip(*model.named_parameters(), strict=True)
+    rows = [torch.autograd.grad(loss_of(model, row[None]), params) for row in tokens]
+    return {name: torch.stack(each) for name, *each in zip(names, *rows, strict=True)}
+
+
+def norms(grads: Tensor) -> Tensor:
+    return grads.flatten(1).norm(dim=1)
+
+
+def heard(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """{name: [B]} norms of the gradients of a mean over examples, times B."""
+    listener = ExampleNorms(model, dict(model.named_parameters()))
+    with listener.listening(len(tokens)):
+        loss_of(model, tokens).backward()
+    return {name: squared.sqrt() * len(tokens) for name, squared in listener.squared.items()}
+
+
+@pytest.mark.parametrize("way", ["cheaper", "tokens", "gradient"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_norms_are_those_of_one_backward_per_example(
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way != "cheaper":
+        monkeypatch.setattr(example_norms, "_is_less_between_tokens", lambda *_: way == "tokens")
+    model, tokens = MODELS[kind](), tokens_of()
+    found, exact = heard(model, tokens), by_loop(model, tokens)
+    assert found.keys() == exact.keys()
+    # llama's norms are in float32 inside.
+    bounds = {"rtol": 1e-5, "atol": 1e-9} if kind == "llama" else EXACT
+    for name, grads in exact.items():
+        torch.testing.assert_close(found[name], norms(grads), **bounds, msg=name)
+
+
+def test_norms_are_those_of_torch_func() -> None:
+    model, tokens = odd(), tokens_of()
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits_loss: Tensor = functional_call(model, params, (row[None],))
+        return logits_loss
+
+    exact = vmap(grad(loss), in_dims=(None, 0))(params, tokens)
+    found = heard(model, tokens)
+    for name, grads in exact.items():
+        torch.testing.assert_close(found[name], norms(grads), **EXACT, msg=name)
+
+
+def test_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = heard(gpt2(), tokens_of(5))
+    monkeypatch.setattr(example_norms, "MOST_ELEMENTS", 2 * 12 * 64)
+    for name, found in heard(gpt2(), tokens_of(5)).items():
+        torch.testing.assert_close(found, whole[name], **EXACT)
+
+
+def test_the_gradient_itself_is_untouched_and_no_hook_stays() -> None:
+    plain, model, tokens = gpt2(), gpt2(), tokens_of()
+    loss_of(plain, tokens).backward()
+    heard(model, tokens)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-13, atol=1e-18)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_bfloat16_norms_are_as_good_as_its_gradients() -> None:
+    model, tokens = gpt2().float(), tokens_of()
+    # Backward under autocast too, which must not reach the products of ours.
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = by_loop(model, tokens)
+        found = heard(model, tokens)
+    for name, grads in exact.items():
+        if "attn.c_attn.bias" in name:
+            continue
+        # Roundings of half an ulp, 2^-9, at each of the few products on the way.
+        torch.testing.assert_close(found[name], norms(grads), rtol=2**-4, atol=1e-4, msg=name)
+
+
+def test_a_parameter_that_something_else_uses_is_noticed() -> None:
+    model = tied_transformer()
+    with pytest.raises(RuntimeError, match=r"embedding\.weight.* got another gradient than"):
+        heard(model, tokens_of())
+
+
+def test_a_module_without_rule_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Bilinear(3, 3, 1))
+    with pytest.raises(ValueError, match=r"not for 1 \(Bilinear\)\. Run one example after another"):
+        ExampleNorms(model, dict(model.named_parameters()))
+
+
+def test_examples_that_are_not_in_front_are_refused() -> None:
+    model = nn.Linear(3, 1)
+    listener = ExampleNorms(model, dict(model.named_parameters()))
+    says = r"need the 4 examples .* a Linear got shape \[7, 3\]"
+    with pytest.raises(RuntimeError, match=says), listener.listening(4):
+        model(torch.randn(7, 3))
+
+
+def backward_twice(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_two_passes_are_refused() -> None:
+    model = nn.Linear(3, 1)
+    listener = ExampleNorms(model, dict(model.named_parameters()))
+    with pytest.raises(RuntimeError, match="those of one backward pass"), listener.listening(2):
+        backward_twice(model(torch.randn(2, 3)).mean())
+
+
+# The score.
+
+
+def by_definition(steps: int, *, lr: float = 0.1) -> dict[Reading, dict[str, float]]:
+    """C(w) from gradients of every example and copies of the weights, in every reading."""
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    found: dict[Reading, dict[str, float]] = {
+        reading: dict.fromkeys(dict(model.named_parameters()), 0.0) for reading in READINGS
+    }
+    for step in range(steps):
+        optimizer.zero_grad()
+        tokens = tokens_of(step=step)
+        grads = by_loop(model, tokens)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        loss_of(model, tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        for name, param in model.named_parameters():
+            change = float((param.detach() - before[name]).norm())
+            of_each = float(norms(grads[name]).sum())
+            of_sum = float(grads[name].sum(0).norm())
+            found["norms-over-change"][name] += of_each / change
+            found["sum-over-change"][name] += of_sum / change
+            found["change-over-sum"][name] += change / of_sum
+            found["change-over-norms"][name] += change / of_each
+    return found
+
+
+def follow(
+    steps: int, *, parts: tuple[int, ...] = (3,), model: nn.Module | None = None, first: int = 0
+) -> tuple[CancellationEffect, nn.Module, torch.optim.Optimizer]:
+    """The same loop with the batch in parts of so many examples."""
+    model = gpt2() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    effect = CancellationEffect(model, optimizer)
+    go_on(effect, model, optimizer, range(first, first + steps), parts)
+    return effect, model, optimizer
+
+
+def go_on(
+    effect: CancellationEffect,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    parts: tuple[int, ...] = (3,),
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for tokens in tokens_of(step=step).split(parts):
+            with effect.watching(len(tokens), weight=1 / 3):
+                (loss_of(model, tokens) * len(tokens) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("parts", [(3,), (2, 1), (1, 1, 1)], ids=str)
+def test_every_reading_is_its_definition(parts: tuple[int, ...]) -> None:
+    exact = by_definition(3)
+    effect, _, _ = follow(3, parts=parts)
+    for reading in READINGS:
+        scores = effect.scores(reading)
+        assert list(scores) == list(exact[reading])
+        for name, score in exact[reading].items():
+            # AdamW's steps amplify rounding in gradients that are near zero.
+            assert scores[name] == pytest.approx(score, rel=1e-8), (reading, name)
+        assert set(effect.terms(reading).values()) == {3}
+
+
+def test_the_printed_formula_and_the_words_rank_the_other_way_round() -> None:
+    """One step: the ratios are each other's inverse, so low of one is high of the other."""
+    effect, _, _ = follow(1)
+    words, inverse = effect.scores("norms-over-change"), effect.scores("change-over-norms")
+    sums, formula = effect.scores("sum-over-change"), effect.scores("change-over-sum")
+    for name in effect.names:
+        assert words[name] * inverse[name] == pytest.approx(1)
+        assert sums[name] * formula[name] == pytest.approx(1)
+    low = select(words, "low5", columns=effect.columns)
+    assert low.names == select(inverse, "high5", columns=effect.columns).names
+
+
+def test_gradients_that_cancel_score_high_by_the_words_only() -> None:
+    """Two opposite examples move nothing; two equal ones move all."""
+    scores = {}
+    for kind, targets in (("opposite", [[1.0], [-0.999]]), ("equal", [[1.0], [1.0]])):
+        model = nn.Linear(1, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        effect = CancellationEffect(model, optimizer)
+        with effect.watching(2):
+            wanted = torch.tensor(targets, dtype=torch.float64)
+            loss = (model(torch.ones_like(wanted)) - wanted).square()
+            loss.mean().backward()
+        optimizer.step()
+        scores[kind] = {reading: effect.scores(reading)["weight"] for reading in READINGS}
+    # ||sum|| / ||dw|| = B / lr, whatever cancels.
+    assert scores["opposite"]["sum-over-change"] == pytest.approx(20)
+    assert scores["equal"]["sum-over-change"] == pytest.approx(20)
+    assert scores["equal"]["norms-over-change"] == pytest.approx(20)
+    # sum of norms over the norm of the sum: 1.999 / 0.001.
+    assert scores["opposite"]["norms-over-change"] == pytest.approx(20 * 1999, rel=1e-6)
+    assert scores["opposite"]["change-over-norms"] < scores["equal"]["change-over-norms"]
+
+
+def test_a_step_that_moves_nothing_adds_no_term() -> None:
+    effect, model, optimizer = follow(1)
+    before = effect.scores()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    go_on(effect, model, optimizer, range(1, 2))
+    assert effect.num_steps == 2
+    assert effect.scores() == before
+    assert set(effect.terms().values()) == {1}
+    # A ratio over the gradient is zero then, and a term.
+    assert set(effect.terms("change-over-sum").values()) == {2}
+
+
+def test_unwatched_steps_do_not_count_and_release_stops() -> None:
+    effect, model, optimizer = follow(1)
+    before = effect.scores()
+    optimizer.step()
+    assert (effect.num_steps, effect.scores()) == (1, before)
+    effect.release()
+    go_on(effect, model, optimizer, range(1, 2))
+    assert (effect.num_steps, effect.scores()) == (1, before)
+
+
+def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
+    whole, _, _ = follow(4)
+    first, model, optimizer = follow(2)
+    second = CancellationEffect(model, optimizer)
+    second.load_state_dict(first.state_dict())
+    first.release()
+    go_on(second, model, optimizer, range(2, 4))
+    for reading in READINGS:
+        assert second.scores(reading) == whole.scores(reading)
+        assert second.terms(reading) == whole.terms(reading)
+    other = nn.Linear(2, 2)
+    effect = CancellationEffect(other, torch.optim.SGD(other.parameters()))
+    with pytest.raises(ValueError, match="scores 28 parameters in 4 readings; here are 2 in 4"):
+        effect.load_state_dict(first.state_dict())
+
+
+def test_any_model_can_be_watched_one_example_at_a_time() -> None:
+    model = tied_transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    effect = CancellationEffect(model, optimizer)
+    tokens = tokens_of()
+    exact = by_loop(model, tokens)
+    for row in tokens:
+        with effect.watching(1, weight=1 / 3):
+            (loss_of(model, row[None]) / 3).backward()
+    optimizer.step()
+    for name, grads in exact.items():
+        change = 0.1 * grads.mean(0).norm()
+        assert effect.scores()[name] == pytest.approx(float(norms(grads).sum() / change), rel=1e-9)
+
+
+def test_the_model_without_rule_is_refused_for_several_examples_only() -> None:
+    model = nn.Bilinear(3, 3, 1)
+    effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
+    assert effect.without_rule == ["the model (Bilinear)"]
+    with pytest.raises(ValueError, match=r"Norms per example of the model \(Bilinear\)"):
+        enter(effect, 2)
+    with effect.watching(1):
+        model(torch.randn(1, 3), torch.randn(1, 3)).sum().backward()
+
+
+def enter(effect: CancellationEffect, num_examples: int, weight: float | None = None) -> None:
+    with effect.watching(num_examples, weight=weight):
+        pass
+
+
+def test_misuse_speaks() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    effect = CancellationEffect(model, optimizer)
+    with pytest.raises(RuntimeError, match="No step has been watched"):
+        effect.scores()
+    with pytest.raises(ValueError, match="num_examples must be at least 1; got 0"):
+        enter(effect, 0)
+    with pytest.raises(ValueError, match="weight must be a number greater than zero; got -1"):
+        enter(effect, 1, weight=-1)
+    with effect.watching(2):
+        model(torch.randn(2, 2)).mean().backward()
+    with pytest.raises(ValueError, match=r"gives them 0\.25 and those before 0\.5"):
+        enter(effect, 4)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"reading must be one of norms-over-change, .*'words'"):
+        effect.scores("words")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="they share none"):
+        CancellationEffect(nn.Linear(1, 1), optimizer)
+    coupled = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="1 is a BatchNorm1d, whose statistics mix"):
+        CancellationEffect(coupled, torch.optim.SGD(coupled.parameters()))
+    CancellationEffect(coupled.eval(), torch.optim.SGD(coupled.parameters()))
+
+
+def test_parameters_that_are_not_stepped_are_not_scored() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[1].bias.requires_grad_(False)
+    params = [model[0].bias, model[1].weight, model[1].bias]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    effect = CancellationEffect(model, optimizer)
+    with effect.watching(3):
+        model(torch.randn(3, 2)).mean().backward()
+    optimizer.step()
+    assert effect.columns == {"0.bias": 2, "1.weight": 2}
+    assert all(score > 0 for score in effect.scores().values())
+
+
+# Selection.
+
+SCORES = {"a": 2.0, "b": 1.0, "c": 3.0, "d": 2.0}
+COLUMNS = {"a": 10, "b": 20, "c": 30, "d": 40}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names", "num_columns"),
+    [
+        ("low1", "b", 20),
+        ("low2", "ba", 30),
+        ("low3", "bad", 70),
+        ("low4", "badc", 100),
+        ("high1", "c", 30),
+        ("high2", "ca", 40),
+        ("high4", "cadb", 100),
+    ],
+)
+def test_select(strategy: str, names: str, num_columns: int) -> None:
+    for scores in (SCORES, dict(reversed(SCORES.items()))):
+        found = select(scores, strategy, columns=COLUMNS)
+        assert found.names == tuple(names)
+        assert (found.num_columns, found.share) == (num_columns, num_columns / 100)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "text"),
+    [
+        ("low5", {}, "low5 selects 5 parameters; the model has 4"),
+        ("low0", {}, "A strategy is lowN or highN with N >= 1, high30 for example; got 'low0'"),
+        ("middle3", {}, "got 'middle3'"),
+        ("low1", {"b": math.inf}, "that of b is inf"),
+        ("low1", {"b": math.nan}, "that of b is nan"),
+        ("low1", {"e": 1.0}, "only one of them has e"),
+    ],
+)
+def test_select_refuses(strategy: str, changes: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        select(SCORES | changes, strategy, columns=COLUMNS)
+
+
+def test_the_paper_s_proxy_has_76_modules() -> None:
+    """6 layers, width 768: the 82M proxy of the paper's appendix."""
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6, n_embd=768))
+        effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
+    assert len(effect.names) == 76
+    assert effect.without_rule == []

@@ -1,0 +1,270 @@
+"""A run scores every parameter, survives being killed, and its lists are what a proxy reads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from doge_fast import cli
+from doge_fast.cancellation import DEFAULT_READING, READINGS
+from doge_fast.pipeline import domains, records, selection, training
+from doge_fast.pipeline.config import ProxyConfig, SelectConfig
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.selection import SelectionTrainer, measure_cancellation
+from doge_fast.pipeline.training import RecordedTrainer
+
+Make = Callable[..., SelectConfig]
+# One layer of 12 tensors, two embeddings, the last norm's two.
+NUM_PARAMETERS = 16
+
+
+@pytest.fixture
+def asked(settings: dict[str, Any], tmp_path: Path) -> Make:
+    """Makes a SelectConfig; keywords replace settings, those of `training` and `model` by name."""
+
+    def make(out: str = "select", **changes: Any) -> SelectConfig:
+        parts = dict(settings)
+        for part in ("corpus", "model", "training"):
+            fields = {key: changes.pop(key) for key in list(changes) if key in vars(parts[part])}
+            parts[part] = type(parts[part])(**(vars(parts[part]) | fields))
+        few = {"batch_size": 8, "log_every": 1, "strategies": ("low3", "high3")}
+        return SelectConfig(out=tmp_path / out, **(parts | few | changes))
+
+    return make
+
+
+def scores_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = records.read_json(run / "cancellation.json")
+    return found
+
+
+def names_of(run: Path, strategy: str) -> list[str]:
+    names: list[str] = json.loads((run / f"selection-{strategy}.json").read_text())
+    return names
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in line.items() if key != "seconds"}
+        for line in records.read_metrics(run)
+    ]
+
+
+def test_a_run_leaves_scores_and_lists(asked: Make) -> None:
+    config = asked()
+    assert measure_cancellation(config) == config.out
+    held = sorted(entry.name for entry in config.out.iterdir())
+    assert held == [
+        "cancellation.json",
+        "config.json",
+        "metrics.jsonl",
+        "selection-high3.json",
+        "selection-low3.json",
+    ]
+    record = scores_of(config.out)
+    assert (record["steps"], len(record["columns"])) == (8, NUM_PARAMETERS)
+    assert list(record["scores"]) == list(READINGS)
+    for reading in READINGS:
+        assert record["scores"][reading].keys() == record["columns"].keys()
+        assert all(score > 0 for score in record["scores"][reading].values())
+    # The warm-up starts at a learning rate of zero: a step without a change.
+    assert set(record["terms"]["norms-over-change"].values()) == {7}
+    assert set(record["terms"]["change-over-sum"].values()) == {8}
+    ranked = sorted(record["columns"], key=record["scores"]["norms-over-change"].__getitem__)
+    assert names_of(config.out, "low3") == ranked[:3]
+    assert names_of(config.out, "high3") == ranked[:-4:-1]
+    low, high = record["selections"]
+    total = sum(record["columns"].values())
+    assert low["columns"] == sum(record["columns"][name] for name in ranked[:3])
+    assert low["share"] == low["columns"] / total
+    assert (high["strategy"], high["parameters"]) == ("high3", 3)
+    lines = records.read_metrics(config.out, kind="train")
+    # The mini-batch is of all domains alike.
+    assert lines[-1]["tokens"] == dict.fromkeys(("code", "prose", "table", "verse"), 8 * 2 * 16)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
+    """The same batches, a plain AdamW, one backward for each example."""
+    config = asked(steps=2, warmup_steps=0, min_learning_rate=3e-3, max_grad_norm=1e9)
+    measure_cancellation(config)
+    corpus = domains.load_corpus(config.corpus)
+    model = training.fresh_model(config.model, config.training, corpus)
+    batches = selection._batches(config, corpus, 0)
+    params = dict(model.named_parameters())
+    decay = [param for param in params.values() if param.dim() > 1]
+    rest = [param for param in params.values() if param.dim() == 1]
+    groups = [{"params": decay, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    expected = dict.fromkeys(params, 0.0)
+    for step in range(2):
+        tokens = batches.batch(step)["input_ids"]
+        grads = [
+            torch.autograd.grad(
+                model(input_ids=row[None], labels=row[None]).loss, list(params.values())
+            )
+            for row in tokens
+        ]
+        before = {name: param.detach().clone() for name, param in params.items()}
+        for param, *of_each in zip(params.values(), *grads, strict=True):
+            param.grad = torch.stack(of_each).mean(0)
+        optimizer.step()
+        for (name, param), *of_each in zip(params.items(), *grads, strict=True):
+            change = (param.detach() - before[name]).double().norm()
+            expected[name] += float(sum(grad.double().norm() for grad in of_each) / change)
+    found = scores_of(config.out)["scores"]["norms-over-change"]
+    for name, score in expected.items():
+        # float32 gradients; AdamW divides by their size, so noise in the smallest is not small.
+        assert found[name] == pytest.approx(score, rel=1e-3), name
+
+
+def test_together_and_one_after_another_agree(asked: Make) -> None:
+    together = scores_of(measure_cancellation(asked("a", steps=3, mode="together")))
+    single = scores_of(measure_cancellation(asked("b", steps=3, mode="single")))
+    for reading in READINGS:
+        for name, score in together["scores"][reading].items():
+            assert single["scores"][reading][name] == pytest.approx(score, rel=1e-3), name
+    one, other = (lines_of(asked(name).out) for name in "ab")
+    for line, twin in zip(one[:3], other[:3], strict=True):
+        assert line["loss"] == pytest.approx(twin["loss"], rel=1e-4)
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing on the way may swallow it."""
+
+
+def test_a_killed_run_resumes_to_the_same_bits(
+    asked: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = asked("whole", save_every=3), asked("cut", save_every=3)
+    measure_cancellation(whole)
+    original, steps = RecordedTrainer.training_step, iter(range(1, 1000))
+
+    def dying(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
+        if next(steps) == 6:
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordedTrainer, "training_step", dying)
+        with pytest.raises(Killed):
+            measure_cancellation(cut)
+    assert not (cut.out / "cancellation.json").exists()
+    assert (cut.out / training.CHECKPOINTS).exists()
+    measure_cancellation(cut)
+    assert lines_of(cut.out) == lines_of(whole.out)
+    for name in ("cancellation.json", "selection-low3.json", "selection-high3.json"):
+        assert (cut.out / name).read_bytes() == (whole.out / name).read_bytes()
+    assert not (cut.out / training.CHECKPOINTS).exists()
+
+
+def test_a_finished_run_is_asked_again_and_not_trained_again(
+    asked: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = measure_cancellation(asked())
+    low3 = (run / "selection-low3.json").read_bytes()
+    monkeypatch.setattr(SelectionTrainer, "training_step", lambda *_: pytest.fail("trained"))
+    measure_cancellation(asked(strategies=("low5",)))
+    measure_cancellation(asked(strategies=("low3",), reading="change-over-norms"))
+    assert len(names_of(run, "low5")) == 5
+    scores = scores_of(run)["scores"]["change-over-norms"]
+    assert names_of(run, "low3-change-over-norms")[0] == min(scores, key=scores.__getitem__)
+    assert (run / "selection-low3.json").read_bytes() == low3
+    assert [entry["file"] for entry in scores_of(run)["selections"]] == [
+        "selection-low3.json",
+        "selection-high3.json",
+        "selection-low5.json",
+        "selection-low3-change-over-norms.json",
+    ]
+    with pytest.raises(ValueError, match="low17 selects more parameters than the model's 16"):
+        measure_cancellation(asked(strategies=("low17",)))
+    with pytest.raises(ValueError, match="holds another run"):
+        measure_cancellation(asked(steps=9))
+
+
+def test_a_training_that_diverged_ranks_nothing(asked: Make) -> None:
+    run = measure_cancellation(asked())
+    record = scores_of(run)
+    # What JSON has for NaN.
+    record["scores"]["norms-over-change"]["transformer.ln_f.bias"] = None
+    records.write_json(run / "cancellation.json", record)
+    with pytest.raises(ValueError, match=r"that of transformer.ln_f.bias is nan.* has diverged"):
+        measure_cancellation(asked())
+
+
+def test_the_command_line_knows_every_reading() -> None:
+    assert get_args(get_type_hints(SelectConfig)["reading"]) == READINGS
+    assert SelectConfig(out=Path("x")).reading == DEFAULT_READING
+
+
+def test_a_proxy_takes_the_list(asked: Make, proxy: Callable[..., ProxyConfig]) -> None:
+    run = measure_cancellation(asked(steps=3))
+    full = learn_weights(proxy("full"))
+    some = learn_weights(proxy("some", selection=run / "selection-high3.json"))
+    weights = [records.weights_by_name(records.read_weights(each)) for each in (full, some)]
+    assert weights[0] != weights[1]
+
+
+def test_the_command_line(asked: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    config = asked()
+    words = ["select", "--out", str(config.out), "--strategies", "low2", "high12"]
+    for part in (config.corpus, config.model, config.training):
+        for key, value in vars(part).items():
+            if value not in (None, ()) and not isinstance(value, bool):
+                words += [f"--{key.replace('_', '-')}", str(value)]
+    assert cli.main([*words, "--batch-size", "4"]) == 0
+    low, high = capsys.readouterr().out.splitlines()
+    assert low.startswith("selection-low2.json")
+    assert "12 parameters" in high
+    assert high.endswith("% of columns")
+    defaults = cli._parse(["select", "--out", "x"])
+    assert defaults.training.steps == 1000
+    assert defaults.strategies == ("low10", "low30", "low50", "high30", "high10")
+
+
+def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(
+    asked: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    original = GPT2MLP.forward
+
+    def scaled(self: Any, hidden: Any) -> Any:
+        # A use that hooks between the modules do not see.
+        return original(self, hidden) + 0.1 * (hidden @ self.c_proj.weight.mT @ self.c_fc.weight.mT)
+
+    monkeypatch.setattr(GPT2MLP, "forward", scaled)
+    with pytest.raises(ValueError, match=r"mode is together, and that cannot be: .*c_fc.weight"):
+        measure_cancellation(asked(mode="together", steps=2))
+    assert not asked().out.exists()
+    auto = scores_of(measure_cancellation(asked("auto", steps=2)))
+    single = scores_of(measure_cancellation(asked("single", steps=2, mode="single")))
+    assert auto == single
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"log_every": 0}, "log_every must be at least 1; got 0"),
+        ({"strategies": ()}, "strategies must be distinct, and at least one; got none"),
+        ({"strategies": ("low3", "low3")}, "distinct, and at least one; got low3 low3"),
+        ({"strategies": ("all",)}, "lowN or highN with N >= 1, high30 for example; got 'all'"),
+        ({"strategies": ("high17",)}, "high17 selects more parameters than the model's 16"),
+        ({"reading": "words"}, "reading must be one of norms-over-change"),
+        ({"mode": "fast"}, "mode must be auto, together or single; got 'fast'"),
+        ({"compile": True}, "Run select without compile"),
+        ({"targets": ("nowhere",)}, "nowhere"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    asked: Make, changes: dict[str, Any], text: str
+) -> None:
+    config = asked(**changes)
+    with pytest.raises(ValueError, match=text):
+        measure_cancellation(config)
+    assert not config.out.exists()
