@@ -10,16 +10,19 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from doge_fast.pipeline.config import (
     BaseConfig,
     DemoConfig,
+    DoReMiConfig,
     EvaluateConfig,
+    ExperimentConfig,
     InfoConfig,
     ProfileConfig,
     ProxyConfig,
     ReportConfig,
+    SelectConfig,
 )
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
@@ -32,11 +35,15 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "demo": DemoConfig,
     "proxy": ProxyConfig,
     "base": BaseConfig,
+    "doremi": DoReMiConfig,
+    "select": SelectConfig,
     "evaluate": EvaluateConfig,
     "report": ReportConfig,
+    "experiment": ExperimentConfig,
     "info": InfoConfig,
     "profile": ProfileConfig,
 }
+_POSITIONAL = (EvaluateConfig, ExperimentConfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,9 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if _is_ours(error) or os.environ.get(TRACEBACK):
             raise
+        extra = "fewshot" if error.name == "lm_eval" else "pipeline"
         return _refuse(
             f"This verb needs {error.name}, which is not installed: pip install "
-            "'doge-fast[pipeline]'."
+            f"'doge-fast[{extra}]'."
         )
     except (ValueError, RuntimeError, FileNotFoundError) as error:
         if os.environ.get(TRACEBACK):
@@ -75,8 +83,13 @@ def _parse(arguments: Sequence[str] | None) -> Any:
     """The dataclass of the verb that was asked for."""
     import tyro
 
+    # What must be named is named without a flag where it is what the verb is about.
+    verbs = {
+        name: Annotated[verb, tyro.conf.PositionalRequiredArgs] if verb in _POSITIONAL else verb
+        for name, verb in _VERBS.items()
+    }
     return tyro.extras.subcommand_cli_from_dict(
-        _VERBS,
+        verbs,  # type: ignore[arg-type]
         prog="doge-fast",
         description=_DESCRIPTION,
         args=arguments,
@@ -117,16 +130,48 @@ def _base(config: BaseConfig) -> list[str]:
     return [f"model: {train_base(config) / 'model'}"]
 
 
-def _evaluate(config: EvaluateConfig) -> list[str]:
-    from doge_fast.pipeline.evaluation import evaluate, table
+def _doremi(config: DoReMiConfig) -> list[str]:
+    from doge_fast.pipeline.doremi import learn_by_excess_loss
 
-    return [table(evaluate(config))]
+    return [f"weights: {learn_by_excess_loss(config) / 'weights.json'}"]
+
+
+def _select(config: SelectConfig) -> list[str]:
+    from doge_fast.pipeline.selection import measure_cancellation, table
+
+    return [table(measure_cancellation(config))]
+
+
+def _evaluate(config: EvaluateConfig) -> list[str]:
+    if not config.perplexity and not config.tasks:
+        raise ValueError("With --no-perplexity there is nothing to measure; name --tasks.")
+    # Both speak before either computes: what is wrong with a task need not wait.
+    if config.tasks:
+        from doge_fast.pipeline.fewshot import open_tasks
+
+        open_tasks(config)
+    lines = []
+    if config.perplexity:
+        from doge_fast.pipeline.evaluation import evaluate, table
+
+        lines.append(table(evaluate(config)))
+    if config.tasks:
+        from doge_fast.pipeline import fewshot
+
+        lines.append(fewshot.table(fewshot.few_shot(config)))
+    return lines
 
 
 def _report(config: ReportConfig) -> list[str]:
     from doge_fast.pipeline.report import write_report
 
     return [f"report: {write_report(config)}"]
+
+
+def _experiment(config: ExperimentConfig) -> list[str]:
+    from doge_fast.pipeline.experiments.runner import run_experiment
+
+    return run_experiment(config)
 
 
 def _info(config: InfoConfig) -> list[str]:
@@ -148,8 +193,11 @@ _STAGES: dict[type, Callable[[Any], list[str]]] = {
     DemoConfig: _demo,
     ProxyConfig: _proxy,
     BaseConfig: _base,
+    DoReMiConfig: _doremi,
+    SelectConfig: _select,
     EvaluateConfig: _evaluate,
     ReportConfig: _report,
+    ExperimentConfig: _experiment,
     InfoConfig: _info,
     ProfileConfig: _profile,
 }

@@ -13,33 +13,39 @@ FLOORS = [
     for line in """
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing
     doge_fast.kernels
-    doge_fast.flat_buffer doge_fast.objective doge_fast.info
+    doge_fast.flat_buffer doge_fast.objective doge_fast.info doge_fast.example_norms
     doge_fast.reweighting doge_fast.stacked doge_fast.subset doge_fast.cancellation \
         doge_fast.distributed
     doge_fast.optimizer doge_fast.reference doge_fast.losses
     doge_fast.integrations
     doge_fast.pipeline.config
-    doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling
+    doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
+        doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling
     doge_fast.pipeline.sources
-    doge_fast.pipeline.packing
+    doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans
     doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
         doge_fast.pipeline.baselines
     doge_fast.pipeline.reporting.wording
+    doge_fast.pipeline.reporting.statistics
     doge_fast.pipeline.reporting.runs
     doge_fast.pipeline.reporting.study
     doge_fast.pipeline.reporting.mixtures
     doge_fast.pipeline.reporting.verdicts doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.training doge_fast.pipeline.reporting.tables \
         doge_fast.pipeline.reporting.figures
+    doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.demo
+    doge_fast.pipeline.demo doge_fast.pipeline.experiments.runner
     doge_fast.cli
     doge_fast.__main__
     """.replace(
         "STAGES",
         " ".join(
             f"doge_fast.pipeline.{stage}"
-            for stage in ("proxy", "base", "evaluation", "exports", "report", "profiling")
+            for stage in (
+                *("proxy", "base", "doremi", "selection", "evaluation", "fewshot"),
+                *("exports", "report", "profiling"),
+            )
         ),
     )
     .strip()

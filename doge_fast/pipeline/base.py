@@ -4,7 +4,7 @@ Domains are sampled with the weights; the loss is the ordinary one. The weights 
 run, a file, or a baseline, and are written beside the model before the first step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from doge_fast.pipeline import domains, records, training
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import BaseBatches, Corpus
+from doge_fast.pipeline.sampling import Stage
 from doge_fast.pipeline.training import RecordedTrainer, Task
 
 
@@ -40,16 +41,16 @@ def train_base(config: BaseConfig) -> Path:
     if records.check_run(config.out, stage="base", config=config) and training.closed(config.out):
         return config.out
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
-    weights = resolve_weights(config, corpus)
+    stages = resolve_stages(config, corpus)
     model = training.fresh_model(config.model, config.training, corpus)
     records.open_run(config.out, stage="base", config=config, corpus=corpus.describe())
-    records.write_weights(config.out, _weights_record(config, corpus, weights))
+    records.write_weights(config.out, _weights_record(config, corpus, stages))
     task = Task(
         out=config.out,
         model=model,
         trainer=RecordedTrainer,
-        batches=partial(_batches, config, corpus, weights),
-        measure=partial(_measure, _batches(config, corpus, weights, 0)),
+        batches=partial(_batches, config, corpus, stages),
+        measure=partial(_measure, _batches(config, corpus, stages, 0)),
         first_line=None,
         held_out=corpus.validation,
         log_every=config.log_every,
@@ -59,37 +60,76 @@ def train_base(config: BaseConfig) -> Path:
     return config.out
 
 
-def resolve_weights(config: BaseConfig, corpus: Corpus) -> dict[str, float]:
-    """{domain: weight} in the corpus's order, from a baseline's name, a file or a run.
+def resolve_stages(config: BaseConfig, corpus: Corpus) -> tuple[Stage, ...]:
+    """The weights and the steps at which they change, from a baseline's name, a file or a run.
 
     Raises:
-        ValueError: the file is not weights of exactly these domains.
+        ValueError: the file is not weights of exactly these domains, or a curriculum is asked
+            for and the run has no steps for one of its stages.
     """
     # A resumed run keeps the weights it began with, whatever became of their source.
     used = config.out / records.WEIGHTS
     if config.weights in BASELINES and not used.exists():
-        return BASELINES[config.weights]({name: corpus.train_tokens[name] for name in corpus.names})
+        tokens = {name: corpus.train_tokens[name] for name in corpus.names}
+        return (Stage(0, BASELINES[config.weights](tokens)),)
     source = used if used.exists() else Path(config.weights)
-    return records.weights_by_name(records.read_weights(source, domains=corpus.names))
+    record = records.read_weights(source, domains=corpus.names)
+    if used.exists() and "stages" in record:
+        return tuple(Stage(each["first_step"], each["weights"]) for each in record["stages"])
+    if config.stages > 1:
+        return _curriculum(config, corpus)
+    return (Stage(0, records.weights_by_name(record)),)
+
+
+def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Stage, ...]:
+    """Means of the proxy's weights over equal parts of its run, at equal parts of this one."""
+    run = Path(config.weights)
+    lines = [line for line in records.read_metrics(run, kind="train") if line["step"] > 0]
+    last = max((line["step"] for line in lines), default=0)
+    stages = []
+    for part in range(config.stages):
+        first, end = (last * each // config.stages for each in (part, part + 1))
+        found = [line["alpha"] for line in lines if first < line["step"] <= end]
+        if not found:
+            raise ValueError(
+                f"A curriculum of {config.stages} stages needs weights logged in each; {run} has "
+                f"none in steps {first + 1} to {end} of {last}. Ask for fewer stages."
+            )
+        sums = {name: sum(alpha[name] for alpha in found) for name in corpus.names}
+        total = sum(sums.values())
+        weights = {name: value / total for name, value in sums.items()}
+        stages.append(Stage(config.training.steps * part // config.stages, weights))
+    return tuple(stages)
 
 
 def _check(config: BaseConfig) -> None:
     if config.weights not in BASELINES and not Path(config.weights).exists():
         raise ValueError(
-            f"weights must be {' or '.join(BASELINES)}, a weights.json, or a proxy's run "
-            f"directory; {config.weights!r} is none of them and no such path exists."
+            f"weights must be {' or '.join(BASELINES)}, a weights.json, or the run "
+            f"directory of a proxy; {config.weights!r} is none of them and no such path exists."
         )
-    for name in ("batch_size", "log_every"):
+    is_run = (Path(config.weights) / records.METRICS).exists()
+    if config.stages > 1 and (config.weights in BASELINES or not is_run):
+        raise ValueError(
+            f"stages={config.stages} needs the run directory of a proxy, whose weights changed "
+            f"from step to step; got weights={config.weights!r}."
+        )
+    if config.stages > config.training.steps:
+        raise ValueError(
+            f"stages must be at most the {config.training.steps} steps of the run; got "
+            f"{config.stages}."
+        )
+    for name in ("stages", "batch_size", "log_every"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
 
 
 def _batches(
-    config: BaseConfig, corpus: Corpus, weights: Mapping[str, float], start_step: int
+    config: BaseConfig, corpus: Corpus, stages: Sequence[Stage], start_step: int
 ) -> BaseBatches:
     return BaseBatches(
         corpus,
-        weights=weights,
+        weights=stages,
         batch_size=config.batch_size,
         seed=config.training.seed,
         start_step=start_step,
@@ -103,14 +143,24 @@ def _measure(batches: BaseBatches, trainer: RecordedTrainer, step: int) -> dict[
     return {"loss": trainer.step_loss, "tokens": tokens}
 
 
-def _weights_record(
-    config: BaseConfig, corpus: Corpus, weights: Mapping[str, float]
-) -> dict[str, Any]:
-    entries = [
-        {"name": name, "weight": weight, "tokens": corpus.train_tokens[name]}
-        for name, weight in weights.items()
+def _weights_record(config: BaseConfig, corpus: Corpus, stages: Sequence[Stage]) -> dict[str, Any]:
+    """What was used: the mean over the run's steps, and of a curriculum its stages."""
+    ends = [*(stage.first_step for stage in stages[1:]), config.training.steps]
+    shares = [
+        (end - stage.first_step) / config.training.steps
+        for stage, end in zip(stages, ends, strict=True)
     ]
-    return {
+    entries = [
+        {
+            "name": name,
+            "weight": sum(
+                stage.weights[name] * share for stage, share in zip(stages, shares, strict=True)
+            ),
+            "tokens": corpus.train_tokens[name],
+        }
+        for name in corpus.names
+    ]
+    record = {
         "method": config.weights if config.weights in BASELINES else "given",
         "source": config.weights,
         "domains": entries,
@@ -118,3 +168,8 @@ def _weights_record(
         "block_size": corpus.block_size,
         "versions": records.versions(),
     }
+    if len(stages) > 1:
+        record["stages"] = [
+            {"first_step": stage.first_step, "weights": dict(stage.weights)} for stage in stages
+        ]
+    return record

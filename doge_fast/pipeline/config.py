@@ -124,7 +124,10 @@ class BaseConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     weights: str = "uniform"
-    """uniform; natural (by tokens); a weights.json; or a proxy's run directory."""
+    """uniform; natural (by tokens); a weights.json; or the run directory of a proxy or DoReMi."""
+    stages: int = 1
+    """Of a curriculum: with a proxy's run directory, its mean weights in so many equal parts of
+    its run, each in the like part of this one. 1: its average throughout."""
     targets: tuple[str, ...] = ()
     """Domains that are measured and never trained on, as in the proxy whose weights are used."""
     batch_size: int = 28
@@ -134,8 +137,66 @@ class BaseConfig:
 
 
 @dataclass(frozen=True)
+class DoReMiConfig:
+    """The DoReMi baseline: learn the domain weights by loss in excess of a reference model's."""
+
+    out: Path
+    """The run directory."""
+    reference: Path
+    """Run directory of a finished base run: its model is the reference, its weights are those that
+    batches are drawn at and that the learned ones start from."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    targets: tuple[str, ...] = ()
+    """Domains that are measured and never trained on, as in the reference run."""
+    variant: Literal["doremi", "doge"] = "doremi"
+    """Excess clipped at zero token by token, as DoReMi's authors do, or domain mean by domain mean,
+    as the baseline in DoGE's published code does."""
+    step_size: float | None = None
+    """Of the weights' exponentiated gradient; None: the variant's, 1 (doremi) or 0.1 (doge)."""
+    smoothing: float | None = None
+    """Mixture of the weights with uniform at every step; None: the variant's, 1e-4 for doremi (the
+    authors' code; their paper says 1e-3) and 0 for doge."""
+    batch_size: int = 28
+    """Blocks in every step, over all domains."""
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """Score parameters by cancellation effect and select some, for `proxy --selection`."""
+
+    out: Path
+    """The run directory."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
+    strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
+    """lowN or highN: the N parameters with the lowest or highest scores. A finished run may be
+    asked for others."""
+    reading: Literal[
+        "norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"
+    ] = "norms-over-change"
+    """The score: sum of the examples' gradient norms, or norm of their sum, over the norm of the
+    weight change (the paper's words), or the inverse (its formula: change-over-sum). Every run
+    measures all four; this one is ranked."""
+    mode: Literal["auto", "together", "single"] = "auto"
+    """Examples of a batch through the model together, one after another (slower, for any model), or
+    together where the model's modules allow it."""
+    targets: tuple[str, ...] = ()
+    """Domains that are measured and never trained on, as in the proxy."""
+    batch_size: int = 28
+    """Blocks in every step, as many of each domain."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
-    """Per-domain perplexity of a run's model on held-out documents."""
+    """Per-domain perplexity of a run's model on held-out documents; with `tasks`, k-shot accuracies
+    through lm-evaluation-harness too."""
 
     run: Path
     """The run directory whose model is measured."""
@@ -144,7 +205,21 @@ class EvaluateConfig:
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all that the corpus holds."""
     batch_size: int = 16
-    """Blocks in a forward pass."""
+    """Blocks, or prompts of a task, in a forward pass."""
+    perplexity: bool = True
+    """Measure perplexity. Without it only the tasks are run."""
+    tasks: tuple[str, ...] = ()
+    """Multiple-choice tasks of lm-eval, between commas or spaces; the paper's are
+    copa,sciq,logiqa,piqa,wic,winogrande."""
+    shots: int = 5
+    """Answered examples before every question."""
+    task_data: Path | None = None
+    """A directory with TASK/train.jsonl, which the shots are drawn from, and TASK/validation.jsonl,
+    which is scored; None: the data sets that lm-eval names on the Hub."""
+    task_limit: int | None = None
+    """Score only so many documents of every task, the first ones; None: all."""
+    fewshot_seed: int = 1234
+    """Of the draw of the shots; lm-eval's own default."""
     device: str = "auto"
     """auto, cpu, or cuda."""
 
@@ -203,6 +278,101 @@ class DemoConfig:
     """auto, cpu, or cuda."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
+
+
+Experiment = Literal[
+    "universal",
+    "doremi",
+    "ood",
+    "wiki40b",
+    "scales",
+    "selection",
+    "curriculum",
+    "early",
+    "proxy_vs_base",
+]
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """All arms of one of the paper's experiments, a table and a report. The same command resumes.
+
+    What is not given here is the preset's.
+    """
+
+    name: Experiment
+    """universal: learned weights against uniform, natural and DoReMi's. doremi: DoReMi in both
+    readings beside DoGE, with what each costs. ood: every domain as the target of the others.
+    wiki40b: languages as targets of others. scales: weights from proxies of three sizes.
+    selection: gradients of some parameters alone. curriculum: weights that follow the proxy's.
+    early: the first quarter of training. proxy_vs_base: the proxy as a model."""
+    out: Path | None = None
+    """Where runs and report go; None: experiments/NAME."""
+    preset: Literal["smoke", "small", "paper"] = "small"
+    """smoke: seconds a run, to see that it works. small: for a small corpus on two cores. paper:
+    the paper's models, steps, batches and Hub data."""
+    data: str | None = None
+    """The corpus, as for the other stages."""
+    domain_column: str | None = None
+    """As for the other stages."""
+    domains: tuple[str, ...] = ()
+    """Training domains; empty: all that the corpus holds. wiki40b: the paper's five."""
+    targets: tuple[str, ...] = ()
+    """ood, wiki40b: domains to be the target, each in its turn; empty: all, or ca and nl."""
+    seeds: tuple[int, ...] = ()
+    """Each arm is run with each; arms of one seed start alike and see their data in one order."""
+    tokenizer: str | None = None
+    """As for the other stages."""
+    vocab_size: int | None = None
+    """Entries of a trained tokenizer."""
+    block_size: int | None = None
+    """Tokens in a block."""
+    max_tokens_per_domain: int | None = None
+    """Stop packing a domain there."""
+    proxy_model: str | None = None
+    """Size of the proxies."""
+    proxy_models: tuple[str, ...] = ()
+    """scales: three sizes, the middle one being the yardstick."""
+    base_models: tuple[str, ...] = ()
+    """universal: sizes of the base models; elsewhere the first counts."""
+    proxy_steps: int | None = None
+    """Optimizer steps of a proxy."""
+    doremi_steps: tuple[int, ...] = ()
+    """Steps of DoReMi's reference and proxy, for each of its arms."""
+    base_steps: int | None = None
+    """Optimizer steps of a base model."""
+    finetune_steps: int | None = None
+    """Steps on the target afterwards."""
+    selection_steps: int | None = None
+    """selection: steps in which the cancellation effect is summed up."""
+    sequences_per_domain: int | None = None
+    """Blocks of every domain in a proxy's step."""
+    batch_size: int | None = None
+    """Blocks in a base model's step."""
+    learning_rate: float | None = None
+    """Peak, of all models but the paper's largest."""
+    min_learning_rate: float | None = None
+    """End of the cosine."""
+    finetune_learning_rate: float | None = None
+    """Peak of the steps on the target."""
+    mu: float | None = None
+    """Bregman coefficient."""
+    score: Literal["paper", "published"] | None = None
+    """As for the proxy."""
+    domain_max_grad_norm: float | None = None
+    """As for the proxy."""
+    target_batch: Literal["same", "mix"] = "same"
+    """universal: W from the batches that train the proxy, or from held-out ones of all domains."""
+    eval_blocks: int | None = None
+    """Held-out blocks per domain."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """As for the other stages."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+    cache_dir: Path | None = None
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
+    plan: bool = False
+    """Only say which runs there would be."""
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,21 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ReportConfig
-from doge_fast.pipeline.reporting.figures import Section, draw
+from doge_fast.pipeline.reporting.figures import BASE_MODELS, Section, draw
+from doge_fast.pipeline.reporting.findings import RUNS, findings_of, open_experiment
 from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing
 from doge_fast.pipeline.reporting.study import Study, read_study
 from doge_fast.pipeline.reporting.tables import (
+    Cell,
+    Row,
+    Table,
     corpus_table,
     perplexity_table,
     plain_table,
@@ -29,8 +35,17 @@ from doge_fast.pipeline.reporting.tables import (
     tables_of,
     weights_table,
 )
-from doge_fast.pipeline.reporting.verdicts import asked_of, summary_of, verdict_on, warnings_about
+from doge_fast.pipeline.reporting.verdicts import (
+    asked_of,
+    run_warnings,
+    summary_of,
+    verdict_on,
+    warnings_about,
+)
 from doge_fast.pipeline.reporting.wording import as_ascii, plural, wrapped
+
+# Columns that do not fit are printed below.
+TERMINAL_WIDTH = 100
 
 
 def write_report(config: ReportConfig) -> Path:
@@ -62,6 +77,87 @@ def write_report(config: ReportConfig) -> Path:
     _save_figures(sections, page.with_name(f"{page.stem}-figures"))
     page.write_text(_render(study, sections, config.token_budget), encoding="utf-8")
     return page
+
+
+def write_experiment_report(out: Path) -> Path:
+    """Write report.html of an experiment into its directory, and its figures beside it.
+
+    Reads records only, so it can be made of what there is while runs are still missing.
+
+    Args:
+        out: the experiment's directory.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: it is no experiment's directory, no run has begun, or a record is not what it
+            should be; nothing has been written.
+    """
+    experiment = open_experiment(out)
+    findings = findings_of(experiment)
+    study = read_study(_told_runs(out))
+    sections = [*findings.sections, *(each for each in draw(study) if each.title != BASE_MODELS)]
+    page = out / "report.html"
+    _save_figures(sections, out / "report-figures")
+    settings = experiment.record["settings"]
+    rows = [Row(name, [Cell(_setting_text(value))]) for name, value in settings.items()]
+    chosen = Table(f"Preset {experiment.record['preset']}", "", "setting", [("value", "")], rows)
+    text = _template().render(
+        **_common(study),
+        title=findings.title,
+        lead=findings.question,
+        verdicts=findings.verdicts,
+        summaries=[summary_of(proxy) for proxy in study.proxies],
+        warnings=[*findings.warnings, *run_warnings(study)],
+        asked=[
+            f"doge-fast experiment {experiment.record['name']}, preset "
+            f"{experiment.record['preset']}: {plural(len(study.runs), 'run')}.",
+            *findings.told,
+        ],
+        sections=sections,
+        tables=findings.tables,
+        settings=[chosen, runs_table(study), corpus_table(study)],
+    )
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def experiment_table(out: Path) -> str:
+    """The tables and the answer of an experiment as aligned plain text, for a terminal.
+
+    Raises:
+        ValueError: as `write_experiment_report`.
+    """
+    findings = findings_of(open_experiment(out))
+    blocks = [f"{findings.title}\n{wrapped(findings.question)}"]
+    blocks += [
+        f"{table.title}\n\n{plain_table(table, TERMINAL_WIDTH)}" for table in findings.tables
+    ]
+    blocks += [
+        "\n".join(map(wrapped, (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)))
+        for verdict in findings.verdicts
+    ]
+    blocks.append("\n".join(wrapped(f"Warning: {each}") for each in findings.warnings))
+    return as_ascii("\n\n".join(block for block in blocks if block))
+
+
+def _told_runs(out: Path) -> list[Path]:
+    """The runs of an experiment that learn weights or train at them."""
+    told = [
+        path.parent
+        for path in sorted((out / RUNS).glob("*/config.json"))
+        if records.read_config(path.parent)["stage"] != "select"
+    ]
+    if not told:
+        raise ValueError(f"No run of the experiment in {out} has begun.")
+    return told
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "all"
+    return "none" if value is None else str(value)
 
 
 def terminal_table(runs: Sequence[Path]) -> str:
@@ -125,17 +221,11 @@ def _inline(drawing: Drawing) -> Markup:
 
 
 def _render(study: Study, sections: Sequence[Section], token_budget: int | None) -> str:
-    folder = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["inline"] = _inline
-    return environment.get_template("report.html").render(
-        css=Markup((folder / "report.css").read_text(encoding="utf-8")),
+    return _template().render(
+        **_common(study),
+        title="Domain weights",
+        lead=f"{plural(sum(len(proxy.runs) for proxy in study.proxies), 'proxy run')}, "
+        f"{plural(len(study.bases), 'base model')}",
         verdicts=[verdict_on(comparison, study) for comparison in study.comparisons],
         summaries=[summary_of(proxy) for proxy in study.proxies],
         warnings=warnings_about(study, token_budget),
@@ -143,14 +233,31 @@ def _render(study: Study, sections: Sequence[Section], token_budget: int | None)
         sections=sections,
         tables=tables_of(study, token_budget),
         settings=[runs_table(study), corpus_table(study)],
-        configurations=[
+    )
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["inline"] = _inline
+    return environment.get_template("report.html")
+
+
+def _common(study: Study) -> dict[str, Any]:
+    """What every page holds."""
+    css = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
+    return {
+        "css": Markup(css),
+        "configurations": [
             (run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in study.runs
         ],
-        versions=_versions(study),
-        num_proxies=sum(len(proxy.runs) for proxy in study.proxies),
-        num_bases=len(study.bases),
-        many=plural,
-    )
+        "versions": _versions(study),
+    }
 
 
 def _versions(study: Study) -> list[str]:

@@ -47,7 +47,7 @@ def test_the_verbs_run_one_after_the_other(
     words = ["--weights", str(learned.out), "--targets", "verse", "--batch-size", "8"]
     assert cli.main(["base", *flags(trained), *words]) == 0
     assert capsys.readouterr().out == f"model: {trained.out / 'model'}\n"
-    assert cli.main(["evaluate", "--run", str(trained.out), "--device", "cpu"]) == 0
+    assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()] == [
         *("code", "prose", "table", "verse", "average")
@@ -65,19 +65,26 @@ def test_flags_are_the_fields(tmp_path: Path) -> None:
     assert config.out == Path("runs/x")
     config = cli._parse(["report", "--runs", "a", "b"])
     assert config == ReportConfig(runs=(Path("a"), Path("b")))
-    config = cli._parse(["evaluate", "--run", "a", "--domains", "x", "y"])
+    assert cli._parse(["experiment", "ood", "--seeds", "0", "1"]).seeds == (0, 1)
+    config = cli._parse(["evaluate", "a", "--domains", "x", "y"])
     assert config == EvaluateConfig(run=Path("a"), domains=("x", "y"))
     assert cli._parse(["base", "--out", "x", "--pretrained"]).model.pretrained
 
 
-@pytest.mark.parametrize("verb", ["demo", "proxy", "base", "evaluate", "report"])
+@pytest.mark.parametrize(
+    "verb", ["demo", "proxy", "base", "doremi", "select", "evaluate", "report", "experiment"]
+)
 def test_every_verb_has_help_for_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([verb, "--help"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
     assert f"usage: doge-fast {verb}" in printed
+    named = {"evaluate": "run", "experiment": "name"}
     for flag in (name.replace("_", "-") for name in fields_of(cli._VERBS[verb])):
+        if flag == named.get(verb):
+            assert "positional arguments" in printed
+            continue
         # No prefix of the nested dataclass, and a sentence below or beside it.
         found = re.search(rf"--{flag}\b[^(]*?[A-Za-z]{{3,}}[^(]*\(", printed)
         assert found, f"--{flag} has no help in:\n{printed}"

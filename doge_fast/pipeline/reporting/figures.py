@@ -58,6 +58,7 @@ from doge_fast.pipeline.reporting.wording import (
 )
 
 _DRIFT_SHOWN_FROM = 0.05
+BASE_MODELS = "Base models"
 
 
 class Section(NamedTuple):
@@ -93,7 +94,7 @@ def _base_section(study: Study) -> Section:
         for number, comparison in _told(study.comparisons)
         for drawing in _comparison_drawings(comparison, f"comparison-{number}")
     ]
-    return Section("Base models", "Against uniform weights, at equal tokens.", drawings)
+    return Section(BASE_MODELS, "Against uniform weights, at equal tokens.", drawings)
 
 
 def _comparison_drawings(comparison: Comparison, prefix: str) -> Iterator[Drawing]:
@@ -127,7 +128,7 @@ def _prefixes(proxies: Sequence[Proxy]) -> list[str]:
 def _proxy_section(proxy: Proxy, study: Study, prefix: str) -> Section:
     seeds = "" if len(proxy.runs) == 1 else f" Mean of {len(proxy.runs)} seeds"
     band = f"{seeds}; bands: ± one standard error." if seeds else ""
-    steps = len(proxy.series("gain", proxy.domains)[0])
+    steps = len(proxy.series("loss", proxy.domains)[0])
     chunk = chunk_size(steps, NOISY_POINTS)
     binned = f" Each point is the mean of {chunk} logged steps." if chunk > 1 else ""
     drawings = [
@@ -157,38 +158,64 @@ def _proxy_section(proxy: Proxy, study: Study, prefix: str) -> Section:
             f"of absolute differences; below {MAX_DRIFT:g} it counts as settled.",
             _drift_figure(proxy),
         ),
-        drawing_of(
-            f"{prefix}-affinity",
-            "How alike the domains' gradients are",
-            "Cosine between the gradients of two domains, mean over the steps."
-            f"{_affinity_note(proxy)}",
-            _affinity_figure(proxy),
-        ),
-        drawing_of(
-            f"{prefix}-gain",
-            "What moves the weights",
-            f"Generalization estimation W, mean over the steps weighted by learning rate. "
-            f"{_parts_note(proxy)}",
-            _parts_figure(proxy, study.colors),
-        ),
+        *_cause_drawings(proxy, study, prefix, binned),
         drawing_of(
             f"{prefix}-loss",
             "Training loss of each domain",
             f"Loss of the proxy on the batches of every domain.{binned}",
-            _loss_figure(proxy, study.colors),
+            _loss_figure(proxy, "loss", study.colors),
         ),
     ]
     return Section(f"{proxy.label}: weights for {proxy.target}", _settings(proxy), drawings)
 
 
+def _cause_drawings(proxy: Proxy, study: Study, prefix: str, binned: str) -> Iterator[Drawing]:
+    """What moved the weights."""
+    if proxy.is_doremi:
+        yield drawing_of(
+            f"{prefix}-excess",
+            "What moves the weights",
+            "Loss of the proxy in excess of the reference model's, on the batches of every "
+            f"domain.{binned}",
+            _loss_figure(proxy, "excess", study.colors),
+        )
+        return
+    yield drawing_of(
+        f"{prefix}-affinity",
+        "How alike the domains' gradients are",
+        f"Cosine between the gradients of two domains, mean over the steps.{_affinity_note(proxy)}",
+        _affinity_figure(proxy),
+    )
+    yield drawing_of(
+        f"{prefix}-gain",
+        "What moves the weights",
+        f"Generalization estimation W, mean over the steps weighted by learning rate. "
+        f"{_parts_note(proxy)}",
+        _parts_figure(proxy, study.colors),
+    )
+
+
 def _settings(proxy: Proxy) -> str:
     config = proxy.first.config
+    if proxy.is_doremi:
+        return _doremi_settings(proxy)
     cut = config["domain_max_grad_norm"]
     return (
         f"{config['model']['model']} model, {proxy.first.steps} steps of "
         f"{plural(config['sequences_per_domain'], 'block')} of every domain, mu {config['mu']:g}, "
         f"score as in the {config['score']}{'' if config['score'] == 'paper' else ' code'}"
         f"{'' if cut is None else f', domain gradients cut to norm {cut:g}'}, "
+        f"{plural(len(proxy.runs), 'seed')}."
+    )
+
+
+def _doremi_settings(proxy: Proxy) -> str:
+    config, told = proxy.first.config, proxy.first.weights or {}
+    # Not in the configuration where the variant's own were taken.
+    step = f", step size {told['step_size']:g}" if "step_size" in told else ""
+    return (
+        f"{config['model']['model']} model, {proxy.first.steps} steps of "
+        f"{plural(config['batch_size'], 'block')}, DoReMi (variant {config['variant']}){step}, "
         f"{plural(len(proxy.runs), 'seed')}."
     )
 
@@ -398,13 +425,13 @@ def _parts_legend(figure: Figure) -> None:
     )
 
 
-def _loss_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
+def _loss_figure(proxy: Proxy, key: str, colors: Mapping[str, int]) -> Figure:
     names = proxy.rows
-    steps_T, values_STR = proxy.series("loss", names)
+    steps_T, values_STR = proxy.series(key, names)
     steps, losses = mean_points(steps_T, nan_mean(values_STR), NOISY_POINTS)
     figure, axes = canvas(height_for(len(names)))
     plot_lines(axes, steps, losses, names, colors)
-    finish_steps(axes, "loss (nats per token)", steps_T[-1])
+    finish_steps(axes, f"{key} (nats per token)", steps_T[-1])
     label_ends(
         figure, axes, dict(zip(names, losses[-1], strict=True)), domain_styles(names, colors)
     )

@@ -1,11 +1,11 @@
 """Domain weights with the text there is: learned, given, the baselines, and the paper's."""
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from doge_fast.pipeline import records
+from doge_fast.pipeline.reporting.paper import TABLES, canonical
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.study import UNIVERSAL, Arm, Study
 from doge_fast.pipeline.reporting.wording import Stat
@@ -47,7 +47,7 @@ def mixtures_of(study: Study) -> list[Mixture]:
     found = [
         Mixture(
             proxy.label,
-            f"learned for {proxy.target}",
+            proxy.about,
             proxy.weights,
             proxy.first.train_tokens,
             proxy.first.targets,
@@ -92,21 +92,15 @@ def budget_of(study: Study, token_budget: int | None) -> int:
     return max(run.tokens for run in study.bases or study.runs)
 
 
-_SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
-_WIKI40B = ("en", "de", "fr", "es", "ru")
-# tab:dw; then tab:ood-dw, its columns by target; then tab:ood-wiki-dw, its rows by target. As
-# printed: the column for arxiv sums to 0.910.
-PAPER_WEIGHTS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
-    UNIVERSAL: (_SLIMPAJAMA, (0.088, 0.045, 0.269, 0.214, 0.070, 0.166, 0.148)),
-    "arxiv": (_SLIMPAJAMA, (0, 0.010, 0.125, 0.142, 0.161, 0.366, 0.106)),
-    "book": (_SLIMPAJAMA, (0.063, 0, 0.341, 0.345, 0.055, 0.081, 0.113)),
-    "c4": (_SLIMPAJAMA, (0.035, 0.117, 0, 0.721, 0.029, 0.063, 0.035)),
-    "commoncrawl": (_SLIMPAJAMA, (0.045, 0.124, 0.674, 0, 0.035, 0.059, 0.063)),
-    "github": (_SLIMPAJAMA, (0.084, 0.051, 0.058, 0.059, 0, 0.691, 0.057)),
-    "stackexchange": (_SLIMPAJAMA, (0.095, 0.048, 0.099, 0.076, 0.637, 0, 0.045)),
-    "wikipedia": (_SLIMPAJAMA, (0.091, 0.149, 0.201, 0.251, 0.103, 0.204, 0)),
-    "ca": (_WIKI40B, (0.073, 0.043, 0.344, 0.516, 0.024)),
-    "nl": (_WIKI40B, (0.259, 0.267, 0.176, 0.203, 0.095)),
+_SLIMPAJAMA = frozenset(TABLES["tab:dw"]["DoGE"])
+# tab:dw; tab:ood-dw and tab:ood-wiki-dw by target.
+_PAPER_WEIGHTS = {
+    UNIVERSAL: TABLES["tab:dw"]["DoGE"],
+    **{
+        column.removeprefix("for "): weights
+        for table in ("tab:ood-dw", "tab:ood-wiki-dw")
+        for column, weights in TABLES[table].items()
+    },
 }
 PAPER_NOTE = (
     " The paper's weights are those of an 82M proxy after 10k steps on the full corpora: compare "
@@ -119,28 +113,20 @@ PAPER_VERDICT = (
 )
 
 
-def _canonical(name: str) -> str:
-    """RedPajamaCommonCrawl, cc and common_crawl are one domain."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("redpajama")
-    return {"cc": "commoncrawl", "books": "book", "wiki": "wikipedia"}.get(plain, plain)
-
-
 def is_slimpajama(names: Iterable[str]) -> bool:
     """Whether these are the paper's seven domains."""
-    return {_canonical(name) for name in names} == set(_SLIMPAJAMA)
+    return {canonical(name) for name in names} == _SLIMPAJAMA
 
 
 def paper_mixture(mixture: Mixture, study: Study) -> Mixture | None:
     """The paper's weights for the same domains and target, as a further column."""
     proxy = next((proxy for proxy in study.proxies if proxy.label == mixture.label), None)
-    if proxy is None or len(proxy.first.config["target"]) != 1:
+    if proxy is None or proxy.is_doremi or len(proxy.first.config["target"]) != 1:
         return None
-    target = _canonical(str(proxy.first.config["target"][0]))
-    domains, values = PAPER_WEIGHTS.get(target, ((), ()))
-    paper = dict(zip(domains, values, strict=True))
-    paper.pop(target, None)
-    if {_canonical(name) for name in mixture.weights} != set(paper):
+    target = canonical(str(proxy.first.config["target"][0]))
+    paper = _PAPER_WEIGHTS.get(target, {})
+    if {canonical(name) for name in mixture.weights} != set(paper):
         return None
-    weights = {name: Stat(paper[_canonical(name)]) for name in mixture.weights}
+    weights = {name: Stat(paper[canonical(name)]) for name in mixture.weights}
     about = "universal" if target == UNIVERSAL else f"for {target}"
     return replace(mixture, label="paper", about=about, weights=weights, is_learned=False)

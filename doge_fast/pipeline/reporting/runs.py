@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
@@ -67,7 +68,7 @@ class Run:
         """Tokens of training domains that the whole run sees."""
         per_step = (
             self.config["batch_size"]
-            if self.stage == "base"
+            if "batch_size" in self.config
             else self.config["sequences_per_domain"] * len(self.domains)
         )
         return self.steps * int(per_step) * int(self.corpus["block_size"])
@@ -84,6 +85,17 @@ class Run:
         return float(np.median(seconds)) if seconds else math.nan
 
     @property
+    def num_parameters(self) -> int:
+        """Of the model that the run left; a tied weight counts once. 0 where it left none."""
+        total = 0
+        for file in sorted((self.path / "model").glob("*.safetensors")):
+            with safe_open(file, framework="np") as tensors:
+                # Not a dictionary: it is no iterable itself.
+                names = list(tensors.keys())
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+        return total
+
+    @property
     def skipped(self) -> int:
         """Logged steps that a non-finite gradient skipped."""
         return sum(bool(line.get("skipped")) for line in self.train)
@@ -91,6 +103,10 @@ class Run:
     def settings(self) -> str:
         """Everything that two runs of one arm share, as a key."""
         free = {key: value for key, value in self.config.items() if key not in _FREE}
+        if self.weights is not None and "reference" in self.weights:
+            # Each seed may have a reference of its own, if all were trained alike.
+            told = self.weights["reference"]
+            free["reference"] = [told[key] for key in ("model", "parameters", "steps", "tokens")]
         training = {
             key: value
             for key, value in self.config["training"].items()

@@ -52,8 +52,20 @@ class Proxy:
         return self.first.domains
 
     @property
+    def is_doremi(self) -> bool:
+        """Whether excess loss over a reference moved its weights, the baseline, and not W."""
+        return self.first.stage == "doremi"
+
+    @property
+    def about(self) -> str:
+        """Where the weights come from, in words."""
+        return "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
+
+    @property
     def target(self) -> str:
         """For whom the weights are, in words."""
+        if self.is_doremi:
+            return "all domains"
         names = self.first.config["target"]
         if list(names) == [UNIVERSAL]:
             return "all domains"
@@ -72,7 +84,7 @@ class Proxy:
     @property
     def has_steps(self) -> bool:
         """Whether there is something to draw: a step past the first line that all seeds logged."""
-        return bool(self._common_steps("gain"))
+        return bool(self._common_steps("excess" if self.is_doremi else "gain"))
 
     def series(self, key: str, names: Sequence[str]) -> tuple[Floats, Floats]:
         """(steps [T], values [S, T, len(names)]) of the steps that all S seeds have logged."""
@@ -85,7 +97,9 @@ class Proxy:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Domains and targets whose gradients were measured, in the order of the Gram matrix."""
+        """Domains and targets that the proxy saw, in the order of the Gram matrix."""
+        if self.is_doremi:
+            return self.domains
         return tuple(next(line["rows"] for line in self.first.train if "rows" in line))
 
     def cosine(self) -> Floats:
@@ -253,7 +267,7 @@ class Study:
 def read_study(runs: Sequence[Path]) -> Study:
     """Read runs and put them in order; see `write_report` for what is refused."""
     opened = open_runs(runs)
-    proxies = _proxies([run for run in opened if run.stage == "proxy"])
+    proxies = _proxies([run for run in opened if run.stage in ("proxy", "doremi")])
     bases = [run for run in opened if run.stage == "base"]
     comparisons = [_comparison(group, proxies) for group in _grouped(bases, Run.settings)]
     comparisons.sort(key=lambda comparison: bool(comparison.first.targets))
@@ -262,8 +276,8 @@ def read_study(runs: Sequence[Path]) -> Study:
 
 def _proxies(runs: Sequence[Run]) -> tuple[Proxy, ...]:
     groups = _grouped(runs, Run.settings)
-    # What is asked of all domains comes before what is asked of one.
-    groups.sort(key=lambda group: bool(group[0].targets))
+    # What is asked of all domains comes before what is asked of one, the baseline after both.
+    groups.sort(key=lambda group: (group[0].stage == "doremi", bool(group[0].targets)))
     labels = _distinct([_common_name(group) for group in groups], groups)
     return tuple(Proxy(label, tuple(group)) for label, group in zip(labels, groups, strict=True))
 
@@ -336,7 +350,7 @@ def _source(run: Run, proxies: Sequence[Proxy]) -> _Source:
     folder = path.parent if path.name == records.WEIGHTS else path
     proxy = _proxy_of(folder, proxies)
     if proxy is not None:
-        return _Source(proxy.label, proxy.label, "learned", f"learned for {proxy.target}")
+        return _Source(proxy.label, proxy.label, "learned", proxy.about)
     return _Source(weights, folder.stem or weights, "given", "from a file")
 
 

@@ -228,6 +228,8 @@ def _what(run: Run) -> str:
     if run.stage == "base":
         weights = Path(str(run.config["weights"]))
         return f"weights {weights.parent.name if weights.name == records.WEIGHTS else weights.name}"
+    if run.stage == "doremi":
+        return f"{run.config['variant']}, reference {Path(run.config['reference']).name}"
     return f"target {' '.join(run.config['target'])}, mu {run.config['mu']:g}"
 
 
@@ -248,8 +250,13 @@ def corpus_table(study: Study) -> Table:
     return Table("Corpus", note, "domain", [(column, "") for column in columns], rows)
 
 
-def plain_table(table: Table) -> str:
-    """Aligned text: the first column to the left, the others to the right."""
+def plain_table(table: Table, width: int | None = None) -> str:
+    """Aligned text: the first column to the left, the others to the right.
+
+    Args:
+        table: what to print.
+        width: of the terminal; columns that do not fit go below, under their rows again.
+    """
     header = [table.corner, *(label for label, _ in table.columns)]
     body = [
         [row.label, *(f"{cell.text} {'*' if cell.is_strong else ' '}" for cell in row.cells)]
@@ -258,9 +265,30 @@ def plain_table(table: Table) -> str:
     # Numbers end in a mark or its place; so do the headers.
     header = [header[0], *(f"{label}  " for label in header[1:])]
     widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
-    lines = [_aligned(header, widths), "-" * (sum(widths) + 2 * len(widths) - 2)]
-    lines += [_aligned(line, widths) for line in body]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n\n".join(
+        _block([[line[i] for i in (0, *part)] for line in (header, *body)])
+        for part in _parts(widths, width)
+    )
+
+
+def _parts(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """Columns but the first, in parts that fit beside it."""
+    parts: list[list[int]] = [[]]
+    room = widths[0]
+    for i, own in enumerate(widths[1:], start=1):
+        if width is not None and parts[-1] and room + own + 2 > width:
+            parts.append([])
+            room = widths[0]
+        parts[-1].append(i)
+        room += own + 2
+    return parts
+
+
+def _block(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    header, *body = (_aligned(line, widths) for line in lines)
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    return "\n".join(line.rstrip() for line in (header, rule, *body))
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:

@@ -214,13 +214,18 @@ def asked_of(study: Study) -> list[str]:
 
 def warnings_about(study: Study, token_budget: int | None) -> list[str]:
     """Everything that a reader should know before believing a number."""
-    found = [warning for proxy in study.proxies for warning in _proxy_warnings(proxy)]
+    found = run_warnings(study)
     found += [warning for each in study.comparisons for warning in _comparison_warnings(each)]
-    found += [warning for run in study.runs for warning in _run_warnings(run)]
     budget = budget_of(study, token_budget)
     for mixture in mixtures_of(study):
         found += _epoch_warnings(mixture, budget)
     return found
+
+
+def run_warnings(study: Study) -> list[str]:
+    """What a reader should know of the proxies and of single runs."""
+    found = [warning for proxy in study.proxies for warning in _proxy_warnings(proxy)]
+    return found + [warning for run in study.runs for warning in _run_warnings(run)]
 
 
 def _proxy_warnings(proxy: Proxy) -> Iterator[str]:
@@ -230,14 +235,20 @@ def _proxy_warnings(proxy: Proxy) -> Iterator[str]:
     weight, uniform = proxy.weights[largest].mean, 1 / len(proxy.domains)
     furthest = max(abs(stat.mean - uniform) for stat in proxy.weights.values())
     if weight > COLLAPSED and len(proxy.domains) > 1:
+        remedy = (
+            "A smaller step_size or more smoothing"
+            if proxy.is_doremi
+            else "A larger mu, smoothing or domain_max_grad_norm"
+        )
         yield (
-            f"{proxy.label}: the weights collapsed onto {largest} ({weight:.2f}). A larger mu, "
-            "smoothing or domain_max_grad_norm keeps them apart."
+            f"{proxy.label}: the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps "
+            "them apart."
         )
     elif furthest < UNMOVED * uniform and len(proxy.domains) > 1:
         yield (
-            f"{proxy.label}: the weights hardly left uniform. A smaller mu or more steps would "
-            "move them."
+            f"{proxy.label}: the weights hardly left uniform. A "
+            f"{'larger step_size' if proxy.is_doremi else 'smaller mu'} or more steps would move "
+            "them."
         )
     if not proxy.is_settled:
         yield (

@@ -23,6 +23,8 @@ def stat_of(values: Iterable[float]) -> Stat:
     array = np.asarray(list(values), dtype=np.float64)
     if len(array) == 1:
         return Stat(float(array[0]))
+    if not np.isfinite(array).all():
+        return Stat(float(array.mean()), math.nan)
     return Stat(float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array))))
 
 

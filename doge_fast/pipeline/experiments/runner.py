@@ -1,0 +1,101 @@
+"""Runs an experiment's plan: what is done is left alone, what was killed goes on, then the page."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from doge_fast.pipeline import records
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    DoReMiConfig,
+    EvaluateConfig,
+    ExperimentConfig,
+    ProxyConfig,
+)
+from doge_fast.pipeline.doremi import learn_by_excess_loss
+from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.experiments.plans import RUNS, Job, Plan, StageConfig, corpus_of, plan_of
+from doge_fast.pipeline.experiments.presets import PAPER_LANGUAGES, Settings, settings_of
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.report import experiment_table, write_experiment_report
+from doge_fast.pipeline.selection import measure_cancellation
+from doge_fast.pipeline.sources import find_parts
+
+_log = logging.getLogger("doge_fast")
+
+
+def run_experiment(config: ExperimentConfig) -> list[str]:
+    """Run all arms of an experiment, or finish one that was interrupted.
+
+    An arm that is done is not run again; one that was killed goes on from its last checkpoint. The
+    directory holds experiment.json, runs/ with a directory for every run, and report.html.
+
+    Args:
+        config: which experiment, how large, on what.
+
+    Returns:
+        Lines to print: the tables with the verdicts, and where the page is; with `config.plan` the
+        runs that there would be.
+
+    Raises:
+        ValueError: a setting is out of its range, the corpus lacks a domain, or the directory
+            holds another experiment; nothing has been trained.
+    """
+    settings = settings_of(config)
+    out = config.out or Path("experiments") / config.name
+    plan = plan_of(config, settings, _domains_of(config, settings), out)
+    if config.plan:
+        return [_line_of(job) for job in plan.jobs]
+    records.write_experiment(out, _record(config, settings, plan))
+    for number, job in enumerate(plan.jobs, start=1):
+        _log.info("run %d of %d: %s", number, len(plan.jobs), job.config.out.name)
+        _run(job.config)
+        if job.is_measured and not (job.config.out / records.EVALUATION).exists():
+            blocks = settings.eval_blocks
+            evaluate(EvaluateConfig(run=job.config.out, blocks=blocks, device=config.device))
+    page = write_experiment_report(out)
+    return [experiment_table(out), f"report: {page}"]
+
+
+def _domains_of(config: ExperimentConfig, settings: Settings) -> tuple[str, ...]:
+    """All domains that the corpus holds, targets among them."""
+    if settings.domains and config.name != "wiki40b":
+        return settings.domains
+    if config.preset == "paper" and config.name == "wiki40b" and config.data is None:
+        return (*PAPER_LANGUAGES, *(config.targets or ("ca", "nl")))
+    return tuple(sorted(find_parts(corpus_of(config, settings), [])))
+
+
+def _run(config: StageConfig) -> Path:
+    if isinstance(config, ProxyConfig):
+        return learn_weights(config)
+    if isinstance(config, BaseConfig):
+        return train_base(config)
+    if isinstance(config, DoReMiConfig):
+        return learn_by_excess_loss(config)
+    return measure_cancellation(config)
+
+
+def _line_of(job: Job) -> str:
+    config = job.config
+    kind = type(config).__name__.removesuffix("Config").lower()
+    return f"{kind:<7} {config.model.model:<8} {config.training.steps:>7} steps  {config.out.name}"
+
+
+def _record(config: ExperimentConfig, settings: Settings, plan: Plan) -> dict[str, Any]:
+    return {
+        "name": config.name,
+        "preset": config.preset,
+        "title": plan.title,
+        "question": plan.question,
+        "settings": records.plain(vars(settings)),
+        "target_batch": config.target_batch,
+        "data": corpus_of(config, settings).data,
+        "runs": [job.config.out.name for job in plan.jobs],
+        "groups": plan.groups,
+        "versions": records.versions(),
+    }
+
+
+__all__ = ["RUNS", "run_experiment"]

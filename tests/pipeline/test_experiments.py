@@ -1,0 +1,384 @@
+"""Experiments run all their arms once, go on where they were killed, and say who won."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doge_fast.pipeline import records, report, training
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    DoReMiConfig,
+    ExperimentConfig,
+    ProxyConfig,
+    SelectConfig,
+)
+from doge_fast.pipeline.experiments import presets, runner
+from doge_fast.pipeline.experiments.plans import Plan, plan_of
+from doge_fast.pipeline.experiments.runner import run_experiment
+from doge_fast.pipeline.reporting import findings
+from doge_fast.pipeline.sampling import Stage
+from tests.pipeline.written_runs import DOMAINS, UNIFORM_LOSS, write_base, write_proxy
+
+Make = Callable[..., ExperimentConfig]
+SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
+
+
+@pytest.fixture
+def experiment(small_corpus: Path, blocks_cache: Path, tmp_path: Path) -> Make:
+    def make(name: str, **changes: Any) -> ExperimentConfig:
+        config = ExperimentConfig(
+            name=name,  # type: ignore[arg-type]
+            out=tmp_path / name,
+            preset="smoke",
+            data=str(small_corpus),
+            seeds=(0,),
+            block_size=16,
+            proxy_steps=4,
+            base_steps=4,
+            batch_size=4,
+            sequences_per_domain=1,
+            device="cpu",
+            cache_dir=blocks_cache,
+        )
+        return replace(config, **changes)
+
+    return make
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a run that was done is trained again")
+
+    monkeypatch.setattr(training, "train", refuse)
+
+
+def finished(out: Path) -> set[str]:
+    return {path.parent.name for path in (out / "runs").glob("*/model")}
+
+
+def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
+    experiment: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = experiment("universal", seeds=(0, 1), doremi_steps=(4, 6))
+    assert config.out is not None
+    stop = StopAfter(5, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(config)
+    done = {path: path.stat().st_mtime_ns for path in (config.out / "runs").glob("*/model/*")}
+    assert len(finished(config.out)) == 5
+    stop.undo()
+    table, page = run_experiment(config)
+    # What was done before is as it was.
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    record = json.loads((config.out / "experiment.json").read_text())
+    assert finished(config.out) == set(record["runs"])
+    assert len(record["runs"]) == 20
+    assert page == f"report: {config.out / 'report.html'}"
+    for column in ("uniform", "natural", "DoGE", "DoReMi, 4 steps", "DoReMi, 6 steps"):
+        assert column in table
+    assert "over 2 paired seeds" in table
+    assert max(map(len, table.splitlines())) <= report.TERMINAL_WIDTH
+    source = (config.out / "report.html").read_text(encoding="utf-8")
+    assert "What learning the weights costs" in source
+    assert list((config.out / "report-figures").glob("experiment-1-change.*"))
+    # Arms of a seed begin alike: the same numbers, the same first loss on the same blocks.
+    first = {
+        name: records.read_metrics(config.out / "runs" / name, kind="eval")[0]
+        for name in ("base-uniform-tiny-seed0", "base-uniform-tiny-seed1")
+    }
+    assert first["base-uniform-tiny-seed0"] != first["base-uniform-tiny-seed1"]
+
+
+class StopAfter:
+    """An interruption once so many runs are done."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, self.is_on = count, True
+        run = runner._run
+
+        def counted(config: Any) -> Path:
+            if self.is_on and not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            return run(config)
+
+        monkeypatch.setattr(runner, "_run", counted)
+
+    def undo(self) -> None:
+        self.is_on = False
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("ood", {"targets": ("verse",)}, ["Perplexity on the target", "oracle", "for verse"]),
+        (
+            "wiki40b",
+            {"targets": ("verse",), "domains": ("code", "prose")},
+            ["DoGE, fine-tuned", "for verse"],
+        ),
+        ("scales", {}, ["mean absolute difference from mini", "small"]),
+        ("doremi", {"doremi_steps": (4,)}, ["DoGE authors' variant", "FLOPs, against DoGE"]),
+        ("curriculum", {"base_steps": 10, "proxy_steps": 10}, ["K = 10", "global average"]),
+        ("early", {"base_steps": 8}, ["After a quarter of the steps", "At the end"]),
+        ("proxy_vs_base", {}, ["DoGE proxy", "DoGE base"]),
+        ("selection", {}, ["columns left out", "low5", "high10"]),
+    ],
+)
+def test_every_experiment_runs_and_a_second_call_trains_nothing(
+    experiment: Make,
+    name: str,
+    changes: dict[str, Any],
+    words: Sequence[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    config = experiment(name, **changes)
+    table, page = run_experiment(config)
+    for word in words:
+        assert word in table
+    assert "1 seed: differences cannot be told from chance" in " ".join(table.split())
+    source = Path(page.removeprefix("report: ")).read_text(encoding="utf-8")
+    assert "<svg" in source
+    request.getfixturevalue("no_training")
+    again = run_experiment(config)
+    assert again == [table, page]
+
+
+def test_another_experiment_in_the_directory_is_refused(experiment: Make) -> None:
+    config = experiment("scales")
+    assert config.out is not None
+    config.out.mkdir()
+    plan = planned(config)
+    settings = presets.settings_of(config)
+    records.write_experiment(config.out, runner._record(config, settings, plan))
+    with pytest.raises(ValueError, match="holds the experiment scales with another settings"):
+        run_experiment(replace(config, mu=0.5))
+    with pytest.raises(ValueError, match="holds the experiment scales with another name"):
+        run_experiment(replace(config, name="early"))
+
+
+def test_only_the_plan(experiment: Make) -> None:
+    config = experiment("scales", plan=True)
+    assert config.out is not None
+    lines = run_experiment(config)
+    assert [line.split()[-1] for line in lines] == [
+        f"proxy-{model}-seed0" for model in ("tiny", "mini", "small")
+    ]
+    assert not config.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"name": "ood", "targets": ("nowhere",)}, "targets must name domains of"),
+        ({"name": "wiki40b"}, "targets must name domains of"),
+        ({"name": "wiki40b", "data": None}, "wiki40b needs text in several languages"),
+        ({"name": "scales", "proxy_models": ("tiny",)}, "proxy_models must name three sizes"),
+        ({"seeds": (1, 1)}, "Seeds must differ"),
+    ],
+)
+def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:
+    config = experiment(changes.pop("name", "scales"), **changes)
+    with pytest.raises(ValueError, match=sentence):
+        run_experiment(config)
+    assert config.out is not None
+    assert not config.out.exists()
+
+
+# The paper's own size, of which only the plan can be looked at here.
+
+
+def planned(config: ExperimentConfig, names: Sequence[str] | None = None) -> Plan:
+    settings = presets.settings_of(config)
+    out = config.out or Path("x")
+    return plan_of(config, settings, names or runner._domains_of(config, settings), out)
+
+
+def test_the_papers_universal_experiment() -> None:
+    plan = planned(ExperimentConfig("universal", preset="paper"))
+    by_stage: dict[type, list[Any]] = {}
+    for job in plan.jobs:
+        by_stage.setdefault(type(job.config), []).append(job.config)
+    proxies, bases = by_stage[ProxyConfig], by_stage[BaseConfig]
+    assert {proxy.model.model for proxy in proxies} == {"82M"}
+    assert [proxy.training.seed for proxy in proxies] == [0, 1, 2]
+    proxy = proxies[0]
+    assert (proxy.training.steps, proxy.corpus.block_size) == (10_000, 512)
+    assert proxy.sequences_per_domain * 7 == 126
+    assert (proxy.training.learning_rate, proxy.training.min_learning_rate) == (5e-4, 1e-4)
+    # Five arms of three sizes, and the references of DoReMi's two lengths.
+    assert len(bases) == 3 * (5 * 3 + 2)
+    large = [base for base in bases if base.model.model == "684M"]
+    assert {base.training.learning_rate for base in large} == {1.5e-4}
+    assert sorted({doremi.training.steps for doremi in by_stage[DoReMiConfig]}) == [10_000, 50_000]
+    assert len(proxy.corpus.domains) == 7
+    assert proxy.corpus.domain_column == "meta.redpajama_set_name"
+
+
+def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards() -> None:
+    config = ExperimentConfig("ood", preset="paper", targets=("RedPajamaGithub",))
+    for job in planned(config).jobs:
+        name, stage = job.config.out.name, job.config
+        assert isinstance(stage, ProxyConfig | BaseConfig)
+        trains = "RedPajamaGithub" in stage.corpus.domains
+        assert trains == name.startswith(("base-uniform-with-", "finetuned-")), name
+
+
+def test_runs_come_after_what_they_read() -> None:
+    """Whatever the experiment."""
+    for name in presets_of_names():
+        config = ExperimentConfig(name, preset="small", data="nowhere", targets=())
+        names = (*SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
+        seen: set[Path] = set()
+        for job in planned(config, names).jobs:
+            for needed in needs(job.config):
+                assert needed in seen, (name, job.config.out, needed)
+            seen.add(job.config.out)
+
+
+def presets_of_names() -> Iterator[Any]:
+    from typing import get_args
+
+    from doge_fast.pipeline.config import Experiment
+
+    yield from get_args(Experiment)
+
+
+def needs(config: Any) -> Iterator[Path]:
+    if isinstance(config, BaseConfig):
+        if config.weights not in ("uniform", "natural"):
+            yield Path(config.weights)
+        if config.model.pretrained:
+            yield Path(config.model.model).parent
+    if isinstance(config, DoReMiConfig):
+        yield config.reference
+    if isinstance(config, ProxyConfig) and config.selection is not None:
+        yield config.selection.parent
+    assert isinstance(config, BaseConfig | DoReMiConfig | ProxyConfig | SelectConfig)
+
+
+# The verdict, of records written by hand.
+
+
+def written(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Path:
+    """An experiment whose learned arm's losses differ from uniform's by `changes`, one a seed."""
+    seeds = range(len(changes))
+    arms = [
+        {"label": "uniform", "about": "baseline", "is_baseline": True}
+        | {"runs": [f"uniform-seed{seed}" for seed in seeds]},
+        {"label": doge, "about": "learned", "runs": [f"doge-seed{seed}" for seed in seeds]},
+    ]
+    group = {"kind": "perplexity", "title": "Base models", "paper": None, "arms": arms}
+    records.write_experiment(
+        folder,
+        {
+            "name": "universal",
+            "preset": "small",
+            "title": "Universal generalization",
+            "question": "Which?",
+            "settings": records.plain(vars(replace(presets.PRESETS["small"], seeds=tuple(seeds)))),
+            "data": "installed",
+            "runs": [
+                f"{name}-seed{seed}" for name in ("uniform", "proxy", "doge") for seed in seeds
+            ],
+            "groups": [group | {"aim": list(DOMAINS)}],
+            "versions": {},
+        },
+    )
+    runs = folder / "runs"
+    for seed, change in zip(seeds, changes, strict=True):
+        # Seeds differ by far more than arms do.
+        shift = 0.3 * seed
+        loss = {name: UNIFORM_LOSS[name] + shift for name in DOMAINS}
+        write_base(runs / f"uniform-seed{seed}", loss=loss, seed=seed)
+        proxy = write_proxy(runs / f"proxy-seed{seed}", seed=seed)
+        moved = {name: value + change for name, value in loss.items()}
+        write_base(runs / f"doge-seed{seed}", weights=str(proxy), loss=moved, seed=seed)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "headline"),
+    [
+        ((-0.02, -0.021, -0.019), "DoGE beats uniform"),
+        ((0.02, 0.021, 0.019), "DoGE loses to uniform"),
+        ((0.02, -0.03, 0.001), "DoGE comes out below uniform on average, which 3 seeds cannot"),
+        ((-0.02,), "DoGE comes out below uniform in the one seed, which one seed cannot"),
+        ((math.nan, 0.1), "DoGE or uniform diverged"),
+    ],
+)
+def test_the_headline_is_whoever_wins_as_far_as_seeds_tell(
+    tmp_path: Path, changes: Sequence[float], headline: str
+) -> None:
+    found = findings.findings_of(findings.open_experiment(written(tmp_path / "e", changes)))
+    assert found.verdicts[0].headline.startswith(headline)
+
+
+def test_the_sentence_gives_the_paired_interval(tmp_path: Path) -> None:
+    out = written(tmp_path / "e", (-0.02, -0.03, -0.025))
+    found = findings.findings_of(findings.open_experiment(out))
+    (sentence, *_) = found.verdicts[0].sentences
+    # The seeds' own spread, a hundred times as large, is not in it.
+    assert "better on 7 of 7 than uniform; average −2.5\N{NO-BREAK SPACE}% [−3.7, −1.3]" in sentence
+    assert "over 3 paired seeds" in sentence
+
+
+def test_a_page_of_unfinished_runs_says_so(tmp_path: Path) -> None:
+    out = written(tmp_path / "e", (-0.02, -0.03))
+    record = json.loads((out / "experiment.json").read_text())
+    record["runs"].append("doge-seed2")
+    (out / "experiment.json").write_text(json.dumps(record))
+    page = report.write_experiment_report(out)
+    assert "1 run of 7 not complete yet, so left out: doge-seed2" in page.read_text()
+
+
+# Curricula.
+
+
+def test_a_curriculum_takes_the_proxys_means_stage_by_stage(
+    proxy: Callable[..., ProxyConfig], base: Callable[..., BaseConfig]
+) -> None:
+    from doge_fast.pipeline import base as stage_two
+    from doge_fast.pipeline.domains import load_corpus
+    from doge_fast.pipeline.proxy import learn_weights
+
+    source = proxy("source", steps=6, mu=0.001)
+    learn_weights(source)
+    lines = {line["step"]: line["alpha"] for line in records.read_metrics(source.out, kind="train")}
+    config = base("curriculum", weights=str(source.out), steps=9, stages=3)
+    stages = stage_two.resolve_stages(config, load_corpus(config.corpus))
+    assert [stage.first_step for stage in stages] == [0, 3, 6]
+    for place, stage in enumerate(stages):
+        first, second = lines[2 * place + 1], lines[2 * place + 2]
+        for name, weight in stage.weights.items():
+            assert weight == pytest.approx((first[name] + second[name]) / 2, rel=1e-6)
+    stage_two.train_base(config)
+    used = records.read_weights(config.out)
+    assert [each["first_step"] for each in used["stages"]] == [0, 3, 6]
+    average = records.weights_by_name(records.read_weights(source.out))
+    for name, weight in records.weights_by_name(used).items():
+        assert weight == pytest.approx(average[name], rel=1e-5)
+    # A resumed run reads back what it used, to the bit.
+    again = stage_two.resolve_stages(config, load_corpus(config.corpus))
+    assert again == tuple(Stage(each.first_step, dict(each.weights)) for each in stages)
+
+
+@pytest.mark.parametrize(
+    ("weights", "stages", "sentence"),
+    [("uniform", 2, "needs the run directory of a proxy"), ("uniform", 9, "stages")],
+)
+def test_a_curriculum_without_a_proxy_is_refused(
+    base: Callable[..., BaseConfig], weights: str, stages: int, sentence: str
+) -> None:
+    from doge_fast.pipeline.base import train_base
+
+    config = base("refused", weights=weights, stages=stages)
+    with pytest.raises(ValueError, match=sentence):
+        train_base(config)
+    assert not config.out.exists()

@@ -1,0 +1,68 @@
+"""Differences between arms are seed by seed, with the interval that a referee would compute."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from doge_fast.pipeline.reporting.statistics import change_of, change_text, paired_difference
+
+
+def test_the_interval_is_students_for_paired_samples() -> None:
+    draw = np.random.default_rng(0)
+    own, other = draw.normal(3.0, 0.4, 5), draw.normal(3.2, 0.4, 5)
+    found = paired_difference(own.tolist(), other.tolist(), confidence=0.9)
+    expected = stats.ttest_rel(own, other).confidence_interval(0.9)
+    assert found.mean == pytest.approx((own - other).mean())
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.pairs == 5
+
+
+def test_what_seeds_share_cancels() -> None:
+    """Seeds that differ by far more than the arms do still decide between the arms."""
+    seeds = [2.0, 5.0, 9.0]
+    own = [seed - 0.02 + 0.001 * i for i, seed in enumerate(seeds)]
+    found = paired_difference(own, seeds)
+    assert found.is_decided
+    assert found.mean == pytest.approx(-0.019)
+    # The same values in another order are other pairs.
+    assert not paired_difference(own[::-1], seeds).is_decided
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "is_decided"),
+    [([1.0, 1.1, 0.9], [1.0, 1.0, 1.0], False), ([1.2, 1.21, 1.19], [1.0, 1.0, 1.0], True)],
+)
+def test_an_interval_around_zero_decides_nothing(
+    own: list[float], other: list[float], is_decided: bool
+) -> None:
+    assert paired_difference(own, other).is_decided is is_decided
+
+
+def test_one_pair_has_no_interval() -> None:
+    found = paired_difference([2.0], [2.1])
+    assert (found.low, found.high, found.is_decided) == (None, None, False)
+    assert change_text(found) == "−9.5\N{NO-BREAK SPACE}%"
+
+
+def test_a_diverged_run_decides_nothing() -> None:
+    found = paired_difference([math.nan, 2.0], [2.1, 2.1])
+    assert not found.is_decided
+    assert change_text(found) == "not finite"
+
+
+def test_changes_are_of_perplexity() -> None:
+    found = paired_difference([3.0, 3.02, 2.99], [3.1, 3.11, 3.08])
+    mean, low, high = change_of(found)
+    assert mean == pytest.approx(math.exp(found.mean) - 1)
+    assert low < mean < high < 0
+    text = change_text(found)
+    assert text.startswith("−9.") or text.startswith("−8.")
+    assert text.endswith("]")
+
+
+@pytest.mark.parametrize(("own", "other"), [([], []), ([1.0], [1.0, 2.0])])
+def test_unpaired_values_are_refused(own: list[float], other: list[float]) -> None:
+    with pytest.raises(ValueError, match="two values for each seed"):
+        paired_difference(own, other)

@@ -1,0 +1,237 @@
+"""Runs written by hand, so that every number in a report has a known cause."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from doge_fast.pipeline import records
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    CorpusConfig,
+    ModelConfig,
+    ProxyConfig,
+    TrainingConfig,
+)
+
+
+def by_name(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+DOMAINS = ("stdlib", "reference", "headers", "docstrings", "tests", "licences", "metadata")
+TOKENS = by_name(DOMAINS, (812_000, 92_000, 610_000, 401_000, 655_000, 130_000, 48_000))
+# What base models at uniform weights reach, per domain.
+UNIFORM_LOSS = by_name(DOMAINS, (3.21, 4.05, 2.48, 3.66, 2.95, 2.10, 1.87))
+BLOCK_SIZE = 128
+STEPS = 200
+TRAINING = TrainingConfig(steps=STEPS, learning_rate=2e-3)
+
+
+def entry(name: str, tokens: Mapping[str, int]) -> dict[str, int]:
+    blocks = tokens[name] // BLOCK_SIZE
+    return {
+        "train_tokens": tokens[name],
+        "train_blocks": blocks,
+        "validation_blocks": max(1, blocks // 20),
+        "documents": max(1, blocks // 6),
+    }
+
+
+def corpus(
+    domains: Sequence[str], targets: Sequence[str] = (), tokens: Mapping[str, int] = TOKENS
+) -> dict[str, Any]:
+    return {
+        "domains": {name: entry(name, tokens) for name in domains},
+        "targets": {name: entry(name, tokens) for name in targets if name != "mix"},
+        "tokenizer_sha256": "ab" * 32,
+        "block_size": BLOCK_SIZE,
+        "vocab_size": 4096,
+    }
+
+
+def without(*targets: str) -> tuple[str, ...]:
+    return tuple(name for name in DOMAINS if name not in targets)
+
+
+def write_proxy(
+    out: Path,
+    *,
+    domains: Sequence[str] = DOMAINS,
+    target: tuple[str, ...] = ("universal",),
+    logits: Sequence[float] = (0.9, -0.4, 0.3, 1.1, 0.5, -0.9, -1.4),
+    seed: int = 0,
+    steps: int = STEPS,
+    last_step: int | None = None,
+    skipped: Sequence[int] = (),
+    is_finished: bool = True,
+    score: str = "paper",
+    tokens: Mapping[str, int] = TOKENS,
+) -> Path:
+    """A proxy run whose weights go from uniform to softmax(logits) within a third of its steps."""
+    names = tuple(domains)
+    targets = () if target == ("universal",) else tuple(item.split("=")[0] for item in target)
+    rows = (*names, *targets)
+    config = ProxyConfig(
+        out=out,
+        corpus=CorpusConfig(domains=names),
+        model=ModelConfig(model="tiny"),
+        training=replace(TRAINING, steps=steps, seed=seed),
+        target=target,
+        score=score,  # type: ignore[arg-type]
+    )
+    records.open_run(out, stage="proxy", config=config, corpus=corpus(names, targets, tokens))
+    draw = np.random.default_rng([seed, len(names), len(targets)])
+    uniform = dict.fromkeys(names, 1 / len(names))
+    records.append_metrics(
+        out, {"step": 0, "kind": "train", "alpha": uniform, "alpha_mean": uniform}
+    )
+    total, average = np.zeros(len(names)), np.full(len(names), 1 / len(names))
+    alpha = average
+    for step in range(1, (last_step or steps) + 1):
+        pushed = np.asarray(logits[: len(names)]) * min(1.0, 3 * step / steps)
+        pushed = pushed + 0.15 * draw.standard_normal(len(names))
+        alpha = np.exp(pushed) / np.exp(pushed).sum()
+        total += alpha
+        average = total / step
+        records.append_metrics(
+            out, proxy_line(step, steps, names, rows, alpha, average, step in skipped, draw)
+        )
+    if not is_finished:
+        return out
+    records.append_metrics(out, {"step": steps, "kind": "eval", "loss": dict.fromkeys(rows, 3.1)})
+    natural = sum(tokens[name] for name in names)
+    records.write_weights(
+        out,
+        {
+            "method": "doge",
+            "score": score,
+            "target": "universal" if not targets else dict.fromkeys(targets, 1.0),
+            "domains": [
+                {
+                    "name": name,
+                    "weight": average[j],
+                    "weight_last": alpha[j],
+                    "prior": tokens[name] / natural,
+                    "tokens": tokens[name],
+                }
+                for j, name in enumerate(names)
+            ],
+            "model": "tiny",
+            "steps": steps,
+            "seed": seed,
+        },
+    )
+    return out
+
+
+def proxy_line(
+    step: int,
+    steps: int,
+    names: Sequence[str],
+    rows: Sequence[str],
+    alpha: np.ndarray,
+    average: np.ndarray,
+    is_skipped: bool,
+    draw: np.random.Generator,
+) -> dict[str, Any]:
+    # Neighbours are alike, and noise makes every step another.
+    angles = 0.35 * np.arange(len(rows))[:, None] + np.arange(24)
+    directions = np.cos(angles) + 0.4 * draw.standard_normal((len(rows), 24))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    norms = 1 + 2 * np.exp(-4 * step / steps) + 0.1 * draw.random(len(rows))
+    gram = (directions @ directions.T) * np.outer(norms, norms)
+    is_universal = len(rows) == len(names)
+    difficulty = np.diag(gram)[: len(names)] if is_universal else np.zeros(len(names))
+    gain = gram[: len(names)].sum(1) if is_universal else gram[: len(names), len(names) :].sum(1)
+    loss = 2.4 + 6 * np.exp(-5 * step / steps) + 0.25 * np.arange(len(rows))
+    if is_skipped:
+        gain = np.full_like(gain, math.nan)
+    return {
+        "step": step,
+        "kind": "train",
+        "lr": 2e-3 * min(1.0, step / 10),
+        "loss": by_name(rows, loss + 0.1 * draw.standard_normal(len(rows))),
+        "alpha": by_name(names, alpha),
+        "alpha_mean": by_name(names, average),
+        "gain": by_name(names, gain),
+        "influence": by_name(names, gain - difficulty),
+        "difficulty": by_name(names, difficulty),
+        "grad_norm": by_name(rows, norms),
+        "rows": list(rows),
+        "cosine": directions @ directions.T,
+        "combined_norm": 1.2,
+        "skipped": is_skipped,
+        "tokens": dict.fromkeys(rows, step * 4 * BLOCK_SIZE),
+        "seconds": 0.21,
+    }
+
+
+def write_base(
+    out: Path,
+    *,
+    weights: str = "uniform",
+    loss: Mapping[str, float] | None = None,
+    change: float = 0.0,
+    domains: Sequence[str] = DOMAINS,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+    steps: int = STEPS,
+    learning_rate: float = TRAINING.learning_rate,
+    is_evaluated: bool = True,
+    eval_steps: Sequence[int] = (),
+    blocks: int = 128,
+    tokens: Mapping[str, int] = TOKENS,
+) -> Path:
+    """A base run whose held-out losses are `loss`, or uniform's plus `change` on every domain."""
+    names = tuple(domains)
+    rows = (*names, *targets)
+    losses = loss or {name: UNIFORM_LOSS[name] + change for name in rows}
+    config = BaseConfig(
+        out=out,
+        corpus=CorpusConfig(domains=names),
+        model=ModelConfig(model="tiny"),
+        training=replace(TRAINING, steps=steps, seed=seed, learning_rate=learning_rate),
+        weights=weights,
+        targets=tuple(targets),
+    )
+    records.open_run(out, stage="base", config=config, corpus=corpus(names, targets, tokens))
+    drawn = dict.fromkeys(names, steps * 28 * BLOCK_SIZE // len(names))
+    for step in range(10, steps + 1, 10):
+        records.append_metrics(
+            out,
+            {
+                "step": step,
+                "kind": "train",
+                "lr": 1e-3,
+                "loss": 3 + 4 * math.exp(-step / 50),
+                "tokens": drawn,
+                "seconds": 0.3,
+            },
+        )
+    for step in eval_steps:
+        late = {name: value + 3 * math.exp(-3 * step / steps) for name, value in losses.items()}
+        records.append_metrics(out, {"step": step, "kind": "eval", "loss": late})
+    given = given_weights(weights, names)
+    records.write_weights(
+        out,
+        {
+            "method": weights if weights in ("uniform", "natural") else "given",
+            "domains": [{"name": name, "weight": given[name]} for name in names],
+        },
+    )
+    if is_evaluated:
+        measured = records.evaluation(
+            step=steps, blocks=dict.fromkeys(rows, blocks), loss=losses, block_size=BLOCK_SIZE
+        )
+        records.write_evaluation(out, measured)
+    return out
+
+
+def given_weights(weights: str, names: Sequence[str]) -> dict[str, float]:
+    if (Path(weights) / records.WEIGHTS).exists():
+        return records.weights_by_name(records.read_weights(Path(weights)))
+    return dict.fromkeys(names, 1 / len(names))
