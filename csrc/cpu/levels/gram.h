@@ -23,6 +23,9 @@ constexpr int64_t FLUSH_COLUMNS = 4096;
 // enough for the first-level cache to hold them from one panel to the next.
 constexpr int64_t COLUMNS_IN_PLACE = 256;
 constexpr int64_t CACHE_LINE = 64;
+// As far ahead of where it reads a row asks for what follows.
+template <typename T>
+constexpr int64_t COLUMNS_AHEAD = 2048 / static_cast<int64_t>(sizeof(T));
 
 inline int64_t pair_index(int64_t row, int64_t partner) { return row * (row + 1) / 2 + partner; }
 
@@ -90,6 +93,8 @@ struct Operand<Half> {
 
 // Fetches the rows of the next tile, a few lines at a time, while this one is multiplied.
 struct Ahead {
+  // Or each row asks for what follows in itself.
+  bool in_place = false;
   const char* row = nullptr;
   int64_t row_bytes = 0;
   int64_t num_rows = 0;
@@ -121,14 +126,19 @@ template <typename T, int64_t part, int64_t ROWS, typename Sum>
     for (int64_t j = 0; j <= i; ++j) Operand<T>::add(sums[i * (i + 1) / 2 + j], value[i], value[j]);
 }
 
-// ROWS rows from `row` on, with each other.
+// ROWS rows from `row` on, with each other. Rows of a pass over memory alone lie far apart; what comes
+// next in each is asked for.
 template <typename T, int64_t ROWS>
-void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
+void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns, bool in_place,
                typename Operand<T>::Sum* totals) {
   using Sum = typename Operand<T>::Sum;
   const T* panel = rows_RC + row * row_stride;
   Sum sums[ROWS * (ROWS + 1) / 2] = {};
   for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
+    if (in_place)
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < ROWS; ++i)
+        __builtin_prefetch(panel + i * row_stride + column + COLUMNS_AHEAD<T>, 0, 3);
     multiply_panel<T, 0, ROWS>(panel + column, row_stride, sums);
     if constexpr (Operand<T>::PARTS == 2)
       multiply_panel<T, 1, ROWS>(panel + column, row_stride, sums);
@@ -188,7 +198,7 @@ void add_block_of(int64_t width, const T* rows_RC, int64_t row_stride, int64_t r
 template <typename T, int64_t ROWS>
 void add_rows(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
               typename Operand<T>::Sum* totals, Ahead& ahead) {
-  add_panel<T, ROWS>(rows_RC, row_stride, row, columns, totals);
+  add_panel<T, ROWS>(rows_RC, row_stride, row, columns, ahead.in_place, totals);
   ahead.fetch();
   // The rows above in shares as equal as can be: 4 as 2 + 2, not 3 + 1, which would wait on latency.
   const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
@@ -278,9 +288,11 @@ class Gram {
     if (num_rows_ <= MAX_ROWS_IN_PLACE) {
       const int64_t whole = columns / Operand<T>::STEP * Operand<T>::STEP;
       for (; column < whole; column += COLUMNS_IN_PLACE) {
-        Ahead none;
+        Ahead ahead;
+        // More rows keep the arithmetic as busy as the memory.
+        ahead.in_place = num_rows_ <= PANEL;
         const int64_t now = least(COLUMNS_IN_PLACE, whole - column);
-        add_tile(at + column, row_stride_, num_rows_, now, sums(), none);
+        add_tile(at + column, row_stride_, num_rows_, now, sums(), ahead);
         count(now);
       }
       column = whole;
