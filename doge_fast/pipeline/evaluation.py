@@ -66,11 +66,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _check(config: EvaluateConfig, record: dict[str, Any]) -> None:
-    if not training.is_finished(config.run):
-        raise ValueError(
-            f"{config.run} has no {training.MODEL}/: its run is not complete. Repeat the command "
-            "that began it; it resumes."
-        )
+    training.check_finished(config.run)
     known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
     unknown = [name for name in config.domains if name not in known]
     if unknown:

@@ -1,0 +1,480 @@
+"""k-shot accuracy of a run's model through lm-evaluation-harness.
+
+Prompts, choices, metrics and the draw of the shots are lm-eval's own. Ours are where the
+documents come from, what a guess would score, and how many prompts the model could not see
+whole: a small model has few positions, and lm-eval drops what does not fit from the left, so the
+first shots go first.
+"""
+
+import difflib
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from lm_eval import evaluator
+from lm_eval import tasks as lm_eval_tasks
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
+
+from doge_fast.pipeline import records, training
+from doge_fast.pipeline.config import EvaluateConfig
+from doge_fast.pipeline.model import open_model
+
+# Source: DoGE, Table fewshot.
+PAPER_TASKS = ("copa", "sciq", "logiqa", "piqa", "wic", "winogrande")
+
+_SPLITS = ("train", "validation")
+_METRICS = ("acc", "acc_norm")
+
+# A line of lm-eval's YAML that names a task or a group, or refers to one.
+_DECLARED = re.compile(r"""^[\s-]*["']?(?:task|group)["']?:[ \t]*["']?([^\s"'#]+)["']?""", re.M)
+
+# What lm-eval's task reads of a local document: a type, or the values that it may have. Its own
+# code would take some wrong values for an answer and score them in silence.
+_FIELDS: dict[str, dict[str, type | tuple[Any, ...]]] = {
+    "copa": {
+        "premise": str,
+        "choice1": str,
+        "choice2": str,
+        "question": ("cause", "effect"),
+        "label": (0, 1),
+    },
+    "sciq": {
+        "question": str,
+        "support": str,
+        "distractor1": str,
+        "distractor2": str,
+        "distractor3": str,
+        "correct_answer": str,
+    },
+    "logiqa": {"context": str, "question": str, "options": list, "label": ("a", "b", "c", "d")},
+    "piqa": {"goal": str, "sol1": str, "sol2": str, "label": (0, 1)},
+    "wic": {"sentence1": str, "sentence2": str, "start1": int, "end1": int, "label": (0, 1)},
+    "winogrande": {"sentence": str, "option1": str, "option2": str, "answer": ("1", "2")},
+}
+
+
+def few_shot(config: EvaluateConfig) -> dict[str, Any]:
+    """Score a finished run's model on k-shot multiple-choice tasks; write fewshot.json.
+
+    acc       =  share of documents whose right choice has the largest  log p(choice | prompt)
+    acc_norm  =  the same with each log-likelihood divided by the choice's characters
+    chance    =  mean over documents of 1 / number of choices
+
+    The prompt is k documents of the task's training split with their answers, drawn for every
+    document from a generator seeded with `fewshot_seed`, and the document's question. So all
+    models meet the same prompts, and a rerun gives the same numbers.
+
+    Args:
+        config: which run; `tasks`, `shots`, `task_data`, `task_limit` and `fewshot_seed`.
+
+    Returns:
+        What fewshot.json holds; see `records.few_shot`.
+
+    Raises:
+        ValueError: the run is not complete; a task is unknown or does not choose among answers; a
+            number is out of its range; a local file is absent or not what the task reads.
+        RuntimeError: a task's data cannot be had from the Hub.
+
+    Source: DoGE, section universal-exp, Table fewshot (5 shots).
+    """
+    record = records.read_config(config.run)
+    tasks = open_tasks(config)
+    scorer = _open_scorer(config)
+    scores = {name: _score(name, task, scorer, config) for name, task in tasks.items()}
+    files = {name: _hashes(config.task_data / name) for name in tasks} if config.task_data else None
+    result = records.few_shot(
+        step=record["config"]["training"]["steps"],
+        tasks=scores,
+        setting={
+            "shots": config.shots,
+            "fewshot_seed": config.fewshot_seed,
+            "task_limit": config.task_limit,
+            "positions": scorer.max_length,
+            "lm_eval": metadata.version("lm_eval"),
+            "task_data": config.task_data,
+            "task_data_sha256": files,
+        },
+    )
+    records.write_few_shot(config.run, result)
+    return result
+
+
+def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
+    """lm-eval's tasks with their documents; says what is wrong before any model is opened.
+
+    Raises:
+        ValueError, RuntimeError: as `few_shot`.
+    """
+    records.read_config(config.run)
+    training.check_finished(config.run)
+    _check(config)
+    names = task_names(config.tasks)
+    for name in names:
+        _check_name(name)
+    tasks = {}
+    for name in names:
+        with _quiet():
+            task = _local_task(name, config.task_data) if config.task_data else _hub_task(name)
+        tasks[name] = task
+        _check_task(name, task, config.shots)
+    return tasks
+
+
+def task_names(words: Sequence[str]) -> tuple[str, ...]:
+    """The tasks that were asked for, once each: "a,b" "c" and "a" "b" "c" are the same."""
+    names = (name.strip() for word in words for name in word.split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The accuracies as aligned plain text, with what a guess would score and what was cut."""
+    rows: list[tuple[str, ...]] = [
+        ("task", *_METRICS, "chance", "shots", "documents", "cut prompts")
+    ]
+    rows += [_row(name, scores, result["shots"]) for name, scores in result["tasks"].items()]
+    if len(result["tasks"]) > 1:
+        average = result["average"]
+        rows.append(("average", *_accuracies(average), f"{average['chance']:.3f}", "", "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([*lines, *_remarks(result)])
+
+
+def _row(name: str, scores: Mapping[str, Any], shots: int) -> tuple[str, ...]:
+    cut = f"{scores['truncated_requests'] / scores['requests']:.0%}"
+    return (
+        name,
+        *_accuracies(scores),
+        f"{scores['chance']:.3f}",
+        str(shots),
+        str(scores["documents"]),
+        cut,
+    )
+
+
+def _accuracies(scores: Mapping[str, Any]) -> tuple[str, ...]:
+    """acc and acc_norm, each with its standard error; "-" for what the task does not have."""
+    cells = []
+    for metric in _METRICS:
+        value, stderr = scores.get(metric), scores.get(f"{metric}_stderr")
+        error = "" if stderr is None else f" ± {stderr:.3f}"
+        cells.append("-" if value is None else f"{value:.3f}{error}")
+    return tuple(cells)
+
+
+def _remarks(result: Mapping[str, Any]) -> list[str]:
+    scores = result["tasks"].values()
+    if not any(task["truncated_requests"] for task in scores):
+        return []
+    prompt = sum(task["prompt_tokens"] for task in scores)
+    lost = sum(task["truncated_tokens"] for task in scores)
+    remarks = [
+        f"The model has {result['positions']} positions. Longer prompts lost their beginning, the "
+        f"first shots: {lost / prompt:.0%} of all prompt tokens. Accuracies with cut prompts are "
+        f"not {result['shots']}-shot accuracies."
+    ]
+    answers = {name: task["truncated_answers"] for name, task in result["tasks"].items()}
+    counts = [f"{count} of {name}" for name, count in answers.items() if count]
+    if counts:
+        remarks.append(
+            f"Answers longer than that ({', '.join(counts)}) were scored by their last "
+            f"{result['positions']} tokens."
+        )
+    return remarks
+
+
+def _check(config: EvaluateConfig) -> None:
+    if not task_names(config.tasks):
+        raise ValueError(
+            f"tasks names no task. Name some of lm-eval's; the paper's are {','.join(PAPER_TASKS)}."
+        )
+    if config.shots < 0:
+        raise ValueError(f"shots must be at least 0; got {config.shots}.")
+    if config.batch_size < 1 or (config.task_limit is not None and config.task_limit < 1):
+        raise ValueError(
+            "task_limit and batch_size must be at least 1; got "
+            f"{config.task_limit} and {config.batch_size}."
+        )
+
+
+def _check_name(name: str) -> None:
+    manager = _task_manager(name)
+    if name in manager.all_subtasks:
+        return
+    if name in manager.all_tasks:
+        raise ValueError(f"{name} is a group of lm-eval's tasks; name the tasks in it.")
+    near = difflib.get_close_matches(name, _folders(), n=3)
+    guess = f"did you mean {' or '.join(near)}?" if near else "see `lm-eval ls tasks`."
+    raise ValueError(
+        f"lm-eval has no task {name!r}; {guess} The paper's are {','.join(PAPER_TASKS)}."
+    )
+
+
+def _check_task(name: str, task: Any, shots: int) -> None:
+    if task.OUTPUT_TYPE != "multiple_choice" or "acc" not in task.aggregation():
+        raise ValueError(
+            f"Few-shot accuracies are of tasks that choose among given answers; {name} is "
+            f"{task.OUTPUT_TYPE}, measured by {', '.join(task.aggregation())}. Run lm-eval itself "
+            "on the run's model/ for it."
+        )
+    fixed = task.get_config("num_fewshot")
+    if fixed == 0 and shots:
+        raise ValueError(f"lm-eval fixes {name} at 0 shots; got shots={shots}. Pass shots=0.")
+    if not shots:
+        return
+    with _quiet():
+        pool = len(task.fewshot_docs())
+    # One more is drawn, in case one of them is the document that is asked about.
+    if pool <= shots:
+        raise ValueError(
+            f"{shots} shots need at least {shots + 1} documents to draw from; {name} has {pool} "
+            f"in its {task.get_config('training_split') or 'only'} split. Pass a smaller shots."
+        )
+
+
+@functools.cache
+def _task_manager(name: str) -> Any:
+    """lm-eval's index of the folders that speak of the task.
+
+    Its index of all folders parses 14,000 files, which takes half a minute.
+    """
+    folders = sorted(_folders().get(name, ()))
+    return TaskManager(include_defaults=False, include_path=folders)
+
+
+@functools.cache
+def _folders() -> dict[str, set[Path]]:
+    """Every name of a task or group in lm-eval's files, and the folders where it stands."""
+    found: dict[str, set[Path]] = {}
+    for folder, _, files in os.walk(Path(lm_eval_tasks.__file__).parent):
+        for file in files:
+            if file.endswith(".yaml"):
+                text = Path(folder, file).read_text(encoding="utf-8")
+                for name in _DECLARED.findall(text):
+                    found.setdefault(name, set()).add(Path(folder))
+    return found
+
+
+def _hub_task(name: str) -> Any:
+    """The task with the documents that lm-eval names on the Hub."""
+    try:
+        return _task_manager(name).load([name])["tasks"][name]
+    # Whatever the Hub, its cache and the network raise; all are of libraries of their own.
+    except Exception as error:
+        raise RuntimeError(
+            f"The documents of {name} cannot be had from the Hub ({_one_line(error)}). Connect "
+            f"this machine, or pass --task-data DIR, a directory with {name}/train.jsonl and "
+            f"{name}/validation.jsonl."
+        ) from error
+
+
+def _local_task(name: str, folder: Path) -> Any:
+    """The task with the documents of `folder`/`name`, scored on its validation file."""
+    splits = {split: _read_documents(folder / name / f"{split}.jsonl", name) for split in _SPLITS}
+
+    def documents(**_: Any) -> Any:
+        return datasets.DatasetDict(
+            {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
+        )
+
+    changes = {
+        "custom_dataset": documents,
+        "training_split": "train",
+        "validation_split": "validation",
+        "test_split": None,
+        "fewshot_split": None,
+    }
+    # As a member of a group, which is how lm-eval lets a registered task be changed.
+    group = {"group": "task-data", "task": [{"task": name, **changes}]}
+    try:
+        return _task_manager(name).load(group)["tasks"][name]
+    # Code of the task itself, over documents that it does not understand.
+    except Exception as error:
+        raise ValueError(
+            f"lm-eval's {name} cannot read the documents in {folder / name}: {_one_line(error)}. "
+            "They need the columns that the task's data set has on the Hub."
+        ) from error
+
+
+def _read_documents(path: Path, name: str) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(
+            f"task_data must be a directory with {name}/train.jsonl and {name}/validation.jsonl; "
+            f"{path} does not exist."
+        )
+    lines = path.read_text(encoding="utf-8").split("\n")
+    found = [(n, _parse(line, path, n)) for n, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise ValueError(f"{path} must hold one JSON object a line; it is empty.")
+    for n, document in found:
+        _check_document(document, name, f"{path}, line {n}")
+    return [document for _, document in found]
+
+
+def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        document = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}, must hold JSON and does not: {error}.") from None
+    if not isinstance(document, dict):
+        raise ValueError(
+            f"{path}, line {number}, must hold a JSON object; it holds a {type(document).__name__}."
+        )
+    return document
+
+
+def _check_document(document: Mapping[str, Any], name: str, where: str) -> None:
+    """It has what the task reads; tasks outside the paper's are checked by lm-eval alone."""
+    for field, allowed in _FIELDS.get(name, {}).items():
+        if field not in document:
+            raise ValueError(f"{where}: {name} reads {', '.join(_FIELDS[name])}; it lacks {field}.")
+        value = document[field]
+        if not _is_allowed(value, allowed):
+            rule = (
+                f"one of {', '.join(map(repr, allowed))}"
+                if isinstance(allowed, tuple)
+                else f"of type {allowed.__name__}"
+            )
+            raise ValueError(f"{where}: {field} must be {rule}; it is {value!r}.")
+    if name == "winogrande" and "_" not in document["sentence"]:
+        raise ValueError(f"{where}: the sentence must have a blank, _, for the two options.")
+    if name == "logiqa" and len(document["options"]) != 4:
+        raise ValueError(f"{where}: there must be 4 options; there are {len(document['options'])}.")
+
+
+def _is_allowed(value: Any, allowed: type | tuple[Any, ...]) -> bool:
+    """JSON's true is Python's 1, and no label."""
+    if isinstance(value, bool):
+        return False
+    return value in allowed if isinstance(allowed, tuple) else isinstance(value, allowed)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files that a task's documents came from."""
+    return {
+        split: hashlib.sha256((folder / f"{split}.jsonl").read_bytes()).hexdigest()
+        for split in _SPLITS
+    }
+
+
+class _Scorer(HFLM):  # type: ignore[misc]
+    """lm-eval's scorer, which counts what it cuts, and cuts answers too instead of giving up."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.counts: dict[str, int] = {}
+
+    def _loglikelihood_tokens(self, requests: Any, **arguments: Any) -> Any:
+        positions = self.max_length
+        lengths = [(len(prompt), len(answer)) for _, prompt, answer in requests]
+        # The last token of an answer is predicted, not read.
+        cut = [max(0, prompt + answer - 1 - positions) for prompt, answer in lengths]
+        self.counts = {
+            "requests": len(lengths),
+            "truncated_requests": sum(tokens > 0 for tokens in cut),
+            "truncated_answers": sum(answer > positions for _, answer in lengths),
+            "prompt_tokens": sum(prompt for prompt, _ in lengths),
+            "truncated_tokens": sum(
+                min(tokens, prompt) for tokens, (prompt, _) in zip(cut, lengths, strict=True)
+            ),
+        }
+        # What is before the last tokens of an overlong answer is context like the prompt.
+        fitting = [
+            (texts, prompt + answer[:-positions], answer[-positions:])
+            for texts, prompt, answer in requests
+        ]
+        return super()._loglikelihood_tokens(fitting, **arguments)
+
+
+def _open_scorer(config: EvaluateConfig) -> Any:
+    """The run's model and tokenizer, as lm-eval takes them."""
+    folder = config.run / training.MODEL
+    model = open_model(folder)
+    torch.nn.Module.to(model, training.device_of(config.device))
+    with _quiet():
+        return _Scorer(
+            pretrained=model,
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            backend="causal",
+            batch_size=config.batch_size,
+        )
+
+
+def _score(name: str, task: Any, scorer: Any, config: EvaluateConfig) -> dict[str, Any]:
+    """One task's part of fewshot.json."""
+    task.set_config("num_fewshot", config.shots)
+    task.set_fewshot_seed(config.fewshot_seed)
+    with _quiet():
+        # Not simple_evaluate: it seeds the process, and asks git and the Hub about the model.
+        found = evaluator.evaluate(
+            scorer,
+            {"tasks": {name: task}},
+            limit=config.task_limit,
+            # acc and acc_norm are means, whose standard error has a closed form.
+            bootstrap_iters=1000,
+            log_samples=False,
+        )
+    scores = found["results"][name]
+    assert found["n-shot"][name] == config.shots
+    count = found["n-samples"][name]["effective"]
+    return {
+        "version": found["versions"][name],
+        "split": task.get_config("test_split") or task.get_config("validation_split"),
+        "documents": count,
+        **_metrics(scores),
+        "chance": _chance(task, count),
+        **scorer.counts,
+    }
+
+
+def _metrics(scores: Mapping[str, Any]) -> dict[str, float | None]:
+    """acc, acc_norm and their standard errors; None for that of a single document."""
+    found: dict[str, float | None] = {}
+    for metric in _METRICS:
+        if f"{metric},none" in scores:
+            stderr = scores[f"{metric}_stderr,none"]
+            found[metric] = float(scores[f"{metric},none"])
+            found[f"{metric}_stderr"] = None if stderr == "N/A" else float(stderr)
+    return found
+
+
+def _chance(task: Any, count: int) -> float:
+    """What a guess scores on the first `count` documents."""
+    choices = (len(task.doc_to_choice(document)) for _, document in task.doc_iterator(limit=count))
+    return math.fsum(1 / number for number in choices) / count
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval warns once for every prompt that it cuts; they are counted instead."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,469 @@
+"""Accuracies are lm-eval's, of the documents that were asked for, and say what was cut."""
+
+import json
+import math
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from doge_fast import cli
+from doge_fast.pipeline import records
+from doge_fast.pipeline.config import BaseConfig, EvaluateConfig
+from doge_fast.pipeline.domains import Corpus
+from doge_fast.pipeline.model import open_model, padded_vocab_size
+from tests.pipeline.corpora import write_jsonl
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
+from lm_eval.models.huggingface import HFLM
+
+from doge_fast.pipeline.fewshot import PAPER_TASKS, few_shot, open_tasks, table, task_names
+
+REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "fewshot"
+NOUNS = ["river", "cat", "stone", "lamp", "ship", "garden", "window", "letter"]
+CHOICES = {"copa": 2, "sciq": 4, "logiqa": 4, "piqa": 2, "wic": 2, "winogrande": 2}
+
+
+def document(task: str, draw: random.Random) -> dict[str, Any]:
+    """A document with the columns that the task's data set has on the Hub."""
+    one, two, three, four = draw.sample(NOUNS, 4)
+    right = draw.randrange(CHOICES[task])
+    return {
+        "copa": {
+            "premise": f"The {one} fell.",
+            "choice1": f"The {two} moved.",
+            "choice2": f"The {three} slept well.",
+            "question": draw.choice(("cause", "effect")),
+            "label": right,
+        },
+        "sciq": {
+            "question": f"What holds a {one}?",
+            "support": draw.choice(("", f" A {two} holds a {one}.")),
+            "distractor1": f"the {three}",
+            "distractor2": f"a {four}",
+            "distractor3": one,
+            "correct_answer": two,
+        },
+        "logiqa": {
+            "context": f"Every {one} is a {two}.",
+            "question": "What follows?",
+            "options": [f"A {one}.", f"No {two} is.", f"Some {three} is.", f"All {four}."],
+            "label": "abcd"[right],
+        },
+        "piqa": {
+            "goal": f"Mend a {one}.",
+            "sol1": f"Use a {two}.",
+            "sol2": f"Ask the old {three} in the {four}.",
+            "label": right,
+        },
+        "wic": {
+            "word": one,
+            "sentence1": f"A {one} came.",
+            "sentence2": f"The {one} in the {two}.",
+            "start1": 2,
+            "end1": 2 + len(one),
+            "label": right,
+        },
+        "winogrande": {
+            "sentence": f"The {one} met the {two} because the _ was late.",
+            "option1": one,
+            "option2": two,
+            "answer": str(1 + right % 2),
+        },
+    }[task]
+
+
+def write_documents(folder: Path, task: str, train: int = 9, validation: int = 6) -> None:
+    draw = random.Random(task)
+    for split, count in (("train", train), ("validation", validation)):
+        path = folder / task / f"{split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(document(task, draw)) for _ in range(count))
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every task, a handful of documents each."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for task in PAPER_TASKS:
+        write_documents(folder, task)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A finished run whose random model has so many positions."""
+
+    def make(positions: int) -> Path:
+        out = tmp_path_factory.mktemp("runs") / "base"
+        records.open_run(out, stage="base", config=BaseConfig(out=out), corpus={"domains": {}})
+        torch.manual_seed(7)
+        shape = {"n_positions": positions, "n_layer": 1, "n_head": 2, "n_embd": 32}
+        vocabulary = padded_vocab_size(corpus.tokenizer)
+        # Wide weights: choices of a fresh model are otherwise nearly as likely as each other.
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, initializer_range=0.4, **shape))
+        model.save_pretrained(out / "model")
+        corpus.tokenizer.save_pretrained(out / "model")
+        return out
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(make_run: Callable[[int], Path]) -> Path:
+    return make_run(2048)
+
+
+@pytest.fixture(scope="module")
+def ask(run: Path, task_data: Path) -> EvaluateConfig:
+    """All tasks on the local documents."""
+    return EvaluateConfig(run=run, tasks=PAPER_TASKS, task_data=task_data, shots=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def result(ask: EvaluateConfig) -> dict[str, Any]:
+    return few_shot(ask)
+
+
+def test_every_task_of_the_paper_is_scored(result: dict[str, Any], run: Path) -> None:
+    assert tuple(result["tasks"]) == PAPER_TASKS
+    for name, scores in result["tasks"].items():
+        assert scores["documents"] == 6
+        assert scores["requests"] == 6 * CHOICES[name]
+        assert scores["chance"] == pytest.approx(1 / CHOICES[name], rel=1e-15)
+        assert scores["truncated_requests"] == scores["truncated_tokens"] == 0
+        assert scores["version"] == 1.0
+        assert scores["split"] == "validation"
+        assert ("acc_norm" in scores) == (name in ("sciq", "logiqa", "piqa"))
+        for metric in {"acc", "acc_norm"} & set(scores):
+            # Of n answers that are right or wrong.
+            p, n = scores[metric], scores["documents"]
+            assert p * n == pytest.approx(round(p * n), abs=1e-12)
+            expected = math.sqrt(p * (1 - p) / (n - 1))
+            assert scores[f"{metric}_stderr"] == pytest.approx(expected, abs=1e-15)
+    assert records.read_few_shot(run) == records.plain(result)
+    assert (result["shots"], result["fewshot_seed"], result["positions"]) == (2, 1234, 2048)
+
+
+def test_the_average_is_that_of_the_tasks(result: dict[str, Any]) -> None:
+    scores = result["tasks"].values()
+    assert result["average"]["acc"] == pytest.approx(sum(s["acc"] for s in scores) / 6)
+    assert result["average"]["chance"] == pytest.approx((4 * 0.5 + 2 * 0.25) / 6)
+    variance = sum(s["acc_stderr"] ** 2 for s in scores) / 36
+    assert result["average"]["acc_stderr"] == pytest.approx(math.sqrt(variance))
+
+
+def test_the_table_puts_chance_beside_every_accuracy(result: dict[str, Any]) -> None:
+    head, *rows = table(result).splitlines()
+    assert head.split() == [
+        *("task", "acc", "acc_norm", "chance", "shots", "documents", "cut", "prompts")
+    ]
+    assert [row.split()[0] for row in rows] == [*PAPER_TASKS, "average"]
+    piqa = result["tasks"]["piqa"]
+    cells = (
+        f"{piqa[metric]:.3f} ± {piqa[f'{metric}_stderr']:.3f}" for metric in ("acc", "acc_norm")
+    )
+    assert rows[3].split() == ["piqa", *" ".join(cells).split(), "0.500", "2", "6", "0%"]
+
+
+def test_accuracies_are_those_of_the_bare_model(
+    ask: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PIQA, its prompts and both its metrics written out, in float64."""
+    assert ask.task_data is not None
+    seen = record_scores(monkeypatch)
+    result = few_shot(replace(ask, tasks=("piqa",)))["tasks"]["piqa"]
+    train, validation = (
+        read(ask.task_data / "piqa" / f"{split}.jsonl") for split in ("train", "validation")
+    )
+    model = open_model(ask.run / "model").double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(ask.run / "model")
+    draw = random.Random(1234)
+    right, right_norm = [], []
+    for asked in validation:
+        # One more than the shots, the document itself left out.
+        drawn = [shot for shot in draw.sample(train, 3) if shot != asked][:2]
+        solved = (
+            f"Question: {shot['goal']}\nAnswer: {shot[('sol1', 'sol2')[shot['label']]]}\n\n"
+            for shot in drawn
+        )
+        prompt = "".join(solved) + f"Question: {asked['goal']}\nAnswer:"
+        choices = [asked["sol1"], asked["sol2"]]
+        scores = [log_likelihood(model, tokenizer, prompt, f" {choice}") for choice in choices]
+        for choice, exact in zip(choices, scores, strict=True):
+            found_prompt, found_choice, found = seen.pop(0)
+            assert (found_prompt, found_choice) == (prompt, f" {choice}")
+            # Sums of float32 log-probabilities against float64 ones.
+            assert found == pytest.approx(exact, rel=1e-5)
+        per_character = [s / len(choice) for s, choice in zip(scores, choices, strict=True)]
+        right.append(scores.index(max(scores)) == asked["label"])
+        right_norm.append(per_character.index(max(per_character)) == asked["label"])
+    assert not seen
+    assert result["acc"] == pytest.approx(sum(right) / 6)
+    assert result["acc_norm"] == pytest.approx(sum(right_norm) / 6)
+
+
+def record_scores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, float]]:
+    """(prompt, answer, log-likelihood) of every request from now on, in order."""
+    seen: list[tuple[str, str, float]] = []
+    score = HFLM._loglikelihood_tokens
+
+    def recorded(self: Any, requests: Any, **arguments: Any) -> Any:
+        scores = score(self, requests, **arguments)
+        for (texts, *_), (value, _) in zip(requests, scores, strict=True):
+            seen.append((*texts, value))
+        return scores
+
+    monkeypatch.setattr(HFLM, "_loglikelihood_tokens", recorded)
+    return seen
+
+
+def log_likelihood(model: Any, tokenizer: Any, prompt: str, answer: str) -> float:
+    tokens = tokenizer(prompt + answer).input_ids
+    start = len(tokenizer(prompt).input_ids)
+    with torch.no_grad():
+        log_p = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return sum(float(log_p[i - 1, tokens[i]]) for i in range(start, len(tokens)))
+
+
+def test_asking_again_gives_the_same_and_the_batch_does_not_matter(
+    ask: EvaluateConfig, result: dict[str, Any]
+) -> None:
+    assert few_shot(replace(ask, batch_size=3)) == result
+    alone = few_shot(replace(ask, tasks=("wic",)))
+    # A task's shots do not depend on which tasks were run before it.
+    assert alone["tasks"]["wic"] == result["tasks"]["wic"]
+
+
+def test_the_seed_draws_the_shots(ask: EvaluateConfig) -> None:
+    counts = {
+        few_shot(replace(ask, tasks=("sciq",), fewshot_seed=seed))["tasks"]["sciq"]["prompt_tokens"]
+        for seed in range(4)
+    }
+    assert len(counts) > 1
+
+
+def test_the_first_documents_only(ask: EvaluateConfig) -> None:
+    result = few_shot(replace(ask, tasks=("copa,wic",), task_limit=1, shots=0))
+    scores = result["tasks"]["copa"]
+    assert (scores["documents"], scores["requests"], scores["acc_stderr"]) == (1, 2, None)
+    assert result["average"]["acc_stderr"] is None
+    assert "±" not in table(result)
+
+
+def test_cut_prompts_are_counted_and_said(
+    ask: EvaluateConfig, make_run: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = replace(ask, tasks=("copa",), shots=5)
+    whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
+    tokens = cut["tasks"]["copa"]
+    assert tokens["truncated_requests"] == tokens["requests"] == 12
+    assert tokens["prompt_tokens"] == whole["tasks"]["copa"]["prompt_tokens"]
+    # Of every request 64 tokens are read: what is left of the prompt, and the answer but its last.
+    tokenizer = AutoTokenizer.from_pretrained(ask.run / "model")
+    assert ask.task_data is not None
+    answers = [
+        # lm-eval's COPA has two spaces before a choice.
+        len(tokenizer(f"  {choice[0].lower()}{choice[1:]}").input_ids)
+        for asked in read(ask.task_data / "copa" / "validation.jsonl")
+        for choice in (asked["choice1"], asked["choice2"])
+    ]
+    seen = sum(64 - (length - 1) for length in answers)
+    assert tokens["prompt_tokens"] - tokens["truncated_tokens"] == seen
+    assert cut["shots"] == 5
+    last = table(cut).splitlines()[-1]
+    lost = tokens["truncated_tokens"] / tokens["prompt_tokens"]
+    assert "The model has 64 positions" in last
+    assert f"{lost:.0%} of all prompt tokens" in last
+    assert "not 5-shot accuracies" in last
+    assert "100%" in table(cut)
+    assert "positions" not in table(whole)
+    assert tokens["truncated_answers"] == 0
+    # lm-eval's own line for every single prompt.
+    assert not caplog.records
+
+
+def test_of_an_answer_longer_than_the_model_the_end_is_scored(
+    ask: EvaluateConfig, make_run: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = record_scores(monkeypatch)
+    run = make_run(8)
+    result = few_shot(replace(ask, tasks=("copa", "piqa"), run=run))
+    model, tokenizer = (
+        open_model(run / "model").eval(),
+        AutoTokenizer.from_pretrained(run / "model"),
+    )
+    count = dict.fromkeys(("copa", "piqa"), 0)
+    for prompt, answer, found in seen:
+        tokens = tokenizer(prompt + answer).input_ids
+        length = len(tokens) - len(tokenizer(prompt).input_ids)
+        count["piqa" if prompt.startswith("Question") else "copa"] += length > 8
+        with torch.no_grad():
+            log_p = model(torch.tensor([tokens[-9:-1]])).logits[0].log_softmax(-1)
+        exact = sum(float(log_p[8 - i, tokens[-i]]) for i in range(1, min(length, 8) + 1))
+        # Both are float32 sums of at most eight terms.
+        assert found == pytest.approx(exact, rel=1e-5)
+    assert {name: task["truncated_answers"] for name, task in result["tasks"].items()} == count
+    assert count["piqa"] > 0
+    said = f"{count['piqa']} of piqa) were scored by their last 8 tokens."
+    assert said in table(result).splitlines()[-1]
+
+
+def test_names_between_commas_or_spaces() -> None:
+    assert task_names(("copa,sciq",)) == task_names(("copa", "sciq")) == ("copa", "sciq")
+    assert task_names(("copa, sciq,", "copa", "wic")) == ("copa", "sciq", "wic")
+
+
+def test_bad_input_is_answered_in_a_sentence(ask: EvaluateConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no task 'copaa'; did you mean .*copa"):
+        open_tasks(replace(ask, tasks=("copaa",)))
+    with pytest.raises(ValueError, match="mmlu is a group of lm-eval's tasks"):
+        open_tasks(replace(ask, tasks=("mmlu",)))
+    with pytest.raises(ValueError, match="tasks names no task"):
+        open_tasks(replace(ask, tasks=(",",)))
+    with pytest.raises(ValueError, match="shots must be at least 0; got -1"):
+        open_tasks(replace(ask, shots=-1))
+    with pytest.raises(ValueError, match="at least 1; got 0 and 16"):
+        open_tasks(replace(ask, task_limit=0))
+    with pytest.raises(
+        ValueError, match=r"9 shots need at least 10 documents .* copa has 9 in its"
+    ):
+        open_tasks(replace(ask, shots=9))
+    with pytest.raises(ValueError, match="is not a run directory"):
+        few_shot(replace(ask, run=tmp_path))
+    write_jsonl(tmp_path / "lambada_openai" / "train.jsonl", ["one two"] * 3)
+    write_jsonl(tmp_path / "lambada_openai" / "validation.jsonl", ["one two"] * 3)
+    with pytest.raises(
+        ValueError, match=r"lambada_openai is loglikelihood, measured by perplexity, acc"
+    ):
+        open_tasks(replace(ask, tasks=("lambada_openai",), task_data=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "sentence"),
+    [
+        ("copa", {"label": None}, r"label must be one of 0, 1; it is None"),
+        ("copa", {"label": True}, r"label must be one of 0, 1; it is True"),
+        ("wic", {"label": -1}, r"label must be one of 0, 1; it is -1"),
+        ("wic", {"start1": "2"}, r"start1 must be of type int; it is '2'"),
+        ("logiqa", {"options": ["one", "two"]}, r"must be 4 options; there are 2"),
+        ("winogrande", {"sentence": "No blank."}, r"must have a blank, _"),
+        ("piqa", {"sol2": ...}, r"piqa reads goal, sol1, sol2, label; it lacks sol2"),
+    ],
+)
+def test_local_documents_are_checked(
+    ask: EvaluateConfig, tmp_path: Path, task: str, change: dict[str, Any], sentence: str
+) -> None:
+    write_documents(tmp_path, task)
+    path = tmp_path / task / "validation.jsonl"
+    lines = path.read_text().splitlines()
+    changed = json.loads(lines[1]) | {key: v for key, v in change.items() if v is not ...}
+    for key in (key for key, value in change.items() if value is ...):
+        del changed[key]
+    path.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]))
+    with pytest.raises(ValueError, match=f"validation.jsonl, line 2: .*{sentence}"):
+        open_tasks(replace(ask, tasks=(task,), task_data=tmp_path))
+
+
+def test_local_files_are_checked(ask: EvaluateConfig, tmp_path: Path) -> None:
+    asked = replace(ask, tasks=("copa",), task_data=tmp_path)
+    with pytest.raises(ValueError, match=r"copa/train.jsonl and .* does not exist"):
+        open_tasks(asked)
+    write_documents(tmp_path, "copa")
+    (tmp_path / "copa" / "train.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="one JSON object a line; it is empty"):
+        open_tasks(asked)
+    (tmp_path / "copa" / "train.jsonl").write_text("[1]\n")
+    with pytest.raises(ValueError, match="line 1, must hold a JSON object; it holds a list"):
+        open_tasks(asked)
+    (tmp_path / "copa" / "train.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match="line 1, must hold JSON and does not"):
+        open_tasks(asked)
+
+
+def test_without_local_data_the_hub_is_asked(
+    ask: EvaluateConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tests run without network: the way out is named."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(RuntimeError, match=r"copa cannot be had from the Hub .*--task-data DIR"):
+        open_tasks(replace(ask, tasks=("copa",), task_data=None))
+
+
+def test_the_hub_is_asked_for_what_lm_eval_names(
+    ask: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data set's own splits, sciq's test split among them."""
+    asked = []
+
+    def load_dataset(path: str, name: str | None = None, **_: Any) -> datasets.DatasetDict:
+        asked.append((path, name))
+        draw = random.Random(0)
+        rows = {split: 7 for split in ("train", "validation", "test")}
+        return datasets.DatasetDict(
+            {
+                split: datasets.Dataset.from_list([document("sciq", draw) for _ in range(count)])
+                for split, count in rows.items()
+            }
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    result = few_shot(replace(ask, tasks=("sciq",), task_data=None))
+    assert asked == [("allenai/sciq", None)]
+    assert result["tasks"]["sciq"]["split"] == "test"
+    assert result["task_data_sha256"] is None
+
+
+def test_the_verb_measures_both_or_one(
+    base: Callable[..., BaseConfig], task_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from doge_fast.pipeline.base import train_base
+
+    out = train_base(base(block_size=64))
+    words = ["evaluate", str(out), "--device", "cpu", "--task-data", str(task_data)]
+    assert cli.main([*words, "--tasks", "copa,wic", "--task-limit", "2"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed if line.split()[0] != "The"] == [
+        *("code", "prose", "table", "verse", "average"),
+        *("task", "copa", "wic", "average"),
+    ]
+    (out / "evaluation.json").unlink()
+    assert cli.main([*words, "--no-perplexity", "--tasks", "copa", "wic"]) == 0
+    assert not (out / "evaluation.json").exists()
+    assert list(records.read_few_shot(out)["tasks"]) == ["copa", "wic"]
+    capsys.readouterr()
+    assert cli.main([*words, "--no-perplexity"]) == cli.EXIT_REFUSED
+    assert "nothing to measure; name --tasks" in capsys.readouterr().err
+
+
+def test_a_missing_lm_eval_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "doge_fast.pipeline.fewshot")
+    assert cli.main(["evaluate", str(run), "--tasks", "copa"]) == cli.EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert said == "doge-fast: This verb needs lm_eval, which is not installed: pip install " + (
+        "'doge-fast[fewshot]'.\n"
+    )
+
+
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no real task documents at {REAL_DATA}")
+def test_real_documents_are_read(ask: EvaluateConfig) -> None:
+    result = few_shot(replace(ask, task_data=REAL_DATA, task_limit=2, shots=5))
+    counts = {name: scores["requests"] for name, scores in result["tasks"].items()}
+    assert counts == {name: 2 * choices for name, choices in CHOICES.items()}
+    hashed = result["task_data_sha256"]["copa"]["validation"]
+    assert len(hashed) == 64
