@@ -106,6 +106,9 @@ class ProxyConfig:
     """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0)."""
     smoothing: float = 0.0
     """Mixture of the weights with uniform at every step."""
+    average_from: float = 0.0
+    """Share of the steps whose weights the average leaves out: an early phase that a long training
+    soon forgets. 0: the paper's mean over all steps."""
     selection: Path | None = None
     """A JSON list of parameter names whose columns enter W; None: all."""
     mode: Literal["auto", "sequential", "stacked"] = "auto"
@@ -290,6 +293,7 @@ Experiment = Literal[
     "curriculum",
     "early",
     "proxy_vs_base",
+    "settings",
 ]
 
 
@@ -305,7 +309,8 @@ class ExperimentConfig:
     readings beside DoGE, with what each costs. ood: every domain as the target of the others.
     wiki40b: languages as targets of others. scales: weights from proxies of three sizes.
     selection: gradients of some parameters alone. curriculum: weights that follow the proxy's.
-    early: the first quarter of training. proxy_vs_base: the proxy as a model."""
+    early: the first quarter of training. proxy_vs_base: the proxy as a model. settings: one
+    setting of the proxy changed at a time."""
     out: Path | None = None
     """Where runs and report go; None: experiments/NAME."""
     preset: Literal["smoke", "small", "paper"] = "small"

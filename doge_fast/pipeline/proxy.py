@@ -79,6 +79,10 @@ def _check(config: ProxyConfig) -> None:
     for name in ("sequences_per_domain", "log_every"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
+    if not 0 <= config.average_from < 1:
+        raise ValueError(
+            f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
+        )
 
 
 def parse_target(names: Sequence[str]) -> Target:
@@ -191,7 +195,7 @@ def _measure(
 def _weights_record(
     config: ProxyConfig, corpus: Corpus, target: Target, trainer: ProxyTrainer
 ) -> dict[str, Any]:
-    average, last = trainer.weights, trainer.doge.alpha.tolist()
+    average, last = _average(config, trainer), trainer.doge.alpha.tolist()
     prior = baselines.natural(corpus.train_tokens)
     entries = [
         {
@@ -207,6 +211,7 @@ def _weights_record(
         "method": "doge",
         "score": config.score,
         "target": target,
+        "average_from": config.average_from,
         "domains": entries,
         "model": config.model.model,
         "tokenizer_sha256": corpus.tokenizer_sha256,
@@ -216,3 +221,24 @@ def _weights_record(
         "drift": records.drift(config.out, average, config.training.steps),
         "versions": records.versions(),
     }
+
+
+def _average(config: ProxyConfig, trainer: ProxyTrainer) -> dict[str, float]:
+    """Mean of the weights over the steps after `average_from` of them.
+
+    mean over (a, T]  =  (T mean_T - a mean_a) / (T - a),     a the last logged step left out
+    """
+    average = trainer.weights
+    steps = config.training.steps
+    until = config.average_from * steps
+    lines = records.read_metrics(config.out, kind="train")
+    before = [line for line in lines if line["step"] <= until][-1]
+    first = before["step"]
+    if not first:
+        return average
+    sums = {
+        name: max(0.0, steps * weight - first * before["alpha_mean"][name])
+        for name, weight in average.items()
+    }
+    total = sum(sums.values())
+    return {name: value / total for name, value in sums.items()}

@@ -128,6 +128,7 @@ class StopAfter:
         ("curriculum", {"base_steps": 10, "proxy_steps": 10}, ["K = 10", "global average"]),
         ("early", {"base_steps": 8}, ["After a quarter of the steps", "At the end"]),
         ("proxy_vs_base", {}, ["DoGE proxy", "DoGE base"]),
+        ("settings", {"proxy_steps": 3}, ["mu x 16", "DoGE, average from 1/3", "score published"]),
         ("selection", {}, ["columns left out", "low5", "high10"]),
     ],
 )
@@ -338,7 +339,19 @@ def test_a_page_of_unfinished_runs_says_so(tmp_path: Path) -> None:
     assert "1 run of 7 not complete yet, so left out: doge-seed2" in page.read_text()
 
 
-# Curricula.
+# Averages and curricula.
+
+
+def test_an_average_may_leave_out_the_early_steps(proxy: Callable[..., ProxyConfig]) -> None:
+    from doge_fast.pipeline.proxy import learn_weights
+
+    config = proxy("late", steps=6, mu=0.001, average_from=0.5)
+    learn_weights(config)
+    lines = {line["step"]: line["alpha"] for line in records.read_metrics(config.out, kind="train")}
+    for name, weight in records.weights_by_name(records.read_weights(config.out)).items():
+        assert weight == pytest.approx(sum(lines[step][name] for step in (4, 5, 6)) / 3, rel=1e-5)
+    with pytest.raises(ValueError, match="average_from must be a share of the steps"):
+        learn_weights(proxy("never", average_from=1.0))
 
 
 def test_a_curriculum_takes_the_proxys_means_stage_by_stage(

@@ -5,6 +5,7 @@ left; and groups, each the runs behind a table. Runs of one seed start from the 
 see their data in the same order, whatever the arm, so arms are compared seed by seed.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -146,29 +147,27 @@ class _Planner:
         target: tuple[str, ...] | None = None,
         domains: Sequence[str] | None = None,
         model: str | None = None,
-        selection: Path | None = None,
         is_measured: bool = False,
+        steps: int | None = None,
+        **changes: Any,
     ) -> Path:
-        """Learn weights."""
+        """Learn weights; `changes` are fields of `ProxyConfig`."""
         settings = self.settings
         model = model or settings.proxy_model
         if target is None:
             target = ("mix",) if self.config.target_batch == "mix" else ("universal",)
-        return self._add(
-            ProxyConfig(
-                out=self._path("proxy", name, seed),
-                corpus=self._corpus(domains),
-                model=ModelConfig(model=model),
-                training=self._training(settings.proxy_steps, seed, model, self._every(1)),
-                target=target,
-                sequences_per_domain=settings.sequences_per_domain,
-                mu=settings.mu,
-                score=settings.score,
-                domain_max_grad_norm=settings.domain_max_grad_norm,
-                selection=selection,
-            ),
-            is_measured,
+        config = ProxyConfig(
+            out=self._path("proxy", name, seed),
+            corpus=self._corpus(domains),
+            model=ModelConfig(model=model),
+            training=self._training(steps or settings.proxy_steps, seed, model, self._every(1)),
+            target=target,
+            sequences_per_domain=settings.sequences_per_domain,
+            mu=settings.mu,
+            score=settings.score,
+            domain_max_grad_norm=settings.domain_max_grad_norm,
         )
+        return self._add(replace(config, **changes), is_measured)
 
     def base(
         self,
@@ -592,6 +591,50 @@ def _proxy_vs_base(plan: _Planner) -> Plan:
     )
 
 
+def _settings(plan: _Planner) -> Plan:
+    """The proxy with one setting changed at a time, and base models at what each learns."""
+    settings = plan.settings
+    other_score = "paper" if settings.score == "published" else "published"
+    clip = None if settings.domain_max_grad_norm is not None else 1.0
+    is_mix = plan.config.target_batch == "mix"
+    changes: dict[str, dict[str, Any]] = {
+        "as set": {},
+        "mu / 4": {"mu": settings.mu / 4},
+        "mu x 4": {"mu": settings.mu * 4},
+        "mu x 16": {"mu": settings.mu * 16},
+        f"score {other_score}": {"score": other_score},
+        "target same batch" if is_mix else "target mix": {
+            "target": ("universal",) if is_mix else ("mix",)
+        },
+        f"domain clip {clip}": {"domain_max_grad_norm": clip},
+        "steps x 3": {"steps": 3 * settings.proxy_steps},
+        "batch x 2": {"sequences_per_domain": 2 * settings.sequences_per_domain},
+        "average from 1/3": {"average_from": 1 / 3},
+    }
+    sources: dict[str, Callable[[int], Path]] = {
+        label: partial(plan.proxy, name=_slug(label), **each) for label, each in changes.items()
+    }
+    learned = [plan.arm(label, "proxy", each) for label, each in sources.items()]
+    arms = [
+        plan.arm("uniform", "baseline", plan.as_base("uniform", _uniform), is_baseline=True),
+        plan.arm("natural", "by tokens", plan.as_base("natural", _natural)),
+    ]
+    arms += [
+        plan.arm(f"DoGE, {label}", "learned", plan.as_base(_slug(label), each))
+        for label, each in sources.items()
+    ]
+    weights = {"kind": "weights", "title": "Domain weights", "paper": "tab:dw", "arms": learned}
+    return plan.finish(
+        "Settings of the proxy",
+        "Which settings of the proxy decide whether its weights help?",
+        [plan.perplexities(arms, None), weights],
+    )
+
+
+def _slug(label: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
+
+
 _PLANS: dict[str, Callable[[_Planner], Plan]] = {
     "universal": _universal,
     "doremi": _doremi,
@@ -602,4 +645,5 @@ _PLANS: dict[str, Callable[[_Planner], Plan]] = {
     "curriculum": _curriculum,
     "early": _early,
     "proxy_vs_base": _proxy_vs_base,
+    "settings": _settings,
 }
