@@ -484,6 +484,28 @@ def test_the_papers_weights_stand_beside_those_of_its_domains(tmp_path: Path) ->
     assert table["github"][4] == "target"
 
 
+def scores(acc: float, chance: float, cut: int = 0) -> dict[str, Any]:
+    return {"acc": acc, "acc_stderr": 0.02, "chance": chance, "truncated_requests": cut}
+
+
+def test_accuracies_stand_beside_chance_and_the_papers(tmp_path: Path) -> None:
+    accuracies = {"uniform": (0.5, 0.6), "natural": (0.55, 0.4)}
+    for name, (copa, piqa) in accuracies.items():
+        run = write_base(tmp_path / name, weights=name)
+        tasks = {"copa": scores(copa, 0.5), "piqa": scores(piqa, 0.5, cut=3)}
+        setting = {"shots": 5, "fewshot_seed": 0, "positions": 128}
+        records.write_few_shot(run, records.few_shot(step=STEPS, tasks=tasks, setting=setting))
+    page = page_of(tmp_path)
+    table = cells(page.source, "Tasks: all domains")
+    assert table["copa"] == [
+        *("50.0 ± 2.0", "55.0 ± 2.0", "50.0"),
+        *("58.0", "62.0", "59.0", "61.0"),
+    ]
+    # Of two tasks; the paper's is of six.
+    assert table["average"] == ["55.0 ± 1.4", "47.5 ± 1.4", "50.0", "", "", "", ""]
+    assert "Prompts were cut" in page.source
+
+
 def test_awkward_names_stay_text(tmp_path: Path) -> None:
     names = ("<b>x</b> & y", "$a_1$", "_hidden", "a very long name of a domain", "文書", "f g")
     tokens = dict.fromkeys(names, 500_000)

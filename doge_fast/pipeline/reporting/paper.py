@@ -82,6 +82,25 @@ TABLES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
             stackexchange=11.26, wikipedia=17.61,
         ),
     },
+    # In per cent.
+    "tab:fewshot": {
+        "uniform": dict(
+            copa=58.00, sciq=61.80, logiqa=23.20, piqa=59.85, wic=49.69, winogrande=50.99,
+            average=50.59,
+        ),
+        "DoGE": dict(
+            copa=62.00, sciq=65.00, logiqa=25.50, piqa=60.34, wic=49.69, winogrande=51.22,
+            average=52.29,
+        ),
+        "DoReMi-10k": dict(
+            copa=59.00, sciq=60.30, logiqa=24.58, piqa=56.86, wic=48.59, winogrande=49.41,
+            average=49.79,
+        ),
+        "DoReMi-50k": dict(
+            copa=61.00, sciq=64.50, logiqa=23.81, piqa=60.94, wic=49.53, winogrande=49.17,
+            average=51.49,
+        ),
+    },
     "tab:dw": {
         "DoGE": dict(
             arxiv=0.088, book=0.045, c4=0.269, commoncrawl=0.214, github=0.070,

@@ -32,6 +32,7 @@ class Run:
     evals: Sequence[Json]
     weights: Json | None
     evaluation: Json | None
+    few_shot: Json | None
 
     @property
     def name(self) -> str:
@@ -167,6 +168,7 @@ def _read_run(path: Path) -> Run:
     lines = records.read_metrics(path) if (path / records.METRICS).exists() else []
     has_weights = (path / records.WEIGHTS).exists()
     has_evaluation = (path / records.EVALUATION).exists()
+    has_few_shot = (path / records.FEWSHOT).exists()
     return Run(
         # A run named `.` has its name all the same.
         path=path.resolve(),
@@ -179,4 +181,5 @@ def _read_run(path: Path) -> Run:
         evals=[line for line in lines if line["kind"] == "eval"],
         weights=records.read_weights(path) if has_weights else None,
         evaluation=records.read_evaluation(path) if has_evaluation else None,
+        few_shot=records.read_few_shot(path) if has_few_shot else None,
     )

@@ -16,6 +16,7 @@ from doge_fast.pipeline.reporting.mixtures import (
     mixtures_of,
     paper_mixture,
 )
+from doge_fast.pipeline.reporting.paper import columns_beside
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.study import Arm, Comparison, Proxy, Study
 from doge_fast.pipeline.reporting.verdicts import beats, num_better
@@ -24,6 +25,7 @@ from doge_fast.pipeline.reporting.wording import (
     listed,
     or_dash,
     perplexity_stat,
+    stat_of,
     weight_text,
 )
 
@@ -299,9 +301,61 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join((first, *others))
 
 
+def _task_table(comparison: Comparison) -> Table | None:
+    """k-shot accuracies of every arm, as tab:fewshot; None where no arm has any."""
+    arms = {arm.label: arm for arm in comparison.arms if any(run.few_shot for run in arm.runs)}
+    told = {
+        label: [run.few_shot for run in arm.runs if run.few_shot] for label, arm in arms.items()
+    }
+    if not told:
+        return None
+    scored = [record["tasks"] for found in told.values() for record in found]
+    names = [name for name in scored[0] if all(name in tasks for tasks in scored)]
+    if not names:
+        return None
+    paper = columns_beside("tab:fewshot", {**{name: name for name in names}, "average": "average"})
+    rows = []
+    for name in (*names, "average"):
+        values = [
+            [record["tasks"][name] if name in names else record["average"] for record in found]
+            for found in told.values()
+        ]
+        # The average is of these tasks alone where the paper's is of all its six.
+        printed = [
+            f"{column[name]:.1f}" if name in column and (name in names or len(names) == 6) else ""
+            for column in paper.values()
+        ]
+        cells = [Cell(_accuracy_text(scores)) for scores in values]
+        chance = Cell(f"{100 * values[0][0]['chance']:.1f}")
+        rows.append(Row(name, [*cells, chance, *map(Cell, printed)], name == "average"))
+    cut = any(task["truncated_requests"] for tasks in scored for task in tasks.values())
+    shots = {record["shots"] for found in told.values() for record in found}
+    note = (
+        f"Accuracy in per cent, {listed(map(str, sorted(shots)))} shots; ±: standard error over "
+        "documents, or over seeds where there are several."
+    )
+    if cut:
+        note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
+    columns = [(arm.label, _column_about(arm.about, len(told[arm.label]))) for arm in arms.values()]
+    columns += [("chance", "one of the choices")]
+    columns += [(f"paper: {label}", "tab:fewshot") for label in paper]
+    return Table(f"Tasks: {comparison.title.lower()}", note, "task", columns, rows)
+
+
+def _accuracy_text(scores: Sequence[Json]) -> str:
+    """One seed's accuracy with its own error, or the mean of several with theirs."""
+    if len(scores) > 1:
+        stat = stat_of(100 * each["acc"] for each in scores)
+        return f"{stat.mean:.1f} ± {stat.error:.1f}"
+    (only,) = scores
+    error = only["acc_stderr"]
+    return f"{100 * only['acc']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
 def tables_of(study: Study, token_budget: int | None) -> list[Table]:
     """All results as tables."""
     tables = [perplexity_table(each) for each in study.comparisons if each.domains and each.arms]
+    tables += [table for each in study.comparisons if (table := _task_table(each)) is not None]
     if mixtures_of(study):
         tables.append(weights_table(study))
     return tables + _epoch_tables(study, token_budget)
