@@ -25,8 +25,11 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 demo: $(call STAMP,pipeline)  ## the whole story on text found on this machine, in minutes
 	$(BIN)/python -m doge_fast demo
 
+# Processes that share the tests.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+
 test: $(call STAMP,all)  ## the test suite, under 15 minutes on two cores
-	$(BIN)/python -m pytest -m 'not soak'
+	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS)
 
 soak: $(call STAMP,all)  ## the slow tests too
 	$(BIN)/python -m pytest

@@ -365,7 +365,7 @@ class ExperimentConfig:
     score: Literal["paper", "published"] | None = None
     """As for the proxy."""
     domain_max_grad_norm: float | None = None
-    """As for the proxy."""
+    """As for the proxy; 0: do not cut."""
     target_batch: Literal["same", "mix"] = "same"
     """universal: W from the batches that train the proxy, or from held-out ones of all domains."""
     eval_blocks: int | None = None

@@ -339,8 +339,10 @@ def drift(run: Path, average: Mapping[str, float], steps: int) -> float:
     """
     until = DRIFT_FROM * steps
     lines = read_metrics(run, kind="train")
-    before: dict[str, float] = [line for line in lines if line["step"] <= until][-1]["alpha_mean"]
-    return sum(abs(weight - before[name]) for name, weight in average.items())
+    before = [line for line in lines if line["step"] <= until][-1]["alpha_mean"]
+    # What is not finite is recorded as null.
+    known = {name: math.nan if value is None else value for name, value in before.items()}
+    return sum(abs(weight - known[name]) for name, weight in average.items())
 
 
 def _parse_metrics(path: Path) -> list[Json]:
@@ -616,18 +618,29 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
     """
     record = dict(plain({"schema_version": SCHEMA_VERSION, **record}))
     _check_keys(record, _EXPERIMENT_KEYS, out / EXPERIMENT)
-    if (out / EXPERIMENT).exists():
-        known = read_experiment(out)
-        for key in (key for key in _EXPERIMENT_KEYS if key != "versions"):
-            if known[key] != record[key]:
-                raise ValueError(
-                    f"{out} holds the experiment {known['name']} with another {key}. Name another "
-                    "directory with out, or repeat the command that began it."
-                )
-        return
-    _check_empty(out)
-    out.mkdir(parents=True, exist_ok=True)
+    if not (out / EXPERIMENT).exists():
+        _check_empty(out)
+        out.mkdir(parents=True, exist_ok=True)
+    elif any(entry.name != EXPERIMENT for entry in out.iterdir()):
+        _check_same_experiment(read_experiment(out), record, out)
     write_json(out / EXPERIMENT, record)
+
+
+def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
+    """Runs may be added to an experiment, by more seeds; nothing else may change."""
+    for key in _EXPERIMENT_KEYS:
+        was, now = known[key], asked[key]
+        if key in ("versions", "groups"):
+            # Groups follow from the rest.
+            continue
+        if key == "settings":
+            was, now = ({**each, "seeds": None} for each in (was, now))
+        is_same = set(was) <= set(now) if key == "runs" else was == now
+        if not is_same:
+            raise ValueError(
+                f"{out} holds the experiment {known['name']} with another {key}. Name another "
+                "directory with out, or repeat the command that began it; seeds may be added."
+            )
 
 
 def read_experiment(path: Path) -> Json:

@@ -365,7 +365,7 @@ class _Recorder(TrainerCallback):
             loss = self.trainer.evaluate_domains()
             self.trainer.record({"step": step, "kind": "eval", "loss": loss})
             # Not part of what a step costs.
-            self.last_line = time.monotonic()
+            self.last_line, self.last_step = time.monotonic(), step
         if is_last:
             # `finish` follows at once; a checkpoint of the last step would start one step more.
             control.should_save = False

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from doge_fast.pipeline import records, report, training
 from doge_fast.pipeline.config import (
     BaseConfig,
     DoReMiConfig,
+    EvaluateConfig,
     ExperimentConfig,
     ProxyConfig,
     SelectConfig,
 )
+from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import presets, runner
 from doge_fast.pipeline.experiments.plans import Plan, plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
@@ -25,6 +28,8 @@ from doge_fast.pipeline.sampling import Stage
 from tests.pipeline.written_runs import DOMAINS, UNIFORM_LOSS, write_base, write_proxy
 
 Make = Callable[..., ExperimentConfig]
+# Fewer than any domain of the written runs holds out.
+BLOCKS = 10
 SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 
 
@@ -151,17 +156,80 @@ def test_every_experiment_runs_and_a_second_call_trains_nothing(
     assert again == [table, page]
 
 
+def begun(config: ExperimentConfig) -> Path:
+    """The experiment's directory as it is while its first run is under way."""
+    assert config.out is not None
+    settings = presets.settings_of(config)
+    records.write_experiment(config.out, runner._record(config, settings, planned(config)))
+    (config.out / "runs").mkdir(exist_ok=True)
+    return config.out
+
+
 def test_another_experiment_in_the_directory_is_refused(experiment: Make) -> None:
     config = experiment("scales")
-    assert config.out is not None
-    config.out.mkdir()
-    plan = planned(config)
-    settings = presets.settings_of(config)
-    records.write_experiment(config.out, runner._record(config, settings, plan))
+    begun(config)
     with pytest.raises(ValueError, match="holds the experiment scales with another settings"):
         run_experiment(replace(config, mu=0.5))
     with pytest.raises(ValueError, match="holds the experiment scales with another name"):
         run_experiment(replace(config, name="early"))
+
+
+def test_seeds_may_be_added_and_not_taken_away(experiment: Make) -> None:
+    config = experiment("scales", seeds=(0, 1))
+    out = begun(config)
+    begun(replace(config, seeds=(0, 1, 2)))
+    assert records.read_experiment(out)["settings"]["seeds"] == [0, 1, 2]
+    assert len(records.read_experiment(out)["runs"]) == 9
+    with pytest.raises(ValueError, match="another runs"):
+        begun(replace(config, seeds=(0,)))
+
+
+def test_what_was_refused_before_any_run_may_be_corrected(experiment: Make) -> None:
+    config = experiment("scales")
+    out = begun(config)
+    (out / "runs").rmdir()
+    begun(replace(config, mu=0.5))
+    assert records.read_experiment(out)["settings"]["mu"] == 0.5
+
+
+def test_an_arm_of_another_corpus_is_refused(
+    experiment: Make, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = shutil.copytree(small_corpus, tmp_path / "data")
+    config = experiment("early", data=str(data))
+    stop = StopAfter(1, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(config)
+    stop.undo()
+    runner._described.cache_clear()
+    with (data / "code.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "something that was not there before " * 40}) + "\n")
+    with pytest.raises(ValueError, match="was trained on another corpus"):
+        run_experiment(config)
+
+
+def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) -> None:
+    config = experiment("proxy_vs_base")
+    (table, _) = run_experiment(config)
+    assert config.out is not None
+    run = config.out / "runs" / "base-doge-seed0"
+    evaluate(EvaluateConfig(run=run, blocks=1, domains=("code",), device="cpu"))
+    assert "base-doge-seed0" in findings.open_experiment(config.out).missing
+    assert run_experiment(config)[0] == table
+
+
+def test_any_name_makes_one_directory() -> None:
+    config = ExperimentConfig("ood", preset="small", data="x", targets=("w/en", "w-en"))
+    plan = planned(config, ("w/en", "w-en", "zh 文"))
+    paths = [job.config.out for job in plan.jobs]
+    assert len({path.name for path in paths}) == len(paths)
+    assert {path.parent for path in paths} == {Path("x/runs")}
+
+
+def test_the_clip_can_be_switched_off() -> None:
+    assert presets.settings_of(ExperimentConfig("ood")).domain_max_grad_norm == 1.0
+    config = ExperimentConfig("ood", domain_max_grad_norm=0)
+    assert presets.settings_of(config).domain_max_grad_norm is None
 
 
 def test_only_the_plan(experiment: Make) -> None:
@@ -182,6 +250,10 @@ def test_only_the_plan(experiment: Make) -> None:
         ({"name": "wiki40b", "data": None}, "wiki40b needs text in several languages"),
         ({"name": "scales", "proxy_models": ("tiny",)}, "proxy_models must name three sizes"),
         ({"seeds": (1, 1)}, "Seeds must differ"),
+        ({"domains": ("nowhere", "code")}, "domains must name domains of"),
+        ({"learning_rate": 1e-5}, "min_learning_rate must be at most learning_rate"),
+        ({"name": "ood", "domains": ("code",), "targets": ("code",)}, "ood needs a domain"),
+        ({"name": "curriculum", "base_steps": 1}, "curriculum needs runs of 2 steps"),
     ],
 )
 def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:
@@ -283,7 +355,9 @@ def written(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Pa
             "preset": "small",
             "title": "Universal generalization",
             "question": "Which?",
-            "settings": records.plain(vars(replace(presets.PRESETS["small"], seeds=tuple(seeds)))),
+            "settings": records.plain(
+                vars(replace(presets.PRESETS["small"], seeds=tuple(seeds), eval_blocks=BLOCKS))
+            ),
             "data": "installed",
             "runs": [
                 f"{name}-seed{seed}" for name in ("uniform", "proxy", "doge") for seed in seeds
@@ -297,10 +371,12 @@ def written(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Pa
         # Seeds differ by far more than arms do.
         shift = 0.3 * seed
         loss = {name: UNIFORM_LOSS[name] + shift for name in DOMAINS}
-        write_base(runs / f"uniform-seed{seed}", loss=loss, seed=seed)
+        write_base(runs / f"uniform-seed{seed}", loss=loss, seed=seed, blocks=BLOCKS)
         proxy = write_proxy(runs / f"proxy-seed{seed}", seed=seed)
         moved = {name: value + change for name, value in loss.items()}
-        write_base(runs / f"doge-seed{seed}", weights=str(proxy), loss=moved, seed=seed)
+        write_base(
+            runs / f"doge-seed{seed}", weights=str(proxy), loss=moved, seed=seed, blocks=BLOCKS
+        )
     return folder
 
 
@@ -311,6 +387,7 @@ def written(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Pa
         ((0.02, 0.021, 0.019), "DoGE loses to uniform"),
         ((0.02, -0.03, 0.001), "DoGE comes out below uniform on average, which 3 seeds cannot"),
         ((-0.02,), "DoGE comes out below uniform in the one seed, which one seed cannot"),
+        ((0.0, 0.0), "DoGE and uniform come out the same"),
         ((math.nan, 0.1), "DoGE or uniform diverged"),
     ],
 )

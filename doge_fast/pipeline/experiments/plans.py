@@ -5,6 +5,7 @@ left; and groups, each the runs behind a table. Runs of one seed start from the 
 see their data in the same order, whatever the arm, so arms are compared seed by seed.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,7 +69,9 @@ def plan_of(config: ExperimentConfig, settings: Settings, names: Sequence[str], 
     Raises:
         ValueError: the corpus lacks a domain that is asked for.
     """
-    return _PLANS[config.name](_Planner(config, settings, tuple(names), out))
+    planner = _Planner(config, settings, tuple(names), out)
+    _check_known("domains", settings.domains, planner)
+    return _PLANS[config.name](planner)
 
 
 def corpus_of(config: ExperimentConfig, settings: Settings) -> CorpusConfig:
@@ -244,7 +247,7 @@ class _Planner:
                 corpus=self._corpus(None),
                 model=ModelConfig(model=model),
                 training=self._training(steps, seed, model, self._every(1)),
-                batch_size=settings.sequences_per_domain * len(self.domains),
+                batch_size=settings.batch_size,
                 variant=variant,
             ),
             False,
@@ -258,12 +261,14 @@ class _Planner:
         """Measure the cancellation effect."""
         settings = self.settings
         model = settings.proxy_model
+        training = self._training(settings.selection_steps, seed, model, None)
         return self._add(
             SelectConfig(
                 out=self._path("select", "cancellation", seed),
                 corpus=self._corpus(None),
                 model=ModelConfig(model=model),
-                training=self._training(settings.selection_steps, seed, model, None),
+                # The first steps of a long training, whose rate has hardly begun to fall.
+                training=replace(training, min_learning_rate=training.learning_rate),
                 strategies=settings.strategies,
                 batch_size=settings.sequences_per_domain * len(self.domains),
             ),
@@ -271,7 +276,11 @@ class _Planner:
         )
 
     def _path(self, kind: str, name: str, seed: int) -> Path:
-        return self.out / RUNS / f"{kind}-{name}-seed{seed}"
+        # A domain or a model may be called anything; a directory may not.
+        plain = re.sub(r"[^\w.-]+", "-", name)
+        if plain != name:
+            plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+        return self.out / RUNS / f"{kind}-{plain}-seed{seed}"
 
     def _corpus(self, domains: Sequence[str] | None) -> CorpusConfig:
         chosen = tuple(self.domains if domains is None else domains)
@@ -349,14 +358,20 @@ def _universal_perplexity(plan: _Planner, model: str) -> Json:
         )
         for steps in plan.settings.doremi_steps
     ]
-    paper = {"684M": "tab:universal_ppl", "124M": "tab:124M_ppl", "210M": "tab:210M_ppl"}
-    return {
-        "kind": "perplexity",
-        "title": f"Base models of size {model}",
-        "paper": paper.get(model, "tab:universal_ppl"),
-        "aim": list(plan.domains),
-        "arms": arms,
-    }
+    return plan.perplexities(
+        arms, _paper_table(model), title=f"Base models of size {model}", pairs=_against_doge(arms)
+    )
+
+
+def _paper_table(model: str) -> str:
+    """Where the paper prints what base models of a size reach; of other sizes its main table."""
+    tables = {"124M": "tab:124M_ppl", "210M": "tab:210M_ppl"}
+    return tables.get(model, "tab:universal_ppl")
+
+
+def _against_doge(arms: Sequence[Json]) -> list[list[str]]:
+    """DoGE against the other ways of learning weights."""
+    return [["DoGE", arm["label"]] for arm in arms if arm["label"].startswith("DoReMi")]
 
 
 def _doremi_label(steps: int) -> str:
@@ -396,7 +411,9 @@ def _doremi(plan: _Planner) -> Plan:
         "Do weights from excess loss over a reference help as much as weights from generalization "
         "estimation, and what does each cost?",
         [
-            plan.perplexities(arms, "tab:universal_ppl"),
+            plan.perplexities(
+                arms, _paper_table(plan.settings.base_models[0]), pairs=_against_doge(arms)
+            ),
             {"kind": "weights", "title": "Domain weights", "paper": None, "arms": learned},
             _cost(plan),
         ],
@@ -408,6 +425,8 @@ def _ood(plan: _Planner) -> Plan:
     targets = plan.config.targets or plan.domains
     _check_known("targets", targets, plan)
     sources = {target: tuple(name for name in plan.domains if name != target) for target in targets}
+    if not all(sources.values()):
+        raise ValueError(f"ood needs a domain to learn from beside {', '.join(targets)}.")
     return _targeted(plan, sources, paper=("tab:ppl-ood", "tab:ood-dw"))
 
 
@@ -436,6 +455,9 @@ def _targeted(
     plan: _Planner, sources: Mapping[str, tuple[str, ...]], *, paper: tuple[str | None, str]
 ) -> Plan:
     """Every target against the same arms, before and after going on with the target alone."""
+    odd = [name for name in sources if "=" in name]
+    if odd:
+        raise ValueError(f"A target's name may hold no '=', which gives weights; got {odd[0]!r}.")
     rows, learned = [], []
     for target, domains in sources.items():
         proxy = partial(plan.proxy, name=f"for-{target}", target=(target,), domains=domains)
@@ -521,12 +543,23 @@ def _selection(plan: _Planner) -> Plan:
     return plan.finish(
         "Selection by the cancellation effect",
         "Are the gradients of a few parameters enough to learn the weights?",
-        [plan.perplexities(bases, "tab:cc-ppl"), weights],
+        [
+            plan.perplexities(
+                bases,
+                "tab:cc-ppl",
+                focus="full",
+                pairs=[[name, "full"] for name in plan.settings.strategies],
+            ),
+            weights,
+        ],
     )
 
 
 def _curriculum(plan: _Planner) -> Plan:
     """fig:curriculum_dw, fig:curriculum_ppl."""
+    shortest = min(plan.settings.proxy_steps, plan.settings.base_steps)
+    if shortest < CURRICULA[0]:
+        raise ValueError(f"curriculum needs runs of {CURRICULA[0]} steps and more; got {shortest}.")
     average = plan.as_base("doge", plan.proxy)
     arms = [
         plan.arm("uniform", "uniform weights", plan.as_base("uniform", _uniform)),
@@ -539,6 +572,7 @@ def _curriculum(plan: _Planner) -> Plan:
             plan.as_base(f"stages-{stages}", plan.proxy, stages=stages),
         )
         for stages in CURRICULA
+        if stages <= shortest
     ]
     weights = {
         "kind": "weights",
@@ -587,7 +621,7 @@ def _proxy_vs_base(plan: _Planner) -> Plan:
         "The proxy as a model",
         "Is the proxy, whose gradients were reweighted, as good as a model of its size that was "
         "trained on the resampled corpus with as many tokens?",
-        [plan.perplexities(arms, None, title=title)],
+        [plan.perplexities(arms, None, title=title, pairs=[["DoGE proxy", "DoGE base"]])],
     )
 
 

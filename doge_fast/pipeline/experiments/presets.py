@@ -80,9 +80,9 @@ PRESETS: Mapping[str, Settings] = {
         proxy_model="tiny",
         proxy_models=("tiny", "mini", "small"),
         base_models=("tiny",),
-        proxy_steps=6,
-        doremi_steps=(6, 12),
-        base_steps=8,
+        proxy_steps=10,
+        doremi_steps=(5, 10),
+        base_steps=10,
         finetune_steps=3,
         selection_steps=3,
         sequences_per_domain=2,
@@ -190,7 +190,17 @@ def settings_of(config: ExperimentConfig) -> Settings:
         # The longer arm in the preset's proportion.
         factor = config.proxy_steps / preset.proxy_steps
         asked["doremi_steps"] = tuple(round(each * factor) for each in preset.doremi_steps)
+    if config.preset == "paper" and config.name in ("ood", "wiki40b") and not config.seeds:
+        # As its captions say.
+        asked["seeds"] = preset.seeds[:2]
+    if config.domain_max_grad_norm == 0:
+        asked["domain_max_grad_norm"] = None
     settings = replace(preset, **asked)
+    if settings.min_learning_rate > settings.learning_rate:
+        raise ValueError(
+            f"min_learning_rate must be at most learning_rate; got {settings.min_learning_rate:g} "
+            f"and {settings.learning_rate:g}."
+        )
     if len(set(settings.seeds)) < len(settings.seeds):
         raise ValueError(f"Seeds must differ; got {', '.join(map(str, settings.seeds))}.")
     return settings

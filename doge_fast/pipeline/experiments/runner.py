@@ -1,5 +1,6 @@
 """Runs an experiment's plan: what is done is left alone, what was killed goes on, then the page."""
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,19 +9,28 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
+    CorpusConfig,
     DoReMiConfig,
     EvaluateConfig,
     ExperimentConfig,
     ProxyConfig,
 )
+from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments.plans import RUNS, Job, Plan, StageConfig, corpus_of, plan_of
-from doge_fast.pipeline.experiments.presets import PAPER_LANGUAGES, Settings, settings_of
+from doge_fast.pipeline.experiments.presets import (
+    PAPER_LANGUAGE_TARGETS,
+    PAPER_LANGUAGES,
+    Settings,
+    settings_of,
+)
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import experiment_table, write_experiment_report
+from doge_fast.pipeline.reporting.findings import is_measured
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.sources import find_parts
+from doge_fast.pipeline.training import is_finished
 
 _log = logging.getLogger("doge_fast")
 
@@ -50,20 +60,43 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     records.write_experiment(out, _record(config, settings, plan))
     for number, job in enumerate(plan.jobs, start=1):
         _log.info("run %d of %d: %s", number, len(plan.jobs), job.config.out.name)
+        if is_finished(job.config.out):
+            _check_unchanged(job.config)
         _run(job.config)
-        if job.is_measured and not (job.config.out / records.EVALUATION).exists():
+        if job.is_measured and not is_measured(job.config.out, settings.eval_blocks):
             blocks = settings.eval_blocks
             evaluate(EvaluateConfig(run=job.config.out, blocks=blocks, device=config.device))
     page = write_experiment_report(out)
     return [experiment_table(out), f"report: {page}"]
 
 
+def _check_unchanged(config: StageConfig) -> None:
+    """A finished run was trained on the corpus as it is now, or its arm compares with no other."""
+    record = records.read_config(config.out)["corpus"]
+    targets = tuple(record["targets"])
+    if isinstance(config, ProxyConfig) and MIX in config.target:
+        targets += (MIX,)
+    if _described(config.corpus, targets) != record:
+        raise ValueError(
+            f"{config.out} was trained on another corpus than {config.corpus.data} holds now, so "
+            "its arm can be compared with none that comes after. Restore the files, or begin in "
+            "another directory."
+        )
+
+
+@functools.cache
+def _described(corpus: CorpusConfig, targets: tuple[str, ...]) -> dict[str, Any]:
+    description: dict[str, Any] = records.plain(load_corpus(corpus, targets=targets).describe())
+    return description
+
+
 def _domains_of(config: ExperimentConfig, settings: Settings) -> tuple[str, ...]:
     """All domains that the corpus holds, targets among them."""
-    if settings.domains and config.name != "wiki40b":
+    if config.preset == "paper" and config.data is None:
+        # Known; asking the Hub would read it all.
+        if config.name == "wiki40b":
+            return (*PAPER_LANGUAGES, *(config.targets or PAPER_LANGUAGE_TARGETS))
         return settings.domains
-    if config.preset == "paper" and config.name == "wiki40b" and config.data is None:
-        return (*PAPER_LANGUAGES, *(config.targets or ("ca", "nl")))
     return tuple(sorted(find_parts(corpus_of(config, settings), [])))
 
 

@@ -15,7 +15,11 @@ from matplotlib.ticker import PercentFormatter
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.figures import Section
-from doge_fast.pipeline.reporting.mixtures import PAPER_NOTE, effective_domains
+from doge_fast.pipeline.reporting.mixtures import (
+    PAPER_NOTE,
+    effective_domains,
+    is_slimpajama,
+)
 from doge_fast.pipeline.reporting.paper import canonical, columns_beside
 from doge_fast.pipeline.reporting.plotting import (
     DASHES,
@@ -49,6 +53,7 @@ from doge_fast.pipeline.reporting.wording import (
     count_text,
     exp_or_inf,
     listed,
+    nan_as_inf,
     perplexity_stat,
     perplexity_text,
     plural,
@@ -112,20 +117,37 @@ class Experiment:
     record: Json
     runs: Mapping[str, Run] = field(repr=False)
 
+    def is_complete(self, name: str) -> bool:
+        """Whether a run came to its end."""
+        run = self.runs.get(name)
+        return run is not None and run.last_step >= run.steps
+
     @cached_property
     def missing(self) -> list[str]:
-        """Runs of the plan that are not there or not complete."""
+        """Runs of the plan that are not there, not complete, or not measured as the plan says."""
+        blocks = self.record["settings"].get("eval_blocks")
+        compared = {
+            name
+            for group in self.record["groups"]
+            for arm in [
+                *group.get("arms", []),
+                *(a for r in group.get("rows", []) for a in r["arms"]),
+            ]
+            if group["kind"] in ("perplexity", "targets")
+            for name in arm["runs"]
+        }
         return [
             name
             for name in self.record["runs"]
-            if name not in self.runs or self.runs[name].last_step < self.runs[name].steps
+            if not self.is_complete(name)
+            or (name in compared and not is_measured(self.runs[name].path, blocks))
         ]
 
     def measured(self, arm: Json, until: float = 1.0) -> Measured:
         """An arm's losses at the end, or as measured last before a share of the steps."""
         losses: dict[int, dict[str, float]] = {}
         runs = [self.runs[name] for name in arm["runs"] if name in self.runs]
-        for run in runs:
+        for run in (run for run in runs if until < 1 or run.name not in self.missing):
             found = run.losses() if until >= 1 else _losses_until(run, until)
             if found is not None:
                 losses[run.seed] = found
@@ -156,6 +178,21 @@ def open_experiment(path: Path) -> Experiment:
     record = records.read_experiment(path)
     opened = open_runs([path / RUNS]) if any((path / RUNS).glob("*/config.json")) else []
     return Experiment(path, record, {run.name: run for run in opened})
+
+
+def is_measured(run: Path, blocks: int | None) -> bool:
+    """Whether evaluation.json holds every domain and target on so many blocks, or all there are."""
+    if not (run / records.EVALUATION).exists():
+        return False
+    corpus = records.read_config(run)["corpus"]
+    held_out = {
+        name: entry["validation_blocks"]
+        for name, entry in {**corpus["domains"], **corpus["targets"]}.items()
+    }
+    wanted = {
+        name: count if blocks is None else min(blocks, count) for name, count in held_out.items()
+    }
+    return bool(records.read_evaluation(run)["blocks"] == wanted)
 
 
 def findings_of(experiment: Experiment) -> Findings:
@@ -231,7 +268,7 @@ def _losses_until(run: Run, until: float) -> dict[str, float] | None:
 
 def _perplexity(experiment: Experiment, group: Json, prefix: str) -> _Part:
     arms = [experiment.measured(arm, group.get("until", 1.0)) for arm in group["arms"]]
-    arms = [arm for arm in arms if arm.losses]
+    arms = _of_common_seeds([arm for arm in arms if arm.losses])
     baseline = next((arm for arm in arms if arm.is_baseline), None)
     if baseline is None or len(arms) < 2:
         return _Part([_nothing_yet(group["title"])], [], [])
@@ -254,7 +291,7 @@ def _perplexity(experiment: Experiment, group: Json, prefix: str) -> _Part:
     if "until" in group:
         drawings += _domain_curves(arms, names, group["until"], prefix)
     return _Part(
-        [_verdict(arms, baseline, names, group["title"])],
+        [_verdict(arms, baseline, names, group)],
         [
             _perplexity_table(arms, baseline, names, group),
             _difference_table(arms, baseline, names, group["title"]),
@@ -263,22 +300,49 @@ def _perplexity(experiment: Experiment, group: Json, prefix: str) -> _Part:
     )
 
 
+def _of_common_seeds(arms: Sequence[Measured]) -> list[Measured]:
+    """The arms with the seeds that all of them have; one without any of the others' is left out."""
+    arms = [arm for arm in arms if arm.losses]
+    if not arms:
+        return []
+    most = max(len(arm.losses) for arm in arms)
+    full = [set(arm.losses) for arm in arms if len(arm.losses) == most]
+    seeds = set.intersection(*full)
+    shared = set.intersection(seeds, *(set(arm.losses) for arm in arms))
+    kept = shared or seeds
+    told = [
+        arm._replace(
+            losses={seed: arm.losses[seed] for seed in arm.losses if seed in kept},
+            runs=[run for run in arm.runs if run.seed in kept],
+        )
+        for arm in arms
+    ]
+    return [arm for arm in told if arm.losses]
+
+
 def _nothing_yet(title: str) -> Verdict:
     return Verdict(title, "Nothing to compare yet", ["The same command goes on with the runs."])
 
 
 def _verdict(
-    arms: Sequence[Measured], baseline: Measured, names: Sequence[str], title: str
+    arms: Sequence[Measured], baseline: Measured, names: Sequence[str], group: Json
 ) -> Verdict:
     rivals = [arm for arm in arms if arm is not baseline]
-    focus = next((arm for arm in rivals if arm.label.startswith(FOCUS)), rivals[-1])
+    by_label = {arm.label: arm for arm in arms}
+    wanted = group.get("focus", FOCUS)
+    focus = next((arm for arm in rivals if arm.label.startswith(wanted)), rivals[-1])
     sentences = [sentence for arm in rivals if (sentence := _sentence(arm, baseline, names))]
+    for own, other in group.get("pairs", []):
+        if own in by_label and other in by_label:
+            difference = by_label[own].against(by_label[other], names)
+            if difference is not None:
+                sentences.append(f"{own} against {other}: average {change_text(difference)}.")
     difference = focus.against(baseline, names)
-    best = min(arms, key=lambda arm: arm.perplexity(names).mean)
+    best = min(arms, key=lambda arm: nan_as_inf(arm.perplexity(names).mean))
     if len(arms) > 2:
         text = perplexity_text(best.perplexity(names).mean)
         sentences.append(f"Lowest average perplexity: {best.label}, {text}.")
-    return Verdict(title, _headline(focus.label, baseline.label, difference), sentences)
+    return Verdict(group["title"], _headline(focus.label, baseline.label, difference), sentences)
 
 
 def _headline(own: str, other: str, difference: Difference | None) -> str:
@@ -287,6 +351,8 @@ def _headline(own: str, other: str, difference: Difference | None) -> str:
         return f"{own} and {other} have no seed in common"
     if math.isnan(difference.mean):
         return f"{own} or {other} diverged"
+    if difference.mean == 0:
+        return f"{own} and {other} come out the same"
     if not difference.is_decided:
         side = "below" if difference.mean < 0 else "above"
         where = "in the one seed" if difference.pairs == 1 else "on average"
@@ -310,22 +376,23 @@ def _sentence(arm: Measured, baseline: Measured, names: Sequence[str]) -> str | 
         "better": [name for name, found in decided.items() if found.mean < 0],
         "worse": [name for name, found in decided.items() if found.mean > 0],
     }
-    told = "; ".join(
-        f"surely {word} on {listed(found)}" for word, found in clearly.items() if found
-    )
+    words = [f"{word} on {listed(found)}" for word, found in clearly.items() if found]
+    told = f"; beyond its interval {'; '.join(words)}" if words else ""
     worst, other = (max(one.perplexity([name]).mean for name in names) for one in (arm, baseline))
     return (
         f"{arm.label}: better on {len(better)} of {len(names)} than {baseline.label}; average "
         f"{change_text(average)} over {plural(average.pairs, 'paired seed')}; worst domain at "
-        f"{perplexity_text(worst)} against {perplexity_text(other)}{f'; {told}' if told else ''}."
+        f"{perplexity_text(worst)} against {perplexity_text(other)}{told}."
     )
 
 
 def _perplexity_table(
     arms: Sequence[Measured], baseline: Measured, names: Sequence[str], group: Json
 ) -> Table:
+    # Its averages are over its own domains.
+    totals = _TOTALS if is_slimpajama(names) else {}
     paper = columns_beside(
-        group.get("paper"), {**{name: canonical(name) for name in names}, **_TOTALS}
+        group.get("paper"), {**{name: canonical(name) for name in names}, **totals}
     )
     paper = paper if any(name in column for column in paper.values() for name in names) else {}
     rows = []
@@ -393,7 +460,8 @@ def _difference_table(
         title=f"Against {baseline.label}, seed by seed: {title}",
         note=(
             f"Change of perplexity and its {100 * CONFIDENCE:.0f} % interval over paired seeds "
-            "(Student's). Bold: better, and the interval leaves out zero."
+            "(Student's). Bold: better, and the interval leaves out zero; of twenty such intervals "
+            "one is wrong by chance."
         ),
         corner="domain",
         columns=_columns(rivals),
@@ -628,9 +696,9 @@ def _targets_verdict(
         told = listed(f"{target} {change_text(each)}" for target, each in found.items())
         sentence = f"{own}: better on {len(better)} of {len(found)} than {other}: {told}."
         if surely or worse:
-            parts = [f"surely better on {listed(surely)}"] if surely else []
-            parts += [f"surely worse on {listed(worse)}"] if worse else []
-            sentence += f" The seeds tell: {listed(parts)}."
+            parts = [f"better on {listed(surely)}"] if surely else []
+            parts += [f"worse on {listed(worse)}"] if worse else []
+            sentence += f" Beyond the interval: {listed(parts)}."
         sentences.append(sentence)
     beaten = [
         target
@@ -708,7 +776,8 @@ def _weights_table(
     full = {label: column for label, column in paper.items() if len(column) >= len(known) - 1}
     paper = full if group.get("paper") else {}
     if group.get("is_affinity"):
-        paper = {label: column for label, column in paper.items() if label in stats}
+        targets = {f"for {canonical(arm['target'])}" for arm, _ in arms.values()}
+        paper = {label: column for label, column in paper.items() if label in targets}
     rows = []
     for name in names:
         cells = [
@@ -736,7 +805,8 @@ def _weights_table(
         rows.append(Row(f"mean absolute difference from {reference}", cells + own, True))
     if group.get("has_columns"):
         cells = [Cell(_columns_saved(experiment, arm)) for arm, _ in arms.values()]
-        rows.append(Row("columns left out", cells + blank, True))
+        own = [Cell(PAPER_SAVED.get(label, "/")) for label in paper]
+        rows.append(Row("columns left out", cells + own, True))
     return Table(
         title=group["title"],
         note=(
@@ -762,18 +832,37 @@ def _mean_gap(own: Mapping[str, float], other: Mapping[str, float]) -> float:
     return math.fsum(abs(own[name] - other[name]) for name in names) / len(names)
 
 
+# Last row of tab:cc-ppl.
+PAPER_SAVED = {
+    "low10": "66.9 %",
+    "low30": "42.8 %",
+    "low50": "24.4 %",
+    "high30": "97.5 %",
+    "high10": "99.9 %",
+}
+
+
 def _columns_saved(experiment: Experiment, arm: Json) -> str:
-    run = experiment.runs[arm["runs"][0]]
+    """Share of the parameters whose gradients stay out of W, mean over seeds."""
+    shares = [
+        _share_saved(experiment, experiment.runs[name])
+        for name in arm["runs"]
+        if name in experiment.runs
+    ]
+    known = [share for share in shares if share is not None]
+    return f"{100 * float(np.mean(known)):.1f} %" if known else "/"
+
+
+def _share_saved(experiment: Experiment, run: Run) -> float | None:
     selection = run.config.get("selection")
     if selection is None:
-        return "/"
+        return None
     folder = Path(selection).parent
     # Runs may have been moved since.
     source = experiment.path / RUNS / folder.name
     columns = records.read_json(source / "cancellation.json")["columns"]
     chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
-    share = sum(columns[name] for name in chosen) / sum(columns.values())
-    return f"{100 * (1 - share):.1f} %"
+    return 1.0 - float(sum(columns[name] for name in chosen) / sum(columns.values()))
 
 
 def _scale_verdict(group: Json, stats: Mapping[str, Mapping[str, Stat]]) -> list[Verdict]:
@@ -853,7 +942,7 @@ def _cost(experiment: Experiment, group: Json, prefix: str) -> _Part:
         seeds = [
             [experiment.runs[name] for name in names]
             for names in method["runs"]
-            if all(name in experiment.runs for name in names)
+            if all(experiment.is_complete(name) for name in names)
         ]
         if seeds:
             methods[method["label"]] = [_cost_of(runs) for runs in seeds]
@@ -907,13 +996,13 @@ class _Cost(NamedTuple):
 
 def _cost_of(runs: Sequence[Run]) -> _Cost:
     """Of one seed's runs together."""
-    tokens = sum(run.tokens for run in runs)
+    tokens = sum(run.tokens_seen for run in runs)
     seconds = sum(run.steps * run.seconds_per_step for run in runs)
     flops = 0.0
     for run in runs:
-        flops += 6 * run.num_parameters * run.tokens
+        flops += 6 * run.num_parameters * run.tokens_seen
         if run.stage == "proxy":
-            rows = len(run.domains) + len(run.targets)
+            rows = len(run.domains) * run.tokens_seen // run.tokens
             flops += rows * (rows + 1) * run.num_parameters * run.steps
         if run.stage == "doremi":
             references = [other for other in runs if other.stage == "base"]

@@ -86,6 +86,15 @@ class Run:
         return float(np.median(seconds)) if seconds else math.nan
 
     @property
+    def tokens_seen(self) -> int:
+        """Tokens that the run trains on or measures a gradient of, targets and mix included."""
+        if self.stage != "proxy":
+            return self.tokens
+        is_mix = "mix" in self.config["target"]
+        rows = len(self.domains) + len(self.targets) + is_mix
+        return self.tokens * rows // len(self.domains)
+
+    @property
     def num_parameters(self) -> int:
         """Of the model that the run left; a tied weight counts once. 0 where it left none."""
         total = 0
