@@ -346,6 +346,8 @@ class DoGEOptimizer(Optimizer):
 
         Args:
             model: holds the parameters; examples are the first dimension of what its modules see.
+                What is as long there as the batch is taken for one entry per example: give what
+                all examples share (positions, a bias) with a first dimension of 1.
             sizes: number of examples of each domain, in the order of the batch. A domain with
                 none counts as absent.
 

@@ -33,6 +33,8 @@ from doge_fast.flat_buffer import FlatBuffer
 Forward = Callable[..., Any]
 # Writes the rows of one module's parameters from what its backward has at hand.
 Fill = Callable[["Stack", Any, Sequence[Tensor]], None]
+# Makes the forward of a module of a class that is known.
+Rule = Callable[["Stack", Any], Forward]
 
 # Elements of a weight up to which the products of all domains are one call, where that is not
 # always faster: on a CPU a large product keeps all cores busy by itself.
@@ -79,13 +81,29 @@ class Stack:
         # Tokens per example that were seen in this pass: what else a flattened batch may hold.
         self._lengths: set[int] = set()
         self.has_written = False
-        self._forwards = dict(self._replacements(model, ""))
+        self._rules = self._rules_of(model)
+        self._forwards = {
+            module: rule(self, module) if rule else _by_slices(self, module)
+            for module, (_, rule) in self._rules.items()
+        }
 
     def covers(self, model: nn.Module, tracked: Mapping[int, Tensor]) -> bool:
         """Whether this was made for `model` as it is now, and for these parameters."""
-        return self._tracked == frozenset(tracked) and [*self._forwards] == [
-            module for module, _ in self._owners(model, "")
-        ]
+        return self._tracked == frozenset(tracked) and self._rules == self._rules_of(model)
+
+    def _rules_of(self, model: nn.Module) -> dict[nn.Module, tuple[Any, "Rule | None"]]:
+        """What each module that owns trained parameters is, and how its rows are filled."""
+        return {
+            module: (module.__dict__.get("forward", type(module)), self._rule_of(module))
+            for module, _ in self._owners(model, "")
+        }
+
+    def _rule_of(self, module: nn.Module) -> "Rule | None":
+        params = module.parameters(recurse=False)
+        if any(param.requires_grad and not self.owns(param) for param in params):
+            # Somebody else trains it, and wants a gradient of autograd.
+            return None
+        return _rule_of(module)
 
     @contextmanager
     def listening(self, segments: Sequence[Segment]) -> Iterator[None]:
@@ -229,7 +247,7 @@ class Stack:
             )
         if any(self.owns(param) for param in module.parameters(recurse=False)):
             yield module, name
-            if _rule_of(module) is None:
+            if self._rule_of(module) is None:
                 # Its children run inside it, domain by domain; only look for what is refused.
                 for child_name, child in module.named_modules():
                     if isinstance(child, _BatchNorm) and child.training and child is not module:
@@ -237,11 +255,6 @@ class Stack:
                 return
         for child_name, child in module.named_children():
             yield from self._owners(child, f"{name}.{child_name}".lstrip("."))
-
-    def _replacements(self, model: nn.Module, name: str) -> Iterator[tuple[nn.Module, Forward]]:
-        for module, _ in self._owners(model, name):
-            rule = _rule_of(module)
-            yield module, rule(self, module) if rule else _by_slices(self, module)
 
 
 _listening: list[Stack] = []
@@ -300,6 +313,11 @@ def _token(module: nn.Module) -> Tensor:
 def _flat(x: Tensor, num_last: int = 1) -> Tensor:
     """[tokens, features]: the last `num_last` dimensions as one, the others as one."""
     return x.flatten(-num_last).flatten(0, -2) if x.dim() > num_last else x.flatten()[None]
+
+
+def _input(x: Tensor | None, named: Mapping[str, Tensor]) -> Tensor:
+    """The one argument of a forward, under whichever name the module has for it."""
+    return next(iter(named.values())) if x is None else x
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -409,7 +427,8 @@ def _linear(stack: Stack, module: Any) -> Forward:
     number, token = _registered(stack, module, _fill_linear), _token(module)
     original, is_transposed = module.forward, not isinstance(module, nn.Linear)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor | None = None, **named: Tensor) -> Tensor:
+        x = _input(x, named)
         if not torch.is_grad_enabled():
             output: Tensor = original(x)
             return output
@@ -475,7 +494,8 @@ def _embedding(stack: Stack, module: Any) -> Forward:
     number, token = _registered(stack, module, _fill_embedding), _token(module)
     original = module.forward
 
-    def forward(ids: Tensor) -> Tensor:
+    def forward(ids: Tensor | None = None, **named: Tensor) -> Tensor:
+        ids = _input(ids, named)
         if not torch.is_grad_enabled():
             output: Tensor = original(ids)
             return output
@@ -551,13 +571,18 @@ def _layer_norm(stack: Stack, module: Any) -> Forward:
     number, token = _registered(stack, module, _fill_layer_norm), _token(module)
     original, shape = module.forward, list(module.normalized_shape)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor | None = None, **named: Tensor) -> Tensor:
+        x = _input(x, named)
         if not torch.is_grad_enabled():
             output: Tensor = original(x)
             return output
         x = stack.batch_first(x, module)
-        x = x if _autocast_dtype(x) is None else x.float()
-        output = _LayerNorm.apply(x, module.weight, module.bias, token, number, shape, module.eps)  # type: ignore[no-untyped-call]
+        weight, bias = module.weight, module.bias
+        # Autocast widens it on a GPU, and leaves it alone on a CPU.
+        if _autocast_dtype(x) is not None and x.device.type != "cpu":
+            x, weight = x.float(), weight.float()
+            bias = None if bias is None else bias.float()
+        output = _LayerNorm.apply(x, weight, bias, token, number, shape, module.eps)  # type: ignore[no-untyped-call]
         return output
 
     return forward
@@ -589,9 +614,11 @@ def _fill_scale(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
 
 def _rms_norm(stack: Stack, module: Any) -> Forward:
     def normal(x: Tensor) -> Tensor:
-        return F.rms_norm(x, module.normalized_shape, None, module.eps)
+        # Torch rounds once, behind the weight.
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        return F.rms_norm(wide, module.normalized_shape, None, module.eps)
 
-    return _scaled(stack, module, normal)
+    return _scaled(stack, module, normal, rounds_once=True)
 
 
 def _rms_norm_of_llama(stack: Stack, module: Any) -> Forward:
@@ -602,20 +629,23 @@ def _rms_norm_of_llama(stack: Stack, module: Any) -> Forward:
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
         return (wide * scale).to(x.dtype)
 
-    return _scaled(stack, module, normal)
+    return _scaled(stack, module, normal, rounds_once=False)
 
 
-def _scaled(stack: Stack, module: Any, normal: Callable[[Tensor], Tensor]) -> Forward:
+def _scaled(
+    stack: Stack, module: Any, normal: Callable[[Tensor], Tensor], *, rounds_once: bool
+) -> Forward:
     number, token = _registered(stack, module, _fill_scale), _token(module)
     original = module.forward
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor | None = None, **named: Tensor) -> Tensor:
+        x = _input(x, named)
         if not torch.is_grad_enabled():
             output: Tensor = original(x)
             return output
-        x = normal(stack.batch_first(x, module))
-        output = _Scale.apply(x, module.weight, token, number)  # type: ignore[no-untyped-call]
-        return output
+        x = stack.batch_first(x, module)
+        output = _Scale.apply(normal(x), module.weight, token, number)  # type: ignore[no-untyped-call]
+        return output.to(x.dtype) if rounds_once else output
 
     return forward
 
@@ -716,7 +746,7 @@ def _is_plain_embedding(module: Any) -> bool:
 
 
 # By the class itself: a subclass may do something else.
-_RULES: dict[str, Callable[[Stack, Any], Forward]] = {
+_RULES: dict[str, Rule] = {
     "torch.nn.modules.linear.Linear": _linear,
     "transformers.pytorch_utils.Conv1D": _linear,
     "torch.nn.modules.sparse.Embedding": _embedding,
@@ -728,7 +758,7 @@ _RULES: dict[str, Callable[[Stack, Any], Forward]] = {
 }
 
 
-def _rule_of(module: nn.Module) -> Callable[[Stack, Any], Forward] | None:
+def _rule_of(module: nn.Module) -> Rule | None:
     if "forward" in module.__dict__:
         # Somebody has replaced it.
         return None

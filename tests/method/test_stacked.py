@@ -1,5 +1,6 @@
 """One backward for all domains: the rows are those of one domain after another."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from doge_fast import DoGEOptimizer
@@ -399,3 +401,135 @@ def test_a_backward_pass_after_the_context_is_refused() -> None:
         loss = losses_of(model(ids_BL), ids_BL, SIZES).sum()
     with pytest.raises(RuntimeError, match=r"ran outside its context"):
         loss.backward()
+
+
+def rows_of_one_optimizer(
+    model: nn.Module, ids_BL: Tensor, change: Callable[[nn.Module], object]
+) -> tuple[Rows, Rows]:
+    """Rows after a stacked step of the model as it was and a `change`: stacked and sequential."""
+    optimizer = optimizer_of(model)
+    with optimizer.stacked(model, SIZES):
+        losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+    optimizer.zero_grad()
+    change(model)
+    with optimizer.stacked(model, SIZES):
+        losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+    return rows_of(optimizer, model), sequential(model, ids_BL)
+
+
+def double_the_output(model: nn.Module) -> None:
+    before = model.up.forward
+    model.up.forward = lambda x: 2 * before(x)
+
+
+class Halved(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / 2
+
+
+def change_the_class(model: nn.Module) -> None:
+    model.up.__class__ = Halved
+
+
+@pytest.mark.parametrize("change", [double_the_output, change_the_class])
+def test_a_module_that_changed_since_the_last_step_is_seen(
+    change: Callable[[nn.Module], object],
+) -> None:
+    assert_same(*rows_of_one_optimizer(Tiny().double(), ids_of(), change))
+
+
+def test_a_weight_that_became_a_product_since_is_refused_by_name() -> None:
+    """A hook computes it before the forward, where domains cannot be told apart."""
+    with pytest.raises(RuntimeError, match="got a gradient of the whole batch"):
+        rows_of_one_optimizer(
+            Tiny().double(),
+            ids_of(),
+            lambda model: prune.l1_unstructured(model.down, "weight", amount=0.5),
+        )
+
+
+def test_equal_neighbours_fill_their_rows_together_and_others_by_themselves() -> None:
+    """Runs of equal sizes, with an empty domain between and rows half written already."""
+    sizes = {"a": 2, "b": 2, "absent": 0, "c": 2}
+    model = Tiny().double()
+    first, second = ids_of(sizes), ids_of({"a": 2, "b": 0, "absent": 0, "c": 0}, seed=1)
+    optimizer = optimizer_of(model)
+    with optimizer.stacked(model, {"a": 2, "b": 0, "absent": 0, "c": 0}):
+        mean_loss(model(second), second).backward()
+    with optimizer.stacked(model, sizes):
+        losses_of(model(first), first, sizes).sum().backward()
+    ours = rows_of(optimizer, model)
+    optimizer = optimizer_of(model)
+    for name, ids in (("a", second), *zip("abc", first.split(2), strict=True)):
+        with optimizer.domain(name):
+            mean_loss(model(ids), ids).backward()
+    assert_same(ours, rows_of(optimizer, model))
+
+
+def test_a_module_of_two_parents_is_one() -> None:
+    model = Tiny().double()
+    model.again = nn.ModuleList([model.norm])
+    optimizer = optimizer_of(model)
+    ids_BL = ids_of()
+    for _ in range(2):
+        with optimizer.stacked(model, SIZES):
+            losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+        stack = optimizer._stack
+        optimizer.zero_grad()
+    with optimizer.stacked(model, SIZES):
+        losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+    assert optimizer._stack is stack
+
+
+class Named(Tiny):
+    """Arguments by the names that torch's modules have for them."""
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x = self.words(input=ids_BL)
+        logits: Tensor = self.head(input=self.norm(input=x))
+        return logits
+
+
+def test_arguments_may_have_their_names() -> None:
+    model, ids_BL = Named().double(), ids_of()
+    assert_same(stacked(model, ids_BL), sequential(model, ids_BL))
+
+
+def test_what_another_optimizer_trains_keeps_its_gradient() -> None:
+    model, ids_BL = Tiny(tied=False).double(), ids_of()
+    mine = [(name, param) for name, param in model.named_parameters() if name != "up.bias"]
+    grads = []
+    for is_stacked in (True, False):
+        optimizer = DoGEOptimizer(torch.optim.SGD(mine, lr=0.1), domains=list(SIZES), absent="keep")
+        if is_stacked:
+            with optimizer.stacked(model, SIZES):
+                losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
+        else:
+            for name, ids in zip(SIZES, ids_BL.split([*SIZES.values()]), strict=True):
+                if len(ids):
+                    with optimizer.domain(name):
+                        mean_loss(model(ids), ids).backward()
+        grads.append(model.up.bias.grad)
+        model.up.bias.grad = None
+        optimizer.zero_grad()
+    assert grads[0] is not None
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_under_autocast_are_as_without(norm: Any, own: torch.dtype) -> None:
+    """Their output to the bit, whatever the dtypes of input and weight."""
+    model = nn.Sequential(nn.Linear(16, 16), norm(16).to(own), nn.Linear(16, 16))
+    x = torch.randn(4, 5, 16)
+    outputs = []
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        # Torch's note that input and weight have two dtypes.
+        warnings.simplefilter("ignore", UserWarning)
+        outputs.append(model(x))
+        with optimizer.stacked(model, {"a": 2, "b": 2}):
+            outputs.append(model(x))
+            outputs[-1].float().square().sum().backward()
+    assert outputs[0].dtype == outputs[1].dtype
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)

@@ -147,7 +147,7 @@ def test_pretraining_continues_from_a_run(base: Make, small_corpus: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"weights": "learned"}, "weights must be uniform or natural, a weights.json, or a proxy"),
+        ({"weights": "learned"}, "weights must be uniform or natural, a weights.json, or the run"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"log_every": 0}, "log_every must be at least 1; got 0"),
         ({"targets": ("nowhere",)}, "nowhere"),
