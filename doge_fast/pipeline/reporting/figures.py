@@ -112,7 +112,7 @@ def _comparison_drawings(comparison: Comparison, prefix: str) -> Iterator[Drawin
             f"{prefix}-held-out",
             f"Held-out loss during training: {comparison.title.lower()}",
             f"Loss on {what}, one line an arm (first seed).",
-            _curves_figure(curves),
+            curves_figure(curves),
         )
 
 
@@ -495,7 +495,8 @@ def _held_out_curves(comparison: Comparison) -> dict[str, tuple[list[int], list[
     return curves
 
 
-def _curves_figure(curves: Mapping[str, tuple[list[int], list[float]]]) -> Figure:
+def curves_figure(curves: Mapping[str, tuple[list[int], list[float]]]) -> Figure:
+    """{arm: (steps, loss)}, a line an arm."""
     figure, axes = canvas(height_for(len(curves)))
     styles = {
         label: (INK if i % 2 == 0 else MUTED, DASHES[i % len(DASHES)])

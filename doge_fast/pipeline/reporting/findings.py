@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,7 +14,7 @@ from matplotlib.ticker import PercentFormatter
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.figures import Section
+from doge_fast.pipeline.reporting.figures import Section, curves_figure
 from doge_fast.pipeline.reporting.mixtures import (
     PAPER_NOTE,
     effective_domains,
@@ -22,16 +22,12 @@ from doge_fast.pipeline.reporting.mixtures import (
 )
 from doge_fast.pipeline.reporting.paper import canonical, columns_beside
 from doge_fast.pipeline.reporting.plotting import (
-    DASHES,
     INK,
     MUTED,
     PAGE,
     Drawing,
     canvas,
     drawing_of,
-    finish_steps,
-    height_for,
-    label_ends,
     name_places,
     shortened,
     style,
@@ -285,7 +281,7 @@ def _perplexity(experiment: Experiment, group: Json, prefix: str) -> _Part:
                 f"{prefix}-curves",
                 f"Held-out loss during training: {group['title']}",
                 "Mean over the domains and over seeds, one line an arm.",
-                _curves_figure(curves),
+                curves_figure(curves),
             )
         )
     if "until" in group:
@@ -565,20 +561,6 @@ def _curve(runs: Sequence[Run], names: Sequence[str], until: float) -> _Curve:
     return steps, [float(np.mean(by_step[step])) for step in steps]
 
 
-def _curves_figure(curves: Mapping[str, _Curve]) -> Figure:
-    figure, axes = canvas(height_for(len(curves)))
-    styles: dict[str, tuple[str, Any]] = {
-        label: (INK if i % 2 == 0 else MUTED, DASHES[i % len(DASHES)])
-        for i, label in enumerate(curves)
-    }
-    for label, (steps, losses) in curves.items():
-        color, dash = styles[label]
-        axes.plot(steps, losses, color=color, linestyle=dash)
-    finish_steps(axes, "loss (nats per token)", max(steps[-1] for steps, _ in curves.values()))
-    label_ends(figure, axes, {label: losses[-1] for label, (_, losses) in curves.items()}, styles)
-    return figure
-
-
 def _domain_curves(
     arms: Sequence[Measured], names: Sequence[str], until: float, prefix: str
 ) -> list[Drawing]:
@@ -591,7 +573,7 @@ def _domain_curves(
                     f"{prefix}-domain-{place}",
                     f"Held-out loss on {name}",
                     "Mean over seeds, one line an arm.",
-                    _curves_figure(curves),
+                    curves_figure(curves),
                 )
             )
     return drawings
@@ -726,7 +708,7 @@ def _target_curves(rows: Mapping[str, Sequence[Measured]], prefix: str) -> Itera
                 f"{prefix}-target-{place}",
                 f"Held-out loss on {target} during training",
                 "Mean over seeds, one line an arm.",
-                _curves_figure(curves),
+                curves_figure(curves),
             )
 
 
