@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,6 +15,7 @@ from doge_fast.pipeline.config import (
     BaseConfig,
     DoReMiConfig,
     EvaluateConfig,
+    Experiment,
     ExperimentConfig,
     ProxyConfig,
     SelectConfig,
@@ -303,24 +304,29 @@ def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards() -> None
         assert trains == name.startswith(("base-uniform-with-", "finetuned-")), name
 
 
-def test_runs_come_after_what_they_read() -> None:
-    """Whatever the experiment."""
-    for name in presets_of_names():
-        config = ExperimentConfig(name, preset="small", data="nowhere", targets=())
+@pytest.mark.parametrize("preset", ["small", "paper"])
+@pytest.mark.parametrize("name", get_args(Experiment))
+def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
+    names = None
+    config = ExperimentConfig(name, preset=preset)
+    if preset == "small":
+        config = replace(config, data="nowhere")
         names = (*SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
-        seen: set[Path] = set()
-        for job in planned(config, names).jobs:
-            for needed in needs(job.config):
-                assert needed in seen, (name, job.config.out, needed)
-            seen.add(job.config.out)
+    seen: set[Path] = set()
+    for job in planned(config, names).jobs:
+        for needed in needs(job.config):
+            assert needed in seen, (job.config.out, needed)
+        seen.add(job.config.out)
+    assert seen
 
 
-def presets_of_names() -> Iterator[Any]:
-    from typing import get_args
-
-    from doge_fast.pipeline.config import Experiment
-
-    yield from get_args(Experiment)
+def test_the_papers_languages() -> None:
+    plan = planned(ExperimentConfig("wiki40b", preset="paper"))
+    corpora = [job.config.corpus for job in plan.jobs if isinstance(job.config, ProxyConfig)]
+    assert {corpus.domains for corpus in corpora} == {("en", "de", "fr", "es", "ru")}
+    assert {(corpus.data, corpus.domain_column) for corpus in corpora} == {("google/wiki40b", None)}
+    # Two targets, two seeds.
+    assert len(corpora) == 4
 
 
 def needs(config: Any) -> Iterator[Path]:

@@ -91,7 +91,7 @@ def corpus_of(config: ExperimentConfig, settings: Settings) -> CorpusConfig:
     is_language = config.name == "wiki40b"
     return CorpusConfig(
         data=data,
-        domain_column=None if is_language and config.data is None else settings.domain_column,
+        domain_column=settings.domain_column,
         tokenizer="train"
         if is_language and config.preset == "paper" and config.tokenizer is None
         else settings.tokenizer,

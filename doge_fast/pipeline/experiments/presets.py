@@ -177,19 +177,16 @@ def settings_of(config: ExperimentConfig) -> Settings:
     """
     preset = PRESETS[config.preset]
     own = {name: getattr(config, name, None) for name in (each.name for each in fields(preset))}
-    if config.data is not None:
-        own |= {"language_data": config.data, "domains": config.domains}
-        own |= {"domain_column": config.domain_column}
-        if config.preset == "paper" and config.tokenizer is None:
-            own["tokenizer"] = preset.tokenizer
     asked = {name: value for name, value in own.items() if value not in (None, ())}
-    if config.data is not None:
-        # Of another corpus than the preset's.
+    if config.data is not None or config.name == "wiki40b":
+        # Of another corpus than that whose domains the preset names.
         asked |= {"domains": config.domains, "domain_column": config.domain_column}
+    if config.data is not None:
+        asked["language_data"] = config.data
     if config.doremi_steps == () and config.proxy_steps is not None:
         # The longer arm in the preset's proportion.
         factor = config.proxy_steps / preset.proxy_steps
-        asked["doremi_steps"] = tuple(round(each * factor) for each in preset.doremi_steps)
+        asked["doremi_steps"] = tuple(max(1, round(each * factor)) for each in preset.doremi_steps)
     if config.preset == "paper" and config.name in ("ood", "wiki40b") and not config.seeds:
         # As its captions say.
         asked["seeds"] = preset.seeds[:2]
