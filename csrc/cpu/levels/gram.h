@@ -43,6 +43,16 @@ struct Operand {
   [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { sum += a * b; }
 };
 
+// sum += a * b, into the register where the sum stands: left to itself GCC writes some of the products
+// elsewhere and copies back, and with sums in 12 of 16 registers that spills.
+[[gnu::always_inline]] inline void add_product(Vector<float>& sum, Vector<float> a, Vector<float> b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  sum += a * b;
+#endif
+}
+
 #if defined(__AVX512BF16__)
 // Pairs of bfloat16, multiplied exactly and added to a float32 in one instruction.
 template <>
@@ -62,6 +72,11 @@ struct Operand<BFloat16> {
 #else
 // The order of columns is nobody's business as long as it is the same in all rows: the even ones are
 // the upper halves of 32-bit words after a shift, the odd ones after a mask.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+alignas(32) inline constexpr uint32_t UPPER_HALVES[8] = {
+    0xffff0000U, 0xffff0000U, 0xffff0000U, 0xffff0000U,
+    0xffff0000U, 0xffff0000U, 0xffff0000U, 0xffff0000U};
+#endif
 template <>
 struct Operand<BFloat16> {
   using Value = Vector<float>;
@@ -71,10 +86,17 @@ struct Operand<BFloat16> {
   template <int64_t part>
   [[gnu::always_inline]] static Value get(const BFloat16* from) {
     typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES), may_alias, aligned(2)));
-    const Words words = *reinterpret_cast<const Words*>(from);
-    return part == 0 ? (Value)(words << 16) : (Value)(words & 0xffff0000U);
+    Words words = *reinterpret_cast<const Words*>(from);
+    if constexpr (part == 0) return (Value)(words << 16);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // From memory: in a register of its own the mask would drive a sum out of the 16.
+    asm("vpand %1, %0, %0" : "+x"(words) : "m"(UPPER_HALVES));
+    return (Value)words;
+#else
+    return (Value)(words & 0xffff0000U);
+#endif
   }
-  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { sum += a * b; }
+  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { add_product(sum, a, b); }
 };
 #endif
 
@@ -82,13 +104,13 @@ template <>
 struct Operand<Half> {
   using Value = Vector<float>;
   using Sum = Vector<float>;
-  static constexpr int64_t STEP = FLOAT_LANES;
-  static constexpr int64_t PARTS = 1;
+  static constexpr int64_t STEP = 2 * FLOAT_LANES;
+  static constexpr int64_t PARTS = 2;
   template <int64_t part>
   [[gnu::always_inline]] static Value get(const Half* from) {
-    return load(from);
+    return load(from + part * FLOAT_LANES);
   }
-  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { sum += a * b; }
+  [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { add_product(sum, a, b); }
 };
 
 // Fetches the rows of the next tile, a few lines at a time, while this one is multiplied.
@@ -114,6 +136,20 @@ struct Ahead {
   }
 };
 
+// Sums that wait for each other less than the multiplier takes: where there are few of them, the two
+// parts of an operand are added up apart.
+template <typename T>
+constexpr int64_t sets_of(int64_t num_sums) {
+  return Operand<T>::PARTS == 2 && num_sums < 8 ? 2 : 1;
+}
+
+template <int64_t SETS, int64_t NUM_SUMS, typename Sum>
+[[gnu::always_inline]] inline void join(Sum* sums) {
+  if constexpr (SETS == 2)
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < NUM_SUMS; ++i) sums[i] += sums[NUM_SUMS + i];
+}
+
 template <typename T, int64_t part, int64_t ROWS, typename Sum>
 [[gnu::always_inline]] inline void multiply_panel(const T* panel, int64_t row_stride, Sum* sums) {
   typename Operand<T>::Value value[ROWS];
@@ -133,7 +169,9 @@ void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t column
                typename Operand<T>::Sum* totals) {
   using Sum = typename Operand<T>::Sum;
   const T* panel = rows_RC + row * row_stride;
-  Sum sums[ROWS * (ROWS + 1) / 2] = {};
+  constexpr int64_t NUM_SUMS = ROWS * (ROWS + 1) / 2;
+  constexpr int64_t SETS = sets_of<T>(NUM_SUMS);
+  Sum sums[SETS * NUM_SUMS] = {};
   for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
     if (in_place)
 #pragma GCC unroll 8
@@ -141,8 +179,9 @@ void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t column
         __builtin_prefetch(panel + i * row_stride + column + COLUMNS_AHEAD<T>, 0, 3);
     multiply_panel<T, 0, ROWS>(panel + column, row_stride, sums);
     if constexpr (Operand<T>::PARTS == 2)
-      multiply_panel<T, 1, ROWS>(panel + column, row_stride, sums);
+      multiply_panel<T, 1, ROWS>(panel + column, row_stride, sums + (SETS - 1) * NUM_SUMS);
   }
+  join<SETS, NUM_SUMS>(sums);
 #pragma GCC unroll 8
   for (int64_t i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
@@ -173,12 +212,16 @@ void add_block(const T* rows_RC, int64_t row_stride, int64_t row, int64_t partne
   using Sum = typename Operand<T>::Sum;
   const T* panel = rows_RC + row * row_stride;
   const T* partners = rows_RC + partner * row_stride;
-  Sum sums[ROWS * WITH] = {};
+  constexpr int64_t NUM_SUMS = ROWS * WITH;
+  constexpr int64_t SETS = sets_of<T>(NUM_SUMS);
+  Sum sums[SETS * NUM_SUMS] = {};
   for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
     multiply_block<T, 0, ROWS, WITH>(panel + column, partners + column, row_stride, sums);
     if constexpr (Operand<T>::PARTS == 2)
-      multiply_block<T, 1, ROWS, WITH>(panel + column, partners + column, row_stride, sums);
+      multiply_block<T, 1, ROWS, WITH>(panel + column, partners + column, row_stride,
+                                       sums + (SETS - 1) * NUM_SUMS);
   }
+  join<SETS, NUM_SUMS>(sums);
 #pragma GCC unroll 8
   for (int64_t i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
@@ -195,45 +238,53 @@ void add_block_of(int64_t width, const T* rows_RC, int64_t row_stride, int64_t r
   add_block<T, ROWS, WITH>(rows_RC, row_stride, row, partner, columns, totals);
 }
 
-template <typename T, int64_t ROWS>
+// PANEL rows from `row` on, with each other and with all rows above.
+template <typename T>
 void add_rows(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
               typename Operand<T>::Sum* totals, Ahead& ahead) {
-  add_panel<T, ROWS>(rows_RC, row_stride, row, columns, ahead.in_place, totals);
+  add_panel<T, PANEL>(rows_RC, row_stride, row, columns, ahead.in_place, totals);
   ahead.fetch();
   // The rows above in shares as equal as can be: 4 as 2 + 2, not 3 + 1, which would wait on latency.
   const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
   for (int64_t share = 0; share < num_shares; ++share) {
     const int64_t partner = row * share / num_shares;
     const int64_t width = row * (share + 1) / num_shares - partner;
-    add_block_of<T, ROWS, PARTNERS>(width, rows_RC, row_stride, row, partner, columns, totals);
+    add_block_of<T, PANEL, PARTNERS>(width, rows_RC, row_stride, row, partner, columns, totals);
     ahead.fetch();
   }
 }
 
 // Calls of add_rows and its blocks for one tile.
 inline int64_t num_calls(int64_t num_rows) {
-  int64_t calls = 0;
-  for (int64_t row = 0; row < num_rows; row += PANEL) calls += 1 + (row + PARTNERS - 1) / PARTNERS;
+  const int64_t rest = num_rows % PANEL;
+  int64_t calls = rest > 0 ? 1 : 0;
+  for (int64_t row = rest; row < num_rows; row += PANEL) calls += 1 + (row + PARTNERS - 1) / PARTNERS;
   return calls;
 }
 
-// All pairs of rows on one tile; `columns` is a multiple of the operand's STEP.
+// All pairs of rows on one tile; `columns` is a multiple of the operand's STEP. The narrow panel comes
+// first, where it has no rows above: a narrow panel with partners has too few sums to keep the
+// multipliers busy.
 template <typename T>
 void add_tile(const T* rows_RC, int64_t row_stride, int64_t num_rows, int64_t columns,
               typename Operand<T>::Sum* totals, Ahead& ahead) {
-  int64_t row = 0;
-  for (; row + PANEL <= num_rows; row += PANEL)
-    add_rows<T, PANEL>(rows_RC, row_stride, row, columns, totals, ahead);
-  switch (num_rows - row) {
+  const int64_t rest = num_rows % PANEL;
+  switch (rest) {
     case 1:
-      return add_rows<T, 1>(rows_RC, row_stride, row, columns, totals, ahead);
+      add_panel<T, 1>(rows_RC, row_stride, 0, columns, ahead.in_place, totals);
+      break;
     case 2:
-      return add_rows<T, 2>(rows_RC, row_stride, row, columns, totals, ahead);
+      add_panel<T, 2>(rows_RC, row_stride, 0, columns, ahead.in_place, totals);
+      break;
     case 3:
-      return add_rows<T, 3>(rows_RC, row_stride, row, columns, totals, ahead);
+      add_panel<T, 3>(rows_RC, row_stride, 0, columns, ahead.in_place, totals);
+      break;
   }
+  if (rest > 0) ahead.fetch();
+  for (int64_t row = rest; row < num_rows; row += PANEL)
+    add_rows<T>(rows_RC, row_stride, row, columns, totals, ahead);
 }
-static_assert(PANEL == 4, "add_tile lists the widths of a last, narrower panel");
+static_assert(PANEL == 4, "add_tile lists the widths of a first, narrower panel");
 
 // The type that a copied tile holds: storage that is multiplied as it is, or its accumulator.
 template <typename T>
