@@ -100,7 +100,7 @@ def gram_case(
         problem=problem,
         device=arena.device,
         num_bytes=problem.num_bytes,
-        flops=num_rows * (num_rows + 1) * num_columns,
+        flops=num_rows * (num_rows + 1) * num_columns + _widening_flops(arena, problem),
         error=error,
         tolerance=GRAM_TOLERANCE,
         yardsticks=_reads(arena, problem) if arena.device.type == "cpu" else _copies(arena),
@@ -261,6 +261,15 @@ def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
         float((a.double() - b).abs().max().nan_to_num(math.inf, math.inf)) for a, b in pairs
     )
     return worst / largest
+
+
+def _widening_flops(arena: Arena, problem: OperatorProblem) -> int:
+    """What a CPU spends on 16-bit rows before it multiplies, in units of its roof's arithmetic.
+
+    The roof is float32's multiply-adds; widening an element takes an instruction, as one of those.
+    """
+    is_widened = arena.device.type == "cpu" and problem.dtype.itemsize == 2
+    return 2 * problem.num_rows * problem.num_columns if is_widened else 0
 
 
 def _sum_tolerance(problem: OperatorProblem) -> float:

@@ -87,6 +87,10 @@ def test_traffic_and_arithmetic_are_counted(arena: Arena) -> None:
     assert (total.num_bytes, total.flops) == (8 * columns * 4, 14 * columns)
     add = cases.accumulate_case(arena, ["torch"], add=True)
     assert add.num_bytes == 3 * add.problem.num_columns * 4
+    halves = Arena(torch.bfloat16, SMALL_BYTES, "cpu")
+    widened_gram = cases.gram_case(halves, halves.problem(7, MATRIX), ["torch"])
+    # Each element is widened once, at the price of a product and a sum.
+    assert widened_gram.flops == (28 + 7) * 2 * widened_gram.problem.num_columns
     widened = cases.accumulate_case(
         Arena(torch.bfloat16, SMALL_BYTES, "cpu"), ["torch"], add=True, row_dtype=torch.float32
     )
@@ -103,6 +107,27 @@ def test_wrong_is_not_timed(arena: Arena) -> None:
     assert "off by 1.0e-05" in rows[0]["problem"]
     assert "ZeroDivisionError" in rows[1]["problem"]
     assert "WRONG" in operators.format_row(rows[0])
+
+
+def test_what_misses_a_bar_is_measured_on(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases.gram_case(arena, arena.problem(2, MATRIX), ["torch"])
+    monkeypatch.setattr(operators, "_verdict", lambda row: verdicts[len(seen) - 1])
+    seen: list[int] = []
+    judged = operators._judged
+
+    def counted(case: Any, results: Any, times: dict[str, list[float]], *rest: Any) -> Any:
+        seen.append(len(times["ours torch"]))
+        return judged(case, results, times, *rest)
+
+    monkeypatch.setattr(operators, "_judged", counted)
+    verdicts = ["missed: by luck", "met"]
+    operators.measure(case, rounds=4, seconds=60.0)
+    assert seen == [4, 8]
+    seen.clear()
+    verdicts = ["missed: always"] * operators.MOST_ATTEMPTS
+    (row,) = operators.measure(case, rounds=4, seconds=60.0)
+    assert seen == [4, 8, 12]
+    assert row["bar"] == "missed: always"
 
 
 def test_not_a_number_is_no_small_error() -> None:
