@@ -163,9 +163,10 @@ def _evaluate(config: EvaluateConfig) -> list[str]:
 
 
 def _report(config: ReportConfig) -> list[str]:
-    from doge_fast.pipeline.report import write_report
+    from doge_fast.pipeline.report import terminal_table, write_report
 
-    return [f"report: {write_report(config)}"]
+    page = write_report(config)
+    return [terminal_table(config.runs), f"report: {page}"]
 
 
 def _experiment(config: ExperimentConfig) -> list[str]:

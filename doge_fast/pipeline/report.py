@@ -49,7 +49,7 @@ TERMINAL_WIDTH = 100
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Write the page for a set of runs, and its figures beside it.
+    """Write the page for a set of runs, or for an experiment, and its figures beside it.
 
     Reads records only. Runs that differ in nothing but their seed are one arm, shown as mean and
     standard error; base models are compared where they saw the same number of tokens of the same
@@ -70,6 +70,8 @@ def write_report(config: ReportConfig) -> Path:
     """
     if config.token_budget is not None and config.token_budget < 1:
         raise ValueError(f"token_budget must be at least 1; got {config.token_budget}.")
+    if _is_experiment(config.runs):
+        return write_experiment_report(Path(config.runs[0]), config.out)
     study = read_study(config.runs)
     page = config.out or _default_page(config.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -79,13 +81,14 @@ def write_report(config: ReportConfig) -> Path:
     return page
 
 
-def write_experiment_report(out: Path) -> Path:
-    """Write report.html of an experiment into its directory, and its figures beside it.
+def write_experiment_report(out: Path, page: Path | None = None) -> Path:
+    """Write the page of an experiment, and its figures beside it.
 
     Reads records only, so it can be made of what there is while runs are still missing.
 
     Args:
         out: the experiment's directory.
+        page: None: report.html in that directory.
 
     Returns:
         The page.
@@ -98,8 +101,9 @@ def write_experiment_report(out: Path) -> Path:
     findings = findings_of(experiment)
     study = read_study(_told_runs(out))
     sections = [*findings.sections, *(each for each in draw(study) if each.title != BASE_MODELS)]
-    page = out / "report.html"
-    _save_figures(sections, out / "report-figures")
+    page = page or out / "report.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    _save_figures(sections, page.with_name(f"{page.stem}-figures"))
     settings = experiment.record["settings"]
     rows = [Row(name, [Cell(_setting_text(value))]) for name, value in settings.items()]
     chosen = Table(f"Preset {experiment.record['preset']}", "", "setting", [("value", "")], rows)
@@ -142,6 +146,10 @@ def experiment_table(out: Path) -> str:
     return as_ascii("\n\n".join(block for block in blocks if block))
 
 
+def _is_experiment(runs: Sequence[Path]) -> bool:
+    return len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
+
+
 def _told_runs(out: Path) -> list[Path]:
     """The runs of an experiment that learn weights or train at them."""
     told = [
@@ -164,7 +172,7 @@ def terminal_table(runs: Sequence[Path]) -> str:
     """The answer of a set of runs as aligned plain text, for a terminal.
 
     Args:
-        runs: run directories, or one directory that holds them.
+        runs: run directories, or one directory that holds them or is an experiment's.
 
     Returns:
         Per comparison a table of perplexities (* where better than uniform) and the verdict; the
@@ -173,6 +181,8 @@ def terminal_table(runs: Sequence[Path]) -> str:
     Raises:
         ValueError: as `write_report`.
     """
+    if _is_experiment(runs):
+        return experiment_table(Path(runs[0]))
     study = read_study(runs)
     blocks = []
     for comparison in study.comparisons:

@@ -26,11 +26,9 @@ from doge_fast.pipeline.experiments.plans import Plan, plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting import findings
 from doge_fast.pipeline.sampling import Stage
-from tests.pipeline.written_runs import DOMAINS, UNIFORM_LOSS, write_base, write_proxy
+from tests.pipeline.written_runs import write_experiment
 
 Make = Callable[..., ExperimentConfig]
-# Fewer than any domain of the written runs holds out.
-BLOCKS = 10
 SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 
 
@@ -345,47 +343,6 @@ def needs(config: Any) -> Iterator[Path]:
 # The verdict, of records written by hand.
 
 
-def written(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Path:
-    """An experiment whose learned arm's losses differ from uniform's by `changes`, one a seed."""
-    seeds = range(len(changes))
-    arms = [
-        {"label": "uniform", "about": "baseline", "is_baseline": True}
-        | {"runs": [f"uniform-seed{seed}" for seed in seeds]},
-        {"label": doge, "about": "learned", "runs": [f"doge-seed{seed}" for seed in seeds]},
-    ]
-    group = {"kind": "perplexity", "title": "Base models", "paper": None, "arms": arms}
-    records.write_experiment(
-        folder,
-        {
-            "name": "universal",
-            "preset": "small",
-            "title": "Universal generalization",
-            "question": "Which?",
-            "settings": records.plain(
-                vars(replace(presets.PRESETS["small"], seeds=tuple(seeds), eval_blocks=BLOCKS))
-            ),
-            "data": "installed",
-            "runs": [
-                f"{name}-seed{seed}" for name in ("uniform", "proxy", "doge") for seed in seeds
-            ],
-            "groups": [group | {"aim": list(DOMAINS)}],
-            "versions": {},
-        },
-    )
-    runs = folder / "runs"
-    for seed, change in zip(seeds, changes, strict=True):
-        # Seeds differ by far more than arms do.
-        shift = 0.3 * seed
-        loss = {name: UNIFORM_LOSS[name] + shift for name in DOMAINS}
-        write_base(runs / f"uniform-seed{seed}", loss=loss, seed=seed, blocks=BLOCKS)
-        proxy = write_proxy(runs / f"proxy-seed{seed}", seed=seed)
-        moved = {name: value + change for name, value in loss.items()}
-        write_base(
-            runs / f"doge-seed{seed}", weights=str(proxy), loss=moved, seed=seed, blocks=BLOCKS
-        )
-    return folder
-
-
 @pytest.mark.parametrize(
     ("changes", "headline"),
     [
@@ -400,12 +357,14 @@ def written(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Pa
 def test_the_headline_is_whoever_wins_as_far_as_seeds_tell(
     tmp_path: Path, changes: Sequence[float], headline: str
 ) -> None:
-    found = findings.findings_of(findings.open_experiment(written(tmp_path / "e", changes)))
+    found = findings.findings_of(
+        findings.open_experiment(write_experiment(tmp_path / "e", changes))
+    )
     assert found.verdicts[0].headline.startswith(headline)
 
 
 def test_the_sentence_gives_the_paired_interval(tmp_path: Path) -> None:
-    out = written(tmp_path / "e", (-0.02, -0.03, -0.025))
+    out = write_experiment(tmp_path / "e", (-0.02, -0.03, -0.025))
     found = findings.findings_of(findings.open_experiment(out))
     (sentence, *_) = found.verdicts[0].sentences
     # The seeds' own spread, a hundred times as large, is not in it.
@@ -414,7 +373,7 @@ def test_the_sentence_gives_the_paired_interval(tmp_path: Path) -> None:
 
 
 def test_a_page_of_unfinished_runs_says_so(tmp_path: Path) -> None:
-    out = written(tmp_path / "e", (-0.02, -0.03))
+    out = write_experiment(tmp_path / "e", (-0.02, -0.03))
     record = json.loads((out / "experiment.json").read_text())
     record["runs"].append("doge-seed2")
     (out / "experiment.json").write_text(json.dumps(record))

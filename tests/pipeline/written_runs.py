@@ -16,6 +16,7 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     TrainingConfig,
 )
+from doge_fast.pipeline.experiments import presets
 
 
 def by_name(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
@@ -28,6 +29,8 @@ TOKENS = by_name(DOMAINS, (812_000, 92_000, 610_000, 401_000, 655_000, 130_000, 
 UNIFORM_LOSS = by_name(DOMAINS, (3.21, 4.05, 2.48, 3.66, 2.95, 2.10, 1.87))
 BLOCK_SIZE = 128
 STEPS = 200
+# Of held-out text in an experiment; fewer than any domain has.
+BLOCKS = 10
 TRAINING = TrainingConfig(steps=STEPS, learning_rate=2e-3)
 
 
@@ -235,3 +238,44 @@ def given_weights(weights: str, names: Sequence[str]) -> dict[str, float]:
     if (Path(weights) / records.WEIGHTS).exists():
         return records.weights_by_name(records.read_weights(Path(weights)))
     return dict.fromkeys(names, 1 / len(names))
+
+
+def write_experiment(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Path:
+    """An experiment whose learned arm's losses differ from uniform's by `changes`, one a seed."""
+    seeds = range(len(changes))
+    arms = [
+        {"label": "uniform", "about": "baseline", "is_baseline": True}
+        | {"runs": [f"uniform-seed{seed}" for seed in seeds]},
+        {"label": doge, "about": "learned", "runs": [f"doge-seed{seed}" for seed in seeds]},
+    ]
+    group = {"kind": "perplexity", "title": "Base models", "paper": None, "arms": arms}
+    records.write_experiment(
+        folder,
+        {
+            "name": "universal",
+            "preset": "small",
+            "title": "Universal generalization",
+            "question": "Which?",
+            "settings": records.plain(
+                vars(replace(presets.PRESETS["small"], seeds=tuple(seeds), eval_blocks=BLOCKS))
+            ),
+            "data": "installed",
+            "runs": [
+                f"{name}-seed{seed}" for name in ("uniform", "proxy", "doge") for seed in seeds
+            ],
+            "groups": [group | {"aim": list(DOMAINS)}],
+            "versions": {},
+        },
+    )
+    runs = folder / "runs"
+    for seed, change in zip(seeds, changes, strict=True):
+        # Seeds differ by far more than arms do.
+        shift = 0.3 * seed
+        loss = {name: UNIFORM_LOSS[name] + shift for name in DOMAINS}
+        write_base(runs / f"uniform-seed{seed}", loss=loss, seed=seed, blocks=BLOCKS)
+        proxy = write_proxy(runs / f"proxy-seed{seed}", seed=seed)
+        moved = {name: value + change for name, value in loss.items()}
+        write_base(
+            runs / f"doge-seed{seed}", weights=str(proxy), loss=moved, seed=seed, blocks=BLOCKS
+        )
+    return folder

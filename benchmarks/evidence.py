@@ -1,0 +1,99 @@
+"""An experiment's records in one file, small enough to keep, and back again.
+
+    python -m benchmarks.evidence pack experiments/ood benchmarks/results/evidence-ood.json
+    python -m benchmarks.evidence unpack benchmarks/results/evidence-ood.json experiments/ood-again
+    doge-fast report --runs experiments/ood-again
+
+What `doge-fast experiment` printed and drew can be made anew from such a file, without the corpus
+and without the models: it holds every record of every finished run as it is, but of the lines of a
+training only some, evenly spread, with the first and the last.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from doge_fast.pipeline import records
+
+# Of the lines of one run's training.
+KEPT_LINES = 40
+_WHOLE = (records.CONFIG, records.WEIGHTS, records.EVALUATION, records.FEWSHOT)
+
+Record = dict[str, Any]
+
+
+def packed(experiment: Path) -> Record:
+    """Everything that a report of the experiment reads.
+
+    Returns:
+        {"experiment": ..., "runs": {name: {"config.json": ..., "metrics.jsonl": [...], ...}}}.
+
+    Raises:
+        ValueError: the directory is no experiment's.
+    """
+    record = records.read_experiment(experiment)
+    folders = (experiment / "runs" / name for name in record["runs"])
+    runs = {path.name: _files_of(path) for path in folders if (path / records.CONFIG).exists()}
+    return {"benchmark": "evidence", "experiment": record, "runs": runs}
+
+
+def unpack(record: Record, out: Path) -> Path:
+    """Write what `packed` returned as an experiment's directory.
+
+    Raises:
+        ValueError: `out` exists.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists; name a directory that does not.")
+    out.mkdir(parents=True)
+    records.write_json(out / records.EXPERIMENT, record["experiment"])
+    for name, files in record["runs"].items():
+        run = out / "runs" / name
+        run.mkdir(parents=True)
+        for file, content in files.items():
+            if file == records.METRICS:
+                lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in content)
+                (run / file).write_text("".join(lines), encoding="utf-8")
+            else:
+                records.write_json(run / file, content)
+    return out
+
+
+def thinned(lines: Sequence[Record], kept: int = KEPT_LINES) -> list[Record]:
+    """All evaluations, and of the training lines about `kept`, evenly spread, ends included."""
+    train = [index for index, line in enumerate(lines) if line["kind"] == "train"]
+    last = len(train) - 1
+    if last >= kept:
+        train = [train[round(i * last / (kept - 1))] for i in range(kept)]
+    chosen = set(train)
+    return [line for i, line in enumerate(lines) if i in chosen or line["kind"] != "train"]
+
+
+def _files_of(run: Path) -> Record:
+    files = {name: records.read_json(run / name) for name in _WHOLE if (run / name).exists()}
+    if (run / records.METRICS).exists():
+        files[records.METRICS] = thinned(records.read_metrics(run))
+    return files
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Pack or unpack."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("do", choices=("pack", "unpack"))
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args(arguments)
+    if args.do == "unpack":
+        unpack(json.loads(args.source.read_text(encoding="utf-8")), args.out)
+    else:
+        # One line a record: several thousand numbers, none of them for reading.
+        text = json.dumps(packed(args.source), ensure_ascii=False, separators=(",", ":"))
+        args.out.write_text(text + "\n", encoding="utf-8")
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
