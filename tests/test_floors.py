@@ -11,20 +11,26 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     line.split()
     for line in """
-    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing
-    doge_fast.kernels
-    doge_fast.flat_buffer doge_fast.objective doge_fast.info doge_fast.example_norms
-    doge_fast.reweighting doge_fast.stacked doge_fast.subset doge_fast.cancellation \
-        doge_fast.distributed
+    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
+        doge_fast.sampling doge_fast.changes
+    doge_fast.kernels doge_fast.rows
+    doge_fast.mixture doge_fast.flat_buffer doge_fast.objective doge_fast.info \
+        doge_fast.example_norms
+    doge_fast.checkpoint doge_fast.reweighting doge_fast.stacked doge_fast.subset \
+        doge_fast.cancellation doge_fast.distributed
     doge_fast.optimizer doge_fast.reference doge_fast.losses
     doge_fast.integrations
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
-        doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling
-    doge_fast.pipeline.sources
-    doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans
+        doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
+        doge_fast.pipeline.weights_fields doge_fast.pipeline.exports.shares
+    doge_fast.pipeline.sources doge_fast.pipeline.exports.mixture
+    doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans \
+        doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
     doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
-        doge_fast.pipeline.baselines
+        doge_fast.pipeline.baselines \
+        EXPORT_FAMILIES
+    doge_fast.pipeline.exports.registry
     doge_fast.pipeline.reporting.wording
     doge_fast.pipeline.reporting.statistics
     doge_fast.pipeline.reporting.runs
@@ -32,19 +38,26 @@ FLOORS = [
     doge_fast.pipeline.reporting.mixtures
     doge_fast.pipeline.reporting.verdicts doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.training doge_fast.pipeline.reporting.tables \
-        doge_fast.pipeline.reporting.figures
+        doge_fast.pipeline.reporting.figures doge_fast.pipeline.weights
     doge_fast.pipeline.reporting.findings
     STAGES
     doge_fast.pipeline.demo doge_fast.pipeline.experiments.runner
     doge_fast.cli
     doge_fast.__main__
     """.replace(
+        "EXPORT_FAMILIES",
+        " ".join(
+            f"doge_fast.pipeline.exports.{family}"
+            for family in ("megatron", "mosaic", "configs", "loaders", "tables")
+        ),
+    )
+    .replace(
         "STAGES",
         " ".join(
             f"doge_fast.pipeline.{stage}"
             for stage in (
                 *("proxy", "base", "doremi", "selection", "evaluation", "fewshot"),
-                *("exports", "report", "profiling"),
+                *("exports.command", "report", "profiling", "weights_verbs"),
             )
         ),
     )

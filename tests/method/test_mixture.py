@@ -1,0 +1,544 @@
+"""Batches from named domains at weights that move: the same for any number of workers and ranks."""
+
+import json
+import pickle
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from doge_fast.mixture import DomainMixture
+from doge_fast.pipeline.sampling import Mixture
+
+# Rows say which domain they are of: a thousand numbers each.
+SIZES = {"web": 60, "code": 25, "books": 7}
+FIRST = {"web": 0, "code": 1000, "books": 2000}
+START = {"web": 0.5, "code": 0.3, "books": 0.2}
+THEN = {"web": 0.1, "code": 0.2, "books": 0.7}
+SHARDED = [(1, 0), (1, 1), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2)]
+
+
+class Counting(IterableDataset[int]):
+    """A stream; a loader's workers would read every other row of it, as careful streams do."""
+
+    def __init__(self, first: int, size: int) -> None:
+        self.first, self.size, self.epoch = first, size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        info = get_worker_info()
+        skip, stride = (info.id, info.num_workers) if info else (0, 1)
+        rows = range(self.first, self.first + self.size)
+        # Backwards in odd epochs.
+        yield from rows[::-1][skip::stride] if self.epoch % 2 else rows[skip::stride]
+
+
+def sized(**changed) -> DomainMixture:
+    domains = {name: range(FIRST[name], FIRST[name] + size) for name, size in SIZES.items()}
+    return DomainMixture(domains, **{"weights": START, "batch_size": 12, "seed": 5, **changed})
+
+
+def streamed(**changed) -> DomainMixture:
+    domains = {name: Counting(FIRST[name], size) for name, size in SIZES.items()}
+    return DomainMixture(domains, **{"weights": START, "batch_size": 12, "seed": 5, **changed})
+
+
+def plain(mixture: DomainMixture, num_steps: int, first: int = 0) -> list[list[int]]:
+    """The batches, read one after another without any loader."""
+    steps = range(first, first + num_steps)
+    return [mixture.__getitems__(mixture.draws(step)) for step in steps]
+
+
+def by_sampler(mixture: DomainMixture, rank: int, world: int, workers: int) -> DataLoader:
+    return DataLoader(mixture, batch_sampler=mixture.batches(rank, world), num_workers=workers)
+
+
+def by_stream(mixture: DomainMixture, rank: int, world: int, workers: int) -> DataLoader:
+    stream = mixture.stream(rank, world)
+    return DataLoader(stream, batch_size=stream.batch_size, num_workers=workers)
+
+
+LOADERS = [by_sampler, by_stream]
+
+
+def united(loaders: list[DataLoader]) -> list[list[int]]:
+    """Global batches: the ranks' shares, one after another."""
+    return [torch.cat(parts).tolist() for parts in zip(*loaders, strict=True)]
+
+
+@pytest.mark.parametrize("make", [sized, streamed])
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(("world", "workers"), SHARDED)
+def test_ranks_and_workers_together_see_the_batches_of_one_process(make, loader, world, workers):
+    mixtures = [make(steps=7) for _ in range(world)]
+    for mixture in mixtures:
+        mixture.set_weights(THEN, from_step=4)
+    loaders = [loader(mixtures[rank], rank, world, workers) for rank in range(world)]
+    expected = make()
+    expected.set_weights(THEN, from_step=4)
+    assert united(loaders) == plain(expected, 7)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_change_holds_from_the_step_it_names_whatever_the_workers(loader, workers):
+    mixture = sized(steps=14)
+    found = []
+    for step, batch in enumerate(loader(mixture, 0, 1, workers)):
+        found.append(batch.tolist())
+        weights = {"web": 0.1 + 0.05 * step, "code": 0.2, "books": 0.7 - 0.05 * step}
+        # Two workers take two batches each ahead of the loop.
+        assert mixture.set_weights(weights, from_step=step + 6) == step + 6
+    again = sized()
+    for step, weights in mixture.history:
+        again.set_weights(weights, from_step=step)
+    assert found == plain(again, 14)
+    assert len(mixture.history) == 15
+
+
+def test_new_weights_hold_from_the_first_batch_that_nobody_has_taken():
+    for workers, ahead in ((0, 0), (1, 2), (2, 4)):
+        mixture = sized(steps=12)
+        for step, _ in enumerate(by_sampler(mixture, 0, 1, workers)):
+            if step == 3:
+                assert mixture.set_weights(THEN) == 4 + ahead == mixture.step
+        assert [step for step, _ in mixture.history] == [0, 4 + ahead]
+
+
+def test_new_weights_reach_the_workers_of_a_stream():
+    """Where nobody names a step it is as soon as possible, and the history says which it was."""
+    mixture = streamed(steps=16)
+    found = []
+    for step, batch in enumerate(by_stream(mixture, 0, 1, 2)):
+        found.append(batch.tolist())
+        if step in (2, 5, 6):
+            first = mixture.set_weights({"web": 0.0, "code": 1 - step / 10, "books": step / 10})
+            assert step < first <= step + 6
+    assert len(mixture.history) == 4
+    again = streamed()
+    for step, weights in mixture.history:
+        again.set_weights(weights, from_step=step)
+    assert found == plain(again, 16)
+
+
+@pytest.mark.parametrize("make", [sized, streamed])
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("step", [1, 5, 11])
+def test_a_run_goes_on_where_it_stopped_with_other_workers(make, loader, step):
+    whole = make(seed=9)
+    changes = {3: THEN, 9: {"web": 0.0, "code": 0.5, "books": 0.5}}
+    for first, weights in changes.items():
+        whole.set_weights(weights, from_step=first)
+    stopped = make(seed=9)
+    for first, weights in changes.items():
+        # Those of later steps are planned when the run stops.
+        stopped.set_weights(weights, from_step=first)
+    state = json.loads(json.dumps(stopped.state_dict(step)))
+    mixtures = [make(seed=0, steps=step + 4) for _ in range(2)]
+    for mixture in mixtures:
+        mixture.load_state_dict(state)
+        assert mixture.state_dict() == state
+    loaders = [loader(mixtures[rank], rank, 2, rank) for rank in range(2)]
+    assert united(loaders) == plain(whole, 4, first=step)
+    assert mixtures[0].drawn(step + 4) == whole.drawn(step + 4)
+
+
+def test_state_goes_through_torch_save(tmp_path):
+    mixture = sized()
+    mixture.set_weights({"web": 1 / 3, "code": 1 / 3, "books": 1 / 3}, from_step=2)
+    torch.save(mixture.state_dict(100), tmp_path / "state.pt")
+    resumed = sized(seed=1)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed.step == 100
+    assert plain(resumed, 3, first=100) == plain(mixture, 3, first=100)
+    # What was before can still be asked for.
+    assert plain(resumed, 3, first=1) == plain(mixture, 3, first=1)
+
+
+def test_weights_that_stand_still_give_the_batches_of_the_pipeline():
+    mixture, pipeline = sized(), Mixture(5, START, 12, SIZES)
+    for step in range(20):
+        rows = {name: FIRST[name] + rows for name, rows in pipeline.blocks(step).items()}
+        assert sorted(plain(mixture, 1, step)[0]) == sorted(np.concatenate(list(rows.values())))
+
+
+def test_batches_are_those_of_every_version():
+    """A state names a seed and a step: what they stand for must not change."""
+    assert plain(sized(), 1, first=4711) == [PINNED]
+
+
+PINNED = [1006, 23, 2004, 51, 34, 1010, 31, 2000, 1011, 24, 2003, 8]
+
+
+def test_counts_are_exact_in_expectation_before_and_after_a_change():
+    seeds = 600
+    found = {2: np.zeros(3), 9: np.zeros(3)}
+    for seed in range(seeds):
+        mixture = sized(seed=seed)
+        mixture.set_weights(THEN, from_step=6)
+        for step, sums in found.items():
+            sums += list(mixture.counts(step).values())
+    for step, weights in ((2, START), (9, THEN)):
+        share = 12 * np.array(list(weights.values()))
+        # A count differs from its mean by less than one: five standard errors, at most.
+        assert np.abs(found[step] / seeds - share).max() < 5 * 0.5 / np.sqrt(seeds)
+
+
+@pytest.mark.parametrize("batch_size", [16, 30, 64])
+def test_every_slice_of_a_batch_is_mixed_like_the_whole(batch_size):
+    mixture = sized(batch_size=batch_size)
+    for step in range(40):
+        domains = np.array([domain for domain, _ in mixture.draws(step)])
+        for pieces in (2, 4, 8):
+            for piece in np.array_split(domains, pieces):
+                share = np.bincount(domains, minlength=3) * len(piece) / batch_size
+                # Turns by the golden ratio: of 64, any few in a row lie within two of even.
+                assert np.abs(np.bincount(piece, minlength=3) - share).max() < 2
+
+
+def test_every_epoch_of_a_domain_shows_each_row_once_through_all_changes():
+    mixture = sized()
+    rng = np.random.default_rng(0)
+    for step in range(0, 300, 3):
+        mixture.set_weights(
+            dict(zip(SIZES, rng.dirichlet(np.ones(3)), strict=True)), from_step=step
+        )
+    drawn = np.concatenate(plain(mixture, 300))
+    for name, size in SIZES.items():
+        seen = drawn[drawn // 1000 == FIRST[name] // 1000] - FIRST[name]
+        # Within a batch epochs may overlap at their border, for it is spread; counts may not.
+        whole = len(seen) // size
+        counts = np.bincount(seen, minlength=size)
+        assert counts.min() >= whole
+        assert counts.max() <= whole + 1
+        assert mixture.drawn(300)[name] == len(seen)
+        assert mixture.epochs(300)[name] == len(seen) / size
+
+
+def test_what_was_drawn_follows_weights_that_move():
+    mixture = sized(batch_size=64)
+    rng = np.random.default_rng(1)
+    asked = np.zeros(3)
+    for step in range(400):
+        weights = rng.dirichlet(np.ones(3))
+        mixture.set_weights(dict(zip(SIZES, weights, strict=True)), from_step=step)
+        asked += 64 * weights
+    drawn = np.array(list(mixture.drawn(400).values()))
+    # The limit of four, and the batch that reached it.
+    assert np.abs(drawn - asked).max() < 5
+    assert list(mixture.shares(400).values()) == pytest.approx(drawn / (400 * 64))
+    assert list(mixture.shares(0).values()) == [0, 0, 0]
+
+
+def test_streams_are_read_in_their_order_and_begun_again():
+    mixture = DomainMixture({"a": Counting(0, 5), "b": [9]}, batch_size=4, seed=1)
+    rows = np.concatenate(plain(mixture, 6))
+    # Epochs know their number: the second one is read backwards.
+    assert rows[rows != 9].tolist() == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 0, 1]
+    # Asked for an earlier batch, the stream is read again.
+    assert [row for row in plain(mixture, 1)[0] if row != 9] == [0, 1]
+    assert np.isnan(mixture.epochs(6)["a"])
+
+
+class Lines(IterableDataset[int]):
+    """A stream from a file; processes that share it open share the place in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self):
+        with open(self.path, "rb", buffering=0) as file:
+            while line := file.readline():
+                yield int(line)
+
+
+def test_workers_do_not_share_an_open_file(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"{line}\n" for line in range(50)))
+    mixture = DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4, steps=6)
+    expected = plain(DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4), 6)
+    # The file is open, and read up to the second batch, when the workers begin with that.
+    assert plain(mixture, 1) == expected[:1]
+    mixture.seek(1)
+    assert united([by_stream(mixture, 0, 1, 2)]) == expected[1:]
+
+
+def test_a_domain_of_weight_zero_is_never_drawn_and_may_be_empty():
+    weights = {"web": 0.5, "none": 0.0, "code": 0.5}
+    mixture = DomainMixture(
+        {"web": range(10), "none": [], "code": range(10)}, weights=weights, batch_size=7
+    )
+    assert mixture.drawn(100)["none"] == 0
+    with pytest.raises(ValueError, match="rows; none has none"):
+        mixture.set_weights({"web": 0.5, "none": 0.1, "code": 0.4})
+    assert len(mixture.history) == 1
+
+
+def test_rows_can_be_had_by_number():
+    mixture = sized()
+    assert len(mixture) == 92
+    assert [mixture[i] for i in (0, 59, 60, 84, 85, 91, -1)] == [
+        0,
+        59,
+        1000,
+        1024,
+        2000,
+        2006,
+        2006,
+    ]
+    with pytest.raises(IndexError, match="92 rows has no row 92"):
+        mixture[92]
+    with pytest.raises(TypeError, match="web, code, books cannot be counted"):
+        len(streamed())
+
+
+def test_rows_learn_the_number_of_their_domain():
+    domains = {"a": [{"x": 1}] * 3, "b": [{"x": 2}] * 3}
+    mixture = DomainMixture(domains, batch_size=4, domain_key="domain")
+    for batch in DataLoader(mixture, batch_sampler=sized_sampler(mixture, 2)):
+        assert batch["domain"].tolist() == (batch["x"] - 1).tolist()
+    with pytest.raises(ValueError, match="rows that are dicts; a has rows of type int"):
+        DomainMixture({"a": [1]}, batch_size=1, domain_key="domain")[0]
+
+
+def sized_sampler(mixture: DomainMixture, steps: int):
+    mixture.steps = steps
+    return mixture.batches()
+
+
+def test_data_sets_of_hugging_face_are_domains():
+    datasets = pytest.importorskip("datasets", reason="datasets is an optional dependency")
+    table = datasets.Dataset.from_dict({"x": list(range(8))})
+    stream = table.to_iterable_dataset(num_shards=2)
+    mixture = DomainMixture({"table": table, "stream": stream}, batch_size=4, steps=4)
+    assert mixture.sizes == {"table": 8, "stream": None}
+    batches = [batch["x"].tolist() for batch in by_sampler(mixture, 0, 1, 2)]
+    expected = [[row["x"] for row in batch] for batch in plain(mixture, 4)]
+    assert batches == expected
+    # Two epochs of both.
+    assert Counter(np.concatenate(batches).tolist()) == dict.fromkeys(range(8), 2)
+
+
+def test_a_loader_of_accelerate_shares_the_batches_out():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is an optional dependency")
+    mixture = sized(steps=6)
+    loader = accelerate.Accelerator(cpu=True).prepare(by_sampler(mixture, 0, 1, 0))
+    found = []
+    for step, batch in enumerate(loader):
+        found.append(batch.tolist())
+        if step == 1:
+            # Its loader is one batch ahead of the loop.
+            assert mixture.set_weights(THEN) == 3
+    assert found == plain(mixture, 6)
+    # In several processes it cuts the batches of our sampler as we do.
+    shard = accelerate.data_loader.BatchSamplerShard
+    for rank in range(2):
+        whole = sized(steps=5).batches()
+        cut = shard(whole, num_processes=2, process_index=rank, split_batches=True)
+        assert list(cut) == list(sized(steps=5).batches(rank, 2))
+        turns = shard(sized(steps=6).batches(), num_processes=2, process_index=rank)
+        assert list(turns) == [sized().draws(step) for step in range(rank, 6, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_with_a_state_of_its_own_needs_only_ours():
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is an optional dependency"
+    )
+    mixture, resumed = sized(steps=9), sized(steps=9)
+    for step, _ in enumerate(
+        loaders.StatefulDataLoader(mixture, batch_sampler=mixture.batches(), num_workers=1)
+    ):
+        if step == 2:
+            mixture.set_weights(THEN)
+            resumed.load_state_dict(mixture.state_dict(step + 1))
+            break
+    loader = loaders.StatefulDataLoader(resumed, batch_sampler=resumed.batches(), num_workers=1)
+    assert [batch.tolist() for batch in loader] == plain(mixture, 6, first=3)
+
+
+def test_the_trainer_takes_a_stream_as_its_training_data(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="an optional dependency")
+    seen: list[list[int]] = []
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            seen.append(x.tolist())
+            return {"loss": (self.weight * x).mean()}
+
+    def trained(mixture: DomainMixture, steps: int) -> None:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=steps,
+            per_device_train_batch_size=6,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        transformers.Trainer(Model(), arguments, train_dataset=mixture.stream()).train()
+
+    def mixture() -> DomainMixture:
+        domains = {"a": [{"x": float(i)} for i in range(9)], "b": [{"x": -1.0}] * 9}
+        return DomainMixture(domains, batch_size=6, seed=2)
+
+    expected = [[row["x"] for row in batch] for batch in plain(mixture(), 5)]
+    trained(mixture(), 3)
+    assert seen == expected[:3]
+    resumed = mixture()
+    resumed.load_state_dict(mixture().state_dict(3))
+    trained(resumed, 2)
+    assert seen == expected
+
+
+def test_spawned_workers_get_the_mixture_and_its_changes():
+    mixture = sized(steps=8)
+    stream = mixture.stream()
+    loader = DataLoader(
+        stream, batch_size=12, num_workers=1, multiprocessing_context="spawn", prefetch_factor=1
+    )
+    found = []
+    for step, batch in enumerate(loader):
+        found.append(batch.tolist())
+        if step == 1:
+            mixture.set_weights(THEN, from_step=5)
+    assert found == plain(mixture, 8)
+
+
+def test_a_mixture_can_be_copied_while_its_stream_is_open():
+    mixture = streamed(steps=3)
+    rows = iter(mixture.stream())
+    first = [next(rows) for _ in range(5)]
+    copied = pickle.loads(pickle.dumps(mixture))
+    assert plain(copied, 3) == plain(streamed(), 3)
+    assert first + [next(rows) for _ in range(31)] == list(chain(*plain(streamed(), 3)))
+
+
+def test_the_file_of_a_stream_goes_with_it():
+    mixture = sized(steps=2)
+    stream = mixture.stream()
+    path = Path(stream.changes.path)
+    list(DataLoader(stream, batch_size=12, num_workers=2))
+    assert path.exists()
+    del stream
+    assert not path.exists()
+    assert mixture.set_weights(THEN, from_step=5) == 5
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(loader, workers):
+    mixture = sized(steps=9)
+    batches = loader(mixture, 0, 1, workers)
+    found = []
+    for batch in batches:
+        found.append(batch.tolist())
+        if len(found) == 4:
+            break
+    with pytest.raises(RuntimeError, match=r"Say mixture.seek\(step\) before another pass"):
+        next(iter(batches))
+    mixture.seek(4)
+    found += [batch.tolist() for batch in batches]
+    assert found == plain(sized(), 9)
+
+
+def test_only_the_loop_knows_what_it_has_finished_where_workers_run_ahead():
+    for loader in LOADERS:
+        mixture = sized(steps=9)
+        for step, _ in enumerate(loader(mixture, 0, 1, 1)):
+            if step == 2:
+                with pytest.raises(ValueError, match=r"say state_dict\(step=...\)"):
+                    mixture.state_dict()
+                assert mixture.state_dict(3)["step"] == 3
+        mixture = sized(steps=9)
+        for step, _ in enumerate(loader(mixture, 0, 1, 0)):
+            assert mixture.state_dict()["step"] == step + 1
+
+
+def test_running_workers_do_not_follow_a_seek(monkeypatch):
+    """As persistent workers would have to, whose copies of the stream outlive a pass."""
+    mixture = sized(steps=2)
+    stream = mixture.stream()
+    worker = SimpleNamespace(id=0, num_workers=1, seed=1)
+    monkeypatch.setattr("doge_fast.mixture.get_worker_info", lambda: worker)
+    copied = pickle.loads(pickle.dumps(stream))
+    assert len(list(copied)) == 24
+    with pytest.raises(RuntimeError, match=r"up to step 2 .* Say mixture.seek\(step\)"):
+        list(copied)
+    mixture.seek(0)
+    with pytest.raises(RuntimeError, match="leave persistent_workers off"):
+        list(copied)
+    assert len(list(pickle.loads(pickle.dumps(stream)))) == 24
+
+
+def with_worker_taking(mixture: DomainMixture) -> DomainMixture:
+    mixture.kept = mixture.stream(0, 2)
+    mixture.kept.changes.take(3, num_workers=1, loading=1)
+    return mixture
+
+
+def state(**changed) -> dict:
+    return {**sized().state_dict(2), **changed}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: DomainMixture({}, batch_size=1), "at least one domain; got none"),
+        (lambda: sized(batch_size=0), "batch_size and steps must be at least 1; got 0 and None"),
+        (lambda: sized(steps=0), "at least 1; got 12 and 0"),
+        (lambda: sized(weights={"web": 1.0}), "weighs exactly the domains web, code, books; from"),
+        (lambda: sized(weights={**START, "web": 0.4}), "sum to 1; they are .*the sum 0.9"),
+        (lambda: sized().set_weights({**START, "web": float("nan")}), "must be >= 0"),
+        (
+            lambda: DomainMixture({"a": iter([1])}, batch_size=1),
+            "not an iterator\\); a is a list_iterator",
+        ),
+        (lambda: DomainMixture({"a": {"x": 1}}, batch_size=1), "a is a dict"),
+        (lambda: DomainMixture({"a": 3}, batch_size=1), "a is a int"),
+        (lambda: DomainMixture({"a": Counting(0, 0)}, batch_size=1)[0, 0], "a has none in epoch 1"),
+        (lambda: sized().batches(2, 2), r"rank must be in \[0, world_size\); got 2 of 2"),
+        (lambda: sized().stream(0, 5), "multiple of world_size; got 12 and 5"),
+        (lambda: sized().counts(-1), "step >= 0; got -1"),
+        (lambda: sized().seek(-3), "step >= 0; got -3"),
+        (
+            lambda: with_worker_taking(sized()).set_weights(THEN, from_step=3),
+            "can hold from step 4 on; got from_step=3. Loaders take",
+        ),
+        (
+            lambda: with_worker_taking(sized()).set_weights(THEN),
+            "set_weights needs from_step, later than .* taken \\(here: 4\\)",
+        ),
+        (lambda: sized().load_state_dict({}), "this one lacks .*'version', 'domains'"),
+        (lambda: sized().load_state_dict(state(version=9)), "has version 9; .* up to 1"),
+        (lambda: sized(batch_size=6).load_state_dict(state()), "batch_size 12; this one has 6"),
+        (lambda: sized().load_state_dict(state(sizes=[1, 2, 3])), r"sizes \[1, 2, 3\]; this one"),
+        (lambda: sized().load_state_dict(state(history=[[1, [1, 0, 0]]])), "begin at step 0 and"),
+        (lambda: sized().load_state_dict(state(history=[[0, [1, 1, 0]]])), "sum to 1"),
+        (lambda: sized().load_state_dict(state(history=[[0, [1, 0]]])), r"3 numbers.* \[2, 3\]"),
+        (lambda: sized().load_state_dict(state(step=3)), "3 batches of 12 rows .* counts 24 rows"),
+    ],
+)
+def test_mixtures_refuse(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_an_endless_mixture_has_no_length():
+    for share in (sized().batches(), sized().stream()):
+        with pytest.raises(TypeError, match="endless"):
+            len(share)
+    mixture = sized(steps=9)
+    mixture.seek(4)
+    assert (len(mixture.batches()), len(mixture.stream(1, 2))) == (5, 30)
