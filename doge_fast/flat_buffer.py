@@ -217,6 +217,10 @@ class FlatBuffer:
         """Whether `param.grad` is the combined gradient that this buffer holds."""
         return any(block.combined is param.grad for block in self._find([param]))
 
+    def is_written(self, param: Tensor) -> bool:
+        """Whether any domain gave `param` a gradient in this step."""
+        return any(block.written for block in self._find([param]))
+
     def touched(self, params: Iterable[Tensor]) -> list[Block]:
         """Blocks of those `params` that any domain gave a gradient in this step, rows complete."""
         self.flush()

@@ -7,20 +7,23 @@ wrapped optimizer use it. Between Gram matrix and weighted sum everything is K x
 the device.
 """
 
+import functools
+import inspect
 import json
 import os
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from doge_fast import generalization
+from doge_fast import checkpoint, generalization
 from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.kernels import gram
@@ -34,8 +37,12 @@ from doge_fast.tracing import phase
 # Who listens to a parameter, by its id: of two wrappers the one that was used last.
 _LISTENERS: "weakref.WeakValueDictionary[int, DoGEOptimizer]" = weakref.WeakValueDictionary()
 
-STATE_KEY = "doge"
-STATE_VERSION = 1
+# Elements of the gradient in which a GradScaler is shown overflow and leaves its factor; small, so
+# that clipping between the two never cuts it.
+PROBE = 2.0**-60
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LastStep(NamedTuple):
@@ -63,6 +70,81 @@ class LastStep(NamedTuple):
     """eta of this step."""
     skipped: Tensor
     """Bool scalar: a gradient was not finite, nothing moved."""
+
+
+def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep `torch.compile` out of a function: what it does is the host's, or opaque operators'.
+
+    As `torch.compiler.disable`, which takes a second to import what it needs; here it does so when
+    the function is first called, and by then building any optimizer has.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return called
+
+
+def _on_itself(
+    method: Callable[Concatenate["DoGEOptimizer", P], R],
+) -> Callable[Concatenate["DoGEOptimizer", P], R]:
+    """Run a method on the optimizer where a stand-in was asked.
+
+    Some hosts (Lightning) hand out an object of a class derived from ours that looks attributes up
+    in the optimizer and keeps to itself those that are set: a step begun there would stay there.
+    """
+
+    @functools.wraps(method)
+    def called(self: "DoGEOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self._reference() or self, *args, **kwargs)
+
+    return called
+
+
+class DomainState:
+    """The domain weights of an optimizer as a checkpoint of their own: torch's `Stateful`.
+
+    For `torch.distributed.checkpoint`, beside or in place of what the parameter groups carry::
+
+        dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
+
+    Args:
+        optimizer: whose weights they are.
+    """
+
+    def __init__(self, optimizer: "DoGEOptimizer") -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and names: what `DoGEOptimizer.state_dict()` has under "doge"."""
+        return self._optimizer._named_state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from there; the wrapped optimizer stays as it is.
+
+        Raises:
+            ValueError: it belongs to other domains, or to a later version.
+            RuntimeError: inside a domain.
+        """
+        optimizer = self._optimizer
+        optimizer._refuse_inside_a_domain("load_state_dict()")
+        checkpoint.check(state_dict, optimizer.objective)
+        optimizer._resume(state_dict)
+
+
+class _Probe(NamedTuple):
+    """What a GradScaler reads in the place of gradients that are not combined yet."""
+
+    param: Tensor
+    """Whose `p.grad` it is."""
+    overflow: Tensor
+    """Bool scalar: a domain gradient is not finite."""
+    grams: tuple[Tensor, Tensor | None]
+    """Gram matrices of the step, as `_grams` gave them."""
 
 
 class DoGEOptimizer(Optimizer):
@@ -108,9 +190,11 @@ class DoGEOptimizer(Optimizer):
             (`domains_of_step`); None: all. For many domains: memory is that of S domains and of
             the M measured targets, (S + M) N elements. `doge_fast.subset` says what is estimated.
         seed: of the draws.
+        initial: {domain: weight} that the weights start from, of all `domains`, summing to one;
+            None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
 
     Raises:
-        TypeError: `optimizer` is not a torch optimizer.
+        TypeError: `optimizer` is not a torch optimizer, or its step needs a closure (LBFGS).
         ValueError: an argument outside its range; the message says which and why.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
@@ -132,6 +216,7 @@ class DoGEOptimizer(Optimizer):
         absent: Literal["error", "keep"] = "error",
         domains_per_step: int | None = None,
         seed: int = 0,
+        initial: Mapping[str, float] | None = None,
     ) -> None:
         # super().__init__ would copy the parameter groups; what else it sets up follows below.
         if not isinstance(optimizer, Optimizer):
@@ -141,6 +226,7 @@ class DoGEOptimizer(Optimizer):
             )
         if isinstance(optimizer, DoGEOptimizer):
             raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
+        _check_steps_once(optimizer)
         self._inner = optimizer
         self.objective = Objective.of(domains, target)
         self.rule = Rule(
@@ -178,10 +264,13 @@ class DoGEOptimizer(Optimizer):
         # p.grad holds zeros that zero_grad(set_to_none=False) left.
         self._is_zeroed = False
         self._found_inf: Tensor | None = None
+        self._probe: _Probe | None = None
         self.last: LastStep | None = None
-        self._weights = DomainWeights(self.objective, self.rule, params[0].device)
+        self._weights = DomainWeights(self.objective, self.rule, params[0].device, initial)
         self._hooks: dict[int, Any] = {}
+        self._know_itself()
         self._set_up_optimizer_hooks()
+        self._take_over_modes()
         self._listen()
 
     # The parts of a torch optimizer, shared with the wrapped one. Properties, since its
@@ -219,6 +308,23 @@ class DoGEOptimizer(Optimizer):
     def defaults(self, value: dict[str, Any]) -> None:
         self._inner.defaults = value
 
+    @property
+    def doge(self) -> DomainState:
+        """The domain weights as something to save by itself; see `DomainState`."""
+        return DomainState(self)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: a GradScaler unscales `p.grad` and calls `step()` unless it overflowed.
+
+        It asks at the start of `scaler.step`, before it looks at gradients. Where the loop has
+        not called `combine()` there are none yet, and how to combine depends on a factor that
+        only the scaler knows: it gets one to look at, which says whether rows are finite.
+        """
+        self._lay_probe()
+        return False
+
+    @_on_itself
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer; they count from the next domain on."""
         self._inner.add_param_group(param_group)
@@ -294,6 +400,7 @@ class DoGEOptimizer(Optimizer):
 
     # The step.
 
+    @_on_itself
     @contextmanager
     def domain(self, name: str) -> Iterator[None]:
         """Gradients that backward passes inside produce belong to domain `name`.
@@ -325,6 +432,7 @@ class DoGEOptimizer(Optimizer):
             )
         self._seen.add(name)
 
+    @_on_itself
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
         """One forward and one backward for all domains, on a batch that is sorted by domain.
@@ -382,11 +490,12 @@ class DoGEOptimizer(Optimizer):
             )
         self._seen.update(name for name, size in sizes.items() if size)
 
+    @_on_itself
     def combine(self, *, grad_scale: float | Tensor = 1.0) -> None:
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
         `step()` calls this if the loop has not. Call it yourself where something must see
-        `p.grad` before the step: clipping in the loop, a GradScaler.
+        `p.grad` before the step: clipping in the loop, `scaler.unscale_`.
 
         Args:
             grad_scale: the factor that losses were multiplied by, as `GradScaler.get_scale()`.
@@ -395,7 +504,8 @@ class DoGEOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a domain has not been entered since the last step and `absent` is
-                "error"; inside a domain; or called twice in one step.
+                "error"; inside a domain; called twice in one step; or somebody else has set a
+                `p.grad` that the weighted sum would replace.
         """
         self._refuse_inside_a_domain("combine() and step()")
         if not isinstance(grad_scale, Tensor) and not 0 < grad_scale < float("inf"):
@@ -405,11 +515,8 @@ class DoGEOptimizer(Optimizer):
             )
         if self._is_combined:
             raise RuntimeError("combine() has been called in this step; call step() next.")
-        self._check_complete()
-        with torch.no_grad():
-            self._combine(grad_scale)
-        self._is_combined = True
-        self._is_zeroed = False
+        self._withdraw_probe()
+        self._combine_all(grad_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Weigh the domains (unless `combine()` has) and step the wrapped optimizer.
@@ -417,6 +524,7 @@ class DoGEOptimizer(Optimizer):
         A gradient that is not finite skips the step: domain weights, parameters and the wrapped
         optimizer's state stay as they are, and `num_skipped` counts it. Without any domain
         gradient but with `p.grad` set by someone else, this is the wrapped optimizer's own step.
+        Called by `scaler.step` without `combine()`, it takes the scaler's factor from there.
 
         Args:
             closure: runs the domains and returns the loss; called once.
@@ -428,19 +536,26 @@ class DoGEOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_combined and (self._seen or not self._has_foreign_gradients()):
-            self.combine()
         if not self._is_combined:
-            self._inner.step()
-            return loss
+            if not self._is_ours():
+                self._inner.step()
+                return loss
+            if self._probe is None:
+                self.combine()
+            else:
+                self._combine_probed(self._probe)
         with phase("inner_step"):
             self._step_inner()
         self._forget()
         return loss
 
+    @_on_itself
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and forget the domain gradients collected since the last step."""
         self._refuse_inside_a_domain("zero_grad()")
+        if self._probe is not None:
+            # What the scaler has seen there made it leave out the step.
+            self._weights.count_skipped(self._probe.overflow)
         self._inner.zero_grad(set_to_none)
         self._forget()
         self._is_zeroed = not set_to_none
@@ -451,27 +566,28 @@ class DoGEOptimizer(Optimizer):
         """The wrapped optimizer's state_dict with one more key, "doge".
 
         Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it. The
-        gradients of a step under way are not part of it: save between steps.
+        gradients of a step under way are not part of it: save between steps. Every parameter
+        group has the same numbers as a tuple under "doge", for carriers that keep nothing but
+        parameters' state and groups. Waits for the device.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state_dict = self._inner.state_dict()
-        state_dict[STATE_KEY] = {
-            "version": STATE_VERSION,
-            "domains": list(self.domains),
-            "rows": list(self.rows),
-            "draws": self._subset.draws,
-            **self._weights.state(),
-        }
+        ours = self._named_state()
+        values = checkpoint.packed(ours, self.objective)
+        state_dict["param_groups"] = checkpoint.marked(state_dict["param_groups"], values)
+        state_dict[checkpoint.KEY] = ours
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
+    @_on_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict()` stood, bit for bit.
 
-        A state_dict of the bare wrapped optimizer is accepted: the domain weights then stay as
-        they are.
+        The key "doge" is read; where a carrier has dropped it, the parameter groups are. A
+        state_dict of the bare wrapped optimizer is accepted with a warning: the domain weights
+        then stay as they are.
 
         Raises:
             ValueError: it belongs to other domains, or to a later version.
@@ -480,32 +596,41 @@ class DoGEOptimizer(Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        ours = state_dict.pop(STATE_KEY, None)
-        if ours is not None:
-            self._check_state(ours)
-        self._inner.load_state_dict(state_dict)
-        if ours is not None:
-            self._weights.load(ours)
+        ours, theirs = checkpoint.taken_from(state_dict, self.objective)
+        self._inner.load_state_dict(theirs)
+        self._mark_groups()
         self._forget()
-        if ours is not None:
-            self._subset.draw(ours.get("draws", 0))
+        if ours is None:
+            warnings.warn(
+                "the checkpoint is the wrapped optimizer's alone and holds no domain weights; "
+                "they stay as they are. Load it before wrapping the optimizer if that is meant.",
+                stacklevel=2,
+            )
+        else:
+            self._resume(ours)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the hooks on the parameters, which cannot travel."""
+        """Everything but the hooks: as with any torch optimizer, they do not travel."""
         state = self.__dict__.copy()
-        state |= {"_hooks": {}, "_stack": None, "_is_stacked": False}
+        state |= {"_hooks": {}, "_stack": None, "_is_stacked": False, "_probe": None}
         # Rows and p.grad do not travel, so a copy begins its step anew.
         state |= {"_seen": set(), "_is_combined": False, "_active": None, "_has_received": False}
         # Schedulers put a patched step on the instance; the class has the real one.
-        state.pop("step", None)
+        for name in ("step", "train", "eval", "_reference", *_OPTIMIZER_HOOKS):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take `state` and listen to the parameters again."""
-        self.__dict__.update(state)
-        self._patch_step_function()
+        """Take `state`, all or part of it, and listen to the parameters again."""
+        # By attribute: some hand an optimizer a new `state` and `param_groups` this way, which
+        # are the wrapped one's.
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._know_itself()
+        self._set_up_optimizer_hooks()
+        self._take_over_modes()
         self._listen()
 
     def __repr__(self) -> str:
@@ -515,6 +640,7 @@ class DoGEOptimizer(Optimizer):
             f"mu={self.rule.mu}, optimizer={self._inner!r})"
         )
 
+    @_on_itself
     def release(self) -> None:
         """Stop listening to the parameters and give the buffer's memory back.
 
@@ -531,20 +657,46 @@ class DoGEOptimizer(Optimizer):
     # What is below is nobody's business outside.
 
     def _set_up_optimizer_hooks(self) -> None:
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
-        self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_state_dict_post_hooks = OrderedDict()
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        """What torch's constructor sets up beside groups and state; what is there stays."""
+        for name in _OPTIMIZER_HOOKS:
+            if name not in self.__dict__:
+                setattr(self, name, OrderedDict())
         self._patch_step_function()
+
+    def _know_itself(self) -> None:
+        self._reference = weakref.ref(self)
+
+    def _take_over_modes(self) -> None:
+        """train() and eval() of a wrapped optimizer that has them: its parameters differ.
+
+        On the instance: hosts ask an optimizer whether it has them, and most have not.
+        """
+        for name in ("train", "eval"):
+            if callable(method := getattr(self._inner, name, None)):
+                setattr(self, name, method)
+
+    def _named_state(self) -> dict[str, Any]:
+        return checkpoint.named(self._weights.state(), self.objective, self._subset.draws)
+
+    def _resume(self, ours: Mapping[str, Any]) -> None:
+        """Go on with the domain weights of a checkpoint, which have been checked."""
+        self._weights.load(ours)
+        self._forget()
+        self._subset.draw(ours.get("draws", 0))
+
+    def _mark_groups(self) -> None:
+        """Keep the weights' place in every group; see `doge_fast.checkpoint`."""
+        for group in self.param_groups:
+            group[checkpoint.KEY] = ()
 
     def _tracked(self) -> list[Tensor]:
         """Parameters of the wrapped optimizer that require a gradient, looked up afresh."""
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
+    @_outside_graphs
     def _listen(self) -> None:
         """Have each tracked parameter hand us its gradient; stop listening to the others."""
+        self._mark_groups()
         tracked = {id(p): p for p in self._tracked()}
         for key in self._hooks.keys() - tracked.keys():
             self._hooks.pop(key).remove()
@@ -569,6 +721,7 @@ class DoGEOptimizer(Optimizer):
                 handle.remove()
         _LISTENERS[key] = self
 
+    @_outside_graphs
     def _receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just finished; it never stays in `p.grad`."""
         grad, param.grad = param.grad, None
@@ -576,6 +729,13 @@ class DoGEOptimizer(Optimizer):
             # Its module has written the rows by itself.
             return
         if self._active is None:
+            if name := next((o._active for o in self._others() if o._active), None):
+                raise RuntimeError(
+                    f"{self._name_of(param)} got its gradient inside domain {name!r} of another "
+                    "DoGEOptimizer. Two that share a model's parameters are entered together, "
+                    "`with first.domain(name), second.domain(name):`; call release() on one "
+                    "that is no longer used."
+                )
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
                 f"{list(self.rows)}. Run it inside `with optimizer.domain(name):`, or call "
@@ -589,6 +749,17 @@ class DoGEOptimizer(Optimizer):
             )
         self._buffer.receive(self._subset.slot_of(self._active), param, grad)
         self._has_received = True
+
+    def _others(self) -> list["DoGEOptimizer"]:
+        """The living wrappers that listen to some parameter, this one left out."""
+        return [other for other in set(_LISTENERS.values()) if other is not self]
+
+    def _said_of_others(self) -> str:
+        """Where this step's gradients may have gone instead."""
+        found = next((sorted(other._seen) for other in self._others() if other._seen), None)
+        if found is None:
+            return ""
+        return f" Another DoGEOptimizer has gradients of {found}: step the one whose domains ran."
 
     def _name_of(self, param: Tensor) -> str:
         """The name a message gives a parameter."""
@@ -605,6 +776,7 @@ class DoGEOptimizer(Optimizer):
                 "Name it in domains= (trained on) or in target= (measured only)."
             )
 
+    @_outside_graphs
     def _open(self, name: str) -> None:
         """Check that a domain may be entered now."""
         self._check_known(name)
@@ -614,6 +786,7 @@ class DoGEOptimizer(Optimizer):
                 "domains_per_step draws them anew for each. Run those of "
                 "optimizer.domains_of_step."
             )
+        self._withdraw_probe()
         if self._active is not None:
             raise RuntimeError(
                 f"domain({name!r}) was entered inside domain({self._active!r}); a gradient "
@@ -667,20 +840,82 @@ class DoGEOptimizer(Optimizer):
                 f"{what} belong outside domain(...); {self._active!r} is active. Leave it first."
             )
 
+    @_outside_graphs
     def _forget(self) -> None:
         if self._is_combined:
             self._subset.draw(self._subset.draws + 1)
         self._is_dropped = False
+        self._withdraw_probe()
         self._buffer.clear()
         self._seen.clear()
         self._is_combined = False
 
-    def _has_foreign_gradients(self) -> bool:
-        """Whether somebody else has set a `p.grad`; one that we left there is not foreign."""
-        return any(
-            param.grad is not None and not self._buffer.is_combined(param)
+    def _foreign(self) -> list[Tensor]:
+        """Parameters whose `p.grad` somebody else has set; one that we left is not foreign."""
+        return [
+            param
             for param in self._tracked()
-        )
+            if param.grad is not None and not self._buffer.is_combined(param)
+        ]
+
+    def _contested(self) -> Tensor | None:
+        """A parameter that has both a foreign gradient and one of a domain, if there is any."""
+        return next((p for p in self._foreign() if self._buffer.is_written(p)), None)
+
+    def _is_ours(self) -> bool:
+        """Whether a step is one on the domains' gradients, or on those of somebody else."""
+        if not self._seen:
+            return not self._foreign()
+        # Code that saves checkpoints has an optimizer make its state by a step on zeros at rate
+        # zero; what the domains have collected is none of that step's business.
+        return self._contested() is None or any(group.get("lr", 1) for group in self.param_groups)
+
+    @_outside_graphs
+    def _lay_probe(self) -> None:
+        """Put a small gradient where a GradScaler will look; NaN where a row is not finite."""
+        if self._probe is not None or self._is_combined or self._active or not self._seen:
+            return
+        with torch.no_grad():
+            blocks = self._buffer.touched(self._tracked())
+            grams = self._grams(blocks)
+            overflow = ~self._full_of(blocks, grams).diagonal().isfinite().all()
+            # Of those that a scaler takes, the smallest, since it is written in full.
+            fit = [block for block in blocks if block.param.dtype != torch.float16]
+            if not fit:
+                return
+            block = min(fit, key=lambda block: block.param.numel())
+            gradient = block.gradient().fill_(PROBE)
+            gradient.masked_fill_(overflow.to(gradient.device), float("nan"))
+        block.param.grad = gradient
+        self._probe = _Probe(block.param, overflow, grams)
+
+    def _withdraw_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.param.grad = None
+            self._probe = None
+
+    @_outside_graphs
+    def _combine_probed(self, probe: _Probe) -> None:
+        """Combine gradients whose factor a scaler has left in the probe, and take it out."""
+        assert probe.param.grad is not None
+        left = probe.param.grad.flatten()[0].double()
+        self._withdraw_probe()
+        self._combine_all(PROBE / left, grams=probe.grams, unscale=True)
+
+    @_outside_graphs
+    def _combine_all(self, grad_scale: float | Tensor, **how: Any) -> None:
+        """Combine, once it is certain that nothing is missing and nobody's gradient is lost."""
+        self._check_complete()
+        if (param := self._contested()) is not None:
+            raise RuntimeError(
+                f"{self._name_of(param)} has a p.grad that no domain gave it, which the weighted "
+                "sum would replace. Run that backward pass inside a domain as well, or step on "
+                "it before the domains of this step."
+            )
+        with torch.no_grad():
+            self._combine(grad_scale, **how)
+        self._is_combined = True
+        self._is_zeroed = False
 
     def _check_complete(self) -> None:
         missing = [name for name in self._subset.rows if name not in self._seen]
@@ -694,13 +929,26 @@ class DoGEOptimizer(Optimizer):
                 f"step() needs a gradient from every domain; missing {missing} of "
                 f"{list(self._subset.rows)}. Run backward for them inside "
                 "optimizer.domain(name), or pass absent='keep' if an absent domain is intended."
+                + self._said_of_others()
             )
 
-    def _combine(self, grad_scale: float | Tensor) -> None:
-        """Gram matrix, K x K step, weighted sum: the three passes of one step."""
+    def _combine(
+        self,
+        grad_scale: float | Tensor,
+        *,
+        grams: tuple[Tensor, Tensor | None] | None = None,
+        unscale: bool = False,
+    ) -> None:
+        """Gram matrix, K x K step, weighted sum: the three passes of one step.
+
+        Args:
+            grad_scale: factor of the rows.
+            grams: what `_grams` gave, where it has been asked already.
+            unscale: whether to leave that factor out of `p.grad`.
+        """
         blocks = self._buffer.touched(self._tracked())
         with phase("gram"):
-            gram_RR, full_RR = self._subset.spread(*self._grams(blocks))
+            gram_RR, full_RR = self._subset.spread(*(grams or self._grams(blocks)))
         before = None if full_RR is not None else self._weights.snapshot()
         lr = self.param_groups[0]["lr"]
         with phase("reweight"):
@@ -714,10 +962,11 @@ class DoGEOptimizer(Optimizer):
                     share=self._subset.share,
                 )
             )
+        coefficients_R = new.coefficients / grad_scale if unscale else new.coefficients
         with phase("weighted_sum"):
-            gradients = weighted_gradients(blocks, new.coefficients)
+            gradients = weighted_gradients(blocks, coefficients_R)
         if before is not None:
-            new = self._cut_afterwards(gradients, new, grad_scale, before)
+            new = self._cut_afterwards(gradients, new, 1.0 if unscale else grad_scale, before)
         for block, gradient in zip(blocks, gradients, strict=True):
             block.param.grad = gradient
         self._found_inf = new.found_inf
@@ -739,9 +988,7 @@ class DoGEOptimizer(Optimizer):
         The Gram matrix is additive over columns. Columns outside the selection are read only
         for per-domain clipping; the combined gradient's own norm is cheaper to take from it.
         """
-        selected = None if self._selection is None else {id(param) for param in self._selection}
-        inside = [b.rows_RN for b in blocks if selected is None or id(b.param) in selected]
-        outside = [b.rows_RN for b in blocks if selected and id(b.param) not in selected]
+        inside, outside = self._by_selection(blocks)
         if not inside:
             raise RuntimeError(
                 "no selected parameter received a gradient in this step; `selection` must name "
@@ -753,6 +1000,20 @@ class DoGEOptimizer(Optimizer):
         if self.rule.domain_max_grad_norm is None:
             return gram_RR, None
         return gram_RR, gram_RR + gram(outside)
+
+    def _full_of(self, blocks: list[Block], grams: tuple[Tensor, Tensor | None]) -> Tensor:
+        """The Gram matrix of all columns, from what `_grams` has read of them."""
+        gram_RR, full_RR = grams
+        if full_RR is None:
+            full_RR = gram_RR + gram(self._by_selection(blocks)[1])
+        return full_RR
+
+    def _by_selection(self, blocks: list[Block]) -> tuple[list[Tensor], list[Tensor]]:
+        """Rows of the selected parameters, and of the others."""
+        selected = None if self._selection is None else {id(param) for param in self._selection}
+        inside = [b.rows_RN for b in blocks if selected is None or id(b.param) in selected]
+        outside = [b.rows_RN for b in blocks if selected and id(b.param) not in selected]
+        return inside, outside
 
     def _cut_afterwards(
         self, gradients: list[Tensor], new: Step, grad_scale: float | Tensor, before: Tensor
@@ -795,8 +1056,14 @@ class DoGEOptimizer(Optimizer):
                 f"{type(self._inner).__name__} needs fused=True (and capturable=True where it has "
                 "that argument), which lets the device skip it."
             )
-        elif not bool(skipped):
+        elif not self._is_skipped():
             self._inner.step()
+
+    @_outside_graphs
+    def _is_skipped(self) -> bool:
+        """Whether the step is skipped. Waits for the device."""
+        assert self.last is not None
+        return bool(self.last.skipped)
 
     def _inner_takes_found_inf(self) -> bool:
         return bool(getattr(self._inner, "_step_supports_amp_scaling", False)) and all(
@@ -833,43 +1100,12 @@ class DoGEOptimizer(Optimizer):
             selected.append(param)
         return selected
 
-    def _check_state(self, ours: dict[str, Any]) -> None:
-        if "version" not in ours:
-            raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
-        if ours["version"] > STATE_VERSION:
-            raise ValueError(
-                f"the checkpoint's DoGE state has version {ours['version']}; this library reads "
-                f"up to {STATE_VERSION}. Update doge_fast."
-            )
-        if tuple(ours["domains"]) != self.domains:
-            raise ValueError(
-                f"the checkpoint holds weights of domains {list(ours['domains'])}; this optimizer "
-                f"has {list(self.domains)}. Build it with the same domains in the same order."
-            )
-        if tuple(ours["rows"]) != self.rows:
-            raise ValueError(
-                f"the checkpoint measured the rows {list(ours['rows'])}; this optimizer has "
-                f"{list(self.rows)}. Build it with the same target."
-            )
-        if missing := [name for name in self._weights.state() if name not in ours]:
-            raise ValueError(
-                f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
-            )
-        for name in ("alpha", "alpha_mean"):
-            total = float(ours[name].sum())
-            # A NaN or an infinity anywhere fails the comparison as well.
-            is_negative = bool((ours[name] < 0).any())
-            if ours[name].shape != self.alpha.shape or is_negative or not abs(total - 1) < 1e-9:
-                raise ValueError(
-                    f"the checkpoint's {name} must be {len(self.domains)} weights that sum to "
-                    f"one; it is {ours[name].tolist()}. The run that wrote it has diverged."
-                )
-        gain_K = ours["gain"]
-        if gain_K.shape != self.alpha.shape or not bool(gain_K.isfinite().all()):
-            raise ValueError(
-                f"the checkpoint's gain must be {len(self.domains)} finite scores; it is "
-                f"{gain_K.tolist()}."
-            )
+
+_OPTIMIZER_HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
 
 
 def _listener(ref: "weakref.ref[DoGEOptimizer]") -> Callable[[Tensor], None]:
@@ -881,6 +1117,17 @@ def _listener(ref: "weakref.ref[DoGEOptimizer]") -> Callable[[Tensor], None]:
             optimizer._receive(param)
 
     return on_gradient
+
+
+def _check_steps_once(optimizer: Optimizer) -> None:
+    """Refuse one that evaluates the loss by itself, again and again within a step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__} evaluates the loss several times in a step (its step() "
+            "needs a closure), while the domain weights move once, with one gradient of each "
+            "domain. Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
+        )
 
 
 def _checked_score(score: str | Score) -> Score:

@@ -5,7 +5,7 @@ nothing there, and the state that it moves.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,9 @@ from doge_fast.kernels.reweight.packing import Step, new_state, state_views
 from doge_fast.objective import Objective
 
 COUNTS = ("num_steps", "num_skipped")
+
+# Of weights that somebody has printed or rounded, as of those in a file.
+_SUM_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,22 @@ class DomainWeights:
         objective: the domains and what counts.
         rule: how they move.
         device: where they start; they follow the Gram matrix.
+        initial: {domain: weight} that they start from; None: uniform, as Algorithm 1 does.
+
+    Raises:
+        ValueError: `initial` is not weights of exactly these domains.
     """
 
-    def __init__(self, objective: Objective, rule: Rule, device: torch.device) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        rule: Rule,
+        device: torch.device,
+        initial: Mapping[str, float] | None = None,
+    ) -> None:
         self.objective = objective
         self.rule = rule
-        self._state_S: Tensor = new_state(simplex.uniform(len(objective.domains), device=device))
+        self._state_S: Tensor = new_state(_start(objective.domains, initial).to(device))
         self._constants: dict[str, tuple[object, Tensor]] = {}
         self._scalars: dict[str, tuple[float, Tensor]] = {}
 
@@ -80,7 +93,7 @@ class DomainWeights:
         parts = {name: view.clone() for name, view in state_views(self._state_S)._asdict().items()}
         return parts | {name: parts[name].long() for name in COUNTS}
 
-    def load(self, parts: dict[str, Tensor]) -> None:
+    def load(self, parts: Mapping[str, Tensor]) -> None:
         """Continue from what `state` gave."""
         for name, view in state_views(self._state_S)._asdict().items():
             view.copy_(parts[name])
@@ -145,6 +158,11 @@ class DomainWeights:
         state_views(undone).num_skipped.add_(1)
         self._state_S.copy_(torch.where(overflow & moved, undone, self._state_S))
 
+    def count_skipped(self, flag: Tensor) -> None:
+        """Count a step that somebody else has left out where `flag`. No host read."""
+        counted = state_views(self._state_S).num_skipped
+        counted.add_(flag.to(counted))
+
     def _present(self, seen: Collection[str], device: torch.device) -> Tensor:
         present = tuple(name in seen for name in self.objective.rows)
         return self._constant("present", present, torch.bool, device)
@@ -174,3 +192,24 @@ class DomainWeights:
             known = value, known[1].fill_(value)
         self._scalars[name] = known
         return known[1]
+
+
+def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:
+    """[K] float64 on the simplex: where the weights start."""
+    if initial is None:
+        return simplex.uniform(len(domains))
+    missing = [name for name in domains if name not in initial]
+    extra = [name for name in initial if name not in domains]
+    if missing or extra:
+        raise ValueError(
+            f"initial must have a weight for each of {list(domains)} and no other; it lacks "
+            f"{missing} and has {extra} besides."
+        )
+    alpha_K = torch.tensor([initial[name] for name in domains], dtype=torch.float64)
+    # A NaN fails the comparison as well.
+    if (alpha_K < 0).any() or not abs(float(alpha_K.sum()) - 1) <= _SUM_TOLERANCE:
+        raise ValueError(
+            f"initial must be weights >= 0 that sum to 1 (within {_SUM_TOLERANCE:g}); got "
+            f"{dict(initial)}. Divide each by the sum."
+        )
+    return alpha_K / alpha_K.sum()

@@ -9,6 +9,7 @@ from torch import Tensor
 from doge_fast import generalization, reference
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.objective import Objective
+from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.reweighting import DomainWeights, Rule
 
 
@@ -139,10 +140,17 @@ def test_objective_orders_rows_and_names_the_target() -> None:
     ],
     ids=["paper", "published", "bounded"],
 )
-def test_weights_move_as_the_reference_over_steps(rule: Rule) -> None:
+@pytest.mark.parametrize(
+    "initial", [None, {"c": 0.7, "a": 0.3, "b": 0.0}], ids=["uniform", "given"]
+)
+def test_weights_move_as_the_reference_over_steps(
+    rule: Rule, initial: dict[str, float] | None
+) -> None:
     objective = Objective.of(["a", "b", "c"], {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0})
-    weights = DomainWeights(objective, rule, torch.device("cpu"))
-    alpha_K = torch.full((3,), 1 / 3, dtype=torch.float64)
+    weights = DomainWeights(objective, rule, torch.device("cpu"), initial)
+    start = [1 / 3] * 3 if initial is None else [0.3, 0.0, 0.7]
+    alpha_K = torch.tensor(start, dtype=torch.float64)
+    assert weights.read("alpha").tolist() == weights.read("alpha_mean").tolist() == start
     alphas = []
     for step in range(5):
         grads_RN = rows(seed=step)
@@ -168,6 +176,50 @@ def test_weights_move_as_the_reference_over_steps(rule: Rule) -> None:
         assert (new.coefficients[3:] == 0).all()
     torch.testing.assert_close(weights.read("alpha_mean"), torch.stack(alphas).mean(0))
     assert weights.state()["num_steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [
+        ({"a": 0.5, "b": 0.5}, r"for each of \['a', 'b', 'c'\] and no other; it lacks \['c'\]"),
+        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"lacks \[\] and has \['d'\] besides"),
+        ({"a": 0.5, "b": 0.3, "c": 0.1}, "sum to 1 .* got .*'c': 0.1}. Divide each by the sum"),
+        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0 that sum to 1"),
+        ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
+        ({"a": math.inf, "b": 0.0, "c": 0.0}, "weights >= 0 that sum to 1"),
+    ],
+)
+def test_a_start_is_on_the_simplex_of_these_domains(
+    initial: dict[str, float], message: str
+) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b", "c"], initial=initial)
+
+
+def test_a_printed_start_is_made_to_sum_to_one() -> None:
+    """And a checkpoint of it is read, before any step and after one."""
+    initial = {"a": 0.333333, "b": 0.333333, "c": 0.333333}
+    weight = torch.ones(2, requires_grad=True)
+
+    def fresh(start: dict[str, float] | None) -> DoGEOptimizer:
+        inner = torch.optim.SGD([weight], lr=0.1)
+        return DoGEOptimizer(inner, domains=["a", "b", "c"], initial=start)
+
+    optimizer = fresh(initial)
+    assert optimizer.weights == pytest.approx(dict.fromkeys(initial, 1 / 3), rel=1e-15)
+    optimizer = fresh({"a": 0.0, "b": 0.25, "c": 0.75})
+    for has_stepped in (False, True):
+        if has_stepped:
+            for scale, name in enumerate(optimizer.domains, start=1):
+                with optimizer.domain(name):
+                    (scale * weight).sum().backward()
+            optimizer.step()
+        other = fresh(None)
+        other.load_state_dict(optimizer.state_dict())
+        assert torch.equal(other.alpha, optimizer.alpha)
+        assert optimizer.alpha[0] == 0
+        other.release()
 
 
 def test_rates_may_live_on_the_device() -> None:

@@ -1,0 +1,171 @@
+"""What a checkpoint keeps of the domain weights, in the two forms that its carriers let through.
+
+As a dict of tensors and names it stands under a key of its own in the optimizer's state dict.
+torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
+`param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
+floats: version, fingerprint of the names, number of the draw, then the parts one after another.
+Where both are there the dict is read: it is the one that says what is what, and the one that a
+person edits.
+
+The groups of a living optimizer hold an empty tuple in that place. It has to be there, since a
+flattened state dict is taken apart by the keys of the living groups; and it has to be empty, since
+the weights are on the device and a copy of them would be old after one step.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from doge_fast.kernels.reweight.packing import State
+from doge_fast.objective import Objective
+
+KEY = "doge"
+VERSION = 1
+
+# version, fingerprint, draws
+_HEAD = 3
+_COUNTS = ("num_steps", "num_skipped")
+
+
+def named(parts: Mapping[str, Tensor], objective: Objective, draws: int) -> dict[str, Any]:
+    """The dict: tensors, numbers and names only, so that `weights_only=True` reads it.
+
+    Args:
+        parts: as `DomainWeights.state`: vectors [K] float64 and counts.
+        objective: whose names go with them.
+        draws: number of the draw, `Subset.draws`.
+    """
+    return {
+        "version": VERSION,
+        "domains": list(objective.domains),
+        "rows": list(objective.rows),
+        "draws": draws,
+        **parts,
+    }
+
+
+def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
+    """The tuple of what `named` gave; [3 + 3 K + 2] floats, exact. Waits for the device."""
+    # One vector, so that the device is waited for once.
+    values_S = torch.cat([state[name].double().view(-1) for name in State._fields])
+    head = (state["version"], fingerprint(objective), state["draws"])
+    return (*map(float, head), *values_S.tolist())
+
+
+def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
+    """What `named` gave, from its tuple; tensors on the CPU.
+
+    Raises:
+        ValueError: it was written by a later version, or for other names.
+    """
+    check_version(values[0])
+    num_domains = len(objective.domains)
+    vectors = len(State._fields) - len(_COUNTS)
+    sizes = [num_domains] * vectors + [1] * len(_COUNTS)
+    if values[1:2] != (fingerprint(objective),) or len(values) != _HEAD + sum(sizes):
+        raise ValueError(
+            "the parameter groups of the checkpoint hold weights of other domains or another "
+            f"target than those of this optimizer, {list(objective.domains)} with the rows "
+            f"{list(objective.rows)}. Build it with the same ones in the same order."
+        )
+    pieces = torch.split(torch.tensor(values[_HEAD:], dtype=torch.float64), sizes)
+    parts = dict(zip(State._fields, pieces, strict=True))
+    counts = {name: parts[name].long().view(()) for name in _COUNTS}
+    return named(parts | counts, objective, int(values[2]))
+
+
+def fingerprint(objective: Objective) -> float:
+    """A number for the names in their order: 48 bits, which a float holds exactly."""
+    names = json.dumps([objective.domains, objective.rows])
+    return float(int.from_bytes(hashlib.sha256(names.encode()).digest()[:6], "big"))
+
+
+def marked(groups: list[dict[str, Any]], values: tuple[float, ...]) -> list[dict[str, Any]]:
+    """The groups of a state dict with `values` in the weights' place; the given ones stay."""
+    return [group | {KEY: values} for group in groups]
+
+
+def taken_from(
+    state_dict: Mapping[str, Any], objective: Objective
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Take the domain weights out of an optimizer's state dict.
+
+    Returns:
+        What `named` gave, None where there is none; and the wrapped optimizer's state dict,
+        in whose groups the tuple still is.
+
+    Raises:
+        ValueError: it belongs to other domains or a later version; or the groups differ.
+    """
+    rest = dict(state_dict)
+    ours: dict[str, Any] | None = rest.pop(KEY, None)
+    groups = rest.get("param_groups", [])
+    found = {tuple(group[KEY]) for group in groups if group.get(KEY)}
+    if ours is None and len(found) > 1:
+        raise ValueError(
+            f"the parameter groups of the checkpoint hold {len(found)} different states of the "
+            "domain weights; all should hold the same. Load those of one optimizer."
+        )
+    if ours is None and found:
+        ours = unpacked(found.pop(), objective)
+    if ours is not None:
+        check(ours, objective)
+    return ours, rest
+
+
+def check_version(version: float) -> None:
+    """Refuse what a later version has written."""
+    if version > VERSION:
+        raise ValueError(
+            f"the checkpoint's DoGE state has version {int(version)}; this library reads "
+            f"up to {VERSION}. Update doge_fast."
+        )
+
+
+def check(ours: Mapping[str, Any], objective: Objective) -> None:
+    """Refuse a state of other names, or one that no run can have left.
+
+    Raises:
+        ValueError: a later version, other domains or rows, missing parts, weights off the simplex
+            or scores that are not finite.
+    """
+    if "version" not in ours:
+        raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
+    check_version(ours["version"])
+    _check_names(ours, objective)
+    if missing := [name for name in State._fields if name not in ours]:
+        raise ValueError(
+            f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
+        )
+    shape = (len(objective.domains),)
+    for name in ("alpha", "alpha_mean"):
+        total = float(ours[name].sum())
+        # A NaN or an infinity anywhere fails the comparison as well.
+        is_negative = bool((ours[name] < 0).any())
+        if ours[name].shape != shape or is_negative or not abs(total - 1) < 1e-9:
+            raise ValueError(
+                f"the checkpoint's {name} must be {shape[0]} weights that sum to "
+                f"one; it is {ours[name].tolist()}. The run that wrote it has diverged."
+            )
+    gain_K = ours["gain"]
+    if gain_K.shape != shape or not bool(gain_K.isfinite().all()):
+        raise ValueError(
+            f"the checkpoint's gain must be {shape[0]} finite scores; it is {gain_K.tolist()}."
+        )
+
+
+def _check_names(ours: Mapping[str, Any], objective: Objective) -> None:
+    if tuple(ours["domains"]) != objective.domains:
+        raise ValueError(
+            f"the checkpoint holds weights of domains {list(ours['domains'])}; this optimizer "
+            f"has {list(objective.domains)}. Build it with the same domains in the same order."
+        )
+    if tuple(ours["rows"]) != objective.rows:
+        raise ValueError(
+            f"the checkpoint measured the rows {list(ours['rows'])}; this optimizer has "
+            f"{list(objective.rows)}. Build it with the same target."
+        )

@@ -1,0 +1,740 @@
+"""The wrapper in the hands of others: schedulers, hooks, copies, scalers, closures, compilers."""
+
+import copy
+import inspect
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler, swa_utils
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from doge_fast import DoGEOptimizer
+from tests.integrations.isolated import isolated
+from tests.integrations.small import (
+    DOMAINS,
+    adamw,
+    assert_same,
+    collect,
+    everything,
+    loss_of,
+    small_model,
+    train,
+    train_plainly,
+    wrapped,
+)
+
+STEPS = 9
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+# Schedulers.
+
+
+def halved(step: int) -> float:
+    return 0.5**step
+
+
+def chained(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    first = lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=3)
+    return lr_scheduler.ChainedScheduler([first, lr_scheduler.ExponentialLR(optimizer, 0.9)])
+
+
+def sequential(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [
+        lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=3),
+        lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+# One for every class: what is new in torch is seen by the test of completeness.
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, halved),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=6),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=7, power=2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=8),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "ChainedScheduler": chained,
+    "SequentialLR": sequential,
+    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.001, anneal_epochs=4),
+}
+
+
+def settings(optimizer: Optimizer) -> list[tuple[Any, ...]]:
+    """What schedulers turn: the rate, and the momentum by either of its names."""
+    return [(g["lr"], g.get("momentum"), g.get("betas")) for g in optimizer.param_groups]
+
+
+def run(
+    steps_of: Callable[[range], None], optimizer: Optimizer, scheduler: Any, steps: range
+) -> list[Any]:
+    """Steps of both; the settings that each step has used."""
+    seen = []
+    for step in steps:
+        seen.append(settings(optimizer))
+        steps_of(range(step, step + 1))
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(1.0)
+        else:
+            scheduler.step()
+    return seen
+
+
+def test_every_scheduler_of_torch_is_here() -> None:
+    abstract = ("LRScheduler", "_LRScheduler")
+    known = {
+        name
+        for module in (lr_scheduler, swa_utils)
+        for name, found in vars(module).items()
+        if inspect.isclass(found) and issubclass(found, lr_scheduler.LRScheduler)
+        if name not in abstract
+    }
+    assert known == set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("given", ["wrapper", "inner"])
+@pytest.mark.parametrize("inner", [adamw, sgd])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_reaches_the_wrapped_optimizer(name: str, inner: Any, given: str) -> None:
+    """Also after a state is loaded, in place and into a new run; it is plain training's."""
+    plain_model = small_model()
+    plain = inner(plain_model)
+    expected = run(
+        partial(train_plainly, plain_model, plain),
+        plain,
+        SCHEDULERS[name](plain),
+        range(STEPS),
+    )
+    assert len({str(each) for each in expected}) > 1
+
+    def build() -> tuple[nn.Module, DoGEOptimizer, Any]:
+        model, optimizer = wrapped(inner, domains=["a"])
+        takes = optimizer if given == "wrapper" else optimizer.inner
+        return model, optimizer, SCHEDULERS[name](takes)
+
+    model, optimizer, scheduler = build()
+    seen = []
+    for part in (range(3), range(3, 6), range(6, STEPS)):
+        seen += run(partial(train, model, optimizer), optimizer.inner, scheduler, part)
+        if part.stop == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif part.stop == 6:
+            states = [each.state_dict() for each in (model, optimizer, scheduler)]
+            model, optimizer, scheduler = build()
+            for each, state in zip((model, optimizer, scheduler), states, strict=True):
+                each.load_state_dict(copy.deepcopy(state))
+    assert seen == expected
+    assert_same(model.parameters(), plain_model.parameters())
+
+
+def test_weight_averaging() -> None:
+    """The averaged model is a copy whose gradients nobody listens to."""
+    averages = []
+    for inner in (adamw, lambda model: wrapped(adamw, model, domains=["a"])[1]):
+        model = small_model()
+        optimizer = inner(model)
+        averaged = swa_utils.AveragedModel(model)
+        scheduler = swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=3)
+        for step in range(5):
+            if isinstance(optimizer, DoGEOptimizer):
+                train(model, optimizer, [step])
+            else:
+                train_plainly(model, optimizer, [step])
+            averaged.update_parameters(model)
+            scheduler.step()
+        loss_of(averaged, 0).backward()
+        averages.append([*averaged.parameters(), *(p.grad for p in averaged.parameters())])
+    assert_same(*averages)
+
+
+# Accelerate. Its state is one for the process, hence a process for each.
+
+
+def by_hand(steps: range, *, micro: int, clip: float | None = None) -> list[Tensor]:
+    model, optimizer = wrapped()
+    scheduler = lr_scheduler.LambdaLR(optimizer, halved)
+    for step in steps:
+        for part in range(micro):
+            for row, name in enumerate(DOMAINS):
+                with optimizer.domain(name):
+                    (loss_of(model, micro * step + part, row) / micro).backward()
+        if clip:
+            optimizer.combine()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return [*everything(model, optimizer), torch.tensor(optimizer.inner.param_groups[0]["lr"])]
+
+
+def accelerated(given: str, **options: Any) -> tuple[Accelerator, Any, Any, Any, DoGEOptimizer]:
+    accelerator = Accelerator(cpu=True, **options)
+    model, doge = wrapped()
+    scheduler = lr_scheduler.LambdaLR(doge if given == "wrapper" else doge.inner, halved)
+    return accelerator, *accelerator.prepare(model, doge, scheduler), doge
+
+
+def check_accelerate(given: str, micro: int, clip: float | None) -> None:
+    accelerator, model, optimizer, scheduler, doge = accelerated(
+        given, gradient_accumulation_steps=micro
+    )
+    for part in range(4 * micro):
+        with accelerator.accumulate(model):
+            for row, name in enumerate(DOMAINS):
+                with doge.domain(name):
+                    accelerator.backward(loss_of(model, part, row))
+            if clip and accelerator.sync_gradients:
+                doge.combine()
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    found = [*everything(model, doge), torch.tensor(doge.inner.param_groups[0]["lr"])]
+    assert_same(found, by_hand(range(4), micro=micro, clip=clip))
+    assert doge.num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "micro", "clip"), [("wrapper", 1, None), ("inner", 2, None), ("wrapper", 2, 0.01)]
+)
+def test_accelerate(given: str, micro: int, clip: float | None) -> None:
+    isolated(check_accelerate, given, micro, clip)
+
+
+def check_accelerate_scaler() -> None:
+    """Its scaler is handed the wrapper, whose loop has not combined, and a closure of None."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    model, doge = wrapped()
+    scheduler = lr_scheduler.LambdaLR(doge, halved)
+    model, optimizer, scheduler = accelerator.prepare(model, doge, scheduler)
+    for step in (0, 1, -1, 2, 3):
+        before = everything(model, doge)[: -len(doge.doge.state_dict())]
+        for row, name in enumerate(DOMAINS):
+            with doge.domain(name):
+                factor = float("inf") if step < 0 and name == "b" else 1.0
+                accelerator.backward(loss_of(model, step, row) * factor)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert accelerator.optimizer_step_was_skipped == (step < 0)
+        assert doge.num_skipped == (step in (-1, 2, 3))
+        if step < 0:
+            assert_same(everything(model, doge)[: len(before)], before)
+    assert accelerator.scaler.get_scale() == 2.0**11
+    expected = by_hand(range(4), micro=1)
+    expected[-3] = torch.tensor(1)
+    found = [*everything(model, doge), torch.tensor(doge.inner.param_groups[0]["lr"])]
+    assert_same(found, expected)
+
+
+def test_accelerate_with_a_scaler() -> None:
+    isolated(check_accelerate_scaler)
+
+
+# Hooks.
+
+
+def test_every_hook_of_a_torch_optimizer_runs() -> None:
+    model, optimizer = wrapped()
+    seen: list[str] = []
+
+    def note(what: str) -> Callable[..., None]:
+        def hook(found: Optimizer, *args: Any) -> None:
+            assert found is optimizer
+            seen.append(what)
+
+        return hook
+
+    handles = [
+        optimizer.register_step_pre_hook(note("before step")),
+        optimizer.register_step_post_hook(note("after step")),
+        optimizer.register_state_dict_pre_hook(note("before state")),
+        optimizer.register_state_dict_pre_hook(note("first before state"), prepend=True),
+        optimizer.register_state_dict_post_hook(note("after state")),
+        optimizer.register_load_state_dict_pre_hook(note("before load")),
+        optimizer.register_load_state_dict_post_hook(note("after load")),
+    ]
+    train(model, optimizer, [0])
+    optimizer.load_state_dict(optimizer.state_dict())
+    expected = ["before step", "after step", "first before state", "before state", "after state"]
+    expected += ["before load", "after load"]
+    assert seen == expected
+    for handle in handles:
+        handle.remove()
+    train(model, optimizer, [1])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == expected
+
+
+def test_hooks_may_change_what_passes() -> None:
+    model, optimizer = wrapped()
+    train(model, optimizer, [0])
+    collect(model, optimizer, 1)
+    called = []
+    optimizer.register_step_pre_hook(lambda o, args, kw: ((o, lambda: called.append(1)), {}))
+    optimizer.step()
+    assert called == [1]
+    optimizer.register_state_dict_post_hook(lambda o, state: state | {"mine": 3})
+    state = optimizer.state_dict()
+    assert state["mine"] == 3
+    uniform = torch.full((3,), 1 / 3, dtype=torch.float64)
+    before = copy.deepcopy(state)
+    optimizer.register_load_state_dict_pre_hook(
+        lambda o, found: found | {"doge": found["doge"] | {"alpha": uniform}}
+    )
+    optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.alpha, uniform)
+    assert not torch.equal(before["doge"]["alpha"], uniform)
+    assert state.keys() == before.keys()
+
+
+def test_the_wrapped_optimizers_hooks_run_too() -> None:
+    model, optimizer = wrapped()
+    seen: list[str] = []
+    optimizer.inner.register_step_post_hook(lambda *_: seen.append("step"))
+    optimizer.inner.register_state_dict_post_hook(lambda *_: seen.append("state"))
+    optimizer.inner.register_load_state_dict_post_hook(lambda *_: seen.append("load"))
+    train(model, optimizer, [0])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["step", "state", "load"]
+
+
+def test_global_hooks_see_both_optimizers() -> None:
+    model, optimizer = wrapped()
+    seen: list[tuple[str, Optimizer]] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, args, kw: seen.append(("before", o))),
+        register_optimizer_step_post_hook(lambda o, args, kw: seen.append(("after", o))),
+    ]
+    try:
+        train(model, optimizer, [0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    inner = optimizer.inner
+    assert seen == [
+        ("before", optimizer),
+        ("before", inner),
+        ("after", inner),
+        ("after", optimizer),
+    ]
+
+
+def test_a_profile_names_both_steps() -> None:
+    model, optimizer = wrapped()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(model, optimizer, [0])
+    names = [event.name for event in profile.events()]
+    assert names.count("Optimizer.step#DoGEOptimizer.step") == 1
+    assert names.count("Optimizer.step#AdamW.step") == 1
+
+
+# Parameter groups.
+
+
+@pytest.mark.parametrize("through", ["wrapper", "inner"])
+def test_a_group_added_later_is_trained_scheduled_and_saved(through: str) -> None:
+    model = small_model()
+    first, last = model[0], model[2]
+
+    def build() -> DoGEOptimizer:
+        return DoGEOptimizer(torch.optim.AdamW(first.parameters(), lr=0.05), domains=DOMAINS)
+
+    optimizer = build()
+    for param in last.parameters():
+        param.requires_grad_(False)
+    train(model, optimizer, [0])
+    for param in last.parameters():
+        param.requires_grad_(True)
+    adder = optimizer if through == "wrapper" else optimizer.inner
+    adder.add_param_group({"params": list(last.parameters()), "lr": 0.01})
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    before = last.weight.detach().clone()
+    train(model, optimizer, [1])
+    scheduler.step()
+    assert not torch.equal(last.weight, before)
+    assert [group["lr"] for group in optimizer.inner.param_groups] == [0.025, 0.005]
+    state = optimizer.state_dict()
+    assert len({group["doge"] for group in state["param_groups"]}) == 1
+    resumed = build()
+    resumed.add_param_group({"params": list(last.parameters())})
+    resumed.load_state_dict(state)
+    assert_same(everything(model, resumed), everything(model, optimizer))
+
+
+# Copies.
+
+
+def assert_usable(model: nn.Module, optimizer: DoGEOptimizer) -> None:
+    """It trains, its hooks run once a step, and its methods are there."""
+    counts = [0, 0]
+
+    def count(which: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            counts[which] += 1
+
+        return hook
+
+    optimizer.register_step_pre_hook(count(0))
+    optimizer.inner.register_step_post_hook(count(1))
+    steps = optimizer.num_steps
+    train(model, optimizer, [7, 8])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert counts == [2, 2]
+    assert optimizer.num_steps == steps + 2
+    assert type(optimizer).__name__ in repr(optimizer)
+
+
+class Inherited(DoGEOptimizer):
+    """One of a user's."""
+
+
+def check_copies(pickled: bytes, way: str) -> None:
+    """Where no optimizer has been built before: copies, fresh ones, and subclasses, all whole."""
+    if way == "deepcopy":
+        model, optimizer = wrapped()
+        optimizer.register_step_pre_hook(lambda *_: None)
+        lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        train(model, optimizer, range(3))
+        model, optimizer = copy.deepcopy((model, optimizer))
+    else:
+        model, optimizer = pickle.loads(pickled)
+    fresh_model, fresh = wrapped()
+    train(fresh_model, fresh, range(3))
+    assert_same(everything(model, optimizer), everything(fresh_model, fresh))
+    for each_model, each in ((model, optimizer), (fresh_model, fresh), wrapped()):
+        assert_usable(each_model, each)
+    model = small_model()
+    assert_usable(model, Inherited(adamw(model), domains=DOMAINS))
+    again = copy.deepcopy((model, Inherited(adamw(model), domains=DOMAINS)))
+    assert_usable(*again)
+    plain_model = small_model()
+    train_plainly(plain_model, adamw(plain_model), [0])
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
+def test_copies_leave_the_class_whole(way: str) -> None:
+    model, optimizer = wrapped()
+    lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    train(model, optimizer, range(3))
+    isolated(check_copies, pickle.dumps((model, optimizer)), way)
+
+
+def test_setstate_hands_on_what_is_the_wrapped_optimizers() -> None:
+    """The way some loaders give an optimizer its groups."""
+    _, optimizer = wrapped()
+    groups = [dict(group, lr=0.5) for group in optimizer.param_groups]
+    optimizer.__setstate__({"state": {}, "param_groups": groups})
+    assert optimizer.inner.param_groups is groups
+    assert optimizer.inner.state == {}
+    assert "state" not in vars(optimizer)
+
+
+# Loss scaling.
+
+IMPLEMENTATIONS = {"plain": {"foreach": False}, "foreach": {"foreach": True}}
+IMPLEMENTATIONS["fused"] = {"fused": True}
+
+
+def scaled_step(
+    model: nn.Module, optimizer: DoGEOptimizer, scaler: Any, step: int, way: str, spoilt: str = ""
+) -> None:
+    for row, name in enumerate(optimizer.rows):
+        with optimizer.domain(name):
+            factor = float("inf") if name == spoilt else 1.0
+            scaler.scale(loss_of(model, step, row) * factor).backward()
+    if way != "direct":
+        optimizer.combine(grad_scale=scaler.get_scale())
+    if way == "unscaled":
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["direct", "combined", "unscaled"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_scaler_changes_nothing_and_skips_what_overflows(implementation: str, way: str) -> None:
+    """Bit for bit, since the scale is a power of two; weights are frozen on the skipped step."""
+    options = IMPLEMENTATIONS[implementation]
+    model, optimizer = wrapped(lambda found: adamw(found, **options))
+    twin, plain = wrapped(lambda found: adamw(found, **options))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(4):
+        if step == 2:
+            before = everything(model, optimizer)
+            scaled_step(model, optimizer, scaler, 99, way, spoilt="b")
+            after = everything(model, optimizer)
+            # The last two: steps skipped, and the number of the draw.
+            assert_same(after[:-2], before[:-2])
+            assert scaler.get_scale() == 2.0**9
+            assert optimizer.num_skipped == 1
+        scaled_step(model, optimizer, scaler, step, way)
+        collect(twin, plain, step)
+        if way == "unscaled":
+            plain.combine()
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+        plain.step()
+        plain.zero_grad()
+    assert_same(everything(model, optimizer)[:-2], everything(twin, plain)[:-2])
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("norms", [{}, {"max_grad_norm": 0.01}, {"domain_max_grad_norm": 0.02}])
+@pytest.mark.parametrize("selected", [False, True])
+def test_a_scale_without_combine_is_that_of_combine(norms: Any, selected: bool) -> None:
+    """To rounding, at a scale that is no power of two; with clipping and with a selection."""
+    found = []
+    for way in ("direct", "combined"):
+        model = small_model()
+        inner = torch.optim.AdamW(model.named_parameters(), lr=0.05)
+        optimizer = DoGEOptimizer(
+            inner, domains=DOMAINS, selection=["0.weight"] if selected else None, **norms
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+        for step in range(3):
+            scaled_step(model, optimizer, scaler, step, way)
+        # Overflow in columns that are not selected.
+        handle = model[2].bias.register_hook(lambda grad: grad * float("nan"))
+        scaled_step(model, optimizer, scaler, 3, way)
+        handle.remove()
+        assert (optimizer.num_steps, optimizer.num_skipped) == (3, 1)
+        scaled_step(model, optimizer, scaler, 4, way)
+        found.append([*model.parameters(), optimizer.alpha])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_scaler_of_drawn_domains() -> None:
+    model, optimizer = wrapped(domains_per_step=2, target={"a": 1.0, "b": 1.0, "far": 1.0})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    twin, plain = wrapped(domains_per_step=2, target={"a": 1.0, "b": 1.0, "far": 1.0})
+    for step in range(4):
+        for row, name in enumerate(optimizer.rows):
+            if name == "far" or name in optimizer.domains_of_step:
+                with optimizer.domain(name):
+                    scaler.scale(loss_of(model, step, row)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        train(twin, plain, [step])
+    assert_same(everything(model, optimizer), everything(twin, plain))
+
+
+def test_looking_at_the_scalers_flag_leaves_a_step_as_it_was() -> None:
+    """As debuggers do, which read every attribute."""
+    model, optimizer = wrapped()
+    twin, plain = wrapped()
+    for step in range(2):
+        assert not optimizer._step_supports_amp_scaling
+        with optimizer.domain("a"):
+            loss_of(model, step, 0).backward()
+        assert not optimizer._step_supports_amp_scaling
+        for row, name in ((1, "b"), (2, "c")):
+            with optimizer.domain(name):
+                loss_of(model, step, row).backward()
+        assert not optimizer._step_supports_amp_scaling
+        if step:
+            optimizer.combine()
+            assert not optimizer._step_supports_amp_scaling
+        optimizer.step()
+        optimizer.zero_grad()
+    train(twin, plain, range(2))
+    assert_same(everything(model, optimizer), everything(twin, plain))
+
+
+def test_unscaling_before_combining_is_no_silent_step() -> None:
+    model, optimizer = wrapped()
+    scaler = torch.amp.GradScaler("cpu")
+    for row, name in enumerate(DOMAINS):
+        with optimizer.domain(name):
+            scaler.scale(loss_of(model, 0, row)).backward()
+    before = everything(model, optimizer)
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    assert_same(everything(model, optimizer), before)
+
+
+def test_a_missing_domain_is_missed_under_a_scaler() -> None:
+    model, optimizer = wrapped()
+    scaler = torch.amp.GradScaler("cpu")
+    with optimizer.domain("a"):
+        scaler.scale(loss_of(model, 0, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"missing \['b', 'c'\]"):
+        scaler.step(optimizer)
+    assert optimizer.num_steps == 0
+
+
+# Closures and compilers.
+
+
+@pytest.mark.parametrize("way", ["positional", "keyword", "patched"])
+def test_a_closure_runs_once_with_gradients(way: str) -> None:
+    model, optimizer = wrapped()
+    twin, plain = wrapped()
+    if way == "patched":
+        lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    calls = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        collect(model, optimizer, len(calls))
+        calls.append(torch.is_grad_enabled())
+        return 0.25 * len(calls)
+
+    with torch.no_grad():
+        for step in range(2):
+            found = optimizer.step(closure=closure) if way == "keyword" else optimizer.step(closure)
+            assert found == 0.25 * (step + 1)
+    assert calls == [True, True]
+    train(twin, plain, range(2))
+    assert_same(everything(model, optimizer), everything(twin, plain))
+
+
+def check_compiled(backend: str) -> None:
+    """The step alone, and a whole one with its domains, against an uncompiled twin.
+
+    With SGD: torch compiles Adam's arithmetic in another order, wrapped or not.
+    """
+    # The compiler's own.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    twin, plain = wrapped(sgd)
+    train(twin, plain, range(3))
+    model, optimizer = wrapped(sgd)
+    compiled = torch.compile(optimizer.step, backend=backend)
+    for step in range(3):
+        collect(model, optimizer, step)
+        compiled()
+        optimizer.zero_grad()
+    assert_same(everything(model, optimizer), everything(twin, plain))
+    model, optimizer = wrapped(sgd)
+    compiled_training = torch.compile(train, backend=backend)
+    for step in range(3):
+        compiled_training(model, optimizer, [step])
+    assert_same(everything(model, optimizer), everything(twin, plain))
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_compiled_steps(backend: str) -> None:
+    isolated(check_compiled, backend)
+
+
+def test_a_compiled_model_in_domains() -> None:
+    isolated(check_compiled_model)
+
+
+def check_compiled_model() -> None:
+    twin, plain = wrapped(sgd)
+    train(twin, plain, range(3))
+    model, optimizer = wrapped(sgd)
+    train(torch.compile(model, backend="aot_eager"), optimizer, range(3))
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# Steps of somebody else's, stand-ins, and others on the same model.
+
+
+class StandIn:
+    """What Lightning hands out: of a class derived from the optimizer's, with a dict of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.original = optimizer
+        self.__class__ = type("StandInForOne", (StandIn, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def step(self) -> Any:
+        return self.original.step()
+
+
+def test_a_stand_in_is_entered_as_the_optimizer() -> None:
+    model, optimizer = wrapped()
+    twin, plain = wrapped()
+    stand_in: Any = StandIn(optimizer)
+    for step in range(3):
+        collect(model, stand_in, step)
+        if step == 1:
+            stand_in.combine()
+        stand_in.step()
+        stand_in.zero_grad(set_to_none=False)
+        assert set(vars(stand_in)) == {"original"}
+        train(twin, plain, [step])
+    stand_in.load_state_dict(stand_in.state_dict())
+    assert_same(everything(model, stand_in), everything(twin, plain))
+
+
+def test_a_foreign_gradient_on_what_a_domain_touched_is_not_lost_silently() -> None:
+    model, optimizer = wrapped()
+    collect(model, optimizer, 0)
+    before = everything(model, optimizer)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(RuntimeError, match=r"has a p\.grad that no domain gave it"):
+        optimizer.step()
+    assert_same(everything(model, optimizer), before)
+    optimizer.zero_grad()
+    train(model, optimizer, [0])
+    assert optimizer.num_steps == 1
+
+
+def test_two_wrappers_of_one_model_are_entered_together() -> None:
+    model = small_model()
+    first, second = (
+        DoGEOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), domains=DOMAINS)
+        for part in (model[0], model[2])
+    )
+    message = r"got its gradient inside domain 'a' of another DoGEOptimizer.*entered together"
+    with pytest.raises(RuntimeError, match=message), first.domain("a"):
+        loss_of(model, 0).backward()
+    for row, name in enumerate(DOMAINS):
+        with first.domain(name), second.domain(name):
+            loss_of(model, 0, row).backward()
+    for optimizer in (first, second):
+        optimizer.step()
+        assert optimizer.num_steps == 1
+
+
+def test_stepping_the_wrapper_whose_domains_did_not_run() -> None:
+    """As after the cell of a notebook that builds the optimizer has run twice."""
+    model, old = wrapped()
+    _, new = wrapped(adamw, model)
+    collect(model, old, 0)
+    with pytest.raises(RuntimeError, match=r"missing .* Another DoGEOptimizer has gradients of"):
+        new.step()
+    old.step()
+    assert (old.num_steps, new.num_steps) == (1, 0)
