@@ -156,7 +156,7 @@ def _weights_record(config: BaseConfig, corpus: Corpus, stages: Sequence[Stage])
             "weight": sum(
                 stage.weights[name] * share for stage, share in zip(stages, shares, strict=True)
             ),
-            "tokens": corpus.train_tokens[name],
+            **corpus.sizes(name),
         }
         for name in corpus.names
     ]

@@ -70,6 +70,16 @@ class Corpus:
             "vocab_size": self.vocab_size,
         }
 
+    def sizes(self, name: str) -> dict[str, float]:
+        """What there is of a domain, as an entry of weights.json says it."""
+        # What "mix" holds out came from the same documents.
+        num_blocks = len(self.train[name]) + (len(self.mix[name]) if self.mix else 0)
+        return {
+            "tokens": self.train_tokens[name],
+            "documents": self.documents[name],
+            "mean_doc_tokens": num_blocks * self.block_size / self.documents[name],
+        }
+
     def _describe(self, name: str) -> dict[str, int]:
         return {
             "train_tokens": self.train_tokens[name],

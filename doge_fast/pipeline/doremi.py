@@ -460,8 +460,7 @@ def _weights_record(
     config: DoReMiConfig, corpus: Corpus, reference: Reference, trainer: DoReMiTrainer
 ) -> dict[str, Any]:
     average, last = (each.tolist() for each in (trainer.weights.alpha_mean, trainer.weights.alpha))
-    tokens = {name: corpus.train_tokens[name] for name in corpus.names}
-    prior = baselines.natural(tokens)
+    prior = baselines.natural({name: corpus.train_tokens[name] for name in corpus.names})
     entries = [
         {
             "name": name,
@@ -469,7 +468,7 @@ def _weights_record(
             "weight_last": last[j],
             "reference_weight": reference.weights[name],
             "prior": prior[name],
-            "tokens": tokens[name],
+            **corpus.sizes(name),
         }
         for j, name in enumerate(corpus.names)
     ]

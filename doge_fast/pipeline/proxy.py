@@ -16,9 +16,11 @@ import torch
 from doge_fast import generalization
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.pipeline import baselines, domains, records, training
+from doge_fast.pipeline import baselines, domains, records, training, weights
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.training import ByName, RecordedTrainer, Task
 
 Target = str | dict[str, float]
@@ -51,26 +53,33 @@ def learn_weights(config: ProxyConfig) -> Path:
     """
     target = parse_target(config.target)
     _check(config)
-    if records.check_run(config.out, stage="proxy", config=config) and training.closed(config.out):
+    is_begun = records.check_run(config.out, stage="proxy", config=config)
+    if is_begun and training.closed(config.out):
         return config.out
     corpus = domains.load_corpus(config.corpus, targets=_held_out(target))
-    options = _doge_options(config, corpus, target)
+    # A resumed run keeps the weights it began with, whatever became of the file.
+    recorded = records.read_config(config.out).get("initial") if is_begun else None
+    initial = recorded or _initial(config, corpus)
+    options = _doge_options(config, corpus, target, initial)
     model = training.fresh_model(config.model, config.training, corpus)
     _check_options(model, options)
-    records.open_run(config.out, stage="proxy", config=config, corpus=corpus.describe())
+    records.open_run(
+        config.out, stage="proxy", config=config, corpus=corpus.describe(), initial=initial
+    )
     task = Task(
         out=config.out,
         model=model,
         trainer=partial(ProxyTrainer, mode=config.mode, **options),
         batches=partial(_batches, config, corpus),
         measure=partial(_measure, config, corpus),
-        first_line=_first_line(corpus),
+        first_line=_first_line(corpus, initial),
         held_out=corpus.validation,
         log_every=config.log_every,
     )
     trainer = training.train(task, config.training)
     assert isinstance(trainer, ProxyTrainer)
-    records.write_weights(config.out, _weights_record(config, corpus, target, trainer))
+    record = _weights_record(config, corpus, target, initial, trainer)
+    records.write_weights(config.out, record)
     training.finish(config.out, trainer, corpus.tokenizer)
     return config.out
 
@@ -82,6 +91,12 @@ def _check(config: ProxyConfig) -> None:
     if not 0 <= config.average_from < 1:
         raise ValueError(
             f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
+        )
+    parse_split(config.split)
+    if config.init_weights is None and (config.split or config.added_share != "uniform"):
+        name = "split" if config.split else "added_share"
+        raise ValueError(
+            f"{name} says what becomes of the weights of a file; name it with init_weights."
         )
 
 
@@ -121,11 +136,60 @@ def _parse_weight(weight: str, item: str) -> float:
     return value
 
 
+def parse_split(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """{old: (new, ...)} of the OLD=NEW,NEW that `split` holds.
+
+    Raises:
+        ValueError: an item is not such, or splits a domain twice.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        name, _, parts = item.partition("=")
+        into = tuple(part for part in parts.split(",") if part)
+        if not name or not into or name in found:
+            raise ValueError(
+                f"split must be OLD=NEW,NEW, each old domain once; got {' '.join(items)}."
+            )
+        found[name] = into
+    return found
+
+
+def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
+    """The weights that the run begins with and where they come from, as the records hold it."""
+    if config.init_weights is None:
+        return None
+    start = weights.warm_start(
+        records.read_weights(config.init_weights),
+        {name: corpus.train_tokens[name] for name in corpus.names},
+        split=parse_split(config.split),
+        added_share=config.added_share,
+    )
+    if start.zeros:
+        remains = "" if config.smoothing else ", and a step, which multiplies weights, leaves it"
+        _log.warning(
+            "%s: the weight at the start is zero for %s%s. A floor (doge-fast weights constrain "
+            "--floor) or smoothing lifts it.",
+            config.init_weights,
+            listed(start.zeros),
+            remains,
+        )
+    return {
+        "source": str(config.init_weights),
+        "weights": dict(start.weights),
+        "kept": list(start.kept),
+        "added": dict(start.added),
+        "dropped": dict(start.dropped),
+        "split": {name: dict(parts) for name, parts in start.split.items()},
+    }
+
+
 def _held_out(target: Target) -> tuple[str, ...]:
     return () if isinstance(target, str) else tuple(target)
 
 
-def _doge_options(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[str, Any]:
+def _doge_options(
+    config: ProxyConfig, corpus: Corpus, target: Target, initial: Json | None
+) -> dict[str, Any]:
     return {
         "domains": corpus.names,
         "target": target,
@@ -134,6 +198,7 @@ def _doge_options(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[s
         "domain_max_grad_norm": config.domain_max_grad_norm,
         "smoothing": config.smoothing,
         "selection": None if config.selection is None else _read_selection(config.selection),
+        "initial": None if initial is None else initial["weights"],
     }
 
 
@@ -162,10 +227,11 @@ def _batches(config: ProxyConfig, corpus: Corpus, start_step: int) -> ProxyBatch
     )
 
 
-def _first_line(corpus: Corpus) -> dict[str, Any]:
-    """Before the first step the weights are uniform, and so is their average."""
-    weights = baselines.uniform(dict.fromkeys(corpus.names, 1))
-    return {"alpha": weights, "alpha_mean": weights}
+def _first_line(corpus: Corpus, initial: Json | None) -> dict[str, Any]:
+    """Before the first step the weights are those of the start, and so is their average."""
+    uniform = baselines.uniform(dict.fromkeys(corpus.names, 1))
+    start = uniform if initial is None else initial["weights"]
+    return {"alpha": start, "alpha_mean": start}
 
 
 def _measure(
@@ -193,21 +259,26 @@ def _measure(
 
 
 def _weights_record(
-    config: ProxyConfig, corpus: Corpus, target: Target, trainer: ProxyTrainer
+    config: ProxyConfig,
+    corpus: Corpus,
+    target: Target,
+    initial: Json | None,
+    trainer: ProxyTrainer,
 ) -> dict[str, Any]:
     average, last = _average(config, trainer), trainer.doge.alpha.tolist()
-    prior = baselines.natural(corpus.train_tokens)
+    # Of what is trained on: targets have tokens too, and no share.
+    prior = baselines.natural({name: corpus.train_tokens[name] for name in corpus.names})
     entries = [
         {
             "name": name,
             "weight": average[name],
             "weight_last": last[j],
             "prior": prior[name],
-            "tokens": corpus.train_tokens[name],
+            **corpus.sizes(name),
         }
         for j, name in enumerate(corpus.names)
     ]
-    return {
+    record = {
         "method": "doge",
         "score": config.score,
         "target": target,
@@ -221,6 +292,7 @@ def _weights_record(
         "drift": records.drift(config.out, average, config.training.steps),
         "versions": records.versions(),
     }
+    return record if initial is None else record | {"initial": initial}
 
 
 def _average(config: ProxyConfig, trainer: ProxyTrainer) -> dict[str, float]:

@@ -25,6 +25,8 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, Literal, get_args
 
+from doge_fast.pipeline.weights_fields import SUM_TOLERANCE, check_fields, is_weight
+
 SCHEMA_VERSION = 1
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -36,16 +38,13 @@ FEWSHOT = "fewshot.json"
 Stage = Literal["proxy", "base", "doremi", "select"]
 Json = dict[str, Any]
 
-# Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
-_SUM_TOLERANCE = 1e-5
-
 # The running average has converged where its last fifth changed it little.
 DRIFT_FROM = 0.8
 
 # What is asked of a select run's scores, once they are there.
 _READ_OFF = ("strategies", "reading")
-# Where a run lies and where its blocks are cached does not change what it computes.
-_NOT_COMPARED = ("out", "corpus.cache_dir", *_READ_OFF)
+# Where a run lies, where its blocks are cached and who is told do not change what it computes.
+_NOT_COMPARED = ("out", "corpus.cache_dir", "training.report_to", *_READ_OFF)
 
 _REPORTED_PACKAGES = (
     "doge-fast",
@@ -150,7 +149,8 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> bool:
     """Whether `out` already holds this very run, so that it can be resumed.
 
     Writes nothing, so it can be asked before the corpus is packed. Where `out` lies and
-    where blocks are cached is not compared.
+    where blocks are cached is not compared; a setting that did not exist when the run was made
+    counts as its default.
 
     Args:
         out: the run directory; need not exist.
@@ -171,11 +171,36 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> bool:
             f"{out} holds a {recorded['stage']} run; this is the {stage} stage. "
             "Name another directory."
         )
-    _check_same("configuration", out, recorded["config"], plain(config), _NOT_COMPARED)
+    before = _with_defaults(recorded["config"], config)
+    _check_same("configuration", out, before, plain(config), _NOT_COMPARED)
     return True
 
 
-def open_run(out: Path, *, stage: Stage, config: Any, corpus: Mapping[str, Any]) -> bool:
+def _with_defaults(recorded: Json, config: Any) -> Json:
+    """What was recorded; a setting that it lacks came later, and counts as its default.
+
+    Otherwise no run could be resumed or found complete once the stage has a new setting.
+    """
+    if not dataclasses.is_dataclass(config):
+        return recorded
+    filled = dict(recorded)
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and isinstance(filled.get(name), dict):
+            filled[name] = _with_defaults(filled[name], value)
+        elif name not in filled and field.default is not dataclasses.MISSING:
+            filled[name] = plain(field.default)
+    return filled
+
+
+def open_run(
+    out: Path,
+    *,
+    stage: Stage,
+    config: Any,
+    corpus: Mapping[str, Any],
+    initial: Mapping[str, Any] | None = None,
+) -> bool:
     """Make `out` the directory of this run, or find that it already is.
 
     Args:
@@ -185,6 +210,8 @@ def open_run(out: Path, *, stage: Stage, config: Any, corpus: Mapping[str, Any])
         corpus: {"domains": {name: {"train_tokens", "train_blocks", "validation_blocks",
             "documents"}}, "targets": likewise, "tokenizer_sha256", "block_size",
             "vocab_size"}.
+        initial: where the run begins with what was read elsewhere: recorded once, so that
+            resuming it asks nothing of what became of that place.
 
     Returns:
         True where the directory held this very run already: resume it.
@@ -204,6 +231,8 @@ def open_run(out: Path, *, stage: Stage, config: Any, corpus: Mapping[str, Any])
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+    if initial is not None:
+        record["initial"] = initial
     write_json(out / CONFIG, record)
     return False
 
@@ -399,12 +428,14 @@ def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
         domains: where given, exactly these domains must have a weight, in any order.
 
     Returns:
-        The record; its "domains" are put in the order of `domains` where that is given.
+        The record, with all its fields, known or not; its "domains" are put in the order of
+        `domains` where that is given.
 
     Raises:
         ValueError: the file is absent or not JSON; its schema is unknown; a domain has no
             name, occurs twice or has a weight that is not a finite number >= 0; the weights
-            do not sum to 1 (within 1e-5); the domains are not `domains`.
+            do not sum to 1 (within 1e-5); another known field is not what it should be (see
+            `weights_fields`; null is not known); the domains are not `domains`.
     """
     file = path / WEIGHTS if path.is_dir() else path
     record = read_json(file)
@@ -437,27 +468,21 @@ def _check_weights(record: Json, path: Path) -> None:
     for entry in entries:
         _check_weight(entry, path)
     total = math.fsum(entry["weight"] for entry in entries)
-    if abs(total - 1) > _SUM_TOLERANCE:
+    if abs(total - 1) > SUM_TOLERANCE:
         raise ValueError(
             f"{path}: domain weights must sum to 1; these sum to {total:.6g}. "
             "Divide each by the sum."
         )
+    check_fields(record, str(path))
 
 
 def _check_weight(entry: Mapping[str, Any], path: Path) -> None:
     weight = entry.get("weight")
-    if not _is_weight(weight):
+    if not is_weight(weight):
         raise ValueError(
             f"{path}: a domain weight must be a finite number >= 0; that of {entry['name']} is "
             f"{weight}. The run that wrote it has diverged, or the file was edited."
         )
-
-
-def _is_weight(value: Any) -> bool:
-    """A finite number >= 0; JSON's true and false are Python's numbers and not ours."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value >= 0
 
 
 def _check_domains(found: Iterable[str], domains: Sequence[str], path: Path) -> None:

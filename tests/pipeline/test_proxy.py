@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights, parse_target
+from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights, parse_split, parse_target
 
 NAMES = ["code", "prose", "table", "verse"]
 Make = Callable[..., ProxyConfig]
@@ -50,6 +50,12 @@ def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
     # Three times as many documents of prose.
     prior = {entry["name"]: entry["prior"] for entry in record["domains"]}
     assert max(prior, key=prior.__getitem__) == "prose"
+    corpus = records.read_config(config.out)["corpus"]["domains"]
+    for entry in record["domains"]:
+        there = corpus[entry["name"]]
+        assert (entry["tokens"], entry["documents"]) == (there["train_tokens"], there["documents"])
+        assert entry["mean_doc_tokens"] == there["train_tokens"] / there["documents"]
+    assert "initial" not in record
     assert record["target"] == "universal"
     assert (record["steps"], record["seed"], record["block_size"]) == (8, 0, 16)
     model = AutoModelForCausalLM.from_pretrained(config.out / "model")
@@ -131,6 +137,8 @@ def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
     learn_weights(config)
     record = records.read_weights(config.out, domains=["code", "prose", "table"])
     assert record["target"] == {"verse": 1.0}
+    # A target has tokens, and no share of the training.
+    assert sum(entry["prior"] for entry in record["domains"]) == pytest.approx(1, rel=1e-12)
     line = records.read_metrics(config.out, kind="train")[-1]
     assert line["rows"] == ["code", "prose", "table", "verse"]
     assert set(line["alpha"]) == {"code", "prose", "table"}
@@ -163,6 +171,13 @@ def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make) -> None:
 
     assert blocks(config.out) < blocks(whole.out)
 
+    def document_lengths(run: Path) -> dict[str, float]:
+        entries = records.read_weights(run)["domains"]
+        return {entry["name"]: entry["mean_doc_tokens"] for entry in entries}
+
+    # What is held out came from the same documents.
+    assert document_lengths(config.out) == document_lengths(whole.out)
+
 
 def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -> None:
     selection = tmp_path / "selection.json"
@@ -172,6 +187,91 @@ def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -
     learn_weights(all_of_them)
     gains = [records.read_metrics(c.out, kind="train")[1]["gain"] for c in (some, all_of_them)]
     assert all(0 < gains[0][name] < gains[1][name] for name in NAMES)
+
+
+def write_start(path: Path, weights: dict[str, float]) -> Path:
+    entries = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    records.write_weights(path, {"method": "doge", "domains": entries})
+    return path
+
+
+def test_a_warm_start_carries_weights_by_name(proxy: Make, tmp_path: Path) -> None:
+    """speech is gone, prose was split, code and table are kept, nothing is new."""
+    start = {"speech": 0.2, "table": 0.1, "old": 0.4, "code": 0.3}
+    file = write_start(tmp_path / "start.json", start)
+    config = proxy(init_weights=file, split=("old=prose,verse",), mu=1e6)
+    learn_weights(config)
+    corpus = records.read_config(config.out)["corpus"]["domains"]
+    tokens = {name: corpus[name]["train_tokens"] for name in NAMES}
+    parts = tokens["prose"] + tokens["verse"]
+    expected = {
+        "code": 0.3 / 0.8,
+        "prose": 0.5 * tokens["prose"] / parts,
+        "table": 0.1 / 0.8,
+        "verse": 0.5 * tokens["verse"] / parts,
+    }
+    lines = records.read_metrics(config.out, kind="train")
+    assert lines[0]["alpha"] == lines[0]["alpha_mean"] == pytest.approx(expected, rel=1e-12)
+    record = records.read_weights(config.out)
+    # Weights that hardly move stay where they began, to 8 steps of lr W / mu.
+    assert records.weights_by_name(record) == pytest.approx(expected, rel=1e-5)
+    assert records.weights_by_name(record) != expected
+    initial = record["initial"]
+    assert initial == records.read_config(config.out)["initial"]
+    assert initial["source"] == str(file)
+    assert initial["weights"] == pytest.approx(expected, rel=1e-12)
+    assert (initial["kept"], initial["dropped"]) == (["code", "table"], {"speech": 0.2})
+    assert records.read_config(config.out)["config"]["split"] == ["old=prose,verse"]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "stacked"])
+def test_a_start_at_zero_stays_there_and_says_so(
+    proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    start = dict(zip(NAMES, (0.5, 0.5, 0.0, 0.0), strict=True))
+    config = proxy(init_weights=write_start(tmp_path / "start.json", start), mode=mode)
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        learn_weights(config)
+    assert (
+        "is zero for table and verse, and a step, which multiplies weights, leaves" in caplog.text
+    )
+    for line in records.read_metrics(config.out, kind="train"):
+        assert line["alpha"]["table"] == line["alpha_mean"]["verse"] == 0
+        assert math.isclose(sum(line["alpha"].values()), 1, rel_tol=1e-12)
+    moved = records.weights_by_name(records.read_weights(config.out))
+    assert moved["code"] != 0.5
+    # They are measured all the same, for a later start that lifts them.
+    assert all(records.read_metrics(config.out, kind="train")[-1]["gain"].values())
+
+
+def test_smoothing_lifts_a_zero(
+    proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = dict(zip(NAMES, (0.5, 0.5, 0.0, 0.0), strict=True))
+    file = write_start(tmp_path / "start.json", start)
+    config = proxy(init_weights=file, smoothing=0.1, steps=2)
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        learn_weights(config)
+    assert "is zero for table and verse. A floor" in caplog.text
+    line = records.read_metrics(config.out, kind="train")[1]
+    assert line["alpha"]["table"] >= 0.1 / 4
+
+
+def test_a_killed_warm_start_resumes_whatever_became_of_the_file(
+    proxy: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_start(tmp_path / "start.json", dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True)))
+    whole, cut = (proxy(out, init_weights=file, save_every=3) for out in ("whole", "cut"))
+    learn_weights(whole)
+    # Before the first checkpoint, and after it.
+    for count in (2, 6):
+        with monkeypatch.context() as patch:
+            kill_at(patch, "training_step", count)
+            with pytest.raises(Killed):
+                learn_weights(cut)
+        file.unlink(missing_ok=True)
+    learn_weights(cut)
+    assert_same_run(cut.out, whole.out)
 
 
 class Killed(BaseException):
@@ -280,6 +380,10 @@ def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureF
         ({"num_heads": 5}, "multiple of the number of heads; got 32 and 5"),
         ({"selection": Path("no-such.json")}, "selection must be a JSON file; no-such.json is not"),
         ({"domains": ("code", "poetry")}, "poetry"),
+        ({"split": ("a=b",)}, "split says what becomes of the weights of a file; name it with"),
+        ({"added_share": "0.1"}, "added_share says what becomes"),
+        ({"split": ("a",), "init_weights": Path("x.json")}, "split must be OLD=NEW,NEW"),
+        ({"init_weights": Path("no-such.json")}, "no-such.json does not exist"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -313,3 +417,11 @@ def test_targets_read_as_they_are_written() -> None:
     assert parse_target(("universal",)) == "universal"
     assert parse_target(("mix",)) == {"mix": 1.0}
     assert parse_target(("ca", "nl=0.3")) == {"ca": 1.0, "nl": 0.3}
+
+
+def test_splits_read_as_they_are_written() -> None:
+    assert parse_split(()) == {}
+    assert parse_split(("old=a,b", "web=web,blogs")) == {"old": ("a", "b"), "web": ("web", "blogs")}
+    for items in (("old",), ("=a,b",), ("old=",), ("old=a", "old=b")):
+        with pytest.raises(ValueError, match="split must be OLD=NEW,NEW, each old domain once"):
+            parse_split(items)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from doge_fast.pipeline import records
+from doge_fast.pipeline import records, weights_fields
 from doge_fast.pipeline.config import CorpusConfig, ProxyConfig, TrainingConfig
 
 CORPUS = {
@@ -95,6 +96,30 @@ def test_another_configuration_is_refused_and_named(tmp_path):
     ):
         records.open_run(config.out, stage="proxy", config=other, corpus=CORPUS)
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
+    config = proxy_config(tmp_path)
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    record = records.read_config(config.out)
+    del record["config"]["mu"], record["config"]["training"]["dtype"]
+    records.write_json(tmp_path / "config.json", record)
+    assert records.check_run(config.out, stage="proxy", config=config)
+    for other in (
+        replace(config, mu=0.5),
+        replace(config, training=replace(config.training, dtype="bfloat16")),
+    ):
+        with pytest.raises(ValueError, match="holds another run"):
+            records.check_run(config.out, stage="proxy", config=other)
+
+
+def test_what_a_run_begins_with_is_recorded_once(tmp_path):
+    config = proxy_config(tmp_path / "run")
+    initial = {"source": "x", "weights": {"a": 0.25, "b": 0.75}}
+    asked = {"stage": "proxy", "config": config, "corpus": CORPUS}
+    assert not records.open_run(config.out, **asked, initial=initial)
+    assert records.open_run(config.out, **asked, initial={"source": "y"})
+    assert records.read_config(config.out)["initial"] == initial
 
 
 def test_another_corpus_is_refused_and_named(tmp_path):
@@ -321,6 +346,148 @@ def test_weights_off_the_simplex_are_neither_read_nor_written(tmp_path, changes,
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=message):
         records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
+
+
+DOMAIN_FIELDS: dict[str, object] = {
+    "weight_last": 0.3,
+    "weight_std": 0.01,
+    "prior": 0.6,
+    "tokens": 3000,
+    "documents": 12,
+    "mean_doc_tokens": 250.0,
+    "reference_weight": 0.5,
+}
+RECORD_FIELDS: dict[str, object] = {
+    "method": "doge",
+    "score": "paper",
+    "target": {"ca": 1.0, "nl": 0.5},
+    "source": "runs/proxy",
+    "model": "tiny",
+    "parameters": 1000,
+    "tokenizer_sha256": "ab" * 32,
+    "block_size": 128,
+    "batch_size": 28,
+    "steps": 300,
+    "tokens": 1e9,
+    "seed": -1,
+    "average_from": 0.5,
+    "drift": 0.0,
+    "variant": "doremi",
+    "step_size": 1.0,
+    "smoothing": 0.0,
+    "reference": {},
+    "initial": {"source": "x"},
+    "average": {"count": 2},
+    "constraints": {},
+    "versions": {"torch": "2"},
+}
+BAD: dict[str, object] = {
+    "weight_last": 1.5,
+    "weight_std": -0.1,
+    "prior": "0.5",
+    "tokens": 1.5,
+    "documents": -1,
+    "mean_doc_tokens": 0,
+    "reference_weight": math.nan,
+    "method": "",
+    "score": 1,
+    "target": "everything",
+    "source": [],
+    "model": {},
+    "parameters": "many",
+    "tokenizer_sha256": 7,
+    "block_size": 0,
+    "batch_size": 0.5,
+    "steps": -3,
+    "seed": 0.5,
+    "average_from": 2,
+    "drift": -1,
+    "variant": 0,
+    "step_size": 0,
+    "smoothing": math.inf,
+    "reference": "runs/base",
+    "initial": 1,
+    "average": [],
+    "constraints": "none",
+    "versions": [],
+}
+
+
+def weights_with(entry: dict[str, object], **changes: object) -> dict[str, object]:
+    entries = [{"name": "a", "weight": 0.25} | entry, {"name": "b", "weight": 0.75}]
+    return weights(domains=entries, **changes)
+
+
+def test_every_field_is_read_back_and_unknown_ones_are_kept(tmp_path):
+    assert set(DOMAIN_FIELDS) == set(weights_fields.DOMAIN_FIELDS)
+    assert set(RECORD_FIELDS) == set(weights_fields.RECORD_FIELDS)
+    record = weights_with(DOMAIN_FIELDS | {"colour": "blue"}, **RECORD_FIELDS, mood=[1, None])
+    records.write_weights(tmp_path, record)
+    assert records.read_weights(tmp_path) == record
+    # Null is not known.
+    unknown = weights_with(dict.fromkeys(DOMAIN_FIELDS), **dict.fromkeys(RECORD_FIELDS))
+    records.write_weights(tmp_path, unknown)
+    assert records.read_weights(tmp_path) == unknown
+
+
+@pytest.mark.parametrize("field", [*DOMAIN_FIELDS, *RECORD_FIELDS])
+@pytest.mark.parametrize("value", ["bad", True], ids=["wrong", "true"])
+def test_a_field_that_is_not_what_it_should_be_is_named(tmp_path, field, value):
+    bad = BAD[field] if value == "bad" else value
+    is_of_domain = field in DOMAIN_FIELDS
+    rules = weights_fields.DOMAIN_FIELDS if is_of_domain else weights_fields.RECORD_FIELDS
+    words = re.escape(rules[field].words)
+    of_whom = " of a" if is_of_domain else ""
+    record = weights_with({field: bad}) if is_of_domain else weights_with({}, **{field: bad})
+    message = rf"w.json: {field}{of_whom} must be {words}; it is .*leave the field out"
+    with pytest.raises(ValueError, match=message):
+        records.write_weights(tmp_path / "w.json", record)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=message):
+        records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
+
+
+def schedule(*phases: tuple[object, object]) -> list[dict[str, object]]:
+    return [{"first_step": first, "weights": each} for first, each in phases]
+
+
+HALVES = {"a": 0.5, "b": 0.5}
+
+
+@pytest.mark.parametrize("field", ["stages", "phases"])
+def test_a_schedule_of_weights_is_read_back(tmp_path, field):
+    record = weights(**{field: schedule((0, HALVES), (10, {"b": 1.0, "a": 0.0}))})
+    records.write_weights(tmp_path, record)
+    assert records.read_weights(tmp_path)[field] == record[field]
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([], "phases must be a list of .* it is \\[\\]"),
+        ("later", "phases must be a list"),
+        ([1], "begin at step 0 .* first_step are \\[None\\]"),
+        (schedule((5, HALVES)), "begin at step 0 .* first_step are \\[5\\]"),
+        (schedule((0, HALVES), (0, HALVES)), "later and later steps; .* \\[0, 0\\]"),
+        (schedule((0, {"a": 1.0})), "from step 0: weights must be those of exactly a, b"),
+        (schedule((0, HALVES), (7, None)), "from step 7: weights must be those of exactly a, b"),
+        (schedule((0, {"a": 0.5, "b": 0.4})), "numbers >= 0 that sum to 1; they are"),
+        (schedule((0, {"a": 1.5, "b": -0.5})), "numbers >= 0 that sum to 1; they are"),
+    ],
+)
+def test_a_schedule_that_cannot_be_followed_is_refused(tmp_path, phases, message):
+    with pytest.raises(ValueError, match=message):
+        records.write_weights(tmp_path, weights(phases=phases))
+
+
+def test_the_page_on_weights_names_every_field():
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
+    known = (
+        *("schema_version", "domains", "name", "weight"),
+        *(*weights_fields.DOMAIN_FIELDS, *weights_fields.RECORD_FIELDS, *weights_fields.SCHEDULES),
+    )
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", page, re.M))
+    assert [field for field in known if field not in rows] == []
 
 
 def test_weights_of_other_domains_are_refused(tmp_path):

@@ -1,0 +1,498 @@
+"""Weights as a product: what each verb says is what the numbers are, and nothing is lost."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from doge_fast import cli
+from doge_fast.pipeline import records, weights
+
+NAMES = ("code", "prose", "verse")
+WEIGHTS = (0.5, 0.3, 0.2)
+TOKENS = {"code": 6_000_000, "prose": 3_000_000, "verse": 1_000_000}
+
+
+def record(
+    values: tuple[float, ...] = WEIGHTS,
+    names: tuple[str, ...] = NAMES,
+    tokens: Mapping[str, int] | None = TOKENS,
+    **changes: Any,
+) -> dict[str, Any]:
+    entries: list[dict[str, Any]] = []
+    for name, value in zip(names, values, strict=True):
+        entry: dict[str, Any] = {"name": name, "weight": value, "weight_last": value}
+        if tokens is not None:
+            entry["tokens"] = tokens[name]
+            entry["prior"] = tokens[name] / sum(tokens.values())
+        entries.append(entry)
+    whole = {"method": "doge", "target": "universal", "steps": 300, "seed": 0}
+    return {"schema_version": 1, **whole, "domains": entries} | changes
+
+
+def write(path: Path, content: dict[str, Any] | None = None) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records.write_weights(path, record() if content is None else content)
+    return str(path)
+
+
+def by_name(content: Mapping[str, Any]) -> dict[str, float]:
+    return records.weights_by_name(content)
+
+
+# What weights mean.
+
+
+def test_ratio_epochs_and_effective_domains() -> None:
+    mixture = weights.describe(record(), budget_tokens=2e7)
+    code, prose, verse = mixture.domains
+    assert code.ratio == pytest.approx(0.5 / 0.6)
+    assert [each.epochs for each in (code, prose, verse)] == pytest.approx([10 / 6, 2, 4])
+    entropy = -sum(value * math.log(value) for value in WEIGHTS)
+    assert mixture.effective_domains == pytest.approx(math.exp(entropy))
+    assert weights.describe(record()).domains[0].epochs is None
+
+
+def test_tokens_that_there_really_are_decide_epochs_and_given_for_all_the_priors() -> None:
+    one = weights.describe(record(), budget_tokens=1e7, tokens={"verse": 2e6})
+    assert one.domains[2].epochs == pytest.approx(1.0)
+    assert one.domains[2].prior == pytest.approx(0.1)
+    every = weights.describe(record(), tokens=dict.fromkeys(NAMES, 5e9))
+    assert [share.prior for share in every.domains] == pytest.approx([1 / 3] * 3)
+
+
+def test_what_a_file_does_not_say_is_none() -> None:
+    mixture = weights.describe(record(tokens=None), budget_tokens=1e9)
+    assert [(s.prior, s.ratio, s.tokens, s.epochs) for s in mixture.domains] == [(None,) * 4] * 3
+    tokens = dict.fromkeys(NAMES, 0) | {"code": 10}
+    empty = weights.describe(record((0.5, 0.5, 0.0), tokens=tokens), budget_tokens=20)
+    assert [share.epochs for share in empty.domains] == [1.0, math.inf, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget_tokens": 0}, "budget_tokens must be .* greater than zero; got 0"),
+        ({"budget_tokens": math.nan}, "got nan"),
+        ({"tokens": {"poetry": 1.0}}, "domains of the weights, .* poetry is not among them"),
+        ({"tokens": {"code": 0.0}}, "tokens of a domain must be a number >= 1; code has 0"),
+    ],
+)
+def test_describe_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        weights.describe(record(), **options)
+
+
+# Differences.
+
+
+def test_a_difference_is_by_name_and_sums_up() -> None:
+    after = record((0.1, 0.4, 0.5), ("verse", "code", "table"), None, seed=1, target={"ca": 1.0})
+    found = weights.compare(record(), after)
+    assert found.change == pytest.approx({"code": -0.1, "prose": -0.3, "verse": -0.1, "table": 0.5})
+    assert found.total_variation == pytest.approx(0.5)
+    assert found.mean_absolute == pytest.approx(0.25)
+    assert (found.added, found.dropped) == (("table",), ("prose",))
+    assert found.ratio["code"] == pytest.approx(0.8)
+    assert found.ratio["table"] is None
+    assert found.settings == {"target": ("universal", {"ca": 1.0}), "seed": (0, 1)}
+    again = weights.compare(record(), record())
+    assert again.total_variation == 0
+    assert again.settings == {}
+
+
+# Averages.
+
+
+def seeds(*values: tuple[float, ...], **changes: Any) -> dict[str, dict[str, Any]]:
+    return {
+        f"seed-{seed}": record(each, seed=seed, drift=seed / 10, **changes)
+        for seed, each in enumerate(values)
+    }
+
+
+def test_an_average_has_the_mean_and_the_spread_of_its_files() -> None:
+    values = [(0.5, 0.3, 0.2), (0.4, 0.4, 0.2), (0.6, 0.2, 0.2)]
+    mixtures = seeds(*values, colour="blue")
+    # In another order: matched by name.
+    mixtures["seed-1"]["domains"].reverse()
+    found = weights.average(mixtures)
+    assert by_name(found) == pytest.approx(dict(zip(NAMES, np.mean(values, 0), strict=True)))
+    deviations = [entry["weight_std"] for entry in found["domains"]]
+    assert deviations == pytest.approx(np.std(values, 0, ddof=1).tolist(), abs=1e-15)
+    errors = weights.standard_errors(found)
+    assert errors["code"] == pytest.approx(0.1 / math.sqrt(3))
+    assert found["domains"][0]["weight_last"] == pytest.approx(0.5)
+    assert found["domains"][0]["tokens"] == TOKENS["code"]
+    assert (found["colour"], found["target"]) == ("blue", "universal")
+    # What differs is said once for each, not of all.
+    assert "seed" not in found
+    assert "drift" not in found
+    assert found["average"]["count"] == 3
+    assert [each["seed"] for each in found["average"]["of"]] == [0, 1, 2]
+    assert found["average"]["of"][1]["weights"] == {"verse": 0.2, "prose": 0.4, "code": 0.4}
+    assert weights.standard_errors(record()) == {}
+
+
+def test_an_average_is_of_the_same_thing() -> None:
+    with pytest.raises(ValueError, match="needs two weight files or more; got 1"):
+        weights.average(seeds(WEIGHTS))
+    other = record(names=("code", "prose", "table"), tokens=None)
+    with pytest.raises(ValueError, match=r"b has no verse and table besides, compared with a"):
+        weights.average({"a": record(), "b": other})
+    targets = {"a": record(), "b": record(target={"ca": 1.0})}
+    with pytest.raises(ValueError, match=r"one target; it is 'universal' in a and \{'ca': 1.0\}"):
+        weights.average(targets)
+    assert "target" not in weights.average(targets, different=["target"])
+    tokenizers = {"a": record(tokenizer_sha256="aa"), "b": record(tokenizer_sha256="bb")}
+    with pytest.raises(ValueError, match=r"one tokenizer_sha256; .* different=tokenizer_sha256"):
+        weights.average(tokenizers)
+    # One that does not say is not another.
+    weights.average({"a": record(tokenizer_sha256="aa"), "b": record()})
+
+
+# Bounds.
+
+
+def test_bounds_hold_and_free_domains_keep_their_ratios() -> None:
+    found = weights.constrain(record(), floor={"verse": 0.3}, source="w.json")
+    moved = by_name(found.record)
+    assert moved == pytest.approx({"code": 0.7 * 5 / 8, "prose": 0.7 * 3 / 8, "verse": 0.3})
+    assert moved["verse"] == 0.3
+    assert found.bound == {"verse": "floor"}
+    expected = sum(
+        moved[name] * math.log(moved[name] / old) for name, old in by_name(record()).items()
+    )
+    assert found.kl == pytest.approx(expected)
+    assert found.total_variation == pytest.approx(0.1)
+    about = found.record["constraints"]
+    assert about["source"] == "w.json"
+    assert (about["floor"], about["cap"], about["max_epochs"]) == ({"verse": 0.3}, {}, {})
+    assert about["weights"] == by_name(record())
+    assert found.record["domains"][0]["weight_last"] == 0.5
+
+
+def test_epochs_become_caps_by_the_tokens_there_are() -> None:
+    # verse: 3 epochs of 1 M in 20 M are 0.15; code at most 0.9.
+    found = weights.constrain(record(), max_epochs=3, budget_tokens=2e7)
+    assert found.bound == {"verse": "max_epochs"}
+    assert by_name(found.record)["verse"] == 0.15
+    assert found.record["constraints"]["budget_tokens"] == 2e7
+    one = weights.constrain(record(), max_epochs={"code": 1}, budget_tokens=2e7)
+    assert by_name(one.record)["code"] == pytest.approx(0.3)
+    more = weights.constrain(record(), max_epochs=3, budget_tokens=2e7, tokens={"verse": 1e9})
+    assert more.bound == {}
+    assert more.total_variation == 0
+    both = weights.constrain(record(), max_epochs=3, cap={"verse": 0.1}, budget_tokens=2e7)
+    assert both.bound == {"verse": "cap"}
+
+
+def test_what_was_true_of_other_weights_is_left_out() -> None:
+    averaged = weights.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
+    averaged["phases"] = [{"first_step": 0, "weights": by_name(averaged)}]
+    found = weights.constrain(averaged, cap=0.4).record
+    assert "phases" not in found
+    assert all("weight_std" not in entry for entry in found["domains"])
+    assert found["average"]["count"] == 2
+
+
+def test_a_zero_is_lifted_by_a_floor_alone() -> None:
+    content = record((0.5, 0.5, 0.0))
+    found = weights.constrain(content, floor=0.1)
+    assert by_name(found.record) == pytest.approx({"code": 0.45, "prose": 0.45, "verse": 0.1})
+    assert found.kl == math.inf
+    with pytest.raises(ValueError, match=r"0.8 of it, 0.2 is missing; verse has weight zero and"):
+        weights.constrain(content, cap=0.4)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"floor": 0.4}, "Floors must leave room .* sum to 1.2, 0.2 too much"),
+        ({"cap": 0.25}, "may take 0.75 of it, 0.25 is missing. Raise caps"),
+        (
+            {"max_epochs": 1, "budget_tokens": 2e7},
+            "may take 0.5 of it, 0.5 is missing. Allow more epochs, a smaller budget",
+        ),
+        ({"floor": {"verse": 0.5}, "cap": 0.4}, "floor of verse, 0.5, is above the cap, 0.4"),
+        (
+            {"floor": 0.2, "max_epochs": 2, "budget_tokens": 2e7},
+            "floor of verse, 0.2, is more than max_epochs allows, 0.1. Lower it, or allow more ep",
+        ),
+        (
+            {"floor": 0.4, "cap": 0.3},
+            r"floor of code, 0.4, is above the cap, 0.3 \(and prose and verse likewise\)",
+        ),
+        ({"floor": {"poetry": 0.1}}, "floor must name domains of the weights, .* poetry is not"),
+        ({"cap": 1.5}, "cap must be between 0 and 1; that of code is 1.5"),
+        ({"floor": {"prose": math.nan}}, "floor must be between 0 and 1; that of prose is nan"),
+        ({"max_epochs": 0, "budget_tokens": 1e7}, "max_epochs must be greater than zero"),
+        ({"max_epochs": 4}, "needs to know how long the training is; pass budget_tokens"),
+        ({"budget_tokens": -1}, "budget_tokens must be"),
+    ],
+)
+def test_constrain_refuses(bounds: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        weights.constrain(record(), **bounds)
+
+
+def test_epochs_need_tokens() -> None:
+    content = record(tokens=None)
+    with pytest.raises(ValueError, match="those of code, prose and verse are not in the file"):
+        weights.constrain(content, max_epochs=4, budget_tokens=1e7)
+    weights.constrain(content, max_epochs=4, budget_tokens=1e7, tokens=TOKENS)
+
+
+# Starts.
+
+
+def test_a_start_of_the_same_domains_is_the_file() -> None:
+    start = weights.warm_start(record(), {"verse": 1, "code": 2, "prose": 3})
+    assert start.weights == pytest.approx({"verse": 0.2, "code": 0.5, "prose": 0.3})
+    assert list(start.weights) == ["verse", "code", "prose"]
+    assert (start.added, start.dropped, start.split) == ({}, {}, {})
+
+
+def test_kept_domains_keep_their_ratios_when_others_come_and_go() -> None:
+    start = weights.warm_start(record(), {"code": 1, "prose": 1, "table": 2})
+    assert start.weights == pytest.approx({"code": 5 / 12, "prose": 3 / 12, "table": 1 / 3})
+    assert start.dropped == {"verse": 0.2}
+    assert start.kept == ("code", "prose")
+    natural = weights.warm_start(
+        record(), {"code": 1, "prose": 1, "table": 2}, added_share="natural"
+    )
+    assert natural.added == {"table": 0.5}
+    assert natural.weights["code"] == pytest.approx(0.5 * 5 / 8)
+    told = weights.warm_start(record(), {"code": 1, "table": 2}, added_share="0.1")
+    assert told.weights == pytest.approx({"code": 0.9, "table": 0.1})
+
+
+def test_parts_share_a_split_domain_by_their_tokens() -> None:
+    tokens = {"code": 1, "novels": 3, "essays": 1, "verse": 5}
+    start = weights.warm_start(record(), tokens, split={"prose": ["novels", "essays"]})
+    assert start.weights == pytest.approx(
+        {"code": 0.5, "novels": 0.225, "essays": 0.075, "verse": 0.2}
+    )
+    assert start.split == {"prose": {"novels": 0.75, "essays": 0.25}}
+    assert start.dropped == {}
+    # A part may go on under the old name.
+    tokens = {"code": 1, "prose": 1, "essays": 1, "verse": 5}
+    start = weights.warm_start(record(), tokens, split={"prose": ["prose", "essays"]})
+    assert start.weights["prose"] == pytest.approx(0.15)
+    assert start.kept == ("code", "verse")
+
+
+def test_a_start_sums_to_one_and_says_its_zeros() -> None:
+    start = weights.warm_start(record((0.7, 0.3, 0.0)), {"code": 1, "verse": 1, "table": 1})
+    assert math.fsum(start.weights.values()) == pytest.approx(1, abs=1e-15)
+    assert start.zeros == ("verse",)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (("table",), {}, "needs domains that the file gives weight to"),
+        (("code",), {"split": {"poetry": ["code"]}}, "domain of the file, .* poetry is not"),
+        (("code",), {"split": {"prose": ["novels"]}}, "of the corpus, .* novels is not among"),
+        (("code", "verse"), {"split": {"prose": ["verse"]}}, "no other weight; verse, named as"),
+        (
+            ("code", "a", "b"),
+            {"split": {"prose": ["a", "b"], "verse": ["b"]}},
+            "no other weight; b, named as a part of verse",
+        ),
+        (("code", "a"), {"split": {"prose": ["a", "a"]}}, "Name every new domain once"),
+        (("code", "a", "b"), {"added_share": 0.5}, "got 0.5 for 2 added domains"),
+        (("code", "a"), {"added_share": "much"}, "got much for 1 added domains"),
+        (("code", "a"), {"added_share": "0"}, "got 0 for 1 added"),
+    ],
+)
+def test_warm_start_refuses(tokens: tuple[str, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        weights.warm_start(record(), dict.fromkeys(tokens, 10), **options)
+
+
+# The command line.
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    assert cli.main(["weights", *map(str, words)]) == code
+    printed = capsys.readouterr()
+    text = printed.err if code else printed.out
+    if not code and "{" not in text:
+        assert max(map(len, text.splitlines())) <= 80, text
+    return text
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The row of a domain."""
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [name]]
+    return row[1:]
+
+
+def test_show_says_what_the_weights_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "w.json")
+    text = said(capsys, "show", file, "--budget-tokens", "3e7")
+    assert text.startswith(f"{file}: doge, target universal, 300 steps, seed 0"[:40])
+    assert cells(text, "verse") == ["0.2000", "0.2000", "0.1000", "2.00", "1", "M", "6.00"]
+    assert "2.80 of 3" in text
+    assert "More than 4 epochs in 30 M tokens" in text
+    assert "is worth less: verse (6.00)." in " ".join(text.split())
+    only = said(capsys, "show", write(tmp_path / "bare.json", record(tokens=None)))
+    assert "prior" not in only
+    assert "epochs" not in only
+
+
+def test_a_run_directory_is_as_good_as_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run" / "weights.json")
+    from_run = said(capsys, "show", tmp_path / "run", "--json")
+    from_file = said(capsys, "show", tmp_path / "run" / "weights.json", "--json")
+    ours, theirs = (json.loads(text)["files"][0] for text in (from_run, from_file))
+    assert ours["source"] == str(tmp_path / "run")
+    assert ours["domains"] == theirs["domains"]
+    assert ours["domains"][0] == {
+        **{"name": "code", "weight": 0.5, "std": None, "last": 0.5, "prior": 0.6},
+        **{"ratio": 0.5 / 0.6, "tokens": 6_000_000, "epochs": None},
+    }
+    assert ours["effective_domains"] == pytest.approx(2.8001, abs=1e-4)
+
+
+def test_several_files_stand_side_by_side_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write(tmp_path / "a.json")
+    other = record((0.6, 0.4), ("verse", "table"), None)
+    second = write(tmp_path / "b.json", other)
+    text = said(capsys, "show", first, second, "--budget-tokens", "1e7", "--sort")
+    rows = [line.split()[0] for line in text.splitlines()]
+    start = rows.index("domain")
+    assert rows[start + 1 : start + 5] == ["verse", "code", "table", "prose"]
+    assert ["verse", "0.2000", "0.6000"] in [line.split() for line in text.splitlines()]
+    assert ["table", "0.4000"] in [line.split() for line in text.splitlines()]
+    assert "Epochs in 10 M tokens:" in text
+
+
+@pytest.mark.parametrize(("num_domains", "num_files"), [(2, 1), (7, 3), (40, 12), (3, 30)])
+def test_no_line_is_wider_than_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_domains: int, num_files: int
+) -> None:
+    names = [f"{'a-very-long-name-of-a-subset/' * (j % 4)}domain-{j}" for j in range(num_domains)]
+    files = []
+    for seed in range(num_files):
+        draw = np.random.default_rng(seed).dirichlet(np.full(num_domains, 0.3))
+        tokens = {name: 10 ** (4 + j % 8) for j, name in enumerate(names)}
+        content = record(tuple(draw.tolist()), tuple(names), tokens, seed=seed)
+        files.append(write(tmp_path / f"{seed}.json", content))
+    # A path is not broken; here they are short.
+    table = ["show", *files, "--budget-tokens", 1e12]
+    assert cli.main(list(map(str, ["weights", *table]))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= 80
+    if num_files == 1:
+        assert cli.main(["weights", "constrain", *files, "--floor", "0.001"]) == 0
+    else:
+        assert cli.main(["weights", "average", *files]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write(tmp_path / "a.json")
+    second = write(tmp_path / "b.json", record((0.1, 0.9), ("verse", "table"), None, steps=500))
+    assert cli.main(["weights", "diff", first, second]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "verse") == ["0.2000", "0.1000", "-0.1000", "0.500"]
+    assert cells(text, "table") == ["0.9000", "+0.9000"]
+    assert "Total variation 0.9000" in text
+    assert "Added: table." in text
+    assert "Dropped: code and prose." in text
+    assert "steps 300 and 500" in text
+    found = json.loads(said(capsys, "diff", first, second, "--json"))
+    assert found["sources"] == [first, second]
+    assert found["total_variation"] == pytest.approx(0.9)
+
+
+def test_average_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [
+        write(tmp_path / f"{name}.json", each)
+        for name, each in seeds(WEIGHTS, (0.4, 0.4, 0.2)).items()
+    ]
+    out = tmp_path / "new" / "mean.json"
+    assert cli.main(["weights", "average", *files, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "code") == ["0.4500", "0.0707", "0.0500", "0.4000", "0.5000"]
+    assert text.endswith(f"weights: {out}\n")
+    assert by_name(records.read_weights(out)) == pytest.approx(
+        {"code": 0.45, "prose": 0.35, "verse": 0.2}
+    )
+    assert cells(said(capsys, "show", out), "code")[:2] == ["0.4500", "0.0707"]
+    dry = said(capsys, "average", *files)
+    assert "Nothing is written without --out" in dry
+    same = write(tmp_path / "again.json", record(steps=7))
+    assert "steps 300 and 7" in said(capsys, "average", files[0], same)
+    assert "Seeds 0 and 0: runs of one seed" in said(capsys, "average", files[0], same)
+
+
+def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = write(tmp_path / "w.json"), tmp_path / "bound.json"
+    words = ["--floor", "0.05", "verse=0.25", "--cap", "0.45", "--max-epochs", "9", "verse=12.5"]
+    words += ["--budget-tokens", "4e7", "--out", out]
+    assert cli.main(["weights", "constrain", file, *map(str, words)]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "code") == ["0.5000", "0.4500", "0.900", "cap", "3.00"]
+    assert cells(text, "verse") == ["0.2000", "0.2500", "1.25", "floor", "10.0"]
+    assert cells(text, "prose") == ["0.3000", "0.3000", "1.00", "4.00"]
+    assert "At the floor: verse.\nAt the cap: code.\nMoved: KL 0.00" in text
+    assert by_name(records.read_weights(out)) == pytest.approx(
+        {"code": 0.45, "prose": 0.3, "verse": 0.25}
+    )
+    free = said(capsys, "constrain", file)
+    assert "No bound holds any domain" in free
+    assert "Nothing is written" in free
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show"], "Name a weights.json"),
+        (["show", "W", "W"], "named once; .*w.json is named twice"),
+        (["show", "W", "--tokens", "code"], "tokens must be NAME=NUMBER, each name once; got code"),
+        (["show", "W", "--tokens", "code=x"], "must be a number, or NAME=NUMBER; got 'code=x'"),
+        (["show", "nowhere.json"], "nowhere.json does not exist"),
+        (["constrain", "W", "--floor", "0.1", "0.2"], "one number for all domains .* got 0.1 0.2"),
+        (["constrain", "W", "--cap", "much"], "cap must be a number, or NAME=NUMBER; got 'much'"),
+        (["constrain", "W", "--cap", "a=1", "a=1"], "each name once; got a=1 a=1"),
+        (["constrain", "W", "--out", "W"], "is what is read here. Name another"),
+        (["average", "W", "V", "--out", "V"], "is what is read here. Name another"),
+        (["constrain", "W", "--out", "RUN"], "is in a run directory. Name another"),
+    ],
+)
+def test_a_refusal_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    places = {"W": write(tmp_path / "w.json"), "V": write(tmp_path / "v.json"), "RUN": str(run)}
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
+    words = [places.get(word, word) for word in words]
+    text = said(capsys, *words, code=cli.EXIT_REFUSED)
+    assert text.count("\n") == 1
+    assert re.search(message, text), text
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
+
+
+@pytest.mark.parametrize("verb", ["show", "diff", "average", "constrain"])
+def test_every_verb_explains_its_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["weights", verb, "--help"])
+    assert end.value.code == 0
+    assert f"usage: doge-fast weights {verb}" in capsys.readouterr().out
