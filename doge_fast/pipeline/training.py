@@ -5,11 +5,12 @@ complete; what stays is `model/`, which `AutoModelForCausalLM` opens. Batch t is
 (seed, t), so a resumed run starts its data at the checkpoint's step and replays nothing.
 """
 
+import copy
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +29,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    TensorBoardCallback,
+    get_available_reporting_integrations,
+)
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -38,6 +44,11 @@ from doge_fast.pipeline.model import build_model
 
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+# The project of a tracker that sorts runs into projects, where its own variable names no other.
+PROJECT = "doge-fast"
+# What to install for a tracker whose name is not that of its package.
+_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
 
@@ -153,7 +164,9 @@ def check_finished(run: Path) -> None:
 
 
 def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
-    """AdamW with linear warm-up and a cosine to `min_learning_rate`; nothing leaves the machine.
+    """AdamW with linear warm-up and a cosine to `min_learning_rate`.
+
+    Nothing leaves the machine unless `report_to` names a tracker that sends it.
 
     Raises:
         ValueError: a setting is out of its range, or the device is absent.
@@ -186,8 +199,11 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
         ignore_data_skip=True,
         remove_unused_columns=False,
         dataloader_pin_memory=device.type == "cuda",
-        # The records are ours; Trainer's own would stop the device at every step.
-        report_to="none",
+        # The records are ours; Trainer's own would stop the device at every step. Trackers are told
+        # what the records are told.
+        report_to=list(config.report_to),
+        run_name=out.name,
+        project=PROJECT,
         logging_strategy="no",
         logging_nan_inf_filter=False,
         eval_strategy="no",
@@ -195,6 +211,8 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     )
     # One process, one device: otherwise Trainer would split the ready-made batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
+    # Trainer adds one by itself where its environment has it.
+    arguments.report_to = list(config.report_to)
     return arguments
 
 
@@ -216,6 +234,21 @@ def _check(config: TrainingConfig) -> None:
             f"warmup_steps must be at least 0 and less than steps; got {config.warmup_steps} of "
             f"{config.steps}."
         )
+    _check_trackers(config.report_to)
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    known = sorted(INTEGRATION_TO_CALLBACK)
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"report_to must name trackers among {', '.join(known)}; got {name!r}."
+            )
+        if name not in get_available_reporting_integrations():  # type: ignore[no-untyped-call]
+            raise ValueError(
+                f"report_to names {name}, which is not installed or not set up: pip install "
+                f"{_PACKAGES.get(name, name)}."
+            )
 
 
 def device_of(name: str) -> torch.device:
@@ -261,6 +294,10 @@ class RecordedTrainer(Trainer):
         self._pending: list[dict[str, Any]] = []
         self._is_saving = False
         self.remove_callback(PrinterCallback)
+        for callback in self.callback_handler.callbacks:
+            # Its own choice lies among the checkpoints, which `finish` removes.
+            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+                callback.logging_dir = str(task.out / TENSORBOARD)
         self.add_callback(_Recorder(self))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -295,7 +332,15 @@ class RecordedTrainer(Trainer):
         for line in self._pending:
             plain = {key: _by_name(value) for key, value in line.items()}
             records.append_metrics(self.task.out, plain)
+            if self.args.report_to:
+                self._tell_trackers(records.plain(plain))
         self._pending.clear()
+
+    def _tell_trackers(self, line: Mapping[str, Any]) -> None:
+        """A line for Trainer's callbacks of the trackers, at its own step."""
+        state = copy.copy(self.state)
+        state.global_step = line["step"]
+        self.callback_handler.on_log(self.args, state, self.control, scalars_of(line))
 
     # Checkpoints. Trainer writes file by file into a folder that it calls complete from the start.
 
@@ -397,6 +442,29 @@ class _Recorder(TrainerCallback):
             self.last_flush = now
             assert self.trainer.step_loss is not None
             self.bar.set_postfix(loss=f"{float(self.trainer.step_loss):.3f}", refresh=False)
+
+
+def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """What of a line of metrics.jsonl a tracker is told: {"alpha/arxiv": 0.3, "lr": 5e-4, ...}.
+
+    Numbers keep their names; numbers by domain are FIELD/DOMAIN. Trainer's trackers put "train/" in
+    front of these, and "eval/" in the place of the "eval_" that lines of held-out losses begin
+    with. Lists, matrices and nulls are left to the file.
+    """
+    prefix = "eval_" if line["kind"] == "eval" else ""
+    flat: dict[str, Any] = {}
+    for field, value in line.items():
+        each = value if isinstance(value, Mapping) else {None: value}
+        flat |= {
+            prefix + (field if name is None else f"{field}/{name}"): number
+            for name, number in each.items()
+        }
+    numbers = {key: _number(value) for key, value in flat.items() if key != prefix + "step"}
+    return {key: value for key, value in numbers.items() if value is not None}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, bool | int | float) else None
 
 
 def _by_name(value: Any) -> Any:

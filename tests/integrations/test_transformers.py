@@ -8,11 +8,19 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch.utils.data import IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
 
 from doge_fast.integrations import transformers as hosts
-from doge_fast.integrations.transformers import DoGETrainer, DomainZip
+from doge_fast.integrations.transformers import DoGETrainer, DomainStream, DomainZip
 from doge_fast.optimizer import DoGEOptimizer
 
 DOMAINS = ["ab", "cd", "ef"]
@@ -29,12 +37,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tiny_model(seed: int = 0) -> GPT2LMHeadModel:
+def tiny_model(seed: int = 0, num_layers: int = 2) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=VOCAB,
         n_positions=LENGTH,
-        n_layer=2,
+        n_layer=num_layers,
         n_head=2,
         n_embd=16,
         resid_pdrop=0.0,
@@ -105,7 +113,7 @@ def trainer_for(out: Path, *, names: list[str] = DOMAINS, **changes: Any) -> DoG
     doge |= {key: changes.pop(key) for key in passed if key in changes}
     rows = changes.pop("rows", names)
     return DoGETrainer(
-        model=tiny_model(),
+        model=tiny_model(num_layers=changes.pop("num_layers", 2)),
         args=arguments(out, **changes),
         train_dataset=Batches(rows, start, micro),
         **doge,
@@ -517,6 +525,13 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
     flat.train_dataset = _Flat()
     with pytest.raises(ValueError, match=r"batches by domain.*got \['input_ids', 'labels'\]"):
         flat.train()
+    by_length = trainer_for(tmp_path, train_sampling_strategy="group_by_length")
+    by_length.train_dataset = {name: [] for name in DOMAINS} | {"ab": [1]}
+    with pytest.raises(ValueError, match="at least one example for every domain"):
+        by_length.train()
+    by_length.train_dataset = {name: [1] for name in DOMAINS}
+    with pytest.raises(ValueError, match="train_sampling_strategy='group_by_length' orders single"):
+        by_length.train()
     with pytest.raises(RuntimeError, match=r"missing \['ef'\]"):
         trainer_for(tmp_path, rows=DOMAINS[:2]).train()
     with pytest.raises(ValueError, match="unknown domain 'zz'"):
@@ -527,9 +542,363 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
     args._n_gpu = 2
     with pytest.raises(RuntimeError, match="one process on one device"):
         DoGETrainer(model=tiny_model(), args=args, domains=DOMAINS)
+    sharded = trainer_for(tmp_path)
+    sharded.is_deepspeed_enabled = True
+    with pytest.raises(RuntimeError, match="DeepSpeed reduces and keeps the gradients itself"):
+        sharded._check_host()
 
 
 class _Flat(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield batch_of(0, ["ab"])["ab"]
+
+
+# Scripts as people have them: one data set, a column that says where each example is from.
+
+
+def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
+    """Examples of all domains, shuffled together."""
+    rows = [
+        {"input_ids": ids, "labels": ids, "domain": name}
+        for domain, (name, count) in enumerate(counts.items())
+        for ids in tokens(0, domain, count).tolist()
+    ]
+    dataset = datasets.Dataset.from_list(rows).shuffle(seed=1)
+    for name, value in columns.items():
+        dataset = dataset.add_column(name, [value] * len(dataset))
+    return dataset
+
+
+class Examples(Dataset[Any]):
+    """A torch dataset that is nobody's but the user's."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def mixed_trainer(out: Path, dataset: Any, **changes: Any) -> DoGETrainer:
+    doge = {key: changes.pop(key) for key in ("target", "domain_column") if key in changes}
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "train_sampling_strategy": "sequential",
+    }
+    return DoGETrainer(
+        model=tiny_model(),
+        args=arguments(out, **(options | changes)),
+        train_dataset=dataset,
+        domains=changes.get("domains", DOMAINS),
+        **doge,
+    )
+
+
+COUNTS = {"ab": 8, "cd": 5, "ef": 6}
+
+
+def test_a_mixed_dataset_is_split_by_its_column(tmp_path: Path) -> None:
+    dataset = mixed(COUNTS, note="not for the model")
+    by_domain = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
+    apart = mixed_trainer(tmp_path, by_domain)
+    apart.train()
+    labelled = dataset.cast_column("domain", datasets.ClassLabel(names=DOMAINS))
+    for given in (dataset, labelled, Examples(dataset), dataset.with_format("torch")):
+        trainer = mixed_trainer(tmp_path, given)
+        trainer.train()
+        assert torch.equal(trainer.doge.alpha_mean, apart.doge.alpha_mean)
+        assert torch.equal(parameters(trainer.model), parameters(apart.model))
+    assert apart.state.num_train_epochs == 1
+
+
+def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
+    dataset = mixed(COUNTS | {"far": 4}).rename_column("domain", "source")
+    for columns in (True, False):
+        trainer = mixed_trainer(
+            tmp_path,
+            dataset,
+            target="far",
+            domain_column="source",
+            remove_unused_columns=columns,
+        )
+        batch = next(iter(trainer.get_train_dataloader()))
+        assert list(batch) == [*DOMAINS, "far"]
+        assert all(set(rows) == {"input_ids", "labels"} for rows in batch.values())
+    with pytest.raises(ValueError, match=r"it lacks \[\] and names \['far'\] besides"):
+        mixed_trainer(tmp_path, dataset, domain_column="source").train()
+    with pytest.raises(ValueError, match=r"it lacks \['dutch'\] and names \['far'\] besides"):
+        mixed_trainer(tmp_path, dataset, domain_column="source", target="dutch").train()
+
+
+def test_a_mixed_stream_is_grouped_as_it_comes(tmp_path: Path) -> None:
+    dataset = mixed(COUNTS)
+    stream = dataset.to_iterable_dataset(num_shards=1)
+    trainer = mixed_trainer(tmp_path, stream, max_steps=2)
+    seen = list(trainer.get_train_dataloader())
+    assert len(seen) == min(COUNTS.values()) // 2
+    for name in COUNTS:
+        expected = [row["input_ids"] for row in dataset if row["domain"] == name]
+        found = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
+        assert found == expected[: len(found)]
+    trainer.train()
+    assert trainer.doge.num_steps == 2
+
+
+def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
+    dataset = mixed(COUNTS)
+    apart = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
+    streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
+    trainer = mixed_trainer(tmp_path, streams, max_steps=2)
+    seen = list(trainer.get_train_dataloader())
+    # The longest has eight; the others start again.
+    assert len(seen) == 4
+    for name, rows in apart.items():
+        found = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
+        assert found == (rows["input_ids"][:] * 2)[:8]
+    trainer.train()
+    assert trainer.doge.num_steps == 2
+    with pytest.raises(ValueError, match=r"got streams for \['ab'\] of \['ab', 'cd', 'ef'\]"):
+        mixed_trainer(tmp_path, apart | {"ab": streams["ab"]}).train()
+    empty = {**streams, "cd": streams["cd"].filter(lambda row: False)}
+    with pytest.raises(ValueError, match="the stream of 'cd' holds no example for this loader"):
+        mixed_trainer(tmp_path, empty).train()
+
+
+def test_a_stream_drops_a_surplus_and_speaks_of_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def grouped(names: list[str]) -> list[Any]:
+        stream: Any = [{"domain": name, "number": i} for i, name in enumerate(names)]
+        return list(DomainStream(stream, "domain", ["a", "b"], batch_size=1, collate=list))
+
+    monkeypatch.setattr(hosts, "WAITING_STEPS", 2)
+    batches = grouped(["a", "a", "a", "a", "b", "b", "b", "a", "b"])
+    assert [[batch[name][0]["number"] for name in ("a", "b")] for batch in batches] == [
+        [0, 4],
+        [1, 5],
+        [7, 6],
+    ]
+    with pytest.raises(ValueError, match=r"is 'c', which is none of \['a', 'b'\]"):
+        grouped(["a", "c"])
+    with pytest.raises(ValueError, match=r"2 examples of the stream did not have them for \['b'\]"):
+        grouped(["a", "a"])
+    monkeypatch.setattr(hosts, "MOST_EXAMPLES_WITHOUT", 3)
+    with pytest.raises(ValueError, match=r"3 examples of the stream did not have"):
+        grouped(["a", "b", "a", "a", "a", "b"])
+
+
+def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
+    """As most scripts have it; what is padded counts for nobody."""
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        assert all(set(example) == {"input_ids"} for example in examples)
+        longest = max(len(example["input_ids"]) for example in examples)
+        ids = torch.zeros(len(examples), longest, dtype=torch.long)
+        labels = torch.full_like(ids, -100)
+        for row, example in enumerate(examples):
+            tokens_L = torch.as_tensor(example["input_ids"])
+            ids[row, : len(tokens_L)] = labels[row, : len(tokens_L)] = tokens_L
+        return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+    ragged = mixed(COUNTS).map(
+        lambda row, index: {"input_ids": row["input_ids"][: 6 + index % 7]}, with_indices=True
+    )
+    trainer = DoGETrainer(
+        model_init=lambda: tiny_model(),
+        args=arguments(tmp_path, per_device_train_batch_size=3, max_steps=2),
+        train_dataset=ragged.remove_columns("labels"),
+        data_collator=collate,
+        domains=DOMAINS,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))["ab"]
+    trainer.train()
+    assert trainer.doge.num_steps == 2
+    # The mean over the tokens that are there, one after another.
+    model, losses = tiny_model(), []
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        short = ids[: int((labels != -100).sum())][None]
+        losses += [model(short).logits[0, :-1].log_softmax(-1).gather(1, short[0, 1:, None])]
+    _, counts = trainer.get_batch_samples(iter([{"ab": batch}]), 1, torch.device("cpu"))
+    loss = trainer.compute_loss(model, batch, num_items_in_batch=counts["ab"])
+    torch.testing.assert_close(loss, -torch.cat(losses).mean())
+
+
+# What else Trainer's arguments ask for.
+
+
+def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
+    """Exactly once, whoever cuts: the trainer's optimizer, a ready one, or the loop."""
+    norms: dict[str, list[float]] = {}
+    for kind, limit in (("trainer", None), ("ready", 0.25), ("loop", None)):
+        model = tiny_model()
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        if kind != "trainer":
+            inner = DoGEOptimizer(inner, domains=DOMAINS, max_grad_norm=limit)
+        trainer = DoGETrainer(
+            model=model,
+            args=arguments(tmp_path, max_steps=2),
+            train_dataset=Batches(DOMAINS),
+            domains=DOMAINS if kind == "trainer" else (),
+            optimizers=(inner, None),
+        )
+        found = norms[kind] = []
+        trainer.add_callback(_Norms(model, found))
+        trainer.train()
+        assert trainer.doge.inner.param_groups[0]["lr"] == 0
+    # c n / (n + 1e-6), in float32.
+    assert norms["trainer"] == pytest.approx([0.5, 0.5], rel=1e-5)
+    assert norms["ready"] == pytest.approx([0.25, 0.25], rel=1e-5)
+    assert norms["loop"] == pytest.approx([0.5, 0.5], rel=1e-5)
+
+
+class _Norms(TrainerCallback):
+    """The norm of what the optimizer steps with."""
+
+    def __init__(self, model: torch.nn.Module, found: list[float]) -> None:
+        self.model, self.found = model, found
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        self.found.append(float(torch.cat([grad.flatten() for grad in grads]).norm()))
+
+
+def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
+    model = tiny_model()
+
+    def ready() -> DoGEOptimizer:
+        return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
+
+    options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
+    assert DoGETrainer(**options, optimizers=(ready(), None))._rows() == ("x", "y")
+    with pytest.raises(
+        ValueError, match=r"\['y', 'x'\] and the DoGEOptimizer's \['x', 'y'\] differ"
+    ):
+        DoGETrainer(**options, optimizers=(ready(), None), domains=["y", "x"])
+    with pytest.raises(ValueError, match="mu, absent would not be heard"):
+        DoGETrainer(**options, optimizers=(ready(), None), mu=1.0, absent="keep")
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    """Given ready, or as a class, or as a factory that wraps by itself: the same training."""
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+
+    class Factory:
+        def __call__(self, model: torch.nn.Module, **options: Any) -> DoGEOptimizer:
+            inner = torch.optim.SGD(model.named_parameters(), **options)
+            return DoGEOptimizer(inner, domains=DOMAINS)
+
+    def trained(**options: Any) -> DoGETrainer:
+        model = options.pop("model", None) or tiny_model()
+        args = arguments(tmp_path, max_steps=3, weight_decay=0.0, lr_scheduler_type="constant")
+        trainer = DoGETrainer(
+            model=model, args=args, train_dataset=Batches(DOMAINS), domains=DOMAINS, **options
+        )
+        trainer.train()
+        return trainer
+
+    by_class = trained(optimizer_cls_and_kwargs=(torch.optim.SGD, sgd))
+    by_factory = trained(optimizer_cls_and_kwargs=(Factory, sgd))
+    model = tiny_model()
+    ready = torch.optim.SGD(model.named_parameters(), **sgd)
+    given = trained(model=model, optimizers=(ready, None))
+    assert given.doge.inner is ready
+    assert torch.equal(parameters(given.model), parameters(by_class.model))
+    # The factory leaves the clip to the loop, which rounds in another order.
+    torch.testing.assert_close(parameters(by_factory.model), parameters(by_class.model))
+
+    model = tiny_model()
+    ready = torch.optim.SGD(model.named_parameters(), **sgd)
+    halving = torch.optim.lr_scheduler.StepLR(ready, step_size=1, gamma=0.5)
+    scheduled = trained(model=model, optimizers=(ready, halving))
+    assert scheduled.doge.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+    assert not torch.equal(parameters(scheduled.model), parameters(given.model))
+
+
+def test_checkpointed_activations_change_nothing(tmp_path: Path) -> None:
+    for mode in ("sequential", "stacked"):
+        plain = trainer_for(tmp_path, max_steps=2, mode=mode)
+        plain.train()
+        trainer = trainer_for(tmp_path, max_steps=2, mode=mode, activation_checkpointing=True)
+        trainer.train()
+        assert trainer.model.is_activation_checkpointing
+        torch.testing.assert_close(trainer.doge.alpha, plain.doge.alpha, rtol=1e-6, atol=0)
+        torch.testing.assert_close(parameters(trainer.model), parameters(plain.model))
+
+
+# Of torch's own making: its compiler warns of itself.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("eager", "sequential"),
+        *(
+            pytest.param(backend, mode, marks=pytest.mark.soak)
+            for backend, mode in (
+                ("eager", "stacked"),
+                ("aot_eager", "sequential"),
+                ("inductor", "sequential"),
+            )
+        ),
+    ],
+)
+def test_a_compiled_model_learns_the_same(tmp_path: Path, backend: str, mode: str) -> None:
+    torch.compiler.reset()
+    changes: dict[str, Any] = {"mode": mode, "max_steps": 2, "num_layers": 1}
+    plain = trainer_for(tmp_path, **changes)
+    plain.train()
+    compiled = trainer_for(tmp_path, **changes, torch_compile=True, torch_compile_backend=backend)
+    compiled.train()
+    assert compiled.model_wrapped is not compiled.model
+    rtol = 1e-4 if backend == "inductor" else 1e-6
+    torch.testing.assert_close(compiled.doge.alpha, plain.doge.alpha, rtol=rtol, atol=0)
+    torch.testing.assert_close(
+        parameters(compiled.model), parameters(plain.model), rtol=1e-4, atol=1e-5
+    )
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["dataset", "mapping"])
+def test_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, by_name: bool) -> None:
+    """Evaluation is Trainer's, on plain datasets; a loss is a mean over predicted tokens."""
+    held_out = mixed({"ab": 4, "cd": 4})
+    evaluated: Any = {
+        name: held_out.filter(lambda row, n=name: row["domain"] == n) for name in ("ab", "cd")
+    }
+    key = "eval_cd_loss" if by_name else "eval_loss"
+    trainer = DoGETrainer(
+        model=tiny_model(),
+        args=arguments(
+            tmp_path,
+            # So large that every step makes it worse.
+            learning_rate=1.0,
+            max_steps=5,
+            lr_scheduler_type="constant",
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model=key,
+        ),
+        train_dataset=Batches(DOMAINS),
+        eval_dataset=evaluated if by_name else held_out,
+        domains=DOMAINS,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    trainer.train()
+    losses = [line[key] for line in trainer.state.log_history if key in line]
+    best = losses.index(min(losses))
+    assert best < len(losses) - 1
+    assert len(losses) == best + 3
+    # The model is the best one again, and the loss is what the model itself says.
+    rows = evaluated["cd"] if by_name else held_out
+    ids = torch.tensor(rows["input_ids"][:])
+    with torch.no_grad():
+        expected = float(trainer.model.eval()(ids, labels=ids).loss)
+    assert losses[best] == pytest.approx(expected, rel=1e-5)
+    assert trainer.doge.num_steps == len(losses)

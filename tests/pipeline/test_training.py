@@ -1,6 +1,7 @@
 """What both stages tell Trainer, and how a held-out loss is measured."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 
-from doge_fast.pipeline.config import TrainingConfig
-from doge_fast.pipeline.training import device_of, held_out_loss, training_arguments
+from doge_fast.cli import _parse
+from doge_fast.pipeline import records, training
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TrainingConfig
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.training import device_of, held_out_loss, scalars_of, training_arguments
 
 
 def tiny_model() -> GPT2LMHeadModel:
@@ -99,3 +104,124 @@ def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks: Any, measured: int) -
 def test_a_held_out_loss_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least one block"):
         held_out_loss(tiny_model(), blocks(2).select([]))
+
+
+# Trackers.
+
+
+def scalars_in(folder: Path) -> dict[str, dict[int, float]]:
+    """{name: {step: value}} of all event files of TensorBoard in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
+
+
+def told(run: Path) -> dict[str, dict[int, float]]:
+    """The same of what the records hold, by the rule that the documentation gives."""
+    found: dict[str, dict[int, float]] = {}
+    for line in records.read_metrics(run):
+        kind = line["kind"]
+        for field, value in line.items():
+            if field in ("step", "kind", "rows", "cosine"):
+                continue
+            each = value if isinstance(value, dict) else {"": value}
+            for name, number in each.items():
+                key = f"{kind}/{field}/{name}" if name else f"{kind}/{field}"
+                found.setdefault(key, {})[line["step"]] = float(number)
+    return found
+
+
+def assert_told(run: Path) -> dict[str, dict[int, float]]:
+    expected, found = told(run), scalars_in(run / "tensorboard")
+    # Trainer's own summary of the run comes beside.
+    summary = set(found) - set(expected)
+    assert summary <= {
+        f"train/{name}"
+        for name in (
+            *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
+            *("train_loss", "total_flos", "epoch"),
+        )
+    }
+    assert found.keys() >= expected.keys()
+    for name, values in expected.items():
+        # An event holds a float32.
+        assert found[name] == pytest.approx(values, rel=1e-6), name
+    return found
+
+
+# Of the tracker's own making, and of protobuf's.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_tensorboard_holds_what_the_records_hold(
+    proxy: Callable[..., ProxyConfig], base: Callable[..., BaseConfig]
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    config = proxy(report_to=("tensorboard",), steps=3, eval_every=2)
+    found = assert_told(learn_weights(config))
+    # By name, so that a rename is noticed: dashboards are built on these.
+    for field in ("loss", "alpha", "alpha_mean", "gain", "grad_norm", "tokens"):
+        assert {f"train/{field}/code", f"train/{field}/verse"} <= found.keys()
+    assert {"train/lr", "train/combined_norm", "train/skipped", "eval/loss/code"} <= found.keys()
+    assert list(found["train/alpha_mean/code"]) == [0, 1, 2, 3]
+    # Who is told does not make another run of it.
+    assert learn_weights(proxy(steps=3, eval_every=2)) == config.out
+    found = assert_told(train_base(base(report_to=("tensorboard",), steps=2)))
+    assert {"train/loss", "train/tokens/code", "eval/loss/code"} <= found.keys()
+
+
+def test_without_a_tracker_nothing_is_told(tmp_path: Path) -> None:
+    args = training_arguments(TrainingConfig(device="cpu"), tmp_path)
+    assert args.report_to == []
+    assert not args.push_to_hub
+    assert args.trackio_space_id is None
+    assert _parse(["proxy", "--out", "x"]).training.report_to == ()
+
+
+def test_trackers_reach_trainer_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = _parse(["base", "--out", "x", "--report-to", "wandb", "trackio"]).training
+    assert parsed.report_to == ("wandb", "trackio")
+    monkeypatch.setattr(
+        training, "get_available_reporting_integrations", lambda: ["wandb", "trackio"]
+    )
+    config = TrainingConfig(device="cpu", report_to=("wandb", "trackio"))
+    args = training_arguments(config, tmp_path / "mine")
+    assert args.report_to == ["wandb", "trackio"]
+    assert (args.run_name, args.project) == ("mine", "doge-fast")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandb", r"names wandb, which is not installed or not set up: pip install wandb\."),
+        ("comet_ml", r"pip install comet-ml\."),
+        ("all", r"must name trackers among .*tensorboard.*; got 'all'"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_refused_before_anything_is_written(
+    name: str, message: str, proxy: Callable[..., ProxyConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "get_available_reporting_integrations", lambda: [])
+    config = proxy(report_to=(name,))
+    with pytest.raises(ValueError, match=message):
+        learn_weights(config)
+    assert not config.out.exists()
+
+
+def test_a_tracker_is_told_numbers_only() -> None:
+    line = {
+        "step": 3,
+        "kind": "train",
+        "lr": 0.5,
+        "skipped": True,
+        "alpha": {"a": 0.25, "b": 0.75},
+        "excess": {"a": None, "b": 1.0},
+        "rows": ["a", "b"],
+        "cosine": [[1.0, 0.0], [0.0, 1.0]],
+    }
+    told = {"lr": 0.5, "skipped": 1.0, "alpha/a": 0.25, "alpha/b": 0.75, "excess/b": 1.0}
+    assert scalars_of(line) == told
+    assert scalars_of({"step": 3, "kind": "eval", "loss": {"a": 2.0}}) == {"eval_loss/a": 2.0}

@@ -1,0 +1,343 @@
+"""Every example runs as a user would run it, and what it says of itself is so.
+
+In this process, since importing the frameworks costs more than the examples do; one of them in a
+process of its own shows that they need nothing else.
+"""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from doge_fast import DoGEOptimizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Runs an example with a command line, in an empty folder; gives what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(name: str, *arguments: str) -> str:
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [name, *arguments])
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    # Models this small are slower on two threads.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield call
+    torch.set_num_threads(before)
+
+
+def weights_in(folder: Path) -> dict[str, float]:
+    record = json.loads((folder / "weights.json").read_text(encoding="utf-8"))
+    return {entry["name"]: entry["weight"] for entry in record["domains"]}
+
+
+def assert_known_answer(weights: dict[str, float]) -> None:
+    """Each example names its domains in the order of what they are worth."""
+    worst, middle, best = weights.values()
+    assert worst < middle < best
+    assert best > 0.5
+    assert worst < 0.2
+
+
+def printed_weights(output: str) -> dict[str, float]:
+    return {
+        name: float(weight) for name, weight in re.findall(r"^(\w+) +(\d\.\d{3})$", output, re.M)
+    }
+
+
+def parameters_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the checkpoint that an example left."""
+    if (folder / "checkpoint.pt").exists():
+        return torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    if (folder / "last.ckpt").exists():
+        return torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    return load_file(next(folder.rglob("model.safetensors")))
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Bit for bit."""
+    assert (one / "weights.json").read_bytes() == (other / "weights.json").read_bytes()
+    ours, theirs = parameters_in(one), parameters_in(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# Lightning's own: the torch of today says that it asks a question in yesterday's way.
+LIGHTNING = pytest.mark.filterwarnings(
+    "ignore:`isinstance:FutureWarning", "ignore::DeprecationWarning"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("plain_loop", ()),
+        ("accelerate_loop", ()),
+        pytest.param("lightning_module", ("--resume",), marks=LIGHTNING),
+    ],
+)
+def test_a_loop_finds_the_known_answer_and_resumes_to_the_same_bits(
+    name: str, again: tuple[str, ...], run: Run, tmp_path: Path
+) -> None:
+    if name == "lightning_module":
+        pytest.importorskip("lightning", reason="lightning is not installed")
+    output = run(name, "--out", "whole")
+    weights = weights_in(tmp_path / "whole")
+    assert_known_answer(weights)
+    assert printed_weights(output) == {key: round(value, 3) for key, value in weights.items()}
+    run(name, "--out", "cut", "--stop-at", "23")
+    assert weights_in(tmp_path / "cut") != weights
+    run(name, "--out", "cut", *again)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_one_pass_for_all_domains_finds_the_known_answer(run: Run) -> None:
+    output = run("stacked_loop", "--compare")
+    assert_known_answer(printed_weights(output))
+    (difference,) = re.findall(r"difference (\S+)", output)
+    # Float32's rounding, through a hundred steps.
+    assert float(difference) < 1e-4
+
+
+def test_trainer_finds_the_known_answer_and_resumes_to_the_same_bits(
+    run: Run, tmp_path: Path
+) -> None:
+    short = ("--steps", "40", "--save-steps", "20")
+    found = last_object(run("hf_trainer", "--out", "whole", *short))
+    assert_known_answer(found["weights"])
+    assert found["weights"] == weights_in(tmp_path / "whole")
+    # What a run that was killed after its first checkpoint leaves.
+    (tmp_path / "whole").rename(tmp_path / "cut")
+    cut = tmp_path / "cut"
+    kept = {path: (cut / path).read_bytes() for path in ("weights.json", "model/model.safetensors")}
+    for path in sorted((cut / "checkpoint-40").iterdir()):
+        path.unlink()
+    (cut / "checkpoint-40").rmdir()
+    for path in kept:
+        (cut / path).unlink()
+    assert last_object(run("hf_trainer", "--out", "cut", *short, "--resume")) == found
+    assert {path: (cut / path).read_bytes() for path in kept} == kept
+
+
+def test_trainer_measures_no_target_where_all_domains_count(run: Run) -> None:
+    output = run("hf_trainer", "--steps", "2", "--target", "universal")
+    assert "'loss/kin'" in output
+    assert "'loss/target'" not in output
+    assert sum(last_object(output)["weights"].values()) == pytest.approx(1)
+
+
+def last_object(output: str) -> Any:
+    return json.loads(output[output.rindex('{\n "weights"') :])
+
+
+def test_an_example_runs_by_itself_anywhere(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", EXAMPLES / "plain_loop.py", "--steps", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(weights_in(tmp_path / "plain_loop")) == {"stranger", "half", "kin"}
+
+
+def test_every_example_is_run_and_says_what_to_copy() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    for example in sorted(EXAMPLES.glob("*.py")):
+        text = example.read_text(encoding="utf-8")
+        assert "What to copy" in text.split('"""')[1]
+        if "# DoGE" in text:
+            tests = [source, *(path.read_text() for path in Path(__file__).parent.glob("*.py"))]
+            assert any(f'"{example.stem}"' in test for test in tests), example
+
+
+# The text about loops of others: its code runs on stand-ins that have what theirs have.
+
+
+def blocks_of(name: str) -> list[str]:
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+class Head(torch.nn.Module):
+    """A language model in one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.table(tokens)
+        return logits
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> None:
+    module = types.ModuleType(name)
+    for key, value in names.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def tokens_of(domain: str, rows: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(["arxiv", "book", "code"].index(domain))
+    return torch.randint(8, (rows, 5), generator=generator)
+
+
+def by_hand(steps: int, optimizer: DoGEOptimizer, model: Head) -> dict[str, float]:
+    for _ in range(steps):
+        for name in optimizer.domains:
+            ids = tokens_of(name)
+            with optimizer.domain(name):
+                cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.weights
+
+
+@pytest.fixture
+def expected() -> dict[str, float]:
+    """What two steps of a plain loop learn."""
+    torch.manual_seed(0)
+    model = Head()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    domains = ["arxiv", "book", "code"]
+    return by_hand(2, DoGEOptimizer(inner, domains=domains, mu=0.01, max_grad_norm=1.0), model)
+
+
+class Titan:
+    """What torchtitan's Trainer has when its __init__ is done, as far as a step needs it."""
+
+    def __init__(self, job_config: Any) -> None:
+        torch.manual_seed(0)
+        self.model, self.device, self.step = Head(), torch.device("cpu"), 1
+        self.gradient_accumulation_steps = 6
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
+        self.optimizers = Container([inner])
+        self.lr_schedulers = types.SimpleNamespace(schedulers=[schedule], step=schedule.step)
+        self.checkpointer = types.SimpleNamespace(maybe_wait_for_staging=lambda: None)
+        self.logged: list[Any] = []
+        self.metrics_processor = types.SimpleNamespace(
+            should_log=lambda step: True,
+            log=lambda *args, extra_metrics: self.logged.append((args, extra_metrics)),
+        )
+
+    def forward_backward_step(
+        self, *, input_dict: Any, labels: torch.Tensor, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        logits = self.model(input_dict["input"]).flatten(0, 1)
+        loss = cross_entropy(logits, labels.flatten(), reduction="sum") / global_valid_tokens
+        loss.backward()
+        return loss
+
+
+class Container:
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        self.optimizers[0].step()
+
+    def zero_grad(self) -> None:
+        self.optimizers[0].zero_grad()
+
+
+def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
+    monkeypatch: pytest.MonkeyPatch, expected: dict[str, float]
+) -> None:
+    stand_in(monkeypatch, "torchtitan")
+    stand_in(monkeypatch, "torchtitan.components")
+    stand_in(monkeypatch, "torchtitan.components.loss", IGNORE_INDEX=-100)
+    stand_in(monkeypatch, "torchtitan.train", Trainer=Titan, main=None)
+    namespace: dict[str, Any] = {"__name__": "my_train"}
+    exec(blocks_of("torchtitan_and_torchtune.md")[0], namespace)
+    job = types.SimpleNamespace(training=types.SimpleNamespace(max_norm=1.0))
+    trainer = namespace["DoGETitan"](job)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            for number in range(2):
+                for name in ("arxiv", "book", "code"):
+                    row = tokens_of(name)[number : number + 1]
+                    yield {"input": row[:, :-1], "domain": name}, row[:, 1:]
+
+    iterator = batches()
+    for _ in range(2):
+        trainer.train_step(iterator)
+    assert trainer.doge.weights == pytest.approx(expected, rel=1e-6)
+    assert trainer.logged[-1][1].keys() == {"lr", *(f"alpha_mean/{name}" for name in expected)}
+
+
+class Tune:
+    """What torchtune's recipe has when its setup is done, as far as training needs it."""
+
+    def __init__(self, dataloader: Any) -> None:
+        torch.manual_seed(0)
+        self._model, self._device = Head(), torch.device("cpu")
+        self._loss_fn = torch.nn.CrossEntropyLoss()
+        self._optimizer = self._setup_optimizer({"lr": 0.1})
+        self._dataloader, self._lr_scheduler = dataloader, None
+        self._gradient_accumulation_steps = 6
+        self.epochs_run, self.total_epochs, self.global_step = 0, 2, 0
+        self.logged: list[Any] = []
+        self._metric_logger = types.SimpleNamespace(
+            log_dict=lambda values, step: self.logged.append((step, values))
+        )
+
+    def _setup_optimizer(self, cfg_optimizer: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self._model.parameters(), **cfg_optimizer)
+
+    def _loss_step(self, batch: Any) -> torch.Tensor:
+        labels = batch.pop("labels")
+        loss: torch.Tensor = self._loss_fn(self._model(**batch).flatten(0, 1), labels.flatten())
+        return loss
+
+    def save_checkpoint(self, epoch: int) -> None:
+        self.logged.append(epoch)
+
+
+def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, expected: dict[str, float]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stand_in(monkeypatch, "torchtune", config=types.SimpleNamespace(parse=lambda main: main))
+    stand_in(monkeypatch, "full_finetune_single_device", FullFinetuneRecipeSingleDevice=Tune)
+    namespace: dict[str, Any] = {"__name__": "my_recipe"}
+    exec(blocks_of("torchtitan_and_torchtune.md")[1], namespace)
+
+    class Loader:
+        sampler = types.SimpleNamespace(set_epoch=lambda epoch: None)
+
+        def __iter__(self) -> Iterator[Any]:
+            for name in ("arxiv", "book", "code"):
+                for row in tokens_of(name).split(1):
+                    yield {"tokens": row[:, :-1], "labels": row[:, 1:], "domain": name}
+
+    recipe = namespace["DoGERecipe"](Loader())
+    recipe.train()
+    assert weights_in(tmp_path) == pytest.approx(expected, rel=1e-6)
+    assert [step for step, _ in recipe.logged[0::2]] == [1, 2]
+    with pytest.raises(ValueError, match="set it False"):
+        recipe._setup_optimizer({"lr": 0.1}, optimizer_in_bwd=True)
