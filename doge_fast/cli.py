@@ -5,12 +5,16 @@ docstrings. Stages are imported once one is chosen, so `--help` is quick and an 
 without the pipeline's dependencies can say what it lacks.
 """
 
+import dataclasses
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -18,11 +22,16 @@ from doge_fast.pipeline.config import (
     DoReMiConfig,
     EvaluateConfig,
     ExperimentConfig,
+    ExportConfig,
     InfoConfig,
     ProfileConfig,
     ProxyConfig,
     ReportConfig,
     SelectConfig,
+    WeightsAverageConfig,
+    WeightsConstrainConfig,
+    WeightsDiffConfig,
+    WeightsShowConfig,
 )
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
@@ -31,7 +40,20 @@ EXIT_INTERRUPTED = 130
 
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
-_VERBS: dict[str, Callable[..., Any]] = {
+
+class SubVerb(NamedTuple):
+    """What a member of a verb that has verbs of its own is called."""
+
+    name: str
+
+
+_WEIGHTS_VERBS: dict[str, type] = {
+    "show": WeightsShowConfig,
+    "diff": WeightsDiffConfig,
+    "average": WeightsAverageConfig,
+    "constrain": WeightsConstrainConfig,
+}
+_VERBS: dict[str, Any] = {
     "demo": DemoConfig,
     "proxy": ProxyConfig,
     "base": BaseConfig,
@@ -40,10 +62,14 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "evaluate": EvaluateConfig,
     "report": ReportConfig,
     "experiment": ExperimentConfig,
+    "weights": reduce(
+        or_, (Annotated[config, SubVerb(name)] for name, config in _WEIGHTS_VERBS.items())
+    ),
+    "export": ExportConfig,
     "info": InfoConfig,
     "profile": ProfileConfig,
 }
-_POSITIONAL = (EvaluateConfig, ExperimentConfig)
+_POSITIONAL = (EvaluateConfig, ExperimentConfig, *_WEIGHTS_VERBS.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("doge_fast").setLevel(logging.INFO)
     try:
         _run(_parse(arguments))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return _refuse(
             "Interrupted. A training resumes from its last checkpoint with the same command.", 130
@@ -72,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"This verb needs {error.name}, which is not installed: pip install "
             f"'doge-fast[{extra}]'."
         )
+    except BrokenPipeError:
+        # Whoever reads, `head` say, has read enough; nor may closing at exit complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RuntimeError, FileNotFoundError) as error:
         if os.environ.get(TRACEBACK):
             raise
@@ -88,18 +118,55 @@ def _parse(arguments: Sequence[str] | None) -> Any:
         name: Annotated[verb, tyro.conf.PositionalRequiredArgs] if verb in _POSITIONAL else verb
         for name, verb in _VERBS.items()
     }
-    return tyro.extras.subcommand_cli_from_dict(
+    verbs["weights"] = _weights_verb()
+    verbs["export"] = _export_verb()
+    config = tyro.extras.subcommand_cli_from_dict(
         verbs,  # type: ignore[arg-type]
         prog="doge-fast",
         description=_DESCRIPTION,
         args=arguments,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+    return ExportConfig(**vars(config)) if isinstance(config, ExportConfig) else config
+
+
+def _weights_verb() -> Callable[..., Any]:
+    """A verb with verbs of its own: what it parses is what the chosen one does."""
+    import tyro
+
+    kinds = [
+        Annotated[
+            config,
+            tyro.conf.subcommand(name, prefix_name=False),
+            tyro.conf.PositionalRequiredArgs,
+        ]
+        for name, config in _WEIGHTS_VERBS.items()
+    ]
+
+    def weights(verb: Any) -> Any:
+        """Look at weights.json files, compare them, average them, keep them within bounds."""
+        return verb
+
+    weights.__annotations__["verb"] = reduce(or_, kinds)
+    return weights
+
+
+def _export_verb() -> type[ExportConfig]:
+    """A file that may be left out stands without a flag, and `from` is no name for a field."""
+    import tyro
+
+    fields: list[tuple[str, Any, Any]] = [
+        ("file", Annotated[Path | None, tyro.conf.Positional], None),
+        ("from_", Annotated[str | None, tyro.conf.arg(name="from")], None),
+    ]
+    verb = dataclasses.make_dataclass("export", fields, bases=(ExportConfig,), frozen=True)
+    verb.__doc__ = ExportConfig.__doc__
+    return verb
 
 
 def _run(config: Any) -> None:
     """Import the stage, call it, say where its result is."""
-    if not isinstance(config, InfoConfig):
+    if not isinstance(config, (InfoConfig, ExportConfig, *_WEIGHTS_VERBS.values())):
         _silence_transformers()
     for line in _STAGES[type(config)](config):
         print(line)
@@ -190,6 +257,22 @@ def _profile(config: ProfileConfig) -> list[str]:
     return [table(profile(config)), *written]
 
 
+def _export(config: ExportConfig) -> list[str]:
+    from doge_fast.pipeline.exports.command import run
+
+    return run(config)
+
+
+def _weights(verb: str) -> Callable[[Any], list[str]]:
+    def run(config: Any) -> list[str]:
+        from doge_fast.pipeline import weights_verbs
+
+        lines: list[str] = getattr(weights_verbs, verb)(config)
+        return lines
+
+    return run
+
+
 _STAGES: dict[type, Callable[[Any], list[str]]] = {
     DemoConfig: _demo,
     ProxyConfig: _proxy,
@@ -199,8 +282,10 @@ _STAGES: dict[type, Callable[[Any], list[str]]] = {
     EvaluateConfig: _evaluate,
     ReportConfig: _report,
     ExperimentConfig: _experiment,
+    ExportConfig: _export,
     InfoConfig: _info,
     ProfileConfig: _profile,
+    **{config: _weights(name) for name, config in _WEIGHTS_VERBS.items()},
 }
 
 

@@ -83,6 +83,9 @@ class TrainingConfig:
     """auto, cpu, or cuda."""
     compile: bool = False
     """torch.compile the model."""
+    report_to: tuple[str, ...] = ()
+    """Trackers that are told what metrics.jsonl is told, by Trainer's names for them: tensorboard,
+    wandb, trackio, mlflow, ... Empty: none; nothing leaves the machine."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,15 @@ class ProxyConfig:
     """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0)."""
     smoothing: float = 0.0
     """Mixture of the weights with uniform at every step."""
+    init_weights: Path | None = None
+    """A weights.json, or a run directory that holds one: domains of the same name begin with its
+    weights, relative to each other. None: uniform."""
+    split: tuple[str, ...] = ()
+    """OLD=NEW,NEW: with init_weights, domains that were divided since; parts share the weight by
+    their tokens."""
+    added_share: str = "uniform"
+    """With init_weights, of each domain that the file does not have: uniform (1/K), natural (its
+    share of the tokens), or a number."""
     average_from: float = 0.0
     """Share of the steps whose weights the average leaves out: an early phase that a long training
     soon forgets. 0: the paper's mean over all steps."""
@@ -232,7 +244,8 @@ class ReportConfig:
     """Runs -> one page with figures and tables."""
 
     runs: tuple[Path, ...]
-    """Run directories, proxies and bases; or one directory that holds them."""
+    """Run directories, proxies and bases; or one directory that holds them or is an
+    experiment's."""
     out: Path | None = None
     """The page; None: report.html beside or inside the runs."""
     token_budget: int | None = None
@@ -378,6 +391,114 @@ class ExperimentConfig:
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
     plan: bool = False
     """Only say which runs there would be."""
+
+
+@dataclass(frozen=True)
+class WeightsShowConfig:
+    """The weights with what they mean: beside the last, the natural ones, and implied epochs."""
+
+    files: tuple[Path, ...]
+    """weights.json files, or run directories; several are shown side by side."""
+    budget_tokens: float | None = None
+    """Tokens of the training the weights are for (1e11): shows the epochs of each domain in it."""
+    tokens: tuple[str, ...] = ()
+    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+    sort: bool = False
+    """Largest weight first, instead of the file's order."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class WeightsDiffConfig:
+    """How two files of weights differ, domain by domain and in all."""
+
+    before: Path
+    """A weights.json, or a run directory."""
+    after: Path
+    """Another."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class WeightsAverageConfig:
+    """The mean of several runs' weights, as of one proxy with several seeds, and their spread."""
+
+    files: tuple[Path, ...]
+    """weights.json files, or run directories, of the same domains."""
+    out: Path | None = None
+    """The file to write; None: only say what it would hold."""
+    different: tuple[Literal["target", "tokenizer_sha256"], ...] = ()
+    """What may differ between the files all the same."""
+
+
+@dataclass(frozen=True)
+class WeightsConstrainConfig:
+    """The nearest weights (in KL) within floors, caps and a number of epochs."""
+
+    file: Path
+    """A weights.json, or a run directory."""
+    out: Path | None = None
+    """The file to write; None: only say what it would hold."""
+    floor: tuple[str, ...] = ()
+    """NUMBER for every domain, NAME=NUMBER for one: the least weight."""
+    cap: tuple[str, ...] = ()
+    """Likewise the greatest weight."""
+    max_epochs: tuple[str, ...] = ()
+    """Likewise the most passes over a domain's tokens in a training of budget_tokens."""
+    budget_tokens: float | None = None
+    """Tokens of that training (1e11)."""
+    tokens: tuple[str, ...] = ()
+    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Domain weights as a training framework takes them, and back; --list: which ones."""
+
+    file: Path | None = None
+    """A weights.json, or a run directory that holds one; with --from, a framework's file."""
+    to: str | None = None
+    """The target."""
+    from_: str | None = None
+    """The target whose file is read; without --to it becomes a weights.json."""
+    list: bool = False
+    """Say which targets there are, what a path is to each and what its weights count."""
+    paths: tuple[str, ...] = ()
+    """NAME=PATH for every domain, again for a further path; or one JSON or YAML file, {name: path},
+    {name: [path, ...]} or {name: {path: tokens, ...}}."""
+    valid_paths: tuple[str, ...] = ()
+    """Likewise for validation, where the target takes it."""
+    test_paths: tuple[str, ...] = ()
+    """Likewise for test."""
+    out: Path | None = None
+    """The file to write; None: print."""
+    decimals: int = 6
+    """Places of the shares; they sum to exactly 1."""
+    rows: Literal["blocks", "documents"] | None = None
+    """What a row of the data is where the framework draws rows: a block of equally many tokens, or
+    a document, for which weights are converted by the mean length. None: as the target says."""
+    mean_doc_tokens: tuple[str, ...] = ()
+    """NAME=NUMBER: tokens of a document, where that is not what the file says."""
+    seq_length: int | None = None
+    """Tokens of a training sequence, where the target asks."""
+    batch_size: int | None = None
+    """Sequences in an optimizer step, over all devices, where the target asks."""
+    budget_tokens: float | None = None
+    """Tokens of the whole training (1e11), for passes over a domain and lengths of phases."""
+    steps: int | None = None
+    """Optimizer steps of the whole training, to which phases are stretched; None: those that
+    budget_tokens, seq_length and batch_size make."""
+    phases: Path | None = None
+    """Weights that change: a JSON or YAML list of {first_step, weights}, or a file or run directory
+    that holds one; None: those of the file, if it has some."""
+    constant: bool = False
+    """Leave phases out: the mean weights throughout."""
+    seed: int = 0
+    """Of the framework's draws."""
+    local_dir: str | None = None
+    """Where streams from elsewhere are kept, a folder per domain."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def test_flags_are_the_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["demo", "proxy", "base", "doremi", "select", "evaluate", "report", "experiment"]
+    "verb",
+    ["demo", "proxy", "base", "doremi", "select", "evaluate", "report", "experiment", "export"],
 )
 def test_every_verb_has_help_for_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -80,8 +81,8 @@ def test_every_verb_has_help_for_every_flag(verb: str, capsys: pytest.CaptureFix
     assert end.value.code == 0
     printed = capsys.readouterr().out
     assert f"usage: doge-fast {verb}" in printed
-    named = {"evaluate": "run", "experiment": "name"}
-    for flag in (name.replace("_", "-") for name in fields_of(cli._VERBS[verb])):
+    named = {"evaluate": "run", "experiment": "name", "export": "file"}
+    for flag in (name.strip("_").replace("_", "-") for name in fields_of(cli._VERBS[verb])):
         if flag == named.get(verb):
             assert "positional arguments" in printed
             continue
@@ -138,3 +139,10 @@ def test_python_m_is_the_same_program(tmp_path: Path) -> None:
     assert done.returncode == cli.EXIT_REFUSED
     assert done.stderr.splitlines()[-1].startswith("doge-fast: target must be universal alone")
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m doge_fast export --list | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("megatron: ")
+    assert done.stderr == ""

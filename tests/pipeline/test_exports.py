@@ -1,0 +1,726 @@
+"""Exported shares are exact, complete and in the target's unit; what is read back is what went."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import random
+import re
+import shlex
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from doge_fast import cli
+from doge_fast.pipeline import records
+from doge_fast.pipeline.config import ExportConfig
+from doge_fast.pipeline.exports import (
+    Target,
+    by_document,
+    by_token,
+    export,
+    import_weights,
+    largest_remainder,
+    registry,
+    targets,
+)
+
+NAMES = ("book", "code", "web")
+WEIGHTS = {"web": 0.4321987, "code": 0.3, "book": 0.2678013}
+LENGTHS = {"book": 100_000.0, "code": 4_000.0, "web": 800.0}
+# What every target takes, so that one call serves all.
+PATHS = {name: f"/data/{name}" for name in NAMES}
+PHASES = [
+    {"first_step": 0, "weights": {"web": 0.5, "code": 0.3, "book": 0.2}},
+    {"first_step": 1024, "weights": {"web": 0.36, "code": 0.3, "book": 0.34}},
+]
+EVERYTHING: dict[str, Any] = {
+    "valid_paths": {"web": "/valid/web"},
+    "test_paths": {"web": "/test/web"},
+    "mean_doc_tokens": LENGTHS,
+    "seq_length": 2048,
+    "batch_size": 64,
+    "budget_tokens": 10**9,
+}
+IMPORTED = [name for name, target in targets().items() if target.read]
+
+
+def record(weights: Mapping[str, float] = WEIGHTS, **fields: Any) -> dict[str, Any]:
+    domains = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    return {"schema_version": 1, "method": "doge", "domains": domains, **fields}
+
+
+def made(to: str, weights: Mapping[str, Any] = WEIGHTS, **changes: Any) -> str:
+    """The text, with all that a target may ask for."""
+    options = EVERYTHING | changes
+    paths = options.pop("paths", {name: PATHS[name] for name in PATHS})
+    return export(weights, to=to, paths=paths if targets()[to].has_paths else None, **options).text
+
+
+def random_weights(count: int, draw: random.Random) -> dict[str, float]:
+    """Of many scales, some of them zero, one of them not."""
+    weights = {f"d{i}": draw.random() ** draw.choice((1, 8)) for i in range(count)}
+    zeros = draw.sample(sorted(weights), count // 8)
+    return weights | dict.fromkeys(zeros, 0.0)
+
+
+# Rounding.
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40, 512])
+@pytest.mark.parametrize("decimals", [1, 4, 6, 15])
+def test_rounded_shares_sum_to_one_and_stay_within_a_unit(count: int, decimals: int) -> None:
+    draw = random.Random(count * 100 + decimals)
+    for _ in range(5):
+        weights = random_weights(count, draw)
+        rounded = largest_remainder(weights, decimals)
+        assert sum(rounded.values()) == 1
+        total = sum(map(Fraction, weights.values()))
+        for name, share in rounded.items():
+            # No share is off by a whole unit of the last place.
+            assert abs(Fraction(share) - Fraction(weights[name]) / total) < Fraction(
+                1, 10**decimals
+            )
+            assert share or not weights[name] or weights[name] / total < 10.0**-decimals
+            assert not share or weights[name]
+        ordered = sorted(weights, key=weights.__getitem__)
+        assert [rounded[name] for name in ordered] == sorted(rounded.values())
+
+
+def test_rounding_does_not_depend_on_the_order_and_breaks_ties_by_name() -> None:
+    draw = random.Random(0)
+    for count in (3, 7, 40):
+        # Equal weights: every remainder is a tie.
+        for weights in ({f"d{i}": 1.0 for i in range(count)}, random_weights(count, draw)):
+            expected = largest_remainder(weights, 3)
+            for _ in range(5):
+                names = draw.sample(sorted(weights), count)
+                assert largest_remainder({name: weights[name] for name in names}, 3) == expected
+    assert largest_remainder({"b": 1.0, "c": 1.0, "a": 1.0}, 1) == {
+        "a": Decimal("0.4"),
+        "b": Decimal("0.3"),
+        "c": Decimal("0.3"),
+    }
+
+
+def test_rounding_refuses_what_has_no_shares() -> None:
+    with pytest.raises(ValueError, match="all 2 are zero"):
+        largest_remainder({"a": 0.0, "b": 0.0}, 3)
+    for decimals in (0, 16):
+        with pytest.raises(ValueError, match=f"1 to 15.*got {decimals}"):
+            largest_remainder({"a": 1.0}, decimals)
+
+
+def test_shares_of_documents_make_the_shares_of_tokens() -> None:
+    parts = {"long": Fraction(1, 2), "short": Fraction(1, 2)}
+    lengths = {"long": 300.0, "short": 100.0}
+    documents = by_document(parts, lengths)
+    assert documents == {"long": Fraction(1, 4), "short": Fraction(3, 4)}
+    assert by_token(documents, lengths) == parts
+
+
+# Every target.
+
+
+@pytest.mark.parametrize("to", targets())
+def test_a_target_does_not_depend_on_the_order_of_the_record(to: str) -> None:
+    turned = dict(reversed(WEIGHTS.items()))
+    assert made(to) == made(to, turned)
+    assert made(to) == made(to, {name: 7 * weight for name, weight in WEIGHTS.items()})
+
+
+@pytest.mark.parametrize("to", targets())
+def test_zeros_are_left_out_aloud_and_nothing_else(to: str) -> None:
+    weights = WEIGHTS | {"junk": 0.0, "dust": 1e-9}
+    options = {**EVERYTHING, "mean_doc_tokens": LENGTHS | {"dust": 800.0}}
+    paths = None if not targets()[to].has_paths else PATHS | {"junk": "/data/junk"}
+    result = export(weights, to=to, paths=paths, **options)
+    assert "Left out, for the weight is 0: junk." in result.warnings
+    assert any("rounds to 0 at 6 decimals: dust." in line for line in result.warnings)
+    body = [line for line in result.text.splitlines() if not line.startswith("#")]
+    assert "junk" not in "\n".join(body)
+    assert "dust" not in "\n".join(body)
+    if result.has_comments:
+        assert all(line.split()[0] in result.text for line in result.warnings)
+    # Twelve decimals keep the small one; paths are then asked for.
+    if targets()[to].needs_paths:
+        with pytest.raises(ValueError, match="there is none for dust"):
+            export(weights, to=to, paths=PATHS, **options, decimals=12)
+
+
+@pytest.mark.parametrize("to", [name for name, each in targets().items() if each.has_paths])
+def test_a_path_of_no_domain_is_refused_by_name(to: str) -> None:
+    with pytest.raises(ValueError, match=r"paths name wbe, which .* book, code, web"):
+        made(to, paths=PATHS | {"wbe": "/data/wbe"})
+
+
+@pytest.mark.parametrize("to", [name for name, each in targets().items() if each.needs_paths])
+def test_every_domain_needs_a_path(to: str) -> None:
+    with pytest.raises(ValueError, match=r"none for code.*--paths NAME=PATH"):
+        made(to, paths={name: PATHS[name] for name in ("web", "book")})
+
+
+@pytest.mark.parametrize("to", targets())
+def test_every_target_says_what_it_is(to: str) -> None:
+    target, result = targets()[to], made(to)
+    assert target.name == to
+    assert target.title
+    assert target.traps
+    assert bool(target.takes) == target.has_paths
+    assert result.endswith("\n")
+    assert "\t" not in result
+    comments = [line for line in result.splitlines() if line.startswith("# ")]
+    assert bool(comments) == (target.comment is not None)
+    assert all(len(line) <= 88 for line in comments)
+
+
+# What is written.
+
+
+def test_megatron_takes_weights_and_prefixes_in_turn() -> None:
+    plain = export(WEIGHTS, to="megatron", paths=PATHS).text
+    assert plain == ("--data-path 0.267801 /data/book 0.300000 /data/code 0.432199 /data/web\n")
+    assert shlex.split(made("megatron").replace("\\\n", " ")) == [
+        *("--train-data-path", "0.267801", "/data/book", "0.300000", "/data/code"),
+        *("0.432199", "/data/web", "--valid-data-path", "1.000000", "/valid/web"),
+        *("--test-data-path", "1.000000", "/test/web"),
+    ]
+    assert made("megatron-file").split() == plain.split()[1:]
+
+
+def test_megatron_json_has_all_three_splits() -> None:
+    value = json.loads(export(WEIGHTS, to="megatron-json", paths=PATHS).text)
+    assert value["train"][:2] == ["0.267801", "/data/book"]
+    assert (value["valid"], value["test"]) == (None, None)
+    assert json.loads(made("megatron-json"))["valid"] == ["1.000000", "/valid/web"]
+
+
+@pytest.mark.parametrize(
+    "to", [name for name in targets() if name.startswith("megatron") or name in ("nemo", "curator")]
+)
+def test_megatron_prefixes_are_cut_and_hold_no_white_space(to: str) -> None:
+    assert made(to) == made(to, paths=PATHS | {"web": "/data/web.bin", "code": "/data/code.idx"})
+    with pytest.raises(ValueError, match=r"splits its lists at white space.*'/my data/web'"):
+        made(to, paths=PATHS | {"web": "/my data/web"})
+
+
+def test_held_out_paths_are_of_domains_with_a_weight() -> None:
+    with pytest.raises(ValueError, match="valid paths are of domains without a weight: junk"):
+        made("megatron", WEIGHTS | {"junk": 0.0}, valid_paths={"junk": "/valid/junk"})
+
+
+def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) -> None:
+    given = PATHS | {"web": {"/data/a": 3, "/data/b": 1}}
+    words = export(
+        {"web": 0.8, "code": 0.2},
+        to="megatron-file",
+        decimals=3,
+        paths={name: given[name] for name in ("web", "code")},
+    ).text.split()
+    assert words == ["0.200", "/data/code", "0.600", "/data/a", "0.200", "/data/b"]
+    for name, size in {"a": 300, "b": 100}.items():
+        (tmp_path / f"{name}.bin").write_bytes(bytes(size))
+    seen = {"web": [str(tmp_path / "a"), str(tmp_path / "b")]}
+    words = export({"web": 1.0}, to="megatron-file", decimals=3, paths=seen).text.split()
+    assert words[::2] == ["0.750", "0.250"]
+    with pytest.raises(ValueError, match=r"web has 2 paths and one weight.*\{'web': \{path"):
+        export({"web": 1.0}, to="megatron-file", paths={"web": ["/nowhere/a", "/nowhere/b"]})
+    with pytest.raises(ValueError, match=r"share of /data/b rounds to 0 at 2 decimals"):
+        export(
+            {"web": 1.0},
+            to="megatron-file",
+            decimals=2,
+            paths={"web": {"/data/a": 10_000, "/data/b": 1}},
+        )
+    with pytest.raises(ValueError, match="one path per domain; web has 2"):
+        made("llm-foundry", paths=PATHS | {"web": ["/a", "/b"]})
+
+
+def test_neox_takes_all_splits_or_none() -> None:
+    value = yaml.safe_load(made("neox"))
+    assert value["train-data-weights"] == [0.267801, 0.3, 0.432199]
+    assert [len(value[f"{split}-data-paths"]) for split in ("train", "valid", "test")] == [3, 1, 1]
+    assert value["weight_by_num_documents"] is False
+    with pytest.raises(ValueError, match="none for valid and test"):
+        made("neox", valid_paths={}, test_paths={})
+
+
+def test_nemo_takes_both_held_out_splits_or_cuts_them_itself() -> None:
+    assert '"validation": [' in made("nemo")
+    assert 'split="990,9,1"' in made("nemo", valid_paths={}, test_paths={})
+    with pytest.raises(ValueError, match="none for test"):
+        made("nemo", test_paths={})
+
+
+def test_olmo_allows_the_passes_that_the_budget_needs() -> None:
+    entries = [
+        {"name": name, "weight": weight, "tokens": 10_000_000} for name, weight in WEIGHTS.items()
+    ]
+    text = made("olmo-core", {"domains": entries}, budget_tokens=50_000_000)
+    sources = yaml.safe_load(text)["sources"]
+    assert [source["source_name"] for source in sources] == list(NAMES)
+    for source in sources:
+        needed = 50_000_000 * source["target_ratio"] / 10_000_000
+        assert needed <= source["max_repetition_ratio"] <= max(1, needed) + 1e-3
+    assert sum(Decimal(str(source["target_ratio"])) for source in sources) == 1
+
+
+def test_lingua_counts_documents_and_knows_sources_by_their_folder() -> None:
+    data = yaml.safe_load(made("lingua"))["data"]
+    assert data["root_dir"] == "/data"
+    tokens = {name: share * LENGTHS[name] for name, share in data["sources"].items()}
+    total = sum(tokens.values())
+    for name, weight in WEIGHTS.items():
+        # Half a unit of the sixth decimal of the rarest.
+        assert tokens[name] / total == pytest.approx(
+            weight, rel=5e-7 / min(data["sources"].values())
+        )
+    with pytest.raises(ValueError, match=r"one root_dir; these lie in /data, /other"):
+        made("lingua", paths=PATHS | {"web": "/other/web"})
+    with pytest.raises(ValueError, match="by its own decision; rows='blocks'"):
+        made("lingua", rows="blocks")
+
+
+@pytest.mark.parametrize("to", ["datasets", "torchdata", "litdata", "data-juicer", "lingua"])
+def test_a_target_of_documents_asks_for_their_length(to: str) -> None:
+    with pytest.raises(ValueError, match=r"draws documents.*for book, code, web.*--rows blocks"):
+        made(to, mean_doc_tokens={}, seq_length=None)
+    with pytest.raises(ValueError, match="mean_doc_tokens names wbe"):
+        made(to, mean_doc_tokens=LENGTHS | {"wbe": 3.0}, seq_length=None)
+    held = [
+        {"name": name, "weight": weight, "tokens": 5 * LENGTHS[name], "documents": 5}
+        for name, weight in WEIGHTS.items()
+    ]
+    assert made(to, {"domains": held}, mean_doc_tokens={}, rows="documents") == made(
+        to, rows="documents"
+    )
+
+
+def test_data_juicer_draws_as_many_rows_as_the_budget_has() -> None:
+    dataset = yaml.safe_load(made("data-juicer"))["dataset"]
+    mean = 1 / sum(weight / LENGTHS[name] for name, weight in WEIGHTS.items())
+    assert dataset["max_sample_num"] == pytest.approx(10**9 / mean, rel=1e-6)
+    blocks = yaml.safe_load(made("data-juicer", rows="blocks"))["dataset"]
+    assert blocks["max_sample_num"] == 10**9 // 2048
+    assert [each["weight"] for each in blocks["configs"]] == [0.267801, 0.3, 0.432199]
+    with pytest.raises(ValueError, match="needs budget_tokens"):
+        made("data-juicer", budget_tokens=None)
+
+
+def test_mosaic_is_stratified_where_every_batch_can_hold_every_domain() -> None:
+    rare = {"web": 0.999, "code": 0.001}
+    for batch, method in ((1024, "stratified"), (64, "random"), (None, "random")):
+        text = export(
+            rare,
+            to="mosaic-streaming",
+            paths={"web": "s3://b/web", "code": "/c"},
+            batch_size=batch,
+            local_dir="/tmp/x/",
+        ).text
+        assert f'batching_method="{method}"' in text
+        assert 'Stream(remote="s3://b/web", local="/tmp/x/web", proportion=0.999000)' in text
+        assert 'Stream(local="/c", proportion=0.001000)' in text
+
+
+def test_phases_go_where_they_are_known_and_are_averaged_elsewhere() -> None:
+    weights = record(phases=PHASES)
+    stages = yaml.safe_load(made("nanotron", weights))["data_stages"]
+    assert [stage["start_training_step"] for stage in stages] == [1, 1025]
+    assert stages[1]["data"]["dataset"] == {
+        "dataset_folder": ["/data/book", "/data/code", "/data/web"],
+        "dataset_weights": [0.34, 0.3, 0.36],
+    }
+    levanter = yaml.safe_load(made("levanter", weights))["data"]["train_weights"]
+    assert levanter == [[0, PHASES[0]["weights"]], [1024, PHASES[1]["weights"]]]
+    foundry = yaml.safe_load(made("llm-foundry", weights))
+    curriculum = foundry["callbacks"]["curriculum_learning"]
+    first = 1024 * 64 * 2048
+    assert curriculum["duration"] == f"{first}tok"
+    assert [each["duration"] for each in curriculum["schedule"]] == [f"{10**9 - first}tok"]
+    assert foundry["max_duration"] == f"{10**9}tok"
+    for to in ("megatron", "datasets"):
+        result = export(weights, to=to, paths=PATHS, mean_doc_tokens=LENGTHS)
+        assert any("2 phases; these are its mean weights" in line for line in result.warnings)
+    assert made("nanotron", weights, is_constant=True) == made(
+        "nanotron", record(phases=None)
+    ).replace(
+        "# It draws",
+        "# The record has 2 phases; these are its mean weights, constant throughout.\n# It draws",
+    )
+
+
+def test_a_phase_says_which_domains_it_leaves_out() -> None:
+    phases = [PHASES[0], {"first_step": 64, "weights": {"web": 0.5, "code": 0.5, "book": 0.0}}]
+    weights = record(stages=phases)
+    levanter = yaml.safe_load(made("levanter", weights))["data"]["train_weights"]
+    assert levanter[1] == [64, {"book": 0.0, "code": 0.5, "web": 0.5}]
+    stages = yaml.safe_load(made("nanotron", weights))["data_stages"]
+    assert stages[1]["data"]["dataset"]["dataset_folder"] == ["/data/code", "/data/web"]
+    assert not export(weights, to="nanotron", paths=PATHS).warnings
+
+
+def test_megatron_phases_are_launches() -> None:
+    text = made("megatron-phases", record(phases=PHASES), valid_paths={}, test_paths={})
+    assert "--phase-transition-iterations 1024\n" in text
+    assert "# Phase 2: iterations 1024 to the end, from sample 65536 on" in text
+    assert "--data-path 0.340000 /data/book 0.300000 /data/code 0.360000 /data/web" in text
+
+
+def test_phases_that_no_consumer_would_take_are_refused() -> None:
+    weights = record(phases=PHASES)
+    early = record(phases=[PHASES[0], PHASES[1] | {"first_step": 1}])
+    with pytest.raises(
+        ValueError, match=r"blocks of 2048.*at 8 in a step that is every 256 steps.*\[0, 1\]"
+    ):
+        made("levanter", early, batch_size=8)
+    with pytest.raises(ValueError, match=r"needs seq_length and batch_size and budget_tokens"):
+        made("llm-foundry", weights, seq_length=None, batch_size=None, budget_tokens=None)
+    with pytest.raises(ValueError, match="it would never come"):
+        made("llm-foundry", weights, budget_tokens=1000)
+    with pytest.raises(ValueError, match="begin at step 0"):
+        made("nanotron", record(phases=PHASES[1:]))
+
+
+def test_levanter_gets_a_block_at_whose_end_the_phases_begin() -> None:
+    for first, batch, block in ((1024, 64, None), (1024 + 8, 64, 512), (12, 64, 256)):
+        weights = record(phases=[PHASES[0], PHASES[1] | {"first_step": first}])
+        data = yaml.safe_load(made("levanter", weights, batch_size=batch))["data"]
+        assert data.get("mixture_block_size") == block
+        assert first * batch % (block or 2048) == 0
+    assert "mixture_block_size:" not in made("levanter", batch_size=7)
+
+
+def test_phases_are_stretched_to_the_training_they_go_to() -> None:
+    weights = record(phases=PHASES, steps=2048)
+    for asked in ({"steps": 100_000}, {"seq_length": 2048, "batch_size": 64}):
+        changes = {"budget_tokens": None} | asked
+        if "seq_length" in asked:
+            changes["budget_tokens"] = 100_000 * 2048 * 64
+        result = export(weights, to="nanotron", paths=PATHS, **changes)
+        stages = yaml.safe_load(result.text)["data_stages"]
+        assert [stage["start_training_step"] for stage in stages] == [1, 50_001]
+        assert result.warnings == ("Phases of a run of 2048 steps, at the like parts of 100000.",)
+    kept = export(weights, to="nanotron", paths=PATHS)
+    assert "start_training_step: 1025" in kept.text
+    assert "Give the steps of yours" in kept.warnings[0]
+    assert not export(weights, to="nanotron", paths=PATHS, steps=2048).warnings
+    with pytest.raises(ValueError, match="2 phases of a run of 2048 steps do not fit in one of 1"):
+        export(weights, to="nanotron", paths=PATHS, steps=1)
+
+
+def test_a_table_shows_what_is_known_largest_first() -> None:
+    entries = [
+        {"name": "a|b", "weight": 0.25, "prior": 0.5, "tokens": 1000},
+        {"name": "c", "weight": 0.75, "prior": 0.5, "tokens": 3000, "weight_std": 0.01},
+    ]
+    lines = export({"domains": entries}, to="markdown", budget_tokens=8000, decimals=3).text
+    header, _, first, second = lines.splitlines()
+    cells = [cell.strip() for cell in header.strip("|").split("|")]
+    assert cells == ["domain", "weight", "weight_std", "prior", "ratio", "tokens", "epochs"]
+    assert first.split("|")[1].strip() == "c"
+    assert [cell.strip() for cell in first.split("|")[2:-1]] == [
+        *("0.750", "0.010", "0.500", "1.50", "3,000", "2.00")
+    ]
+    assert "a\\|b" in second
+    rows = list(csv.DictReader(io.StringIO(export({"domains": entries}, to="csv").text)))
+    assert [(row["domain"], row["weight"]) for row in rows] == [
+        ("c", "0.750000"),
+        ("a|b", "0.250000"),
+    ]
+    assert list(rows[0]) == ["domain", "weight", "weight_std", "prior", "ratio", "tokens"]
+
+
+# Back again.
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_what_was_exported_is_read_back(name: str, count: int) -> None:
+    draw = random.Random(count)
+    weights = {f"d{i}": 0.1 + draw.random() for i in range(count)}
+    total = sum(weights.values())
+    lengths = {each: draw.uniform(50, 5000) for each in weights}
+    paths = {each: f"/data/{each}-files" for each in weights}
+    held_out = {"d0": "/valid/d0"}
+    options = EVERYTHING | {
+        "mean_doc_tokens": lengths,
+        "valid_paths": held_out,
+        "test_paths": held_out,
+        "decimals": 12,
+    }
+    has_paths = targets()[name].has_paths
+    text = export(weights, to=name, paths=paths if has_paths else None, **options).text
+    # By its paths, where the format does not name domains.
+    found = import_weights(text, source=name, paths=paths, mean_doc_tokens=lengths)
+    assert {entry["name"] for entry in found["domains"]} == set(weights)
+    assert math.fsum(entry["weight"] for entry in found["domains"]) == pytest.approx(1, abs=1e-12)
+    for entry in found["domains"]:
+        # A unit of the twelfth decimal, times the spread of the lengths.
+        assert entry["weight"] == pytest.approx(weights[entry["name"]] / total, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in IMPORTED if targets()[name].has_phases])
+def test_phases_are_read_back(name: str) -> None:
+    phases = [*PHASES, {"first_step": 3072, "weights": PHASES[0]["weights"]}]
+    text = made(name, record(phases=phases))
+    found = import_weights(text, source=name, paths=PATHS, seq_length=2048, batch_size=64)
+    assert found["phases"] == phases
+    weights = {entry["name"]: entry["weight"] for entry in found["domains"]}
+    assert weights == phases[-1]["weights"]
+    if targets()[name].phases_in == "tokens":
+        with pytest.raises(ValueError, match="give seq_length and batch_size"):
+            import_weights(text, source=name, paths=PATHS)
+
+
+def test_an_imported_domain_is_known_by_the_end_of_its_path() -> None:
+    found = import_weights("30 /a/web_text_document 10 /b/code", source="megatron-file")
+    assert [(each["name"], each["weight"]) for each in found["domains"]] == [
+        ("web_text_document", 0.75),
+        ("code", 0.25),
+    ]
+    # Two paths of one domain are added.
+    merged = import_weights(
+        "30 /a/web.bin 10 /b/code",
+        source="megatron-file",
+        paths={"all": ["/a/web", "/b/code"]},
+    )
+    assert merged["domains"] == [{"name": "all", "weight": 1.0}]
+    with pytest.raises(ValueError, match="paths name wbe, and the file holds none of their paths"):
+        import_weights("1 /a/web", source="megatron-file", paths={"wbe": "/a/wbe"})
+
+
+def test_formats_that_others_write_are_read() -> None:
+    cases = {
+        "megatron": "python pretrain.py --train-data-path 3 /a/x 1 /a/y --split 1,0,0",
+        "megatron-json": '{"train": "3 /a/x 1 /a/y", "valid": "/v", "test": "/t"}',
+        "neox": '{"train_data_paths": ["/a/x", "/a/y"], "train_data_weights": [3, 1]}',
+        "curator": "#!/bin/bash\ncat <<EOF\n0.75 /a/x\n0.25 /a/y\nEOF\n",
+        "levanter": "data:\n  train_weights: {x: 0.75, y: 0.25}",
+        "nanotron": "data_stages:\n- {name: s, start_training_step: 1, data: {dataset: "
+        "{dataset_folder: {/a/x: 3, /a/y: 1}}}}",
+        "json": '{"x": 3, "y": 1}',
+        "csv": "domain,weight\nx,3\ny,1\n",
+    }
+    for source, text in cases.items():
+        found = import_weights(text, source=source)
+        weights = {entry["name"]: entry["weight"] for entry in found["domains"]}
+        assert weights == {"x": 0.75, "y": 0.25}, source
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+@pytest.mark.parametrize("text", ["", "[1, 2]", "nothing: here", "0.5 /a/x 0.5"])
+def test_what_is_not_the_format_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=r"must (hold|be|have)"):
+        import_weights(text, source=name, mean_doc_tokens=LENGTHS)
+
+
+def test_imported_weights_are_numbers_with_a_sum() -> None:
+    for text, words in (
+        ("-1 /a/x 2 /a/y", "finite number >= 0; x has -1"),
+        ("nan /a/x 2 /a/y", "finite number >= 0; x has nan"),
+        ("0 /a/x", "all 1 are zero"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            import_weights(text, source="megatron-file")
+
+
+# What comes from outside.
+
+
+def test_a_package_adds_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Target("ours", "a line", lambda mixture: f"{mixture.shares()['web']}\n", "file")
+    loaded: Any = ours
+
+    class Point(EntryPoint):
+        def load(self) -> Any:
+            return loaded
+
+    point = Point("ours", "package:target", registry.GROUP)
+    assert registry.GROUP == "doge_fast.exporters"
+    monkeypatch.setattr(registry, "_points", lambda: (point,))
+    assert export({"web": 1.0}, to="ours", paths={"web": "/w"}).text == "1.000000\n"
+    loaded = "not a target"
+    with pytest.raises(
+        ValueError, match=r"must load a Target; ours \(package:target\) loads a str"
+    ):
+        targets()
+    loaded = Target("megatron", "again", ours.write)
+    with pytest.raises(ValueError, match="adds the target megatron, which there is"):
+        targets()
+
+
+def test_bad_weights_and_settings_are_refused() -> None:
+    for weights, words in (
+        ({}, "at least one domain"),
+        ({"a": float("nan")}, "that of a is nan"),
+        ({"a": -1.0, "b": 2.0}, "that of a is -1.0"),
+        ({"a": 0.0}, "all 1 are zero"),
+        ({"domains": [{"name": "a", "weight": 0.5}] * 2}, "has one weight; the names are a, a"),
+        ({"domains": [{"name": "a", "weight": 1, "tokens": -3}]}, "tokens of a must be a whole"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export(weights, to="json")
+    with pytest.raises(ValueError, match="no target 'megatrno'; there are megatron,"):
+        export(WEIGHTS, to="megatrno")
+    with pytest.raises(ValueError, match="seq_length must be at least 1; got 0"):
+        export(WEIGHTS, to="json", seq_length=0)
+    with pytest.raises(ValueError, match="mean_doc_tokens must be above 0; that of web is 0"):
+        export(WEIGHTS, to="json", mean_doc_tokens={"web": 0.0})
+    with pytest.raises(ValueError, match="datasets is not read back; these are: megatron,"):
+        import_weights("", source="datasets")
+    for given in ([], ["/a", "/a"], {"/a": 0}, {}, 3, [3]):
+        found: Any = {"web": given}
+        with pytest.raises(ValueError, match="web"):
+            export({"web": 1.0}, to="megatron", paths=found)
+    with pytest.raises(ValueError, match="belongs to one domain; /a is given to web, code"):
+        export(WEIGHTS, to="nanotron", paths={"web": "/a/", "code": ["/a"], "book": "/b"})
+
+
+# The command line.
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "given.json"
+    records.write_weights(path, record(WEIGHTS | {"junk": 0.0}))
+    return path
+
+
+def words_of(paths: Mapping[str, str]) -> list[str]:
+    return [f"{name}={path}" for name, path in paths.items()]
+
+
+def test_the_verb_prints_writes_and_lists(
+    file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    export_it = ["export", str(file), "--to", "megatron", "--paths", *words_of(PATHS)]
+    with caplog.at_level("INFO", logger="doge_fast"):
+        assert cli.main([*export_it, "--decimals", "3"]) == 0
+    assert (
+        capsys.readouterr().out == "--data-path 0.268 /data/book 0.300 /data/code 0.432 /data/web\n"
+    )
+    assert "Left out, for the weight is 0: junk." in caplog.messages
+    assert any("token shares" in line for line in caplog.messages)
+    out = file.with_name("blend.txt")
+    assert cli.main([*export_it, "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"written: {out}\n"
+    assert out.read_text().startswith("--data-path 0.267801")
+    assert cli.main(["export", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n{name}: " in f"\n{listed}" for name in targets())
+    assert max(map(len, listed.splitlines())) <= 100
+
+
+def test_paths_come_from_a_file_too(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {"web": {"/data/a": 1, "/data/b": 1}, "code": ["/data/code"], "book": "/data/book"}
+    for name, text in (("paths.json", json.dumps(parts)), ("paths.yaml", yaml.safe_dump(parts))):
+        paths = file.with_name(name)
+        paths.write_text(text)
+        assert cli.main(["export", str(file), "--to", "megatron-file", "--paths", str(paths)]) == 0
+        assert capsys.readouterr().out.split()[-4:] == [
+            *("0.216100", "/data/a", "0.216099", "/data/b")
+        ]
+
+
+def test_the_verb_reads_back_and_translates(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blend = file.with_name("blend.txt")
+    blend.write_text("3 /data/web 1 /data/code")
+    out = file.with_name("imported.json")
+    assert cli.main(["export", "--from", "megatron-file", str(blend), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"weights: {out}\n"
+    found = records.read_weights(out)
+    assert records.weights_by_name(found) == {"web": 0.75, "code": 0.25}
+    assert (found["method"], found["source"]) == ("imported", "megatron-file")
+    words = ["--to", "nanotron", "--paths", "web=/data/web", "code=/data/code"]
+    assert cli.main(["export", str(blend), "--from", "megatron-file", *words]) == 0
+    stages = yaml.safe_load(capsys.readouterr().out)["data_stages"]
+    assert stages[0]["data"]["dataset"]["dataset_weights"] == [0.25, 0.75]
+
+
+def test_a_run_directory_knows_the_length_of_its_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = {"train_tokens": 8000, "train_blocks": 10, "validation_blocks": 1, "documents": 10}
+    corpus = {"domains": {"web": held, "code": held | {"documents": 40}}, "targets": {}}
+    run = tmp_path / "run"
+    records.open_run(run, stage="base", config={}, corpus=corpus)
+    records.write_weights(run, record({"web": 0.5, "code": 0.5}))
+    words = ["--to", "lingua", "--paths", "web=/data/web", "code=/data/code"]
+    for file in (run, run / "weights.json"):
+        assert cli.main(["export", str(file), *words]) == 0
+        sources = yaml.safe_load(capsys.readouterr().out)["data"]["sources"]
+        assert sources == {"web": 0.2, "code": 0.8}
+    flags = ["--mean-doc-tokens", "web=100", "code=100"]
+    assert cli.main(["export", str(run), *words, *flags]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["sources"] == {"web": 0.5, "code": 0.5}
+
+
+def test_phases_come_from_another_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["export", str(file), "--to", "json", "--phases"]
+    as_list, as_record = file.with_name("phases.yaml"), file.with_name("base.json")
+    as_list.write_text(yaml.safe_dump(PHASES))
+    records.write_weights(as_record, record(stages=PHASES))
+    for given in (as_list, as_record):
+        assert cli.main([*base, str(given)]) == 0
+        assert json.loads(capsys.readouterr().out) == PHASES
+    assert cli.main([*base, str(as_list), "--constant"]) == 0
+    assert json.loads(capsys.readouterr().out)["web"] == 0.432199
+    assert cli.main([*base, str(file)]) == 2
+    assert "must hold phases" in capsys.readouterr().err
+
+
+def test_the_phases_of_a_base_run_know_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    held = {"train_tokens": 8000, "train_blocks": 10, "validation_blocks": 1, "documents": 10}
+    corpus = {"domains": {name: held for name in NAMES}, "targets": {}}
+    records.open_run(run, stage="base", config={"training": {"steps": 2048}}, corpus=corpus)
+    records.write_weights(run, record(stages=PHASES))
+    for words in ([str(run)], [str(run / "weights.json"), "--phases", str(run)]):
+        assert cli.main(["export", *words, "--to", "json", "--steps", "4096"]) == 0
+        phases = json.loads(capsys.readouterr().out)
+        assert [phase["first_step"] for phase in phases] == [0, 2048]
+
+
+def test_every_flag_of_the_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["export", "--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert "usage: doge-fast export" in printed
+    assert "A weights.json, or a run directory" in printed
+    names = [field.name.strip("_") for field in dataclasses.fields(ExportConfig)]
+    for flag in (name.replace("_", "-") for name in names if name != "file"):
+        assert re.search(rf"--{flag}\b[^(]*?[A-Za-z]{{3,}}[^(]*\(", printed), flag
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["FILE", "--to", "json", "--budget-tokens", "inf"], "budget_tokens must be a number"),
+        (["FILE", "--to", "json", "--out", "/nowhere/x"], "/nowhere/x cannot be written"),
+        (["--to", "json"], "export needs a file"),
+        (["FILE"], "--to TARGET to write it"),
+        (["FILE", "--to", "megatron", "--paths", "web"], "takes NAME=PATH ...*got 'web'"),
+        (["FILE", "--to", "megatron", "--paths", "no.json"], "no.json cannot be read"),
+        (["FILE", "--to", "json", "--mean-doc-tokens", "web=x"], "takes NAME=NUMBER"),
+        (["no.json", "--to", "json"], "no.json does not exist"),
+        (["no.txt", "--from", "json"], "no.txt cannot be read"),
+    ],
+)
+def test_the_verb_refuses_in_one_sentence(
+    words: list[str], sentence: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [str(file) if word == "FILE" else word for word in words]
+    assert cli.main(["export", *asked]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(part in said for part in sentence.split("*"))
