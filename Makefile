@@ -7,7 +7,7 @@ CONSTRAINTS := .ci/constraints.txt
 # One stamp per set of extras and torch, so that another TORCH= installs again.
 STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
 
-.PHONY: help demo test soak bench lint typecheck format check-wheel clean
+.PHONY: help demo test soak bench docs lint typecheck format check-wheel clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ bench: $(call STAMP,all)  ## operators, steps and peers on this machine, in minu
 	$(BIN)/python -m benchmarks.optimizer_step
 	$(BIN)/python -m benchmarks.stacked --pairs 5 --no-memory
 	$(BIN)/python -m benchmarks.peers --pairs 5
+
+docs: $(call STAMP,all)  ## the documentation as pages, in docs/_build/index.html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
 lint: $(call STAMP,all)  ## linter and formatter check
 	$(BIN)/python -m ruff check .

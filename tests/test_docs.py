@@ -1,0 +1,256 @@
+"""The documentation: every block of every page is run, the site builds, and it names everything."""
+
+import ast
+import importlib
+import io
+import json
+import pkgutil
+import re
+import shlex
+import tomllib
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import doge_fast
+from doge_fast import cli
+from tests.pages import ROOT, Reader, assert_alike, blocks_of, copy_workplace
+
+DOCS = ROOT / "docs"
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+
+# Operators' implementations, and the parts of the report, which are nobody's to call.
+UNDOCUMENTED = re.compile(
+    r"doge_fast\.(__main__|_\w+(\..*)?|kernels\.(gram|accumulate|weighted_sum|reweight)(\..*)?"
+    r"|pipeline\.reporting(\..*)?)"
+)
+
+
+_EXAMPLE_PAGES = ("examples.md", "torchtitan.md")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader has after the tutorial, small: a corpus of its domains."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "corpus").mkdir()
+    words = {
+        "code": "def return if else for in range print value index list not and or import class",
+        "docstrings": "return the value of index in range and list for a class that is not print",
+        "manual": "the and of a in range to value was statement that it its not for as had list",
+    }
+    for name, vocabulary in words.items():
+        known = vocabulary.split()
+        draw = torch.Generator().manual_seed(len(name))
+        texts = [
+            " ".join(known[i] for i in torch.randint(len(known), (400,), generator=draw))
+            for _ in range(40)
+        ]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "corpus" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_what_a_page_shows_runs(
+    page: Path,
+    workplace: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not any(block.language != "none" for block in blocks_of(page)):
+        pytest.skip("nothing to run on this page")
+    monkeypatch.setenv("COLUMNS", "100")
+    copy_workplace(workplace, tmp_path, monkeypatch)
+    torch.manual_seed(0)
+    Reader(page, tmp_path_factory.getbasetemp() / "blocks").read()
+
+
+def test_readme_commands_are_taken() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [line for line in readme.splitlines() if line.startswith("doge-fast ")]
+    assert len(commands) >= 5
+    for command in commands:
+        assert cli._parse(shlex.split(command, comments=True)[1:]) is not None
+
+
+def test_a_page_that_shows_something_else_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for text in (
+        "```python\nprint('three domains, 0.25')\n```\n\n```text\ntwo domains, 0.5\n```\n",
+        "```bash\nrm -rf everything\n```\n",
+        "```bash\npip install 'doge-fast[no-such-extra]'\n```\n",
+        "<!-- test: parse -->\n```bash\ndoge-fast proxy --no-such-option 1\n```\n",
+        "```json\n{\n```\n",
+    ):
+        page.write_text(text, encoding="utf-8")
+        with pytest.raises((AssertionError, SystemExit, ValueError)):
+            Reader(page, tmp_path).read()
+    assert_alike("three domains, 0.5\n...", "three   domains, 0.251\nand more")
+
+
+def test_every_example_is_on_the_site() -> None:
+    shown = "".join((DOCS / "how-to" / name).read_text("utf-8") for name in _EXAMPLE_PAGES)
+    there = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert there == set(re.findall(r"\.\./\.\./examples/(\S+)", shown))
+
+
+def test_exporter_of_a_page_is_found_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed as the page says: the module, and the entry point in a package's metadata."""
+    from doge_fast.pipeline.exports import export, registry
+
+    *_, code, entry_points = (block.text for block in blocks_of(DOCS / "how-to" / "export.md"))
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "my_module.py").write_text(code, encoding="utf-8")
+    ((group, points),) = tomllib.loads(entry_points)["project"]["entry-points"].items()
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    metadata = tmp_path / "my_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: my_package\nVersion: 1.0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{lines}", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # Installed packages are asked once in a process.
+    registry._points.cache_clear()
+    try:
+        made = export({"b": 0.25, "a": 0.75}, to="lines", paths={"a": "/a", "b": "/b"}, decimals=2)
+    finally:
+        registry._points.cache_clear()
+    shown = [line for line in made.text.splitlines() if not line.startswith("#")]
+    assert shown == ["0.75 a /a", "0.25 b /b"]
+
+
+def test_reference_names_everything_public() -> None:
+    """A module that a page names is written out in full, for all in it has docstrings."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
+    named = re.findall(r"^\.\. automodule:: (\S+)$", pages, re.M)
+    assert len(named) == len(set(named))
+    public = {
+        module.name
+        for module in pkgutil.walk_packages(doge_fast.__path__, "doge_fast.")
+        if not module.ispkg and not UNDOCUMENTED.fullmatch(module.name)
+    }
+    assert public - set(named) == set(), "add them to a page in docs/reference"
+    assert set(named) - public == set(), "they are gone"
+
+
+def test_command_line_reference_has_every_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sphinx", reason="the generator of the documentation is not installed")
+    monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    written = importlib.import_module("command_line").sections()
+    sections = re.findall(r"^## doge-fast (.+?)\n(.*?)(?=^\(verb|\Z)", written, re.M | re.S)
+    assert {name.split()[0] for name, _ in sections} == set(cli._VERBS)
+    for name, text in sections:
+        flags = set(re.findall(r"^\| `(--[a-z][\w-]*)", text, re.M))
+        with pytest.raises(SystemExit):
+            cli._parse([*name.split(), "--help"])
+        # An option begins its line; within one, it is spoken of.
+        shown = re.findall(r"^[^\w-]*(--[a-z][\w-]*)", capsys.readouterr().out, re.M)
+        assert flags == set(shown) - {"--help"}, name
+
+
+def test_site_builds_and_holds_together(tmp_path: Path) -> None:
+    """One test, so that processes that share the tests build the pages once."""
+    pytest.importorskip("sphinx", reason="the generator of the documentation is not installed")
+    site = _build(tmp_path / "site")
+    _assert_nothing_is_fetched(site)
+    _assert_links_lead_somewhere(site)
+    documented = _inventory(site)
+    assert not [name for name in _public_names() if name not in documented]
+
+
+def _build(out: Path) -> Path:
+    """The pages; a warning of the generator is an error.
+
+    Built in this process, which has imported most of what is documented.
+    """
+    from sphinx.application import Sphinx
+    from sphinx.errors import SphinxError
+
+    said = io.StringIO()
+    with warnings.catch_warnings():
+        # Python's warnings of the generator's own packages; its warnings on our pages count.
+        warnings.simplefilter("ignore")
+        app = Sphinx(
+            *(DOCS, DOCS, out, out / ".doctrees", "html"),
+            status=None,
+            warning=said,
+            warningiserror=True,
+        )
+        try:
+            app.build()
+        except SphinxError as error:
+            said.write(str(error))
+    assert app.statuscode == 0, said.getvalue()
+    assert not said.getvalue()
+    return out
+
+
+def _assert_nothing_is_fetched(site: Path) -> None:
+    """Nothing that a browser loads by itself comes from elsewhere."""
+    for page in site.rglob("*.html"):
+        source = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"([^\"]+)\"", source)
+        assert not [each for each in loaded if each.startswith(("http:", "https:", "//"))], page
+    for sheet in (site / "_static").rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+def _assert_links_lead_somewhere(site: Path) -> None:
+    """Links within the site, to pages and places in them."""
+    anchors = {
+        page: set(re.findall(r"\bid=\"([^\"]+)\"", page.read_text(encoding="utf-8")))
+        for page in site.rglob("*.html")
+    }
+    for page in anchors:
+        links = re.findall(r"<a\b[^>]*href=\"([^\"]+)\"", page.read_text(encoding="utf-8"))
+        for link in links:
+            if re.match(r"\w+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name} -> {link}"
+            if anchor and target.suffix == ".html":
+                assert anchor in anchors[target], f"{page.name} -> {link}"
+
+
+def _inventory(site: Path) -> set[str]:
+    """Names of Python objects that the site has an entry for."""
+    raw = (site / "objects.inv").read_bytes()
+    listed = zlib.decompress(raw.split(b"zlib.\n", 1)[1]).decode("utf-8")
+    return {line.split(" ", 1)[0] for line in listed.splitlines() if " py:" in line}
+
+
+def _public_names() -> Iterator[str]:
+    """Modules, and the functions and classes that they define without an underscore."""
+    for module in pkgutil.walk_packages(doge_fast.__path__, "doge_fast."):
+        if UNDOCUMENTED.fullmatch(module.name) or module.ispkg:
+            continue
+        yield module.name
+        spec = module.module_finder.find_spec(module.name, None)  # type: ignore[call-arg]
+        assert spec is not None
+        assert spec.origin is not None
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            # What torch makes an operator of has a last underscore, and is no function then.
+            if node.name == node.name.strip("_"):
+                yield f"{module.name}.{node.name}"
