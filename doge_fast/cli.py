@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever reads, `head` say, has read enough; nor may closing at exit complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
         return _refuse(str(error))

@@ -494,7 +494,7 @@ class ExportConfig:
     """Weights that change: a JSON or YAML list of {first_step, weights}, or a file or run directory
     that holds one; None: those of the file, if it has some."""
     constant: bool = False
-    """Leave phases out: the mean weights throughout."""
+    """Leave phases out: the weights that the file has beside them."""
     seed: int = 0
     """Of the framework's draws."""
     local_dir: str | None = None

@@ -34,6 +34,8 @@ WEIGHTS = "weights.json"
 EVALUATION = "evaluation.json"
 EXPERIMENT = "experiment.json"
 FEWSHOT = "fewshot.json"
+# What a run directory keeps of its run.
+_OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
 
 Stage = Literal["proxy", "base", "doremi", "select"]
 Json = dict[str, Any]
@@ -420,6 +422,27 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
     write_json(file, record)
 
 
+def check_out(out: Path, read: Iterable[Path]) -> None:
+    """Refuse to write over what is read, or over what a run keeps of itself.
+
+    Args:
+        out: the file that is to be written.
+        read: files, and run directories whose weights.json is read.
+
+    Raises:
+        ValueError: it is one of them.
+    """
+    sources = {(path / WEIGHTS if path.is_dir() else path).resolve() for path in read}
+    is_source = out.resolve() in sources
+    is_record = out.name in _OWN and (out.parent / CONFIG).exists()
+    if is_source or is_record:
+        raise ValueError(
+            f"out must be a file of its own; {out} is "
+            f"{'what is read here' if is_source else 'in a run directory, and a record of it'}. "
+            "Name another."
+        )
+
+
 def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
     """weights.json, checked.
 
@@ -481,7 +504,7 @@ def _check_weight(entry: Mapping[str, Any], path: Path) -> None:
     if not is_weight(weight):
         raise ValueError(
             f"{path}: a domain weight must be a finite number >= 0; that of {entry['name']} is "
-            f"{weight}. The run that wrote it has diverged, or the file was edited."
+            f"{weight!r}. The run that wrote it has diverged, or the file was edited."
         )
 
 

@@ -103,6 +103,8 @@ def train(task: Task, config: TrainingConfig) -> "RecordedTrainer":
         _log.info("%s: resuming at step %d of %d", task.out, start, config.steps)
     records.resume_metrics(task.out, step=-1 if checkpoint is None else start)
     set_seed(config.seed)
+    # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
+    task.model._keys_to_ignore_on_save = set(task.model.all_tied_weights_keys)
     trainer = task.trainer(
         model=task.model, args=arguments, train_dataset=task.batches(start), task=task
     )

@@ -457,7 +457,8 @@ def _check_feasible(
             "much. Lower them."
         )
     held = [name for name, weight in weights.items() if weight == 0 and not floors[name]]
-    most = math.fsum(value for name, value in highest.items() if name not in held)
+    # A floor lifts a zero, and to the floor only.
+    most = math.fsum(value if weights[name] else floors[name] for name, value in highest.items())
     if most >= 1 - simplex.BOUNDS_TOLERANCE:
         return
     is_epochs = any(highest[name] < caps[name] for name in weights)

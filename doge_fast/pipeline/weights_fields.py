@@ -22,8 +22,13 @@ class Rule(NamedTuple):
 
 def is_number(value: Any) -> bool:
     """A finite number; JSON's true and false are Python's numbers and not ours."""
-    is_numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_numeric and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        # JSON's whole numbers have no largest; float64 has.
+        return False
 
 
 def is_weight(value: Any) -> bool:
@@ -42,6 +47,10 @@ def _is_text(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, Mapping)
+
+
+def _is_average(value: Any) -> bool:
+    return isinstance(value, Mapping) and _is_count(value.get("count"))
 
 
 def _is_target(value: Any) -> bool:
@@ -92,7 +101,7 @@ RECORD_FIELDS: Mapping[str, Rule] = {
     "smoothing": SHARE,
     "reference": OBJECT,
     "initial": OBJECT,
-    "average": OBJECT,
+    "average": Rule("an object with a count of files, a whole number", _is_average),
     "constraints": OBJECT,
     "versions": OBJECT,
 }

@@ -230,8 +230,11 @@ def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
             f"out must be a file of its own; {file} is "
             f"{'what is read here' if is_source else 'in a run directory'}. Name another."
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    records.write_weights(file, record)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        records.write_weights(file, record)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror}.") from None
     return [f"weights: {file}"]
 
 

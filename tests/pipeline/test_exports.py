@@ -211,9 +211,20 @@ def test_megatron_prefixes_are_cut_and_hold_no_white_space(to: str) -> None:
         made(to, paths=PATHS | {"web": "/my data/web"})
 
 
-def test_held_out_paths_are_of_domains_with_a_weight() -> None:
+@pytest.mark.parametrize("to", ["megatron", "nemo", "neox", "fast-llm"])
+def test_held_out_paths_are_of_domains_with_a_weight(to: str) -> None:
     with pytest.raises(ValueError, match="valid paths are of domains without a weight: junk"):
-        made("megatron", WEIGHTS | {"junk": 0.0}, valid_paths={"junk": "/valid/junk"})
+        made(to, WEIGHTS | {"junk": 0.0}, valid_paths={"junk": "/valid/junk"})
+
+
+def test_a_prefix_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one path, their prefix; /data/web is given twice"):
+        made("megatron", paths=PATHS | {"web": "/data/web.bin", "code": "/data/web"})
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"web{suffix}").write_bytes(bytes(100))
+    both = [str(tmp_path / "web.bin"), str(tmp_path / "web.idx")]
+    with pytest.raises(ValueError, match=r"web is given twice\. Name it once"):
+        export({"web": 1.0}, to="megatron-json", paths={"web": both})
 
 
 def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) -> None:
@@ -347,12 +358,15 @@ def test_phases_go_where_they_are_known_and_are_averaged_elsewhere() -> None:
     assert foundry["max_duration"] == f"{10**9}tok"
     for to in ("megatron", "datasets"):
         result = export(weights, to=to, paths=PATHS, mean_doc_tokens=LENGTHS)
-        assert any("2 phases; these are its mean weights" in line for line in result.warnings)
+        assert any(
+            "Left out: 2 phases. These are the weights that" in line for line in result.warnings
+        )
     assert made("nanotron", weights, is_constant=True) == made(
         "nanotron", record(phases=None)
     ).replace(
         "# It draws",
-        "# The record has 2 phases; these are its mean weights, constant throughout.\n# It draws",
+        "# Left out: 2 phases. These are the weights that the record has beside them, constant\n"
+        "#   throughout.\n# It draws",
     )
 
 
@@ -395,6 +409,54 @@ def test_levanter_gets_a_block_at_whose_end_the_phases_begin() -> None:
         assert data.get("mixture_block_size") == block
         assert first * batch % (block or 2048) == 0
     assert "mixture_block_size:" not in made("levanter", batch_size=7)
+
+
+def counts_of_levanter(data: Mapping[str, Any]) -> dict[str, int]:
+    """Sequences in a block: each share rounded down, the largest domain gets the rest."""
+    block = data.get("mixture_block_size", 2048)
+    weights = data["train_weights"]
+    counts = {name: int(weight / sum(weights.values()) * block) for name, weight in weights.items()}
+    counts[max(counts, key=counts.__getitem__)] += block - sum(counts.values())
+    return counts
+
+
+def test_levanter_gets_a_block_that_holds_every_domain() -> None:
+    rare = {"web": 0.9999, "code": 0.0001}
+    data = yaml.safe_load(export(rare, to="levanter").text)["data"]
+    assert data["mixture_block_size"] == 16384
+    assert counts_of_levanter(data) == {"web": 16383, "code": 1}
+    # A domain of exactly one sequence would lose it to the division by the sum.
+    exact = {"web": 1 - 2.0**-11, "code": 2.0**-11}
+    data = yaml.safe_load(export(exact, to="levanter", decimals=15).text)["data"]
+    assert counts_of_levanter(data)["code"] == 2
+    with pytest.raises(ValueError, match=r"block, 32768 here, and would draw none of code"):
+        export({"web": 0.99999, "code": 0.00001}, to="levanter")
+    # Of many domains each loses half a sequence.
+    many = {f"d{i}": 1 / 299 for i in range(299)}
+    data = yaml.safe_load(export(many, to="levanter").text)["data"]
+    assert max(counts_of_levanter(data).values()) / data["mixture_block_size"] < 0.02
+
+
+def test_levanter_gets_no_longer_block_than_the_phases() -> None:
+    phases = [{"first_step": 0, "weights": {"web": 0.9999, "code": 0.0001}}]
+    phases.append({"first_step": 512, "weights": {"web": 0.5, "code": 0.5}})
+    weights = record({"web": 0.5, "code": 0.5}, phases=phases)
+    data = yaml.safe_load(export(weights, to="levanter", batch_size=32).text)["data"]
+    assert data["mixture_block_size"] == 16384
+    for batch in (16, None):
+        with pytest.raises(ValueError, match=r"would draw none of code: each has less than 1/"):
+            export(weights, to="levanter", batch_size=batch)
+
+
+def test_the_last_phase_begins_within_the_training() -> None:
+    weights = record(phases=PHASES)
+    for steps in (1024, 3):
+        with pytest.raises(ValueError, match=f"at step 1024, and the training has {steps}: it wou"):
+            export(weights, to="json", steps=steps)
+    # Of a record whose own steps end before its phases.
+    with pytest.raises(ValueError, match="at step 2048, and the training has 1000"):
+        export(record(phases=PHASES, steps=500), to="json", steps=1000)
+    assert len(json.loads(export(weights, to="json", steps=1025).text)) == 2
 
 
 def test_phases_are_stretched_to_the_training_they_go_to() -> None:
@@ -521,6 +583,35 @@ def test_what_is_not_the_format_is_refused(name: str, text: str) -> None:
         import_weights(text, source=name, mean_doc_tokens=LENGTHS)
 
 
+@pytest.mark.parametrize("name", [name for name in IMPORTED if name != "megatron"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: 3\ntrain-data-paths: 3\ntrain_loader: 3\nsources: 3\ndata_stages: 3\ndata: 3\n"
+        "dataset: 3\nother: [1]",
+        "sources: [1]\ndata_stages: [1]\ndata: {train_weights: [1], sources: [1], datasets: 1}\n"
+        "dataset: {configs: [1]}\ntrain_loader: {dataset: {streams: {a: 1}}}",
+        "data_stages: [{start_training_step: 1, data: 3}]\n"
+        "data: {train_weights: [[0, 1]], datasets: {Training: 3}}\n"
+        "train_loader: {dataset: {streams: {a: {proportion: 1}}}}\n"
+        "callbacks: {curriculum_learning: {duration: 5tok, schedule: [1]}}",
+        '[{"first_step": 0, "weights": []}]',
+        "[]",
+    ],
+    ids=["numbers", "lists", "within", "no-names", "empty"],
+)
+def test_another_structure_is_refused_and_not_stumbled_over(name: str, text: str) -> None:
+    found = text if text.startswith("[") else json.dumps(yaml.safe_load(text))
+    with pytest.raises(ValueError, match=r"must (hold|be|have)"):
+        import_weights(found, source=name, rows=None, mean_doc_tokens=LENGTHS)
+
+
+def test_imported_phases_begin_at_later_and_later_steps() -> None:
+    text = "data: {train_weights: [[0, {a: 1}], [9, {a: 1}], [5, {a: 1}]]}"
+    with pytest.raises(ValueError, match=r"text of levanter: phases must begin .* \[0, 9, 5\]"):
+        import_weights(text, source="levanter")
+
+
 def test_imported_weights_are_numbers_with_a_sum() -> None:
     for text, words in (
         ("-1 /a/x 2 /a/y", "finite number >= 0; x has -1"),
@@ -618,15 +709,68 @@ def test_the_verb_prints_writes_and_lists(
     assert max(map(len, listed.splitlines())) <= 100
 
 
+def test_the_verb_writes_over_nothing_that_it_reads_or_a_run_keeps(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = file.with_name("run")
+    corpus = {"domains": {name: {"train_tokens": 1} for name in NAMES}, "targets": {}}
+    records.open_run(run, stage="base", config={}, corpus=corpus)
+    records.write_weights(run, record())
+    blend, paths = file.with_name("blend.txt"), file.with_name("paths.json")
+    blend.write_text("3 /data/web 1 /data/code")
+    paths.write_text(json.dumps(PATHS))
+    before = {each: each.read_bytes() for each in file.parent.rglob("*.*")}
+    into, back = [str(file), "--to", "megatron"], [str(blend), "--from", "megatron-file"]
+    for words, out, why in (
+        (into, file, "what is read here"),
+        (into, paths, "what is read here"),
+        (into, run / "config.json", "in a run directory"),
+        ([str(run), "--to", "json"], run / "weights.json", "what is read here"),
+        (back, blend, "what is read here"),
+        (back, run, "in a run directory"),
+        (back, run / "weights.json", "in a run directory"),
+        (back, file.with_name("no") / "x.json", "x.json cannot be written: No such file"),
+    ):
+        asked = ["--out", str(out)] + (["--paths", str(paths)] if words is into else [])
+        assert cli.main(["export", *words, *asked]) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert said.count("doge-fast: ") == 1
+    assert {each: each.read_bytes() for each in file.parent.rglob("*.*")} == before
+    folder = file.with_name("folder")
+    folder.mkdir()
+    assert cli.main(["export", *back, "--out", str(folder)]) == 0
+    assert capsys.readouterr().out == f"weights: {folder / 'weights.json'}\n"
+    assert cli.main(["export", *into, "--paths", str(paths), "--out", str(run / "blend.txt")]) == 0
+
+
 def test_paths_come_from_a_file_too(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = {"web": {"/data/a": 1, "/data/b": 1}, "code": ["/data/code"], "book": "/data/book"}
-    for name, text in (("paths.json", json.dumps(parts)), ("paths.yaml", yaml.safe_dump(parts))):
+    written = yaml.safe_dump(parts)
+    marked = f"%YAML 1.1\n---\n# Where they lie.\n{written}"
+    for name, text in (
+        ("paths.json", json.dumps(parts)),
+        ("paths.yaml", written),
+        ("marked.yml", marked),
+    ):
         paths = file.with_name(name)
         paths.write_text(text)
         assert cli.main(["export", str(file), "--to", "megatron-file", "--paths", str(paths)]) == 0
         assert capsys.readouterr().out.split()[-4:] == [
             *("0.216100", "/data/a", "0.216099", "/data/b")
         ]
+
+
+def test_a_file_that_is_no_yaml_is_refused_in_one_line(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = file.with_name("paths.yaml")
+    for text in ("web: [/a\n", "web: /a\n---\nweb: /b\n", "web: {\t"):
+        paths.write_text(text)
+        assert cli.main(["export", str(file), "--to", "megatron", "--paths", str(paths)]) == 2
+        said = capsys.readouterr().err
+        assert "paths.yaml must be YAML or JSON and is not" in said
+        assert said.count("\n") == 1
 
 
 def test_the_verb_reads_back_and_translates(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

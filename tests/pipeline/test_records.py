@@ -334,7 +334,8 @@ def test_float32_weights_and_printed_ones_sum_to_one(tmp_path):
             {"domains": [{"name": "a", "weight": 1.5}, {"name": "b", "weight": -0.5}]},
             "finite number >= 0; that of b is -0.5",
         ),
-        ({"domains": [{"name": "a", "weight": "1"}]}, "finite number >= 0; that of a is 1"),
+        ({"domains": [{"name": "a", "weight": "1"}]}, "finite number >= 0; that of a is '1'"),
+        ({"domains": [{"name": "a", "weight": 10**400}]}, "finite number >= 0; that of a is 10"),
         ({"domains": [{"name": "a", "weight": True}]}, "finite number >= 0; that of a is True"),
         ({"domains": [{"name": "a"}]}, "finite number >= 0; that of a is None"),
     ],
@@ -445,6 +446,12 @@ def test_a_field_that_is_not_what_it_should_be_is_named(tmp_path, field, value):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=message):
         records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
+
+
+@pytest.mark.parametrize("average", [{}, {"count": "many", "of": []}])
+def test_an_average_says_of_how_many(tmp_path, average):
+    with pytest.raises(ValueError, match="average must be an object with a count of files"):
+        records.write_weights(tmp_path, weights(average=average))
 
 
 def schedule(*phases: tuple[object, object]) -> list[dict[str, object]]:

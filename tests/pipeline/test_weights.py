@@ -208,6 +208,9 @@ def test_a_zero_is_lifted_by_a_floor_alone() -> None:
     assert found.kl == math.inf
     with pytest.raises(ValueError, match=r"0.8 of it, 0.2 is missing; verse has weight zero and"):
         weights.constrain(content, cap=0.4)
+    # What a floor lifts stays at the floor.
+    with pytest.raises(ValueError, match=r"domains may take 0.9 of it, 0.1 is missing. Raise caps"):
+        weights.constrain(content, cap={"code": 0.4, "prose": 0.4}, floor={"verse": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -473,6 +476,7 @@ def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFi
         (["constrain", "W", "--out", "W"], "is what is read here. Name another"),
         (["average", "W", "V", "--out", "V"], "is what is read here. Name another"),
         (["constrain", "W", "--out", "RUN"], "is in a run directory. Name another"),
+        (["constrain", "W", "--out", "V/x.json"], "x.json cannot be written: File exists"),
     ],
 )
 def test_a_refusal_writes_nothing(
@@ -483,7 +487,7 @@ def test_a_refusal_writes_nothing(
     (run / "config.json").write_text("{}")
     places = {"W": write(tmp_path / "w.json"), "V": write(tmp_path / "v.json"), "RUN": str(run)}
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
-    words = [places.get(word, word) for word in words]
+    words = [re.sub("^(W|V|RUN)(?=$|/)", lambda m: places[m[0]], word) for word in words]
     text = said(capsys, *words, code=cli.EXIT_REFUSED)
     assert text.count("\n") == 1
     assert re.search(message, text), text

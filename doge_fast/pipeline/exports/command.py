@@ -11,7 +11,7 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.mixture import Paths, Settings
 from doge_fast.pipeline.exports.registry import Exported, export, import_weights, listing
-from doge_fast.pipeline.exports.text import from_yaml, to_json
+from doge_fast.pipeline.exports.text import parsed_yaml, to_json
 
 _LOG = logging.getLogger(__name__)
 _FILES = (".json", ".yaml", ".yml")
@@ -36,11 +36,13 @@ def run(config: ExportConfig) -> list[str]:
             "export needs a file, and --to TARGET to write it for a framework or --from TARGET to "
             "read a framework's; --list says which targets there are."
         )
+    if config.out is not None:
+        records.check_out(_place(config.out, config), _read(config))
     paths = read_paths(config.paths, "paths")
     settings = _settings(config)
     record = _record(config, config.file, paths, settings)
     if config.to is None:
-        return _keep(config.out, record)
+        return _keep(config, record)
     made = export(
         record,
         to=config.to,
@@ -51,6 +53,18 @@ def run(config: ExportConfig) -> list[str]:
     )
     _tell(made)
     return _write(config.out, made.text)
+
+
+def _place(out: Path, config: ExportConfig) -> Path:
+    """The file; weights.json in a directory where it is a record that is written."""
+    return out / records.WEIGHTS if config.to is None and out.is_dir() else out
+
+
+def _read(config: ExportConfig) -> list[Path]:
+    """The files that an export begins from."""
+    tables = [config.paths, config.valid_paths, config.test_paths]
+    named = [Path(table[0]) for table in tables if len(table) == 1]
+    return [path for path in (config.file, config.phases, *named) if path is not None]
 
 
 def _record(
@@ -151,15 +165,11 @@ def read_paths(arguments: Sequence[str], flag: str) -> dict[str, Any]:
 def _parsed(file: Path) -> Any:
     text = _text(file)
     if file.suffix != ".json":
-        return from_yaml(f"whole:\n{_indented(text)}", str(file))["whole"]
+        return parsed_yaml(text, str(file))
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} must hold JSON and does not: {error}.") from None
-
-
-def _indented(text: str) -> str:
-    return "".join(f"  {line}\n" for line in text.splitlines())
 
 
 def _settings(config: ExportConfig) -> Settings:
@@ -205,11 +215,15 @@ def _tell(made: Exported) -> None:
             _LOG.info(line)
 
 
-def _keep(out: Path | None, record: Mapping[str, Any]) -> list[str]:
-    if out is None:
+def _keep(config: ExportConfig, record: Mapping[str, Any]) -> list[str]:
+    if config.out is None:
         return [to_json(record).rstrip("\n")]
-    records.write_weights(out, record)
-    return [f"weights: {out}"]
+    file = _place(config.out, config)
+    try:
+        records.write_weights(file, record)
+    except OSError as error:
+        raise _unwritten(file, error) from None
+    return [f"weights: {file}"]
 
 
 def _write(out: Path | None, text: str) -> list[str]:
@@ -218,5 +232,9 @@ def _write(out: Path | None, text: str) -> list[str]:
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error}.") from None
+        raise _unwritten(out, error) from None
     return [f"written: {out}"]
+
+
+def _unwritten(file: Path, error: OSError) -> ValueError:
+    return ValueError(f"{file} cannot be written: {error.strerror}.")

@@ -13,6 +13,10 @@ from doge_fast.pipeline.exports.text import from_yaml, to_yaml
 _LEVANTER_BLOCK = 2048
 # A block holds whole sequences of every domain, so its length is how fine the shares can be.
 _SHORTEST_BLOCK = 256
+# It refuses 2^16.
+_LONGEST_BLOCK = 2**15
+# Part of a block that rounding may give to the largest domain before a longer one is asked for.
+_MOST_ROUNDED = 0.01
 
 
 def _olmo(mixture: Mixture) -> str:
@@ -120,11 +124,51 @@ def _component(mixture: Mixture, name: str) -> dict[str, Any]:
 
 
 def _levanter_block(mixture: Mixture) -> int:
-    """The default, or a part of it at whose end every phase begins.
+    """The default; a part of it at whose end every phase begins; or so many as hold every domain.
 
     Raises:
-        ValueError: such a block would be too short to hold the shares.
+        ValueError: such a block would be too short to hold the shares, or a domain has none.
     """
+    block = _block_of_phases(mixture)
+    while _is_coarse(mixture, block) and _may_be_doubled(mixture, block):
+        block *= 2
+    lost = _without_sequence(mixture, block)
+    if lost:
+        raise ValueError(
+            f"Levanter deals out whole sequences of a block, {block} here, and would draw none of "
+            f"{', '.join(lost)}: each has less than 1/{block}. Lift them (doge-fast weights "
+            "constrain --floor), or leave them out (fewer decimals)."
+        )
+    return block
+
+
+def _is_coarse(mixture: Mixture, block: int) -> bool:
+    """Whether rounding takes all from a domain, or from all together what makes a mixture."""
+    kept = min(
+        sum(int(share * block) for share in mixture.numbers(phase).values())
+        for phase in range(len(mixture.phases))
+    )
+    return block - kept > _MOST_ROUNDED * block or bool(_without_sequence(mixture, block))
+
+
+def _without_sequence(mixture: Mixture, block: int) -> list[str]:
+    """Domains whose share of a block is less than a sequence: Levanter rounds down."""
+    # A unit of float64 may be lost where it divides by the sum.
+    least = (1 + 1e-12) / block
+    phases = range(len(mixture.phases))
+    found = {n for phase in phases for n, share in mixture.numbers(phase).items() if share < least}
+    return sorted(found)
+
+
+def _may_be_doubled(mixture: Mixture, block: int) -> bool:
+    """Whether every phase still begins at the end of a block."""
+    batch = mixture.settings.batch_size
+    firsts = [phase.first_step for phase in mixture.phases if phase.first_step]
+    are_ends = not firsts or (batch and not any(first * batch % (2 * block) for first in firsts))
+    return bool(are_ends) and 2 * block <= _LONGEST_BLOCK
+
+
+def _block_of_phases(mixture: Mixture) -> int:
     batch = mixture.settings.batch_size
     if batch is None:
         return _LEVANTER_BLOCK
@@ -170,7 +214,10 @@ def _fast_llm(mixture: Mixture) -> str:
 
 
 def _fast_llm_validation(mixture: Mixture) -> dict[str, Any]:
-    paths = [path for _, path in mixture.weighted_paths(split="valid")]
+    given = mixture.paths["valid"]
+    paths = [path for name in mixture.names() for path in mixture.paths_of(name, "valid")]
+    if not paths:
+        raise ValueError(f"The valid paths are of domains without a weight: {', '.join(given)}.")
     if len(paths) != 1:
         raise ValueError(
             f"Fast-LLM's Validation here is one file; {len(paths)} valid paths are given: "
@@ -282,8 +329,9 @@ TARGETS: Sequence[Target] = (
         traps=(
             _SEQUENCES,
             "Phases begin at steps, and at the end of a block of mixture_block_size (2048) "
-            "sequences; with batch_size that is seen to. Shares are rounded to whole sequences of "
-            "a block. Before 2026 components were called configs, without source.",
+            "sequences; with batch_size that is seen to. Shares are rounded down to whole "
+            "sequences of a block, and the largest gets the rest; the block is made longer where "
+            "that would be much. Before 2026 components were called configs, without source.",
         ),
         read=_read_levanter,
     ),

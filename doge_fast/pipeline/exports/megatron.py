@@ -29,20 +29,22 @@ _PREFIXES = "A path is a prefix: .bin and .idx are cut off."
 
 
 def _blend(mixture: Mixture, split: Split = "train", phase: int = 0) -> list[tuple[Decimal, str]]:
-    """[(share, prefix)] of a split; empty where it has no paths."""
-    if split != "train":
-        _check_held_out(mixture, split)
-        if not mixture.paths[split]:
-            return []
-    return [(share, prefix_of(path)) for share, path in mixture.weighted_paths(phase, split)]
+    """[(share, prefix)] of a split; empty where it has no paths.
 
-
-def _check_held_out(mixture: Mixture, split: Split) -> None:
-    """A split that has paths at all has one of a domain that is trained on."""
-    if mixture.paths[split] and not set(mixture.paths[split]) & set(mixture.names()):
+    Raises:
+        ValueError: two paths are one prefix, whose data would count twice.
+    """
+    if split != "train" and not mixture.paths[split]:
+        return []
+    blend = [(share, prefix_of(path)) for share, path in mixture.weighted_paths(phase, split)]
+    prefixes = [prefix for _, prefix in blend]
+    twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
+    if twice:
         raise ValueError(
-            f"The {split} paths are of domains without a weight: {', '.join(mixture.paths[split])}."
+            f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
+            "Name it once."
         )
+    return blend
 
 
 def prefix_of(path: str) -> str:

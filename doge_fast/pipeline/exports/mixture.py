@@ -48,7 +48,7 @@ class Settings:
     local_dir: str | None = None
     """Where remote streams are kept, one folder per domain."""
     is_constant: bool = False
-    """Leave out the phases: the mean weights throughout."""
+    """Leave out the phases: the weights that the record has beside them, throughout."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no training has."""
@@ -137,13 +137,17 @@ class Mixture:
         domains they have.
 
         Raises:
-            ValueError: the parts of a domain's paths are not known, or one rounds to zero.
+            ValueError: the parts of a domain's paths are not known, one rounds to zero, or no
+                domain of the split has a weight.
         """
         parts = self.phases[phase].parts
         exact: dict[tuple[str, str], Fraction] = {}
         for name in self.shares(phase):
             known = self.paths[split].get(name, {})
             exact |= {(name, path): parts[name] * part for path, part in _known(name, known)}
+        if not exact:
+            names = ", ".join(self.paths[split])
+            raise ValueError(f"The {split} paths are of domains without a weight: {names}.")
         rounded = largest_remainder(exact, self.settings.decimals)
         lost = [path for (_, path), share in rounded.items() if not share]
         if lost:
@@ -246,7 +250,11 @@ def _phases(
     if found and has_phases and not settings.is_constant:
         return _stretched(found, record.get("steps"), settings.total_steps())
     constant = [(0, {entry["name"]: float(entry["weight"]) for entry in record["domains"]})]
-    note = f"The record has {len(found)} phases; these are its mean weights, constant throughout."
+    # They may be the phases' mean, their last, or of another file altogether.
+    note = (
+        f"Left out: {len(found)} phases. These are the weights that the record has beside them, "
+        "constant throughout."
+    )
     return constant, [note] if found else []
 
 
@@ -255,7 +263,7 @@ def _stretched(
 ) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
     """Phases at the like parts of a training that is longer or shorter than the recorded one."""
     if not recorded or recorded == asked or len(phases) == 1:
-        return phases, []
+        return _within(phases, asked), []
     if not asked:
         return phases, [
             f"Phases begin at steps of the recorded run, which has {recorded}. Give the steps of "
@@ -267,7 +275,22 @@ def _stretched(
             f"{len(moved)} phases of a run of {recorded} steps do not fit in one of {asked}: some "
             "would begin at one step. Give more steps, or fewer phases."
         )
-    return moved, [f"Phases of a run of {recorded} steps, at the like parts of {asked}."]
+    return _within(moved, asked), [
+        f"Phases of a run of {recorded} steps, at the like parts of {asked}."
+    ]
+
+
+def _within(
+    phases: list[tuple[int, dict[str, float]]], steps: int | None
+) -> list[tuple[int, dict[str, float]]]:
+    """The phases, if the training is long enough to see the last of them."""
+    last = phases[-1][0]
+    if steps is not None and last >= steps:
+        raise ValueError(
+            f"The last phase begins at step {last}, and the training has {steps}: it would never "
+            "come. Give the steps of the whole training, or fewer phases."
+        )
+    return phases
 
 
 def _positive(parts: Mapping[str, Fraction]) -> dict[str, Fraction]:

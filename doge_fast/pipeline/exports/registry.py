@@ -15,8 +15,8 @@ from typing import Any
 from doge_fast.pipeline.exports import configs, loaders, megatron, mixture, mosaic, tables
 from doge_fast.pipeline.exports.mixture import Paths, Rows, Settings, Split
 from doge_fast.pipeline.exports.shares import by_token, normalised
-from doge_fast.pipeline.exports.target import Found, Target
-from doge_fast.pipeline.weights_fields import is_weight
+from doge_fast.pipeline.exports.target import Found, Phases, Target
+from doge_fast.pipeline.weights_fields import check_fields, is_weight
 
 GROUP = "doge_fast.exporters"
 _WIDTH = 88
@@ -231,7 +231,7 @@ def import_weights(
         raise ValueError(f"{source} is not read back; these are: {', '.join(readable)}.")
     settings = replace(settings or Settings(), **changes)
     names = {path: name for name, given in (paths or {}).items() for path in _list(given)}
-    found = target.read(text)
+    found = _parsed(target, text)
     phases = [
         (_step(target, first, settings), _as_tokens(target, _sums(shares, names), settings))
         for first, shares in found
@@ -251,7 +251,20 @@ def import_weights(
             {"first_step": first, "weights": {name: sums.get(name, 0.0) for name in ordered}}
             for first, sums in phases
         ]
+    check_fields(record, f"The mixture in the text of {source}")
     return record
+
+
+def _parsed(target: Target, text: str) -> Phases:
+    """What `read` finds; a text of another structure is not the format, wherever it shows."""
+    assert target.read is not None
+    try:
+        found = target.read(text)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"The text must be {target.title}, and is not: {error}.") from error
+    if not found:
+        raise ValueError(f"The text must be {target.title}; it holds no weights.")
+    return found
 
 
 def _step(target: Target, first: int, settings: Settings) -> int:

@@ -27,16 +27,26 @@ def to_yaml(value: Any) -> str:
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100_000))
 
 
+def parsed_yaml(text: str, where: str) -> Any:
+    """What a YAML or JSON text holds.
+
+    Raises:
+        ValueError: it is neither, or has several documents.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where} must be YAML or JSON and is not: {reason}.") from None
+
+
 def from_yaml(text: str, where: str) -> Any:
     """The mapping in a YAML or JSON text.
 
     Raises:
         ValueError: it is neither, or not a mapping.
     """
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} must be YAML or JSON and is not: {error}") from None
+    value = parsed_yaml(text, where)
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold a mapping; it holds a {type(value).__name__}.")
     return value
