@@ -8,6 +8,7 @@ import bisect
 import functools
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,7 +43,8 @@ class DomainMixture(Dataset[Any]):
         loader = DataLoader(mixture, batch_sampler=mixture.batches(), num_workers=4)
 
     and `stream()` is an iterable one for loops that take no sampler, such as Hugging Face's
-    Trainer (with `max_steps`; to resume, load the state and set `ignore_data_skip`). Under
+    Trainer (with `max_steps`; to resume, load the state and set `ignore_data_skip`, with which
+    Trainer does not restore random generators: a model with dropout draws other masks then). Under
     accelerate, which shares a sampler out among processes itself, leave `rank` and `world_size`
     alone; `batch_size` is then that of one process, or with `split_batches` that of all.
 
@@ -104,6 +106,7 @@ class DomainMixture(Dataset[Any]):
         self._counts = SteeredCounts(seed, [Stage(0, _floats(start))], batch_size, self.names)
         self._check_has_rows(self._counts.weights_SK[0].tolist())
         self._streams: weakref.WeakSet[MixtureStream] = weakref.WeakSet()
+        self._has_warned = False
         self._start_from(0)
 
     def _start_from(self, step: int) -> None:
@@ -133,8 +136,21 @@ class DomainMixture(Dataset[Any]):
         return self._fetch([index])[0]
 
     def __getitems__(self, indices: Sequence[int | Draw]) -> list[Any]:
-        """The rows of a batch; each domain is read once."""
+        """The rows of a batch; each domain is read once.
+
+        Warns:
+            UserWarning: once, where they come by their numbers, as from a loader with a sampler of
+                its own: the weights then decide nothing.
+        """
         self._num_fetched += 1
+        if not self._has_warned and not all(isinstance(index, tuple) for index in indices):
+            self._has_warned = True
+            warnings.warn(
+                "A loader reads this mixture by row numbers, all rows alike, and its weights "
+                "decide nothing. Pass batch_sampler=mixture.batches() to the DataLoader, or "
+                "mixture.stream() where no sampler can be passed, as to Trainer.",
+                stacklevel=2,
+            )
         return self._fetch(indices)
 
     def _fetch(self, indices: Sequence[int | Draw]) -> list[Any]:

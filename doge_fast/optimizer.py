@@ -267,7 +267,8 @@ class DoGEOptimizer(Optimizer):
         self._probe: _Probe | None = None
         self.last: LastStep | None = None
         self._weights = DomainWeights(self.objective, self.rule, params[0].device, initial)
-        self._hooks: dict[int, Any] = {}
+        # By id, with the parameter: while it is held here, no new one gets its id.
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}
         self._know_itself()
         self._set_up_optimizer_hooks()
         self._take_over_modes()
@@ -650,7 +651,7 @@ class DoGEOptimizer(Optimizer):
         self._refuse_inside_a_domain("release()")
         self._forget()
         self._buffer.release()
-        for handle in self._hooks.values():
+        for _, handle in self._hooks.values():
             handle.remove()
         self._hooks = {}
 
@@ -699,15 +700,16 @@ class DoGEOptimizer(Optimizer):
         self._mark_groups()
         tracked = {id(p): p for p in self._tracked()}
         for key in self._hooks.keys() - tracked.keys():
-            self._hooks.pop(key).remove()
+            self._hooks.pop(key)[1].remove()
         if new := tracked.keys() - self._hooks.keys():
             on_gradient = _listener(weakref.ref(self))
             for key in new:
                 param = tracked[key]
                 self._succeed(_LISTENERS.get(key), key)
-                self._hooks[key] = param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     on_gradient
                 )
+                self._hooks[key] = (param, handle)
 
     def _succeed(self, other: "DoGEOptimizer | None", key: int) -> None:
         """Listen to a parameter in the place of another wrapper; a gradient has one owner."""
@@ -717,8 +719,8 @@ class DoGEOptimizer(Optimizer):
                     f"another DoGEOptimizer on the same parameters is inside domain "
                     f"{other._active!r}; a gradient belongs to one of them. Leave it first."
                 )
-            if handle := other._hooks.pop(key, None):
-                handle.remove()
+            if heard := other._hooks.pop(key, None):
+                heard[1].remove()
         _LISTENERS[key] = self
 
     @_outside_graphs

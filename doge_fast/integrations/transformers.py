@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from transformers import Trainer
@@ -86,6 +87,11 @@ class DoGETrainer(Trainer):
       more of than of the others has most of its surplus passed over;
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model as they are.
+
+    Streams hear the number of the pass through `set_epoch`, where they have it. A run over a stream
+    resumes to the bit within its first pass. Trainer cannot count the passes of a stream, so in a
+    later one it begins another pass instead of going on in the middle, here as elsewhere; there,
+    use a dataset with a length.
 
     An optimizer of one's own (`optimizers`, `optimizer_cls_and_kwargs`) is wrapped like Trainer's
     unless it is a `DoGEOptimizer` already: then that one decides how weights move, and its
@@ -264,7 +270,7 @@ class DoGETrainer(Trainer):
         if isinstance(dataset, Mapping) and _has_streams(dataset):
             dataset = StreamsInTurn(dataset, self.domain_column)
         if isinstance(dataset, IterableDataset):
-            return DataLoader(self._grouped(dataset), batch_size=None, **options)
+            return _StreamLoader(self._grouped(dataset), batch_size=None, **options)
         if not isinstance(dataset, Mapping) and self._has_domain_column(dataset):
             dataset = split_by_domain(dataset, self.domain_column, self._rows())
         if isinstance(dataset, Mapping):
@@ -373,6 +379,9 @@ class DoGETrainer(Trainer):
             ValueError: `inputs` is not by domain, or names a domain that is not a row.
         """
         model.train()
+        if callable(take_up := getattr(self.optimizer, "train", None)):
+            # One that steps from other parameters than it is evaluated at; evaluation left those.
+            take_up()
         left_out = set(self.doge.domains) - set(self.doge.domains_of_step)
         inputs = {
             name: batch for name, batch in _check_batch(inputs).items() if name not in left_out
@@ -381,6 +390,7 @@ class DoGETrainer(Trainer):
         if self._is_new_step:
             self.doge.zero_grad()
             self.domain_losses = {}
+        self._empty_cache()
         counts = num_items_in_batch or {}
         if self._is_to_be_stacked(model, inputs):
             losses = self._backward_of_all(model, inputs, counts)
@@ -399,6 +409,11 @@ class DoGETrainer(Trainer):
             self.doge.combine(grad_scale=1.0 if scaler is None else scaler.get_scale())
         trained = [losses[name] for name in self.doge.domains if name in losses]
         return torch.stack(trained or list(losses.values())).mean()
+
+    def _empty_cache(self) -> None:
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
 
     def _backward(
         self, model: nn.Module, name: str, batch: Batch, num_targets: Tensor | None
@@ -620,6 +635,11 @@ class StreamsInTurn(IterableDataset[dict[str, Any]]):
         self.streams = dict(streams)
         self.column = column
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the streams which pass is next: those that shuffle do it anew."""
+        for stream in self.streams.values():
+            _set_epoch(stream, epoch)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """One pass over the longest stream."""
         running = {name: iter(stream) for name, stream in self.streams.items()}
@@ -684,6 +704,10 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
         self.batch_size = batch_size
         self.collate = collate
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream which pass is next: one that shuffles does it anew."""
+        _set_epoch(self.stream, epoch)
+
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """One pass over the stream."""
         waiting: dict[str, list[Any]] = {name: [] for name in self.rows}
@@ -725,6 +749,18 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
             f"stream did not have them for {lacking}. Leave out the domains it lacks, shuffle the "
             "stream, or pass train_dataset as a mapping from domains to datasets."
         )
+
+
+class _StreamLoader(DataLoader[Any]):
+    """Hands on what Trainer says to a loader before every pass."""
+
+    def set_epoch(self, epoch: int) -> None:
+        _set_epoch(self.dataset, epoch)
+
+
+def _set_epoch(stream: Any, epoch: int) -> None:
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(epoch)
 
 
 class _PerDomain:

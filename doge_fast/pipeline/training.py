@@ -109,6 +109,7 @@ def train(task: Task, config: TrainingConfig) -> "RecordedTrainer":
         model=task.model, args=arguments, train_dataset=task.batches(start), task=task
     )
     trainer.eval_every, trainer.eval_blocks = config.eval_every, config.eval_blocks
+    trainer.checkpoint = checkpoint
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     return trainer
 
@@ -291,6 +292,8 @@ class RecordedTrainer(Trainer):
         self.task = task
         self.eval_every: int | None = None
         self.eval_blocks = 1
+        # Where the run goes on from, until its first step.
+        self.checkpoint: Path | None = None
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
         self._pending: list[dict[str, Any]] = []
@@ -312,6 +315,10 @@ class RecordedTrainer(Trainer):
     ) -> Tensor:
         """Trainer's, remembering what the records want of it."""
         assert self.optimizer is not None
+        if self.checkpoint is not None:
+            # Dropout goes on; Trainer leaves the generators alone where no data are skipped.
+            self._load_rng_state(str(self.checkpoint))
+            self.checkpoint = None
         self.step_lr = float(self.optimizer.param_groups[0]["lr"])
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.step_loss = loss

@@ -392,6 +392,21 @@ def test_a_group_added_later_is_trained_scheduled_and_saved(through: str) -> Non
     assert_same(everything(model, resumed), everything(model, optimizer))
 
 
+def test_a_parameter_put_in_the_place_of_another_is_heard() -> None:
+    """A new tensor often gets the id of one that has just gone."""
+    for _ in range(20):
+        body, head = nn.Linear(3, 4), nn.Linear(4, 2)
+        groups = [{"params": list(layer.parameters())} for layer in (body, head)]
+        optimizer = DoGEOptimizer(torch.optim.SGD(groups, lr=0.1), domains=["a"])
+        del optimizer.param_groups[1], head, groups
+        head = nn.Linear(4, 2)
+        optimizer.add_param_group({"params": list(head.parameters())})
+        with optimizer.domain("a"):
+            head(body(torch.ones(5, 3))).square().mean().backward()
+        assert head.weight.grad is None
+        optimizer.step()
+
+
 # Copies.
 
 

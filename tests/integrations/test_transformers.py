@@ -669,6 +669,36 @@ def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
         mixed_trainer(tmp_path, empty).train()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, workers: int) -> None:
+    seen: list[list[Any]] = []
+
+    class Seeing(DoGETrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            seen.append(inputs["ab"]["input_ids"].tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    dataset = mixed({name: 6 for name in DOMAINS})
+    apart = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in DOMAINS}
+    shuffled = {n: rows.to_iterable_dataset().shuffle(seed=3) for n, rows in apart.items()}
+    for stream in (dataset.to_iterable_dataset().shuffle(seed=3), shuffled):
+        seen.clear()
+        Seeing(
+            model=tiny_model(),
+            args=arguments(
+                tmp_path,
+                per_device_train_batch_size=2,
+                max_steps=6,
+                dataloader_num_workers=workers,
+            ),
+            train_dataset=stream,
+            domains=DOMAINS,
+        ).train()
+        passes = [[row for batch in seen[i : i + 3] for row in batch] for i in (0, 3)]
+        assert passes[0] != passes[1]
+        assert sorted(passes[0]) == sorted(passes[1])
+
+
 def test_a_stream_drops_a_surplus_and_speaks_of_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -729,6 +759,28 @@ def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
 
 
 # What else Trainer's arguments ask for.
+
+
+def test_an_optimizer_with_modes_trains_again_after_an_evaluation(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree", reason="an optional dependency")
+    trainer = trainer_for(tmp_path, optim="schedule_free_adamw", lr_scheduler_type="constant")
+    for times in (1, 2):
+        trainer.train()
+        assert trainer.doge.num_steps == 6 * times
+        trainer.evaluate(mixed({"ab": 4}))
+        assert not trainer.doge.inner.param_groups[0]["train_mode"]
+
+
+def test_the_cache_is_emptied_as_often_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    trainer = trainer_for(tmp_path, torch_empty_cache_steps=2)
+    monkeypatch.setattr(
+        hosts, "clear_device_cache", lambda: steps.append(trainer.state.global_step)
+    )
+    trainer.train()
+    assert steps == [0, 2, 4]
 
 
 def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:

@@ -299,6 +299,14 @@ def test_rows_can_be_had_by_number():
         len(streamed())
 
 
+def test_a_loader_that_does_not_hear_the_weights_is_told():
+    with pytest.warns(
+        UserWarning, match=r"its weights decide nothing\. Pass batch_sampler="
+    ) as told:
+        list(DataLoader(sized(), batch_size=12, shuffle=True))
+    assert len(told) == 1
+
+
 def test_rows_learn_the_number_of_their_domain():
     domains = {"a": [{"x": 1}] * 3, "b": [{"x": 2}] * 3}
     mixture = DomainMixture(domains, batch_size=4, domain_key="domain")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
 from doge_fast.pipeline import records, training
@@ -102,15 +102,8 @@ class Killed(BaseException):
     """Not an Exception: nothing on the way may swallow it."""
 
 
-def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
-    base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(trainer_module.logger, "warning", lambda text, *_: warned.append(text))
-    source = write_weights(tmp_path / "w.json", dict.fromkeys(NAMES, 0.25))
-    whole = base("whole", save_every=3, weights=str(source))
-    cut = base("cut", save_every=3, weights=str(source))
-    train_base(whole)
+def train_until_killed(config: BaseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train, and die in the sixth step."""
     original, steps = RecordedTrainer.training_step, iter(range(1, 1000))
 
     def dying(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
@@ -121,15 +114,44 @@ def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
     with monkeypatch.context() as patch:
         patch.setattr(RecordedTrainer, "training_step", dying)
         with pytest.raises(Killed):
-            train_base(cut)
+            train_base(config)
+
+
+def assert_the_same_run(one: Path, two: Path) -> None:
+    assert lines_of(one) == lines_of(two)
+    model = "model/model.safetensors"
+    assert (one / model).read_bytes() == (two / model).read_bytes()
+
+
+def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
+    base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(trainer_module.logger, "warning", lambda text, *_: warned.append(text))
+    source = write_weights(tmp_path / "w.json", dict.fromkeys(NAMES, 0.25))
+    whole = base("whole", save_every=3, weights=str(source))
+    cut = base("cut", save_every=3, weights=str(source))
+    train_base(whole)
+    train_until_killed(cut, monkeypatch)
     write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
     train_base(cut)
     # The head, which is the embedding, is not called missing.
     assert not [text for text in warned if "missing keys" in text]
-    assert lines_of(cut.out) == lines_of(whole.out)
-    model = "model/model.safetensors"
-    assert (cut.out / model).read_bytes() == (whole.out / model).read_bytes()
+    assert_the_same_run(cut.out, whole.out)
     assert not (cut.out / training.CHECKPOINTS).exists()
+
+
+def test_dropout_goes_on_where_it_stood(
+    base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "architecture"
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, resid_pdrop=0.3).save_pretrained(folder)
+    shape = {"model": str(folder), "num_layers": None, "embed_dim": None, "num_heads": None}
+    whole, cut = (base(name, save_every=3, **shape) for name in ("whole", "cut"))
+    train_base(whole)
+    train_until_killed(cut, monkeypatch)
+    train_base(cut)
+    assert_the_same_run(cut.out, whole.out)
 
 
 def test_pretraining_continues_from_a_run(base: Make, small_corpus: Path) -> None:
