@@ -383,6 +383,8 @@ class ExperimentConfig:
     """universal: W from the batches that train the proxy, or from held-out ones of all domains."""
     eval_blocks: int | None = None
     """Held-out blocks per domain."""
+    eval_points: int | None = None
+    """Evaluations along a base run, for the curves."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """As for the other stages."""
     device: str = "auto"

@@ -108,6 +108,8 @@ def _family_member(
             n_layer=config.num_layers or size.num_layers,
             n_head=num_heads,
             n_embd=embed_dim,
+            # GPT-2's own, in one kernel: no seven intermediate tensors of the hidden width.
+            activation_function="gelu_pytorch_tanh",
             # One epoch or less: nothing to regularise, and W is about the loss itself.
             resid_pdrop=0.0,
             embd_pdrop=0.0,
