@@ -188,7 +188,7 @@ def _demo(config: DemoConfig) -> list[str]:
 def _proxy(config: ProxyConfig) -> list[str]:
     from doge_fast.pipeline.proxy import learn_weights
 
-    return [f"weights: {learn_weights(config) / 'weights.json'}"]
+    return _learned(learn_weights(config))
 
 
 def _base(config: BaseConfig) -> list[str]:
@@ -200,7 +200,13 @@ def _base(config: BaseConfig) -> list[str]:
 def _doremi(config: DoReMiConfig) -> list[str]:
     from doge_fast.pipeline.doremi import learn_by_excess_loss
 
-    return [f"weights: {learn_by_excess_loss(config) / 'weights.json'}"]
+    return _learned(learn_by_excess_loss(config))
+
+
+def _learned(run: Path) -> list[str]:
+    from doge_fast.pipeline.reporting.verdicts import remarks_on
+
+    return [*remarks_on(run), f"weights: {run / 'weights.json'}"]
 
 
 def _select(config: SelectConfig) -> list[str]:

@@ -486,7 +486,7 @@ def _weights_record(
         "steps": steps,
         "tokens": steps * config.batch_size * corpus.block_size,
         "seed": config.training.seed,
-        "drift": records.drift(config.out, dict(zip(corpus.names, average, strict=True)), steps),
+        "drift": records.drift(config.out, dict(zip(corpus.names, average, strict=True))),
         "reference": reference.record,
         "versions": records.versions(),
     }

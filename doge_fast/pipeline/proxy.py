@@ -289,28 +289,16 @@ def _weights_record(
         "block_size": corpus.block_size,
         "steps": config.training.steps,
         "seed": config.training.seed,
-        "drift": records.drift(config.out, average, config.training.steps),
+        "drift": records.drift(config.out, average, average_from=config.average_from),
         "versions": records.versions(),
     }
     return record if initial is None else record | {"initial": initial}
 
 
 def _average(config: ProxyConfig, trainer: ProxyTrainer) -> dict[str, float]:
-    """Mean of the weights over the steps after `average_from` of them.
-
-    mean over (a, T]  =  (T mean_T - a mean_a) / (T - a),     a the last logged step left out
-    """
+    """Mean of the weights over the steps after `average_from` of them."""
     average = trainer.weights
-    steps = config.training.steps
-    until = config.average_from * steps
     lines = records.read_metrics(config.out, kind="train")
-    before = [line for line in lines if line["step"] <= until][-1]
-    first = before["step"]
-    if not first:
-        return average
-    sums = {
-        name: max(0.0, steps * weight - first * before["alpha_mean"][name])
-        for name, weight in average.items()
-    }
-    total = sum(sums.values())
-    return {name: value / total for name, value in sums.items()}
+    first, _ = records.lines_of_average(lines, config.average_from)
+    last = {"step": config.training.steps, "alpha_mean": average}
+    return records.average_between(first, last)

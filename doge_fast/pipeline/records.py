@@ -357,22 +357,58 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     return [line for line in _parse_metrics(path) if kind in (None, line["kind"])]
 
 
-def drift(run: Path, average: Mapping[str, float], steps: int) -> float:
-    """How far the average domain weights moved in the last fifth of a run.
+def average_between(first: Json, last: Json) -> dict[str, float]:
+    """Mean of the domain weights over the steps after one line of metrics.jsonl, up to another.
 
-    drift  =  sum_j | alpha_bar_j(T) - alpha_bar_j(0.8 T) |
+    mean over (a, t]  =  (t mean_t - a mean_a) / (t - a)
 
     Args:
-        run: the run directory; of its lines of metrics.jsonl the last at or before step 0.8 T
-            counts.
-        average: {domain: alpha_bar_j(T)}.
-        steps: T.
+        first: a line with `alpha_mean`, whose step a and all before are left out; of step 0: none.
+        last: a later one, of step t; if it is the same, the mean up to it.
+
+    Returns:
+        {domain: weight}, summing to one; what is not finite is NaN.
     """
-    until = DRIFT_FROM * steps
-    lines = read_metrics(run, kind="train")
-    before = [line for line in lines if line["step"] <= until][-1]["alpha_mean"]
+    until, start = last["step"], first["step"]
     # What is not finite is recorded as null.
-    known = {name: math.nan if value is None else value for name, value in before.items()}
+    ends = {name: math.nan if v is None else v for name, v in last["alpha_mean"].items()}
+    if start in (0, until):
+        return ends
+    begins = {name: math.nan if v is None else v for name, v in first["alpha_mean"].items()}
+    sums = {name: max(0.0, until * mean - start * begins[name]) for name, mean in ends.items()}
+    total = sum(sums.values())
+    return {name: value / total for name, value in sums.items()}
+
+
+def lines_of_average(lines: Sequence[Json], average_from: float) -> tuple[Json, Json]:
+    """Between which lines the average is taken, and where its last fifth begins.
+
+    Args:
+        lines: those of metrics.jsonl with `alpha_mean`, from step 0 on.
+        average_from: share of the steps so far that the average leaves out.
+
+    Returns:
+        (the last line that is left out, the last one before the last fifth of what is not).
+    """
+    until = lines[-1]["step"]
+    first = [line for line in lines if line["step"] <= average_from * until][-1]
+    fifth = first["step"] + DRIFT_FROM * (until - first["step"])
+    return first, [line for line in lines if line["step"] <= fifth][-1]
+
+
+def drift(run: Path, average: Mapping[str, float], *, average_from: float = 0.0) -> float:
+    """How far the average domain weights moved in the last fifth of the steps that they average.
+
+    drift  =  sum_j | alpha_bar_j(T) - alpha_bar_j(a + 0.8 (T - a)) |
+
+    Args:
+        run: the run directory, of a run at its last step T; of its lines of metrics.jsonl the last
+            at or before a step counts.
+        average: {domain: alpha_bar_j(T)}.
+        average_from: share of the steps that the average leaves out, a / T.
+    """
+    first, before = lines_of_average(read_metrics(run, kind="train"), average_from)
+    known = average_between(first, before)
     return sum(abs(weight - known[name]) for name, weight in average.items())
 
 

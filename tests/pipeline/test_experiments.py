@@ -24,7 +24,7 @@ from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import presets, runner
 from doge_fast.pipeline.experiments.plans import Plan, plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
-from doge_fast.pipeline.reporting import findings
+from doge_fast.pipeline.reporting import findings, study
 from doge_fast.pipeline.sampling import Stage
 from tests.pipeline.written_runs import write_experiment
 
@@ -397,6 +397,25 @@ def test_a_page_of_unfinished_runs_says_so(tmp_path: Path) -> None:
 
 
 # Averages and curricula.
+
+
+def test_the_drift_of_an_average_leaves_out_what_it_leaves_out(
+    proxy: Callable[..., ProxyConfig],
+) -> None:
+    """Of the steps 4, 5 and 6 the last fifth begins after 5.4."""
+    from doge_fast.pipeline.proxy import learn_weights
+
+    config = proxy("late-drift", steps=6, mu=0.001, average_from=0.5)
+    learn_weights(config)
+    lines = {line["step"]: line["alpha"] for line in records.read_metrics(config.out, kind="train")}
+    expected = sum(
+        abs((lines[4][name] + lines[5][name] + lines[6][name]) / 3 - (lines[4][name] + before) / 2)
+        for name, before in lines[5].items()
+    )
+    assert expected > 0
+    assert records.read_weights(config.out)["drift"] == pytest.approx(expected, rel=1e-5)
+    (learned,) = study.read_study([config.out]).proxies
+    assert learned.drift()[1][-1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_average_may_leave_out_the_early_steps(proxy: Callable[..., ProxyConfig]) -> None:

@@ -138,13 +138,26 @@ class Proxy:
         return [by_step[step] for step in steps]
 
     def drift(self) -> tuple[Floats, Floats]:
-        """(steps [T], L1 change [T] of the running average over the last fifth of the way there).
+        """(steps [T], L1 change [T] of the running average over the last fifth of its steps).
 
-        drift(t)  =  sum_j | alpha_bar_j(t) - alpha_bar_j(0.8 t) |,     mean over seeds
+        drift(t)  =  sum_j | alpha_bar_j(t) - alpha_bar_j(a + 0.8 (t - a)) |,     mean over seeds,
+        a the steps that the average leaves out, as long as that is less than t
         """
-        steps_T, average_STK = self.series("alpha_mean", self.domains)
-        before_T = np.searchsorted(steps_T, DRIFT_FROM * steps_T, side="right") - 1
-        change_ST = np.abs(average_STK - average_STK[:, before_T]).sum(-1)
+        steps_T, mean_STK = self.series("alpha_mean", self.domains)
+        start = self.first.config.get("average_from", 0.0) * steps_T[-1]
+        index = int(np.searchsorted(steps_T, start, side="right")) - 1
+        if index >= 0:
+            start, left_out = steps_T[index], mean_STK[:, index : index + 1]
+            after = steps_T > start
+            since_T1 = (steps_T[after] - start)[:, None]
+            mean_STK[:, after] = (
+                steps_T[after, None] * mean_STK[:, after] - start * left_out
+            ) / since_T1
+        begin_T = np.where(steps_T > start, start, 0.0)
+        fifth_T = begin_T + DRIFT_FROM * (steps_T - begin_T)
+        before_T = np.searchsorted(steps_T, fifth_T, side="right") - 1
+        # The first step after `a` has none before it in the average.
+        change_ST = np.abs(mean_STK - mean_STK[:, np.maximum(before_T, 0)]).sum(-1)
         return steps_T, change_ST.mean(0)
 
     @property

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from doge_fast.pipeline.reporting.mixtures import (
@@ -14,8 +15,16 @@ from doge_fast.pipeline.reporting.mixtures import (
     mixtures_of,
 )
 from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.study import MAX_DRIFT, Arm, Comparison, Proxy, Study
+from doge_fast.pipeline.reporting.study import (
+    MAX_DRIFT,
+    Arm,
+    Comparison,
+    Proxy,
+    Study,
+    read_study,
+)
 from doge_fast.pipeline.reporting.wording import (
+    as_ascii,
     count_text,
     listed,
     nan_as_inf,
@@ -24,6 +33,7 @@ from doge_fast.pipeline.reporting.wording import (
     plural,
     relative_change,
     weight_text,
+    wrapped,
 )
 
 # Nearly everything on one domain; the paper's most extreme weight is 0.72.
@@ -183,6 +193,17 @@ def _times(weight: float, proxy: Proxy) -> str:
     return f"{weight * len(proxy.domains):.1f}\N{NO-BREAK SPACE}× uniform"
 
 
+def remarks_on(run: Path) -> list[str]:
+    """What a run of stage one found and what to know before using it, in lines for a terminal.
+
+    Raises:
+        ValueError: `run` is no such run.
+    """
+    (proxy,) = read_study([run]).proxies
+    remarks = [summary_of(proxy), *(f"Warning: {each}" for each in proxy_warnings(proxy))]
+    return [as_ascii(wrapped(each)) for each in remarks]
+
+
 def drift_sentence(proxy: Proxy) -> str:
     """Whether a proxy's running average has settled, in a sentence."""
     steps_T, drift_T = proxy.drift()
@@ -224,11 +245,17 @@ def warnings_about(study: Study, token_budget: int | None) -> list[str]:
 
 def run_warnings(study: Study) -> list[str]:
     """What a reader should know of the proxies and of single runs."""
-    found = [warning for proxy in study.proxies for warning in _proxy_warnings(proxy)]
+    found = [warning for proxy in study.proxies for warning in proxy_warnings(proxy)]
+    found += [
+        f"{proxy.label}: one seed, so the spread of its weights is unknown."
+        for proxy in study.proxies
+        if proxy.has_steps and len(proxy.runs) == 1
+    ]
     return found + [warning for run in study.runs for warning in _run_warnings(run)]
 
 
-def _proxy_warnings(proxy: Proxy) -> Iterator[str]:
+def proxy_warnings(proxy: Proxy) -> Iterator[str]:
+    """What a reader should know of learned weights, and what to do about it."""
     if not proxy.has_steps:
         return
     largest = max(proxy.weights, key=lambda name: proxy.weights[name].mean)
@@ -255,8 +282,6 @@ def _proxy_warnings(proxy: Proxy) -> Iterator[str]:
             f"{proxy.label}: the running average of the weights is still drifting; more steps "
             "would change the result."
         )
-    if len(proxy.runs) == 1:
-        yield f"{proxy.label}: one seed, so the spread of its weights is unknown."
 
 
 def _comparison_warnings(comparison: Comparison) -> Iterator[str]:
