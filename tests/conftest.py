@@ -54,6 +54,15 @@ def seed() -> None:
     torch.manual_seed(20240601)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """Fresh tensors hold NaN, so that an element nobody wrote is seen."""

@@ -32,14 +32,7 @@ UNDOCUMENTED = re.compile(
 
 _EXAMPLE_PAGES = ("examples.md", "torchtitan.md")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

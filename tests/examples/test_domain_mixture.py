@@ -11,14 +11,7 @@ import torch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "domain_mixture.py"
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    # Models this small are slower on two threads.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(monkeypatch, capsys, *arguments: str) -> dict[str, float]:

@@ -39,13 +39,7 @@ CLOSURES = {torch.optim.LBFGS}
 # Takes matrices only.
 MATRICES = {torch.optim.Muon}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def kinds() -> Iterator[tuple[type[Optimizer], dict[str, Any]]]:

@@ -7,7 +7,7 @@ the number of the draw of those that take part.
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,14 @@ from tests.integrations.small import (
 Pair = tuple[nn.Module, DoGEOptimizer]
 Build = Callable[[], Pair]
 
-# It says so wherever it runs in one process.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # It says so wherever it runs in one process.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def groups(model: nn.Module) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ import copy
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,13 +35,7 @@ from tests.integrations.small import (
 
 STEPS = 9
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sgd(model: nn.Module) -> Optimizer:

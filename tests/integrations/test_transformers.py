@@ -27,14 +27,7 @@ DOMAINS = ["ab", "cd", "ef"]
 VOCAB = 48
 LENGTH = 12
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on two threads, far slower where others compute too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny_model(seed: int = 0, num_layers: int = 2) -> GPT2LMHeadModel:

@@ -37,8 +37,8 @@ def _document(words: list[str], draw: random.Random) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on two threads, far slower where others compute too."""
+def one_thread_throughout() -> Iterator[None]:
+    """As `one_thread`, for fixtures of the whole session that train too."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
