@@ -630,6 +630,7 @@ def _settings(plan: _Planner) -> Plan:
     settings = plan.settings
     other_score = "paper" if settings.score == "published" else "published"
     clip = None if settings.domain_max_grad_norm is not None else 1.0
+    pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
     is_mix = plan.config.target_batch == "mix"
     changes: dict[str, dict[str, Any]] = {
         "as set": {},
@@ -641,6 +642,8 @@ def _settings(plan: _Planner) -> Plan:
             "target": ("universal",) if is_mix else ("mix",)
         },
         f"domain clip {clip}": {"domain_max_grad_norm": clip},
+        # W grows with the square of the gradients, which are some four times as long uncut.
+        f"domain clip {clip}, {pace}": {"domain_max_grad_norm": clip, "mu": settings.mu * factor},
         "steps x 3": {"steps": 3 * settings.proxy_steps},
         "batch x 2": {"sequences_per_domain": 2 * settings.sequences_per_domain},
         "average from 1/3": {"average_from": 1 / 3},
