@@ -632,18 +632,18 @@ def _settings(plan: _Planner) -> Plan:
     clip = None if settings.domain_max_grad_norm is not None else 1.0
     pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
     is_mix = plan.config.target_batch == "mix"
+    target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
     changes: dict[str, dict[str, Any]] = {
         "as set": {},
         "mu / 4": {"mu": settings.mu / 4},
         "mu x 4": {"mu": settings.mu * 4},
         "mu x 16": {"mu": settings.mu * 16},
         f"score {other_score}": {"score": other_score},
-        "target same batch" if is_mix else "target mix": {
-            "target": ("universal",) if is_mix else ("mix",)
-        },
+        target: {"target": name},
         f"domain clip {clip}": {"domain_max_grad_norm": clip},
-        # W grows with the square of the gradients, which are some four times as long uncut.
+        # W grows with the square of the gradients, which are two to four times as long uncut.
         f"domain clip {clip}, {pace}": {"domain_max_grad_norm": clip, "mu": settings.mu * factor},
+        f"{target}, domain clip {clip}": {"target": name, "domain_max_grad_norm": clip},
         "steps x 3": {"steps": 3 * settings.proxy_steps},
         "batch x 2": {"sequences_per_domain": 2 * settings.sequences_per_domain},
         "average from 1/3": {"average_from": 1 / 3},
