@@ -6,7 +6,7 @@
 
 What `doge-fast experiment` printed and drew can be made anew from such a file, without the corpus
 and without the models: it holds every record of every finished run as it is, but of the lines of a
-training only some, evenly spread, with the first and the last.
+training only some, evenly spread, with the first and the last, to six digits.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from doge_fast.pipeline import records
 
 # Of the lines of one run's training.
 KEPT_LINES = 40
+DIGITS = 6
 _WHOLE = (records.CONFIG, records.WEIGHTS, records.EVALUATION, records.FEWSHOT)
 
 Record = dict[str, Any]
@@ -74,8 +75,17 @@ def thinned(lines: Sequence[Record], kept: int = KEPT_LINES) -> list[Record]:
 def _files_of(run: Path) -> Record:
     files = {name: records.read_json(run / name) for name in _WHOLE if (run / name).exists()}
     if (run / records.METRICS).exists():
-        files[records.METRICS] = thinned(records.read_metrics(run))
+        files[records.METRICS] = [_rounded(line) for line in thinned(records.read_metrics(run))]
     return files
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to `DIGITS`, in whatever a line holds."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
