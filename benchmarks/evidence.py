@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import records
+from doge_fast.pipeline.reporting.runs import open_runs
 
 # Of the lines of one run's training.
 KEPT_LINES = 40
@@ -74,6 +75,8 @@ def thinned(lines: Sequence[Record], kept: int = KEPT_LINES) -> list[Record]:
 
 def _files_of(run: Path) -> Record:
     files = {name: records.read_json(run / name) for name in _WHOLE if (run / name).exists()}
+    (opened,) = open_runs([run])
+    files[records.CONFIG]["parameters"] = opened.num_parameters
     if (run / records.METRICS).exists():
         files[records.METRICS] = [_rounded(line) for line in thinned(records.read_metrics(run))]
     return files

@@ -1,15 +1,22 @@
 """What is kept of an experiment tells the same story as the runs did."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks import evidence
 from doge_fast import cli
 from doge_fast.pipeline.report import experiment_table
+from doge_fast.pipeline.reporting.runs import open_runs
+from tests.pages import ROOT, blocks_of
 from tests.pipeline.written_runs import write_experiment
+
+PAGE = ROOT / "docs" / "evidence.md"
 
 
 def test_the_kept_records_make_the_same_tables_and_the_page(
@@ -25,6 +32,42 @@ def test_the_kept_records_make_the_same_tables_and_the_page(
     assert printed.startswith(experiment_table(experiment))
     assert printed.endswith(f"report: {again / 'report.html'}\n")
     assert "DoGE beats uniform" in (again / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_size_of_a_model_is_kept_without_the_model(tmp_path: Path) -> None:
+    experiment = write_experiment(tmp_path / "experiment", (-0.02,))
+    (run, *_) = sorted((experiment / "runs").iterdir())
+    (run / "model").mkdir(exist_ok=True)
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, run / "model" / "model.safetensors")
+    again = evidence.unpack(evidence.packed(experiment), tmp_path / "again")
+    (kept,) = open_runs([again / "runs" / run.name])
+    assert kept.num_parameters == 22
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """{experiment: its tables}, from the records that are kept."""
+    folder = tmp_path_factory.mktemp("kept")
+    found = {}
+    for file in sorted((ROOT / "benchmarks" / "results").glob("evidence-*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        found[file.stem] = experiment_table(evidence.unpack(record, folder / file.stem))
+    return found
+
+
+def test_the_page_shows_what_the_kept_records_say(told: dict[str, str]) -> None:
+    shown = [block.text.strip() for block in blocks_of(PAGE) if block.language == "none"]
+    assert len(shown) >= len(told) > 0
+    for block in shown:
+        assert any(block in each for each in told.values()), block
+
+
+def test_percentages_in_running_text_stand_in_a_table(told: dict[str, str]) -> None:
+    numbers = set(re.findall(r"\d+\.\d+", "\n".join(told.values())))
+    page = re.sub(r"^```.*?^```$", "", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    percent = re.findall(r"(\d+\.\d+)\s%", page)
+    assert percent
+    assert set(percent) <= numbers
 
 
 def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path: Path) -> None:

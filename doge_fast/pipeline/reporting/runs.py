@@ -28,6 +28,8 @@ class Run:
     stage: str
     versions: Mapping[str, str]
     created: str
+    parameters: int | None
+    """Of the model, where the record says so: one that is kept without it."""
     train: Sequence[Json]
     evals: Sequence[Json]
     weights: Json | None
@@ -97,6 +99,8 @@ class Run:
     @property
     def num_parameters(self) -> int:
         """Of the model that the run left; a tied weight counts once. 0 where it left none."""
+        if self.parameters is not None:
+            return self.parameters
         total = 0
         for file in sorted((self.path / "model").glob("*.safetensors")):
             with safe_open(file, framework="np") as tensors:
@@ -186,6 +190,7 @@ def _read_run(path: Path) -> Run:
         stage=record["stage"],
         versions=record.get("versions", {}),
         created=record.get("created", ""),
+        parameters=record.get("parameters"),
         train=[line for line in lines if line["kind"] == "train"],
         evals=[line for line in lines if line["kind"] == "eval"],
         weights=records.read_weights(path) if has_weights else None,
