@@ -635,31 +635,32 @@ def _settings(plan: _Planner) -> Plan:
     target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
     changes: dict[str, dict[str, Any]] = {
         "as set": {},
-        "mu / 4": {"mu": settings.mu / 4},
-        "mu x 4": {"mu": settings.mu * 4},
-        "mu x 16": {"mu": settings.mu * 16},
-        f"score {other_score}": {"score": other_score},
         target: {"target": name},
+        f"{target}, domain clip {clip}": {"target": name, "domain_max_grad_norm": clip},
         f"domain clip {clip}": {"domain_max_grad_norm": clip},
         # W grows with the square of the gradients, which are two to four times as long uncut.
         f"domain clip {clip}, {pace}": {"domain_max_grad_norm": clip, "mu": settings.mu * factor},
-        f"{target}, domain clip {clip}": {"target": name, "domain_max_grad_norm": clip},
+        "mu x 4": {"mu": settings.mu * 4},
+        "mu / 4": {"mu": settings.mu / 4},
+        "average from 1/3": {"average_from": 1 / 3},
         "steps x 3": {"steps": 3 * settings.proxy_steps},
         "batch x 2": {"sequences_per_domain": 2 * settings.sequences_per_domain},
-        "average from 1/3": {"average_from": 1 / 3},
+        f"score {other_score}": {"score": other_score},
+        "mu x 16": {"mu": settings.mu * 16},
     }
     sources: dict[str, Callable[[int], Path]] = {
         label: partial(plan.proxy, name=_slug(label), **each) for label, each in changes.items()
     }
-    learned = [plan.arm(label, "proxy", each) for label, each in sources.items()]
     arms = [
         plan.arm("uniform", "baseline", plan.as_base("uniform", _uniform), is_baseline=True),
         plan.arm("natural", "by tokens", plan.as_base("natural", _natural)),
     ]
+    # Each base model follows its proxy, so that an experiment that is stopped has whole arms.
     arms += [
         plan.arm(f"DoGE, {label}", "learned", plan.as_base(_slug(label), each))
         for label, each in sources.items()
     ]
+    learned = [plan.arm(label, "proxy", each) for label, each in sources.items()]
     weights = {"kind": "weights", "title": "Domain weights", "paper": "tab:dw", "arms": learned}
     return plan.finish(
         "Settings of the proxy",
