@@ -323,6 +323,20 @@ def test_settled_and_drifting_averages_are_told_apart(tmp_path: Path) -> None:
     assert "drifting: the running average of the weights is still drifting" in words_of(drifting)
 
 
+def test_starved_domains_are_warned_of_where_all_are_to_get_better(tmp_path: Path) -> None:
+    logits = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -2.5)
+    starved = words_of(write_proxy(tmp_path / "starved", logits=logits))
+    assert "starved: metadata would be read less than a third as often as at uniform" in starved
+    assert "a larger mu or --target mix" in starved
+    names = DOMAINS[1:]
+    aimed = write_proxy(
+        tmp_path / "aimed", domains=names, target=("stdlib",), logits=(*logits[2:], -2.5)
+    )
+    assert "less than a third" not in words_of(aimed)
+    even = write_proxy(tmp_path / "even", logits=(0.5, 0, 0, 0, 0, 0, -0.5))
+    assert "less than a third" not in words_of(even)
+
+
 def test_collapsed_and_unmoved_weights_are_warned_of(tmp_path: Path) -> None:
     collapsed = write_proxy(tmp_path / "collapsed", logits=(9.0, 0, 0, 0, 0, 0, 0), steps=60)
     text = words_of(collapsed)

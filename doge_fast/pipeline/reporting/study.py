@@ -57,6 +57,11 @@ class Proxy:
         return self.first.stage == "doremi"
 
     @property
+    def is_for_all_domains(self) -> bool:
+        """Whether every training domain is to get better."""
+        return self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, MIX}
+
+    @property
     def about(self) -> str:
         """Where the weights come from, in words."""
         return "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"

@@ -40,6 +40,8 @@ from doge_fast.pipeline.reporting.wording import (
 COLLAPSED = 0.8
 # Hardly moved: no domain is further than this from uniform, as a share of uniform.
 UNMOVED = 0.02
+# Of uniform. In the experiments of docs/evidence.md domains with less lost more than others won.
+STARVED = 1 / 3
 # Single-seed differences below this are called small; the paper's seeds differ by about as much.
 SMALL_CHANGE = 0.01
 
@@ -277,10 +279,24 @@ def proxy_warnings(proxy: Proxy) -> Iterator[str]:
             f"{'larger step_size' if proxy.is_doremi else 'smaller mu'} or more steps would move "
             "them."
         )
+    elif proxy.is_for_all_domains:
+        yield from _starved(proxy, uniform)
     if not proxy.is_settled:
         yield (
             f"{proxy.label}: the running average of the weights is still drifting; more steps "
             "would change the result."
+        )
+
+
+def _starved(proxy: Proxy, uniform: float) -> Iterator[str]:
+    """Domains that are to get better and are hardly trained on."""
+    names = [name for name, stat in proxy.weights.items() if stat.mean < STARVED * uniform]
+    if names:
+        milder = "a smaller step_size" if proxy.is_doremi else "a larger mu or --target mix"
+        yield (
+            f"{proxy.label}: {listed(names)} would be read less than a third as often as at "
+            f"uniform weights, and a small model tends to pay for it there. Try {milder}, or set a "
+            "floor: doge-fast weights constrain --floor."
         )
 
 
