@@ -105,8 +105,10 @@ class ProxyConfig:
     """Bregman coefficient; larger: slower weights."""
     score: Literal["paper", "published"] = "paper"
     """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
-    domain_max_grad_norm: float | None = None
-    """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0)."""
+    domain_max_grad_norm: float | None = 1.0
+    """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
+    None: do not, as in the paper's text. Uncut, W grows with the square of the gradients, and a few
+    steps with large ones may decide everything."""
     smoothing: float = 0.0
     """Mixture of the weights with uniform at every step."""
     init_weights: Path | None = None

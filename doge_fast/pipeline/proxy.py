@@ -195,7 +195,8 @@ def _doge_options(
         "target": target,
         "mu": config.mu,
         "score": config.score,
-        "domain_max_grad_norm": config.domain_max_grad_norm,
+        # On the command line 0 is easier to say than None.
+        "domain_max_grad_norm": config.domain_max_grad_norm or None,
         "smoothing": config.smoothing,
         "selection": None if config.selection is None else _read_selection(config.selection),
         "initial": None if initial is None else initial["weights"],

@@ -66,7 +66,7 @@ def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
 
 
 def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> None:
-    config = proxy()
+    config = proxy(domain_max_grad_norm=None)
     learn_weights(config)
     lines = records.read_metrics(config.out, kind="train")
     assert [line["step"] for line in lines] == list(range(9))
@@ -113,6 +113,21 @@ def test_the_loss_falls_in_every_domain(proxy: Make) -> None:
     assert [line["step"] for line in lines] == [0, 10, 20, 30]
     first, last = records.read_metrics(config.out, kind="eval")
     assert all(last["loss"][name] < first["loss"][name] for name in NAMES)
+
+
+def test_domains_are_cut_to_norm_one_before_they_are_scored_unless_told_otherwise(
+    proxy: Make,
+) -> None:
+    weights = []
+    for norm in (None, 0, 1.0):
+        config = proxy(f"cut-{norm}", domain_max_grad_norm=norm)
+        learn_weights(config)
+        weights.append(records.weights_by_name(records.read_weights(config.out)))
+        lines = records.read_metrics(config.out, kind="train")[1:]
+        difficulty = max(value for line in lines for value in line["difficulty"].values())
+        assert (difficulty <= 1 + 1e-9) == (norm == 1.0)
+    assert weights[0] == weights[1] != weights[2]
+    assert proxy().domain_max_grad_norm == 1.0
 
 
 def test_drift_is_how_far_the_average_moved_in_the_last_fifth(proxy: Make) -> None:

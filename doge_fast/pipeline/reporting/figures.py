@@ -204,7 +204,7 @@ def _settings(proxy: Proxy) -> str:
         f"{config['model']['model']} model, {proxy.first.steps} steps of "
         f"{plural(config['sequences_per_domain'], 'block')} of every domain, mu {config['mu']:g}, "
         f"score as in the {config['score']}{'' if config['score'] == 'paper' else ' code'}"
-        f"{'' if cut is None else f', domain gradients cut to norm {cut:g}'}, "
+        f"{f', domain gradients cut to norm {cut:g}' if cut else ''}, "
         f"{plural(len(proxy.runs), 'seed')}."
     )
 
