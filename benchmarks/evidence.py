@@ -64,13 +64,20 @@ def unpack(record: Record, out: Path) -> Path:
 
 
 def thinned(lines: Sequence[Record], kept: int = KEPT_LINES) -> list[Record]:
-    """All evaluations, and of the training lines about `kept`, evenly spread, ends included."""
+    """All evaluations, and of the training lines about `kept`: evenly spread ones, ends included,
+    and that of the largest gradient, which may have decided the weights."""
     train = [index for index, line in enumerate(lines) if line["kind"] == "train"]
     last = len(train) - 1
-    if last >= kept:
-        train = [train[round(i * last / (kept - 1))] for i in range(kept)]
     chosen = set(train)
+    if last >= kept:
+        chosen = {train[round(i * last / (kept - 1))] for i in range(kept)}
+        chosen.add(max(train, key=lambda index: _largest_gradient(lines[index])))
     return [line for i, line in enumerate(lines) if i in chosen or line["kind"] != "train"]
+
+
+def _largest_gradient(line: Record) -> float:
+    norms = line.get("grad_norm", {}).values()
+    return max((norm for norm in norms if norm is not None), default=0.0)
 
 
 def _files_of(run: Path) -> Record:

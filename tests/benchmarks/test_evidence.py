@@ -83,6 +83,10 @@ def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path: Path
     assert (steps[0], steps[-1], len(steps)) == (1, 1000, 11)
     assert max(b - a for a, b in pairwise(steps)) <= 101
     assert evidence.thinned(lines[:5], 11) == lines[:5]
+    lines[700]["grad_norm"] = {"a": 54.0, "b": None}
+    assert set(steps) | {lines[700]["step"]} == {
+        line["step"] for line in evidence.thinned(lines, 11) if line["kind"] == "train"
+    }
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
