@@ -102,7 +102,8 @@ class ProxyConfig:
     sequences_per_domain: int = 4
     """Blocks of every domain in every step."""
     mu: float = 0.01
-    """Bregman coefficient; larger: slower weights."""
+    """Bregman coefficient; larger: slower weights. For all domains at once W is a sum over as many
+    targets: take some four times what a single target wants."""
     score: Literal["paper", "published"] = "paper"
     """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
     domain_max_grad_norm: float | None = 1.0
@@ -376,7 +377,8 @@ class ExperimentConfig:
     finetune_learning_rate: float | None = None
     """Peak of the steps on the target."""
     mu: float | None = None
-    """Bregman coefficient."""
+    """Bregman coefficient. Of the preset; but for the paper's, four times that where the target is
+    all domains at once."""
     score: Literal["paper", "published"] | None = None
     """As for the proxy."""
     domain_max_grad_norm: float | None = None

@@ -242,6 +242,11 @@ def test_any_name_makes_one_directory() -> None:
 
 def test_the_clip_can_be_switched_off() -> None:
     assert presets.settings_of(ExperimentConfig("ood")).domain_max_grad_norm == 1.0
+    assert presets.settings_of(ExperimentConfig("ood")).mu == 0.02
+    assert presets.settings_of(ExperimentConfig("universal")).mu == 0.08
+    assert presets.settings_of(ExperimentConfig("universal", mu=0.5)).mu == 0.5
+    paper = ExperimentConfig("universal", preset="paper")
+    assert presets.settings_of(paper).mu == presets.PRESETS["paper"].mu
     config = ExperimentConfig("ood", domain_max_grad_norm=0)
     assert presets.settings_of(config).domain_max_grad_norm is None
 

@@ -190,6 +190,9 @@ def settings_of(config: ExperimentConfig) -> Settings:
     if config.preset == "paper" and config.name in ("ood", "wiki40b") and not config.seeds:
         # As its captions say.
         asked["seeds"] = preset.seeds[:2]
+    if config.mu is None and config.preset != "paper" and config.name not in ("ood", "wiki40b"):
+        # W for all domains at once is a sum over as many targets (docs/evidence.md).
+        asked["mu"] = 4 * preset.mu
     if config.domain_max_grad_norm == 0:
         asked["domain_max_grad_norm"] = None
     settings = replace(preset, **asked)
