@@ -145,7 +145,7 @@ class StopAfter:
         pytest.param(
             "settings",
             {"proxy_steps": 3},
-            ["mu x 16", "DoGE, average from 1/3", "score published"],
+            ["mu x 16", "DoGE, average from 1/3", "score published", "learning rate and mu / 2"],
             marks=pytest.mark.soak,
         ),
         ("selection", {}, ["columns left out", "low5", "high10"]),

@@ -152,9 +152,10 @@ class _Planner:
         model: str | None = None,
         is_measured: bool = False,
         steps: int | None = None,
+        training: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> Path:
-        """Learn weights; `changes` are fields of `ProxyConfig`."""
+        """Learn weights; `changes` are fields of `ProxyConfig`, `training` of its training."""
         settings = self.settings
         model = model or settings.proxy_model
         if target is None:
@@ -163,7 +164,10 @@ class _Planner:
             out=self._path("proxy", name, seed),
             corpus=self._corpus(domains),
             model=ModelConfig(model=model),
-            training=self._training(steps or settings.proxy_steps, seed, model, self._every(1)),
+            training=replace(
+                self._training(steps or settings.proxy_steps, seed, model, self._every(1)),
+                **(training or {}),
+            ),
             target=target,
             sequences_per_domain=settings.sequences_per_domain,
             mu=settings.mu,
@@ -648,6 +652,11 @@ def _settings(plan: _Planner) -> Plan:
         f"score {other_score}": {"score": other_score},
         "mu x 16": {"mu": settings.mu * 16},
     }
+    peak, end = rates_of(settings, settings.proxy_model)
+    for name, factor in {"x 2": 2.0, "/ 2": 0.5}.items():
+        # The weights move by lr W / mu: at the same pace, so that it is the proxy that differs.
+        rates = {"learning_rate": peak * factor, "min_learning_rate": end * factor}
+        changes[f"learning rate and mu {name}"] = {"mu": settings.mu * factor, "training": rates}
     sources: dict[str, Callable[[int], Path]] = {
         label: partial(plan.proxy, name=_slug(label), **each) for label, each in changes.items()
     }
