@@ -101,9 +101,10 @@ class ProxyConfig:
     """universal; mix; or held-out domains, each NAME or NAME=WEIGHT."""
     sequences_per_domain: int = 4
     """Blocks of every domain in every step."""
-    mu: float = 0.01
-    """Bregman coefficient; larger: slower weights. For all domains at once W is a sum over as many
-    targets: take some four times what a single target wants."""
+    mu: float | None = None
+    """Bregman coefficient; larger: slower weights, whose logarithms move by lr W / mu. None: 20
+    times the peak learning rate (0.01 at 5e-4); for all K domains at once (universal), where W is a
+    sum over as many targets, (K + 1) / 2 times that."""
     score: Literal["paper", "published"] = "paper"
     """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
     domain_max_grad_norm: float | None = 1.0
@@ -283,8 +284,8 @@ class DemoConfig:
     learning_rate: float = 1e-3
     """Peak. At 2e-3 runs of this length leave their first plateau at a step that chance decides,
     which moves perplexities by more than the weights do."""
-    mu: float = 0.02
-    """Bregman coefficient of the proxies."""
+    mu: float | None = None
+    """Bregman coefficient of the proxies; None: as a proxy's."""
     domain_max_grad_norm: float | None = 1.0
     """Cut each domain's gradient to this norm before scoring. Early in a run this short one
     domain's gradient may grow twentyfold for a step; W grows with its square and would decide
@@ -377,8 +378,7 @@ class ExperimentConfig:
     finetune_learning_rate: float | None = None
     """Peak of the steps on the target."""
     mu: float | None = None
-    """Bregman coefficient. Of the preset; but for the paper's, four times that where the target is
-    all domains at once."""
+    """Bregman coefficient. None: the paper's with its preset, else as a proxy's."""
     score: Literal["paper", "published"] | None = None
     """As for the proxy."""
     domain_max_grad_norm: float | None = None

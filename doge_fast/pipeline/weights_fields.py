@@ -94,6 +94,7 @@ RECORD_FIELDS: Mapping[str, Rule] = {
     "steps": COUNT,
     "tokens": COUNT,
     "seed": INTEGER,
+    "mu": POSITIVE,
     "average_from": SHARE,
     "drift": AMOUNT,
     "variant": TEXT,

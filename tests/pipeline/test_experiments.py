@@ -170,10 +170,16 @@ def test_every_experiment_runs_and_a_second_call_trains_nothing(
     assert again == [table, page]
 
 
+def settled(config: ExperimentConfig, names: Sequence[str] | None = None) -> presets.Settings:
+    settings = presets.settings_of(config)
+    names = names or runner._domains_of(config, settings)
+    return presets.with_mu(settings, config, names)
+
+
 def begun(config: ExperimentConfig) -> Path:
     """The experiment's directory as it is while its first run is under way."""
     assert config.out is not None
-    settings = presets.settings_of(config)
+    settings = settled(config)
     records.write_experiment(config.out, runner._record(config, settings, planned(config)))
     (config.out / "runs").mkdir(exist_ok=True)
     return config.out
@@ -242,13 +248,27 @@ def test_any_name_makes_one_directory() -> None:
 
 def test_the_clip_can_be_switched_off() -> None:
     assert presets.settings_of(ExperimentConfig("ood")).domain_max_grad_norm == 1.0
-    assert presets.settings_of(ExperimentConfig("ood")).mu == 0.02
-    assert presets.settings_of(ExperimentConfig("universal")).mu == 0.08
-    assert presets.settings_of(ExperimentConfig("universal", mu=0.5)).mu == 0.5
-    paper = ExperimentConfig("universal", preset="paper")
-    assert presets.settings_of(paper).mu == presets.PRESETS["paper"].mu
     config = ExperimentConfig("ood", domain_max_grad_norm=0)
     assert presets.settings_of(config).domain_max_grad_norm is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "mu"),
+    [
+        ({}, 0.08),
+        ({"target_batch": "mix"}, 0.02),
+        ({"learning_rate": 5e-4}, 0.04),
+        ({"domains": tuple("abc")}, 0.04),
+        ({"mu": 0.5}, 0.5),
+        ({"name": "ood"}, 0.02),
+        ({"name": "wiki40b", "data": "x"}, 0.02),
+        ({"preset": "paper"}, 0.01),
+        ({"name": "ood", "preset": "paper"}, 0.01),
+    ],
+)
+def test_mu_follows_target_domains_and_learning_rate(changes: dict[str, Any], mu: float) -> None:
+    config = ExperimentConfig(**{"name": "universal", "preset": "small"} | changes)
+    assert settled(config, tuple("abcdefg")).mu == pytest.approx(mu, rel=1e-12)
 
 
 def test_only_the_plan(experiment: Make) -> None:
@@ -287,9 +307,8 @@ def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> N
 
 
 def planned(config: ExperimentConfig, names: Sequence[str] | None = None) -> Plan:
-    settings = presets.settings_of(config)
-    out = config.out or Path("x")
-    return plan_of(config, settings, names or runner._domains_of(config, settings), out)
+    names = names or runner._domains_of(config, presets.settings_of(config))
+    return plan_of(config, settled(config, names), names, config.out or Path("x"))
 
 
 def test_the_papers_universal_experiment() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -414,8 +415,29 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 def test_another_configuration_does_not_overwrite_a_run(proxy: Make) -> None:
     learn_weights(proxy())
-    with pytest.raises(ValueError, match=r"holds another run: the configuration's mu is 0.01"):
+    with pytest.raises(ValueError, match=r"holds another run: the configuration's mu is None"):
         learn_weights(proxy(mu=0.5))
+
+
+def test_the_default_mu_grows_with_the_learning_rate_and_the_targets(
+    proxy: Make, tmp_path: Path
+) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "universal": {},
+        "mix": {"target": ("mix",)},
+        "verse": {"target": ("verse",)},
+    }
+    for name, each in options.items():
+        config = proxy(out=tmp_path / name, steps=2, **each)
+        record = records.read_weights(learn_weights(config))
+        single = 20 * config.training.learning_rate
+        num_domains = len(record["domains"])
+        assert num_domains > 1
+        wanted = single * (num_domains + 1) / 2 if name == "universal" else single
+        assert record["mu"] == pytest.approx(wanted)
+        given = replace(config, out=tmp_path / f"{name}-given", mu=wanted)
+        again = records.read_weights(learn_weights(given))
+        assert again["domains"] == record["domains"]
 
 
 def test_a_selection_is_a_list_of_names(proxy: Make, tmp_path: Path) -> None:

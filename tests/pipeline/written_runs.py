@@ -257,7 +257,11 @@ def write_experiment(folder: Path, changes: Sequence[float], *, doge: str = "DoG
             "title": "Universal generalization",
             "question": "Which?",
             "settings": records.plain(
-                vars(replace(presets.PRESETS["small"], seeds=tuple(seeds), eval_blocks=BLOCKS))
+                vars(
+                    replace(
+                        presets.PRESETS["small"], mu=0.08, seeds=tuple(seeds), eval_blocks=BLOCKS
+                    )
+                )
             ),
             "data": "installed",
             "runs": [

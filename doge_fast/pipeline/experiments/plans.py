@@ -62,7 +62,7 @@ def plan_of(config: ExperimentConfig, settings: Settings, names: Sequence[str], 
 
     Args:
         config: which experiment.
-        settings: how large.
+        settings: how large; mu a number.
         names: domains that the corpus holds.
         out: the experiment's directory.
 
@@ -632,6 +632,7 @@ def _proxy_vs_base(plan: _Planner) -> Plan:
 def _settings(plan: _Planner) -> Plan:
     """The proxy with one setting changed at a time, and base models at what each learns."""
     settings = plan.settings
+    assert settings.mu is not None
     other_score = "paper" if settings.score == "published" else "published"
     clip = None if settings.domain_max_grad_norm is not None else 1.0
     pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
@@ -653,10 +654,10 @@ def _settings(plan: _Planner) -> Plan:
         "mu x 16": {"mu": settings.mu * 16},
     }
     peak, end = rates_of(settings, settings.proxy_model)
-    for name, factor in {"x 2": 2.0, "/ 2": 0.5}.items():
+    for times, factor in {"x 2": 2.0, "/ 2": 0.5}.items():
         # The weights move by lr W / mu: at the same pace, so that it is the proxy that differs.
         rates = {"learning_rate": peak * factor, "min_learning_rate": end * factor}
-        changes[f"learning rate and mu {name}"] = {"mu": settings.mu * factor, "training": rates}
+        changes[f"learning rate and mu {times}"] = {"mu": settings.mu * factor, "training": rates}
     sources: dict[str, Callable[[int], Path]] = {
         label: partial(plan.proxy, name=_slug(label), **each) for label, each in changes.items()
     }

@@ -1,10 +1,12 @@
 """How large an experiment is: for a test, for two cores, or as in the paper."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.pipeline.domains import MIX, UNIVERSAL
+from doge_fast.pipeline.proxy import default_mu
 
 PAPER_SOURCES = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
@@ -53,7 +55,8 @@ class Settings:
     learning_rate: float
     min_learning_rate: float
     finetune_learning_rate: float
-    mu: float
+    mu: float | None
+    """None: as a proxy's, of the domains that there are."""
     score: Literal["paper", "published"]
     domain_max_grad_norm: float | None
     seeds: tuple[int, ...]
@@ -90,7 +93,7 @@ PRESETS: Mapping[str, Settings] = {
         learning_rate=1e-3,
         min_learning_rate=2e-4,
         finetune_learning_rate=2e-4,
-        mu=0.02,
+        mu=None,
         score="paper",
         domain_max_grad_norm=1.0,
         seeds=(0, 1),
@@ -122,7 +125,7 @@ PRESETS: Mapping[str, Settings] = {
         learning_rate=1e-3,
         min_learning_rate=2e-4,
         finetune_learning_rate=2e-4,
-        mu=0.02,
+        mu=None,
         score="paper",
         domain_max_grad_norm=1.0,
         seeds=(0, 1, 2),
@@ -190,9 +193,6 @@ def settings_of(config: ExperimentConfig) -> Settings:
     if config.preset == "paper" and config.name in ("ood", "wiki40b") and not config.seeds:
         # As its captions say.
         asked["seeds"] = preset.seeds[:2]
-    if config.mu is None and config.preset != "paper" and config.name not in ("ood", "wiki40b"):
-        # W for all domains at once is a sum over as many targets (docs/evidence.md).
-        asked["mu"] = 4 * preset.mu
     if config.domain_max_grad_norm == 0:
         asked["domain_max_grad_norm"] = None
     settings = replace(preset, **asked)
@@ -204,6 +204,23 @@ def settings_of(config: ExperimentConfig) -> Settings:
     if len(set(settings.seeds)) < len(settings.seeds):
         raise ValueError(f"Seeds must differ; got {', '.join(map(str, settings.seeds))}.")
     return settings
+
+
+def with_mu(settings: Settings, config: ExperimentConfig, names: Sequence[str]) -> Settings:
+    """The settings with the proxies' mu as a number.
+
+    Args:
+        settings: those of `settings_of`.
+        config: which experiment; `ood` and `wiki40b` learn for one target, the others for all
+            domains at once.
+        names: domains that the corpus holds.
+    """
+    if settings.mu is not None:
+        return settings
+    is_universal = config.name not in ("ood", "wiki40b") and config.target_batch == "same"
+    target = UNIVERSAL if is_universal else {MIX: 1.0}
+    rate, _ = rates_of(settings, settings.proxy_model)
+    return replace(settings, mu=default_mu(rate, target, len(settings.domains or names)))
 
 
 def rates_of(settings: Settings, model: str) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGES,
     Settings,
     settings_of,
+    with_mu,
 )
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import experiment_table, write_experiment_report
@@ -54,7 +55,9 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     """
     settings = settings_of(config)
     out = config.out or Path("experiments") / config.name
-    plan = plan_of(config, settings, _domains_of(config, settings), out)
+    names = _domains_of(config, settings)
+    settings = with_mu(settings, config, names)
+    plan = plan_of(config, settings, names, out)
     if config.plan:
         return [_line_of(job) for job in plan.jobs]
     records.write_experiment(out, _record(config, settings, plan))

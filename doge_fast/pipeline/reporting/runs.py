@@ -57,6 +57,12 @@ class Run:
         return int(self.config["training"]["seed"])
 
     @property
+    def mu(self) -> float | None:
+        """Of a proxy; None while a default that only its weights tell is still in use."""
+        given: float | None = self.config["mu"]
+        return (self.weights or {}).get("mu") if given is None else given
+
+    @property
     def steps(self) -> int:
         """Optimizer steps that were asked for."""
         return int(self.config["training"]["steps"])

@@ -232,7 +232,8 @@ def _what(run: Run) -> str:
         return f"weights {weights.parent.name if weights.name == records.WEIGHTS else weights.name}"
     if run.stage == "doremi":
         return f"{run.config['variant']}, reference {Path(run.config['reference']).name}"
-    return f"target {' '.join(run.config['target'])}, mu {run.config['mu']:g}"
+    mu = "" if run.mu is None else f", mu {run.mu:g}"
+    return f"target {' '.join(run.config['target'])}{mu}"
 
 
 def corpus_table(study: Study) -> Table:
