@@ -544,7 +544,10 @@ def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
     write_proxy(tmp_path / "proxy", domains=names, tokens=tokens, logits=logits, steps=20)
     page = page_of(tmp_path)
     assert page.source.count("<figure") == 7
-    assert f"of {num_domains} domains." in page.text
+    assert f"of {num_domains} domain" in page.text
+    assert (f"least to {names[0]} " in page.text) is (num_domains > 1)
+    most = page.text.split("most goes to ")[1].split("; effectively")[0]
+    assert most.count("uniform") == max(1, min(2, num_domains - 1))
 
 
 def test_a_replaced_score_is_told(tmp_path: Path, page: Page) -> None:

@@ -179,15 +179,16 @@ def summary_of(proxy: Proxy) -> str:
     """What a proxy learned, and whether its average has settled."""
     if not proxy.has_steps:
         return f"{proxy.label}: has not logged a step yet."
-    ranked = sorted(proxy.weights.items(), key=lambda item: -item[1].mean)
+    first, *others = sorted(proxy.weights.items(), key=lambda item: -item[1].mean)
     top = listed(
-        f"{name} {weight_text(stat)} ({_times(stat.mean, proxy)})" for name, stat in ranked[:2]
+        f"{name} {weight_text(stat)} ({_times(stat.mean, proxy)})"
+        for name, stat in [first, *others[:-1]][:2]
     )
-    low, low_stat = ranked[-1]
+    least = f", least to {others[-1][0]} {weight_text(others[-1][1])}" if others else ""
     return (
-        f"{proxy.label}, for {proxy.target}: most goes to {top}, least to {low} "
-        f"{weight_text(low_stat)}; effectively {effective_domains(proxy.weights):.1f} of "
-        f"{len(proxy.domains)} domains. {drift_sentence(proxy)}"
+        f"{proxy.label}, for {proxy.target}: most goes to {top}{least}; effectively "
+        f"{effective_domains(proxy.weights):.1f} of {plural(len(proxy.domains), 'domain')}. "
+        f"{drift_sentence(proxy)}"
     )
 
 
