@@ -389,6 +389,14 @@ class ExperimentConfig:
     """Held-out blocks per domain."""
     eval_points: int | None = None
     """Evaluations along a base run, for the curves."""
+    tasks: tuple[str, ...] = ()
+    """Where base models are compared: score them on these tasks of lm-eval too, as `evaluate`."""
+    shots: int = 5
+    """Answered examples before every question of a task."""
+    task_data: Path | None = None
+    """A directory of local documents of the tasks, as for `evaluate`; None: the Hub's."""
+    task_limit: int | None = None
+    """Score only so many documents of every task; None: all."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """As for the other stages."""
     device: str = "auto"

@@ -120,6 +120,15 @@ def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
     """
     records.read_config(config.run)
     training.check_finished(config.run)
+    return load_tasks(config)
+
+
+def load_tasks(config: EvaluateConfig) -> dict[str, Any]:
+    """lm-eval's tasks with their documents, whatever has become of the run.
+
+    Raises:
+        ValueError, RuntimeError: as `few_shot`, of the tasks.
+    """
     _check(config)
     names = task_names(config.tasks)
     for name in names:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
+    ExperimentConfig,
     ModelConfig,
     ProxyConfig,
     TrainingConfig,
@@ -158,3 +160,29 @@ def corpus(config: CorpusConfig) -> Corpus:
 def mixed(config: CorpusConfig) -> Corpus:
     """One held-out target, and "mix"."""
     return load_corpus(config, targets=["verse", "mix"])
+
+
+@pytest.fixture
+def experiment(
+    small_corpus: Path, blocks_cache: Path, tmp_path: Path
+) -> Callable[..., ExperimentConfig]:
+    """Makes an ExperimentConfig of preset smoke, of seconds; keywords replace settings."""
+
+    def make(name: str, **changes: Any) -> ExperimentConfig:
+        config = ExperimentConfig(
+            name=name,  # type: ignore[arg-type]
+            out=tmp_path / name,
+            preset="smoke",
+            data=str(small_corpus),
+            seeds=(0,),
+            block_size=16,
+            proxy_steps=4,
+            base_steps=4,
+            batch_size=4,
+            sequences_per_domain=1,
+            device="cpu",
+            cache_dir=blocks_cache,
+        )
+        return replace(config, **changes)
+
+    return make

@@ -33,28 +33,6 @@ SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "
 
 
 @pytest.fixture
-def experiment(small_corpus: Path, blocks_cache: Path, tmp_path: Path) -> Make:
-    def make(name: str, **changes: Any) -> ExperimentConfig:
-        config = ExperimentConfig(
-            name=name,  # type: ignore[arg-type]
-            out=tmp_path / name,
-            preset="smoke",
-            data=str(small_corpus),
-            seeds=(0,),
-            block_size=16,
-            proxy_steps=4,
-            base_steps=4,
-            batch_size=4,
-            sequences_per_domain=1,
-            device="cpu",
-            cache_dir=blocks_cache,
-        )
-        return replace(config, **changes)
-
-    return make
-
-
-@pytest.fixture
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a run that was done is trained again")

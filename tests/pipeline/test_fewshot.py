@@ -20,6 +20,7 @@ from doge_fast.pipeline.config import BaseConfig, EvaluateConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model, padded_vocab_size
 from tests.pipeline.corpora import write_jsonl
+from tests.pipeline.task_documents import CHOICES, document, write_documents
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 from lm_eval.models.huggingface import HFLM
@@ -27,66 +28,6 @@ from lm_eval.models.huggingface import HFLM
 from doge_fast.pipeline.fewshot import PAPER_TASKS, few_shot, open_tasks, table, task_names
 
 REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "fewshot"
-NOUNS = ["river", "cat", "stone", "lamp", "ship", "garden", "window", "letter"]
-CHOICES = {"copa": 2, "sciq": 4, "logiqa": 4, "piqa": 2, "wic": 2, "winogrande": 2}
-
-
-def document(task: str, draw: random.Random) -> dict[str, Any]:
-    """A document with the columns that the task's data set has on the Hub."""
-    one, two, three, four = draw.sample(NOUNS, 4)
-    right = draw.randrange(CHOICES[task])
-    return {
-        "copa": {
-            "premise": f"The {one} fell.",
-            "choice1": f"The {two} moved.",
-            "choice2": f"The {three} slept well.",
-            "question": draw.choice(("cause", "effect")),
-            "label": right,
-        },
-        "sciq": {
-            "question": f"What holds a {one}?",
-            "support": draw.choice(("", f" A {two} holds a {one}.")),
-            "distractor1": f"the {three}",
-            "distractor2": f"a {four}",
-            "distractor3": one,
-            "correct_answer": two,
-        },
-        "logiqa": {
-            "context": f"Every {one} is a {two}.",
-            "question": "What follows?",
-            "options": [f"A {one}.", f"No {two} is.", f"Some {three} is.", f"All {four}."],
-            "label": "abcd"[right],
-        },
-        "piqa": {
-            "goal": f"Mend a {one}.",
-            "sol1": f"Use a {two}.",
-            "sol2": f"Ask the old {three} in the {four}.",
-            "label": right,
-        },
-        "wic": {
-            "word": one,
-            "sentence1": f"A {one} came.",
-            "sentence2": f"The {one} in the {two}.",
-            "start1": 2,
-            "end1": 2 + len(one),
-            "label": right,
-        },
-        "winogrande": {
-            "sentence": f"The {one} met the {two} because the _ was late.",
-            "option1": one,
-            "option2": two,
-            "answer": str(1 + right % 2),
-        },
-    }[task]
-
-
-def write_documents(folder: Path, task: str, train: int = 9, validation: int = 6) -> None:
-    draw = random.Random(task)
-    for split, count in (("train", train), ("validation", validation)):
-        path = folder / task / f"{split}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(document(task, draw)) for _ in range(count))
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -57,7 +57,13 @@ class Plan:
     groups: list[Json] = field(default_factory=list)
 
 
-def plan_of(config: ExperimentConfig, settings: Settings, names: Sequence[str], out: Path) -> Plan:
+def plan_of(
+    config: ExperimentConfig,
+    settings: Settings,
+    names: Sequence[str],
+    out: Path,
+    tasks: Sequence[str] = (),
+) -> Plan:
     """The runs and tables of an experiment.
 
     Args:
@@ -65,13 +71,42 @@ def plan_of(config: ExperimentConfig, settings: Settings, names: Sequence[str], 
         settings: how large; mu a number.
         names: domains that the corpus holds.
         out: the experiment's directory.
+        tasks: of lm-eval, to score base models on.
 
     Raises:
-        ValueError: the corpus lacks a domain that is asked for.
+        ValueError: the corpus lacks a domain that is asked for, or there are tasks and no table of
+            base models.
     """
     planner = _Planner(config, settings, tuple(names), out)
     _check_known("domains", settings.domains, planner)
-    return _PLANS[config.name](planner)
+    plan = _PLANS[config.name](planner)
+    return _with_tasks(plan, config, tasks) if tasks else plan
+
+
+def _with_tasks(plan: Plan, config: ExperimentConfig, tasks: Sequence[str]) -> Plan:
+    """A table of accuracies after each of perplexities."""
+    groups = []
+    for group in plan.groups:
+        groups.append(group)
+        if group["kind"] == "perplexity" and "until" not in group:
+            groups.append(
+                {
+                    "kind": "tasks",
+                    "title": f"Tasks: {group['title']}",
+                    "arms": group["arms"],
+                    "focus": group.get("focus"),
+                    "tasks": list(tasks),
+                    "shots": config.shots,
+                    "task_limit": config.task_limit,
+                    "task_data": config.task_data,
+                }
+            )
+    if len(groups) == len(plan.groups):
+        raise ValueError(
+            f"tasks are scored where base models are compared on all domains; {config.name} does "
+            "not. doge-fast evaluate RUN --tasks scores any base run."
+        )
+    return replace(plan, groups=groups)
 
 
 def corpus_of(config: ExperimentConfig, settings: Settings) -> CorpusConfig:

@@ -28,7 +28,7 @@ from doge_fast.pipeline.experiments.presets import (
 )
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import experiment_table, write_experiment_report
-from doge_fast.pipeline.reporting.findings import is_measured
+from doge_fast.pipeline.reporting.findings import is_measured, is_scored
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.pipeline.training import is_finished
@@ -57,7 +57,7 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     out = config.out or Path("experiments") / config.name
     names = _domains_of(config, settings)
     settings = with_mu(settings, config, names)
-    plan = plan_of(config, settings, names, out)
+    plan = plan_of(config, settings, names, out, _tasks_of(config))
     if config.plan:
         return [_line_of(job) for job in plan.jobs]
     records.write_experiment(out, _record(config, settings, plan))
@@ -69,8 +69,41 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
         if job.is_measured and not is_measured(job.config.out, settings.eval_blocks):
             blocks = settings.eval_blocks
             evaluate(EvaluateConfig(run=job.config.out, blocks=blocks, device=config.device))
+        for group in plan.groups:
+            _score(job.config.out, group, config)
     page = write_experiment_report(out)
     return [experiment_table(out), f"report: {page}"]
+
+
+def _tasks_of(config: ExperimentConfig) -> tuple[str, ...]:
+    """The tasks that were asked for, their documents read and found to be what they should."""
+    if not config.tasks:
+        return ()
+    # A dependency of its own.
+    from doge_fast.pipeline.fewshot import load_tasks
+
+    return tuple(load_tasks(_scoring(Path(), config)))
+
+
+def _scoring(run: Path, config: ExperimentConfig) -> EvaluateConfig:
+    return EvaluateConfig(
+        run=run,
+        tasks=config.tasks,
+        shots=config.shots,
+        task_data=config.task_data,
+        task_limit=config.task_limit,
+        device=config.device,
+    )
+
+
+def _score(run: Path, group: dict[str, Any], config: ExperimentConfig) -> None:
+    """Score a run on a table's tasks, unless it has been or is not of that table."""
+    if group["kind"] != "tasks" or is_scored(run, group):
+        return
+    if any(run.name in arm["runs"] for arm in group["arms"]):
+        from doge_fast.pipeline.fewshot import few_shot
+
+        few_shot(_scoring(run, config))
 
 
 def _check_unchanged(config: StageConfig) -> None:

@@ -42,7 +42,7 @@ from doge_fast.pipeline.reporting.statistics import (
     paired_difference,
 )
 from doge_fast.pipeline.reporting.study import mean_loss
-from doge_fast.pipeline.reporting.tables import Cell, Row, Table
+from doge_fast.pipeline.reporting.tables import Cell, Row, Table, task_table
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import (
     Stat,
@@ -121,6 +121,19 @@ class Experiment:
     @cached_property
     def missing(self) -> list[str]:
         """Runs of the plan that are not there, not complete, or not measured as the plan says."""
+        unscored = {
+            name
+            for group in self.record["groups"]
+            if group["kind"] == "tasks"
+            for arm in group["arms"]
+            for name in arm["runs"]
+            if not is_scored(self.path / RUNS / name, group)
+        }
+        return [name for name in self.record["runs"] if name in {*self.unmeasured, *unscored}]
+
+    @cached_property
+    def unmeasured(self) -> list[str]:
+        """Those whose perplexities are not known."""
         blocks = self.record["settings"].get("eval_blocks")
         compared = {
             name
@@ -139,11 +152,24 @@ class Experiment:
             or (name in compared and not is_measured(self.runs[name].path, blocks))
         ]
 
+    def scores(self, group: Json) -> dict[str, dict[int, Json]]:
+        """{arm: {seed: fewshot.json}} of the runs that were scored on the group's tasks."""
+        return {
+            arm["label"]: {
+                run.seed: run.few_shot
+                for name in arm["runs"]
+                if (run := self.runs.get(name)) is not None
+                and run.few_shot is not None
+                and is_scored(run.path, group)
+            }
+            for arm in group["arms"]
+        }
+
     def measured(self, arm: Json, until: float = 1.0) -> Measured:
         """An arm's losses at the end, or as measured last before a share of the steps."""
         losses: dict[int, dict[str, float]] = {}
         runs = [self.runs[name] for name in arm["runs"] if name in self.runs]
-        for run in (run for run in runs if until < 1 or run.name not in self.missing):
+        for run in (run for run in runs if until < 1 or run.name not in self.unmeasured):
             found = run.losses() if until >= 1 else _losses_until(run, until)
             if found is not None:
                 losses[run.seed] = found
@@ -189,6 +215,22 @@ def is_measured(run: Path, blocks: int | None) -> bool:
         name: count if blocks is None else min(blocks, count) for name, count in held_out.items()
     }
     return bool(records.read_evaluation(run)["blocks"] == wanted)
+
+
+def is_scored(run: Path, group: Json) -> bool:
+    """Whether fewshot.json holds just the group's tasks, scored as it says."""
+    if not (run / records.FEWSHOT).exists():
+        return False
+    record = records.read_few_shot(run)
+    data = group["task_data"]
+    return list(record["tasks"]) == group["tasks"] and all(
+        record.get(key) == value
+        for key, value in {
+            "shots": group["shots"],
+            "task_limit": group["task_limit"],
+            "task_data": None if data is None else str(data),
+        }.items()
+    )
 
 
 def findings_of(experiment: Experiment) -> Findings:
@@ -341,7 +383,9 @@ def _verdict(
     return Verdict(group["title"], _headline(focus.label, baseline.label, difference), sentences)
 
 
-def _headline(own: str, other: str, difference: Difference | None) -> str:
+def _headline(
+    own: str, other: str, difference: Difference | None, *, is_more_better: bool = False
+) -> str:
     """Which one is better, as far as the seeds tell."""
     if difference is None:
         return f"{own} and {other} have no seed in common"
@@ -357,7 +401,7 @@ def _headline(own: str, other: str, difference: Difference | None) -> str:
             f"{own} comes out {side} {other} {where}, which{seeds or ' one'} "
             f"seed{'s' if difference.pairs > 1 else ''} cannot tell from chance"
         )
-    return f"{own} {'beats' if difference.mean < 0 else 'loses to'} {other}"
+    return f"{own} {'beats' if (difference.mean > 0) is is_more_better else 'loses to'} {other}"
 
 
 def _sentence(arm: Measured, baseline: Measured, names: Sequence[str]) -> str | None:
@@ -970,6 +1014,54 @@ def _cost(experiment: Experiment, group: Json, prefix: str) -> _Part:
     return _Part([], [table], [])
 
 
+# Accuracies of base models: tab:fewshot.
+
+
+def _tasks(experiment: Experiment, group: Json, prefix: str) -> _Part:
+    scores = {label: each for label, each in experiment.scores(group).items() if each}
+    seeds = set.intersection(*map(set, scores.values())) if scores else set()
+    about = {arm["label"]: arm["about"] for arm in group["arms"]}
+    baseline = next((arm["label"] for arm in group["arms"] if arm.get("is_baseline")), None)
+    if baseline not in scores or len(scores) < 2 or not seeds:
+        return _Part([_nothing_yet(group["title"])], [], [])
+    kept = {label: [each[seed] for seed in sorted(seeds)] for label, each in scores.items()}
+    table = task_table(
+        group["title"], {label: (about[label], found) for label, found in kept.items()}
+    )
+    assert table is not None
+    rivals = [label for label in kept if label != baseline]
+    wanted = group["focus"] or FOCUS
+    focus = next((label for label in rivals if label.startswith(wanted)), rivals[-1])
+    differences = {label: _accuracy_gain(kept[label], kept[baseline]) for label in rivals}
+    sentences = [
+        f"{label}: {_points_text(found)} against {baseline} in the average of "
+        f"{plural(len(group['tasks']), 'task')}, over {plural(found.pairs, 'paired seed')}."
+        for label, found in differences.items()
+    ]
+    average = [score["average"] for score in kept[baseline]]
+    sentences.append(
+        f"{baseline} answers {100 * stat_of(each['acc'] for each in average).mean:.1f} % rightly, "
+        f"guessing {100 * average[0]['chance']:.1f} %."
+    )
+    headline = _headline(focus, baseline, differences[focus], is_more_better=True)
+    return _Part([Verdict(group["title"], headline, sentences)], [table], [])
+
+
+def _accuracy_gain(own: Sequence[Json], other: Sequence[Json]) -> Difference:
+    """Of the average accuracy over tasks, in percentage points."""
+    return paired_difference(
+        [100 * each["average"]["acc"] for each in own],
+        [100 * each["average"]["acc"] for each in other],
+    )
+
+
+def _points_text(difference: Difference) -> str:
+    text = f"{difference.mean:+.1f} points"
+    if difference.low is not None and difference.high is not None:
+        text += f" [{difference.low:+.1f}, {difference.high:+.1f}]"
+    return text.replace("-", "−")
+
+
 class _Cost(NamedTuple):
     tokens: float
     flops: float
@@ -997,4 +1089,5 @@ _PARTS = {
     "targets": _targets,
     "weights": _weights,
     "cost": _cost,
+    "tasks": _tasks,
 }

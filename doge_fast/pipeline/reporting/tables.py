@@ -1,6 +1,6 @@
 """The report's tables, before they are a page's or a terminal's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -302,12 +302,17 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join((first, *others))
 
 
-def _task_table(comparison: Comparison) -> Table | None:
-    """k-shot accuracies of every arm, as tab:fewshot; None where no arm has any."""
-    arms = {arm.label: arm for arm in comparison.arms if any(run.few_shot for run in arm.runs)}
-    told = {
-        label: [run.few_shot for run in arm.runs if run.few_shot] for label, arm in arms.items()
-    }
+def task_table(title: str, arms: Mapping[str, tuple[str, Sequence[Json]]]) -> Table | None:
+    """k-shot accuracies, as tab:fewshot.
+
+    Args:
+        title: of the table.
+        arms: {label: (about, fewshot.json of each seed)}.
+
+    Returns:
+        The table of the tasks that all have; None where there are none.
+    """
+    told = {label: found for label, (_, found) in arms.items() if found}
     if not told:
         return None
     scored = [record["tasks"] for found in told.values() for record in found]
@@ -337,10 +342,18 @@ def _task_table(comparison: Comparison) -> Table | None:
     )
     if cut:
         note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
-    columns = [(arm.label, _column_about(arm.about, len(told[arm.label]))) for arm in arms.values()]
+    columns = [(label, _column_about(arms[label][0], len(found))) for label, found in told.items()]
     columns += [("chance", "one of the choices")]
     columns += [(f"paper: {label}", "tab:fewshot") for label in paper]
-    return Table(f"Tasks: {comparison.title.lower()}", note, "task", columns, rows)
+    return Table(title, note, "task", columns, rows)
+
+
+def _task_table(comparison: Comparison) -> Table | None:
+    found = {
+        arm.label: (arm.about, [run.few_shot for run in arm.runs if run.few_shot])
+        for arm in comparison.arms
+    }
+    return task_table(f"Tasks: {comparison.title.lower()}", found)
 
 
 def _accuracy_text(scores: Sequence[Json]) -> str:

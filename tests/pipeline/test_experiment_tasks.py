@@ -1,0 +1,117 @@
+"""Base models of an experiment, scored on lm-eval's tasks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
+
+from doge_fast.pipeline import fewshot, records, training
+from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.pipeline.experiments.runner import run_experiment
+from doge_fast.pipeline.reporting import findings
+from tests.pipeline.task_documents import write_documents
+from tests.pipeline.written_runs import write_experiment
+
+TASKS = ("copa", "wic")
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    for task in TASKS:
+        write_documents(folder, task)
+    return folder
+
+
+def refused(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("what was done is done again")
+
+
+def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
+    experiment: Callable[..., ExperimentConfig],
+    task_data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = experiment("curriculum", seeds=(0, 1))
+    before, _ = run_experiment(config)
+    assert "copa" not in before
+    monkeypatch.setattr(training, "train", refused)
+    asked = {"tasks": ("copa,wic",), "shots": 1, "task_data": task_data}
+    config = experiment("curriculum", seeds=(0, 1), **asked)
+    table, page = run_experiment(config)
+    assert config.out is not None
+    runs = [path.parent for path in sorted((config.out / "runs").glob("base-*/model"))]
+    scored = {run.name: records.read_few_shot(run) for run in runs}
+    assert scored
+    assert all(tuple(record["tasks"]) == TASKS for record in scored.values())
+    assert all(word in table for word in ("copa", "wic", "chance", "50.0"))
+    assert "of 2 tasks, over 2 paired seeds" in " ".join(table.split())
+    assert "Tasks:" in Path(page.removeprefix("report: ")).read_text(encoding="utf-8")
+    whole = findings.findings_of(findings.open_experiment(config.out)).tables
+    monkeypatch.setattr(fewshot, "few_shot", refused)
+    assert run_experiment(config)[0] == table
+    (runs[0] / "fewshot.json").unlink()
+    assert findings.open_experiment(config.out).missing == [runs[0].name]
+    # The perplexities of that run are still known, and so is the other seed of its arm.
+    tables = findings.findings_of(findings.open_experiment(config.out)).tables
+    assert [table.title for table in tables] == [table.title for table in whole]
+    told = [table == other for table, other in zip(tables, whole, strict=True)]
+    assert [table.title for table, same in zip(tables, told, strict=True) if not same] == [
+        "Tasks: Base models of size tiny"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gains", "headline"),
+    [
+        ([0.02, 0.021, 0.019], "DoGE beats uniform"),
+        ([-0.02, -0.021, -0.019], "DoGE loses to uniform"),
+        ([-0.02, 0.05, 0.01], "DoGE comes out above uniform on average, which 3 seeds cannot"),
+    ],
+)
+def test_more_right_answers_are_better(tmp_path: Path, gains: list[float], headline: str) -> None:
+    # Perplexity says the opposite.
+    write_experiment(tmp_path, gains)
+    record = records.read_experiment(tmp_path)
+    group = {"kind": "tasks", "title": "Tasks", "arms": record["groups"][0]["arms"], "focus": None}
+    group |= {"tasks": ["copa"], "shots": 2, "task_limit": None, "task_data": None}
+    records.write_json(
+        tmp_path / records.EXPERIMENT, record | {"groups": [*record["groups"], group]}
+    )
+    for seed, gain in enumerate(gains):
+        for name, acc in {"uniform": 0.5 + 0.1 * seed, "doge": 0.5 + 0.1 * seed + gain}.items():
+            score = {"acc": acc, "acc_stderr": 0.1, "chance": 0.5, "truncated_requests": 0}
+            setting = {"shots": 2, "fewshot_seed": 0, "positions": 32}
+            told = records.few_shot(step=1, tasks={"copa": score}, setting=setting)
+            records.write_few_shot(tmp_path / "runs" / f"{name}-seed{seed}", told)
+    verdict = findings.findings_of(findings.open_experiment(tmp_path)).verdicts[-1]
+    assert verdict.headline.startswith(headline)
+    mean = 100 * sum(gains) / len(gains)
+    assert f"DoGE: {mean:+.1f} points [".replace("-", "−") in verdict.sentences[0]
+    assert verdict.sentences[-1] == "uniform answers 60.0 % rightly, guessing 50.0 %."
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("scales", {}, "scales does not. doge-fast evaluate RUN --tasks scores any base run"),
+        ("universal", {"tasks": ("copaa",)}, "no task 'copaa'"),
+        ("universal", {"shots": 50}, "50 shots need at least 51 documents"),
+        ("universal", {"task_data": Path("nowhere")}, "nowhere/copa/train.jsonl does not exist"),
+    ],
+)
+def test_what_cannot_be_scored_is_said_before_anything_is_trained(
+    experiment: Callable[..., ExperimentConfig],
+    task_data: Path,
+    name: str,
+    changes: dict[str, Any],
+    text: str,
+) -> None:
+    config = experiment(name, **{"tasks": ("copa",), "task_data": task_data} | changes)
+    with pytest.raises(ValueError, match=text):
+        run_experiment(config)
+    assert config.out is not None
+    assert not config.out.exists()
