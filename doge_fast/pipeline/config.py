@@ -124,7 +124,8 @@ class ProxyConfig:
     share of the tokens), or a number."""
     average_from: float = 0.0
     """Share of the steps whose weights the average leaves out: an early phase that a long training
-    soon forgets. 0: the paper's mean over all steps."""
+    soon forgets. What is left lies farther from uniform, where weights begin. 0: the paper's mean
+    over all steps."""
     selection: Path | None = None
     """A JSON list of parameter names whose columns enter W; None: all."""
     mode: Literal["auto", "sequential", "stacked"] = "auto"
