@@ -103,8 +103,8 @@ class ProxyConfig:
     """Blocks of every domain in every step."""
     mu: float | None = None
     """Bregman coefficient; larger: slower weights, whose logarithms move by lr W / mu. None: 20
-    times the peak learning rate (0.01 at 5e-4); for all K domains at once (universal), where W is a
-    sum over as many targets, (K + 1) / 2 times that."""
+    times the peak learning rate (0.01 at 5e-4); and (T + 1) / 2 times that where the weights of the
+    targets sum to T, which is K for universal."""
     score: Literal["paper", "published"] = "paper"
     """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
     domain_max_grad_norm: float | None = 1.0

@@ -94,7 +94,6 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     tasks = open_tasks(config)
     scorer = _open_scorer(config)
     scores = {name: _score(name, task, scorer, config) for name, task in tasks.items()}
-    files = {name: _hashes(config.task_data / name) for name in tasks} if config.task_data else None
     result = records.few_shot(
         step=record["config"]["training"]["steps"],
         tasks=scores,
@@ -105,7 +104,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
             "positions": scorer.max_length,
             "lm_eval": metadata.version("lm_eval"),
             "task_data": config.task_data,
-            "task_data_sha256": files,
+            "task_data_sha256": document_hashes(config),
         },
     )
     records.write_few_shot(config.run, result)
@@ -375,6 +374,13 @@ def _is_allowed(value: Any, allowed: type | tuple[Any, ...]) -> bool:
     if isinstance(value, bool):
         return False
     return value in allowed if isinstance(allowed, tuple) else isinstance(value, allowed)
+
+
+def document_hashes(config: EvaluateConfig) -> dict[str, dict[str, str]] | None:
+    """{task: {split: SHA-256}} of local documents; None where they are the Hub's."""
+    if config.task_data is None:
+        return None
+    return {name: _hashes(config.task_data / name) for name in task_names(config.tasks)}
 
 
 def _hashes(folder: Path) -> dict[str, str]:

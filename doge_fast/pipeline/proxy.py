@@ -7,6 +7,7 @@ are kept beside them.
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,20 @@ def learn_weights(config: ProxyConfig) -> Path:
         return config.out
     corpus = domains.load_corpus(config.corpus, targets=_held_out(target))
     # A resumed run keeps the weights it began with, whatever became of the file.
-    recorded = records.read_config(config.out).get("initial") if is_begun else None
-    initial = recorded or _initial(config, corpus)
+    recorded = records.read_config(config.out) if is_begun else {}
+    initial = recorded.get("initial") or _initial(config, corpus)
+    resolved = recorded.get("resolved") or _resolved(config, corpus, target)
+    asked, config = config, replace(config, mu=resolved.get("mu", config.mu))
     options = _doge_options(config, corpus, target, initial)
     model = training.fresh_model(config.model, config.training, corpus)
     _check_options(model, options)
     records.open_run(
-        config.out, stage="proxy", config=config, corpus=corpus.describe(), initial=initial
+        config.out,
+        stage="proxy",
+        config=asked,
+        corpus=corpus.describe(),
+        initial=initial,
+        resolved=resolved,
     )
     task = Task(
         out=config.out,
@@ -104,17 +112,19 @@ def default_mu(peak_learning_rate: float, target: Target, num_domains: int) -> f
     """The Bregman coefficient where none is asked for.
 
     20 times the peak learning rate: the weights' logarithms move by lr W / mu, and 0.01 is what the
-    published code takes at the paper's 5e-4. For all domains at once W is a sum over K targets and
-    its spread grows with them: (K + 1) / 2 times that, which is four times at seven domains
-    (measured in docs/evidence.md).
+    published code takes at the paper's 5e-4 towards its held-out mix (towards other targets 0.05).
+    W is a sum over targets, and spreads with them: for targets of weights tau it is
+    (sum tau + 1) / 2 times that. For all K domains at once each counts one, which makes four times
+    at seven domains (measured in docs/evidence.md).
 
     Args:
         peak_learning_rate: of the proxy, > 0.
-        target: "universal", or what is held out.
+        target: "universal", or the held-out targets with their weights.
         num_domains: K.
     """
     mu = 20 * peak_learning_rate
-    return mu * (num_domains + 1) / 2 if target == UNIVERSAL else mu
+    total = num_domains if isinstance(target, str) else sum(target.values())
+    return mu * (total + 1) / 2
 
 
 def parse_target(names: Sequence[str]) -> Target:
@@ -210,7 +220,7 @@ def _doge_options(
     return {
         "domains": corpus.names,
         "target": target,
-        "mu": _mu(config, corpus, target),
+        "mu": config.mu,
         "score": config.score,
         # On the command line 0 is easier to say than None.
         "domain_max_grad_norm": config.domain_max_grad_norm or None,
@@ -220,10 +230,11 @@ def _doge_options(
     }
 
 
-def _mu(config: ProxyConfig, corpus: Corpus, target: Target) -> float:
+def _resolved(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[str, float]:
+    """Settings whose default depends on others."""
     if config.mu is not None:
-        return config.mu
-    return default_mu(config.training.learning_rate, target, len(corpus.names))
+        return {}
+    return {"mu": default_mu(config.training.learning_rate, target, len(corpus.names))}
 
 
 def _read_selection(path: Path) -> list[str]:
@@ -306,7 +317,7 @@ def _weights_record(
         "method": "doge",
         "score": config.score,
         "target": target,
-        "mu": _mu(config, corpus, target),
+        "mu": config.mu,
         "average_from": config.average_from,
         "domains": entries,
         "model": config.model.model,

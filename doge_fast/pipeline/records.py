@@ -202,6 +202,7 @@ def open_run(
     config: Any,
     corpus: Mapping[str, Any],
     initial: Mapping[str, Any] | None = None,
+    resolved: Mapping[str, Any] | None = None,
 ) -> bool:
     """Make `out` the directory of this run, or find that it already is.
 
@@ -214,6 +215,8 @@ def open_run(
             "vocab_size"}.
         initial: where the run begins with what was read elsewhere: recorded once, so that
             resuming it asks nothing of what became of that place.
+        resolved: settings whose default was taken, as numbers: likewise, whatever becomes of the
+            default.
 
     Returns:
         True where the directory held this very run already: resume it.
@@ -235,6 +238,8 @@ def open_run(
     }
     if initial is not None:
         record["initial"] = initial
+    if resolved:
+        record["resolved"] = resolved
     write_json(out / CONFIG, record)
     return False
 
@@ -285,7 +290,7 @@ def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequ
     names = [
         name
         for name in dict.fromkeys((*before, *now))
-        if name not in ignored and before.get(name, "absent") != now.get(name, "absent")
+        if name not in ignored and not _is_same(before.get(name, "absent"), now.get(name, "absent"))
     ]
     if not names:
         return
@@ -296,6 +301,13 @@ def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequ
         f"and {now.get(first, 'absent')!r} here{others if len(names) > 1 else ''}. Name another "
         "directory, or repeat the recorded run to resume it."
     )
+
+
+def _is_same(recorded: Any, asked: Any) -> bool:
+    """Equal, or one path said in two ways."""
+    if isinstance(recorded, str) and isinstance(asked, str):
+        return os.path.abspath(recorded) == os.path.abspath(asked)
+    return bool(recorded == asked)
 
 
 def _flat(value: Any, prefix: str = "") -> Json:
@@ -722,8 +734,9 @@ def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
         is_same = set(was) <= set(now) if key == "runs" else was == now
         if not is_same:
             raise ValueError(
-                f"{out} holds the experiment {known['name']} with another {key}. Name another "
-                "directory with out, or repeat the command that began it; seeds may be added."
+                f"{out} holds the experiment {known['name']} with "
+                f"{'other' if key.endswith('s') else 'another'} {key}. Name another directory with "
+                "out, or repeat the command that began it; seeds may be added."
             )
 
 

@@ -142,7 +142,8 @@ def experiment_table(out: Path) -> str:
         "\n".join(map(wrapped, (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)))
         for verdict in findings.verdicts
     ]
-    blocks.append("\n".join(wrapped(f"Warning: {each}") for each in findings.warnings))
+    warnings = [*findings.warnings, *run_warnings(read_study(_told_runs(out)))]
+    blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings))
     return as_ascii("\n\n".join(block for block in blocks if block))
 
 

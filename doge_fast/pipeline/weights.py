@@ -162,7 +162,7 @@ class Difference:
 
 
 _SETTINGS = (
-    *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "average_from"),
+    *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "mu", "average_from"),
     *("steps", "seed", "variant"),
 )
 

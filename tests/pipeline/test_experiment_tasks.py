@@ -1,5 +1,6 @@
 """Base models of an experiment, scored on lm-eval's tasks."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     whole = findings.findings_of(findings.open_experiment(config.out)).tables
     monkeypatch.setattr(fewshot, "few_shot", refused)
     assert run_experiment(config)[0] == table
+    # Other documents are another question.
+    file = task_data / "copa" / "validation.jsonl"
+    text = file.read_text(encoding="utf-8")
+    file.write_text("".join(text.splitlines(keepends=True)[1:]), encoding="utf-8")
+    with pytest.raises(AssertionError, match="done again"):
+        run_experiment(config)
+    file.write_text(text, encoding="utf-8")
+    assert run_experiment(config)[0] == table
+    assert "of the prompts were cut to fit" in " ".join(table.split())
     (runs[0] / "fewshot.json").unlink()
     assert findings.open_experiment(config.out).missing == [runs[0].name]
     # The perplexities of that run are still known, and so is the other seed of its arm.
@@ -65,25 +75,30 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
 
 
 @pytest.mark.parametrize(
-    ("gains", "headline"),
+    ("gains", "error", "headline"),
     [
-        ([0.02, 0.021, 0.019], "DoGE beats uniform"),
-        ([-0.02, -0.021, -0.019], "DoGE loses to uniform"),
-        ([-0.02, 0.05, 0.01], "DoGE comes out above uniform on average, which 3 seeds cannot"),
+        ([0.02, 0.021, 0.019], 0.001, "DoGE beats uniform"),
+        ([-0.02, -0.021, -0.019], 0.001, "DoGE loses to uniform"),
+        ([-0.02, 0.05, 0.01], 0.001, "DoGE comes out above uniform on average, which 3 seeds"),
+        # Seeds agree, and the documents are few.
+        ([0.02, 0.02, 0.02], 0.1, "DoGE comes out above uniform on average, which 3 seeds"),
     ],
 )
-def test_more_right_answers_are_better(tmp_path: Path, gains: list[float], headline: str) -> None:
+def test_more_right_answers_are_better(
+    tmp_path: Path, gains: list[float], error: float, headline: str
+) -> None:
     # Perplexity says the opposite.
     write_experiment(tmp_path, gains)
     record = records.read_experiment(tmp_path)
     group = {"kind": "tasks", "title": "Tasks", "arms": record["groups"][0]["arms"], "focus": None}
-    group |= {"tasks": ["copa"], "shots": 2, "task_limit": None, "task_data": None}
+    group |= {"tasks": ["copa"], "shots": 2, "task_limit": None, "task_data_sha256": None}
     records.write_json(
         tmp_path / records.EXPERIMENT, record | {"groups": [*record["groups"], group]}
     )
     for seed, gain in enumerate(gains):
         for name, acc in {"uniform": 0.5 + 0.1 * seed, "doge": 0.5 + 0.1 * seed + gain}.items():
-            score = {"acc": acc, "acc_stderr": 0.1, "chance": 0.5, "truncated_requests": 0}
+            score = {"acc": acc, "acc_stderr": error, "chance": 0.5, "truncated_requests": 0}
+            score["requests"] = 40
             setting = {"shots": 2, "fewshot_seed": 0, "positions": 32}
             told = records.few_shot(step=1, tasks={"copa": score}, setting=setting)
             records.write_few_shot(tmp_path / "runs" / f"{name}-seed{seed}", told)
@@ -91,7 +106,9 @@ def test_more_right_answers_are_better(tmp_path: Path, gains: list[float], headl
     assert verdict.headline.startswith(headline)
     mean = 100 * sum(gains) / len(gains)
     assert f"DoGE: {mean:+.1f} points [".replace("-", "−") in verdict.sentences[0]
-    assert verdict.sentences[-1] == "uniform answers 60.0 % rightly, guessing 50.0 %."
+    spread = math.hypot(10 / math.sqrt(3), 100 * error)
+    told = f"uniform answers 60.0 ± {spread:.1f} % rightly, guessing 50.0 %."
+    assert verdict.sentences[-1] == told
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def begun(config: ExperimentConfig) -> Path:
 def test_another_experiment_in_the_directory_is_refused(experiment: Make) -> None:
     config = experiment("scales")
     begun(config)
-    with pytest.raises(ValueError, match="holds the experiment scales with another settings"):
+    with pytest.raises(ValueError, match="holds the experiment scales with other settings"):
         run_experiment(replace(config, mu=0.5))
     with pytest.raises(ValueError, match="holds the experiment scales with another name"):
         run_experiment(replace(config, name="early"))
@@ -178,7 +178,7 @@ def test_seeds_may_be_added_and_not_taken_away(experiment: Make) -> None:
     begun(replace(config, seeds=(0, 1, 2)))
     assert records.read_experiment(out)["settings"]["seeds"] == [0, 1, 2]
     assert len(records.read_experiment(out)["runs"]) == 9
-    with pytest.raises(ValueError, match="another runs"):
+    with pytest.raises(ValueError, match="other runs"):
         begun(replace(config, seeds=(0,)))
 
 
@@ -247,6 +247,35 @@ def test_the_clip_can_be_switched_off() -> None:
 def test_mu_follows_target_domains_and_learning_rate(changes: dict[str, Any], mu: float) -> None:
     config = ExperimentConfig(**{"name": "universal", "preset": "small"} | changes)
     assert settled(config, tuple("abcdefg")).mu == pytest.approx(mu, rel=1e-12)
+
+
+@pytest.mark.parametrize("mu", [0.0, -1.0, math.nan, math.inf])
+def test_a_mu_that_is_none_is_refused_before_anything_is_trained(
+    experiment: Make, mu: float
+) -> None:
+    config = experiment("universal", mu=mu)
+    with pytest.raises(ValueError, match="mu must be positive and finite; got"):
+        run_experiment(config)
+    assert config.out is not None
+    assert not config.out.exists()
+
+
+def test_another_target_has_a_pace_of_its_own() -> None:
+    """W towards one target spreads less than towards all; a mu that was asked for is kept."""
+    names = tuple("abcdefg")
+    for changes, mus in (
+        ({}, {"as-set": 0.08, "target-mix": 0.02}),
+        ({"target_batch": "mix"}, {"as-set": 0.02, "target-same-batch": 0.08}),
+        ({"mu": 0.03}, {"as-set": 0.03, "target-mix": 0.03}),
+    ):
+        plan = planned(ExperimentConfig("settings", data="x", preset="small", **changes), names)
+        found = {
+            job.config.out.name: job.config.mu
+            for job in plan.jobs
+            if isinstance(job.config, ProxyConfig)
+        }
+        for name, mu in mus.items():
+            assert found[f"proxy-{name}-seed0"] == pytest.approx(mu)
 
 
 def test_only_the_plan(experiment: Make) -> None:

@@ -18,7 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights, parse_split, parse_target
+from doge_fast.pipeline.proxy import (
+    ProxyTrainer,
+    default_mu,
+    learn_weights,
+    parse_split,
+    parse_target,
+)
+from doge_fast.pipeline.reporting.runs import open_runs
 
 NAMES = ["code", "prose", "table", "verse"]
 Make = Callable[..., ProxyConfig]
@@ -435,9 +442,44 @@ def test_the_default_mu_grows_with_the_learning_rate_and_the_targets(
         assert num_domains > 1
         wanted = single * (num_domains + 1) / 2 if name == "universal" else single
         assert record["mu"] == pytest.approx(wanted)
+        (run,) = open_runs([config.out])
+        assert (records.read_config(config.out)["config"]["mu"], run.config["mu"]) == (
+            *(None, record["mu"]),
+        )
         given = replace(config, out=tmp_path / f"{name}-given", mu=wanted)
         again = records.read_weights(learn_weights(given))
         assert again["domains"] == record["domains"]
+
+
+def test_a_run_resumes_at_the_default_that_it_began_with(
+    proxy: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    config = proxy()
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            learn_weights(config)
+    began = records.read_config(config.out)["resolved"]["mu"]
+    monkeypatch.setattr("doge_fast.pipeline.proxy.default_mu", lambda *_: 99.0)
+    assert records.read_weights(learn_weights(config))["mu"] == began
+
+
+@pytest.mark.parametrize(
+    ("target", "factor"),
+    [
+        ("universal", 4.0),
+        ({"mix": 1.0}, 1.0),
+        ({"a": 0.7, "b": 0.3}, 1.0),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, 2.0),
+    ],
+)
+def test_the_default_mu_grows_with_the_weights_of_the_targets(
+    target: str | dict[str, float], factor: float
+) -> None:
+    assert default_mu(5e-4, target, 7) == pytest.approx(0.01 * factor, rel=1e-12)
 
 
 def test_a_selection_is_a_list_of_names(proxy: Make, tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_unmeasured_and_unfinished_runs_are_told(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
-    config = ProxyConfig(out=tmp_path / "proxy", training=TRAINING)
+    config = ProxyConfig(out=tmp_path / "proxy", training=TRAINING, mu=0.01)
     records.open_run(config.out, stage="proxy", config=config, corpus=corpus(DOMAINS))
     page = page_of(config.out)
     assert "proxy: has not logged a step yet." in page.text

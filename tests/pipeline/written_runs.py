@@ -84,6 +84,7 @@ def write_proxy(
         model=ModelConfig(model="tiny"),
         training=replace(TRAINING, steps=steps, seed=seed),
         target=target,
+        mu=0.02,
         score=score,  # type: ignore[arg-type]
     )
     records.open_run(out, stage="proxy", config=config, corpus=corpus(names, targets, tokens))

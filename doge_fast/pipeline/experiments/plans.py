@@ -23,12 +23,14 @@ from doge_fast.pipeline.config import (
     SelectConfig,
     TrainingConfig,
 )
+from doge_fast.pipeline.domains import MIX, UNIVERSAL
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
     PAPER_LANGUAGES,
     Settings,
     rates_of,
 )
+from doge_fast.pipeline.proxy import default_mu
 
 StageConfig = ProxyConfig | BaseConfig | DoReMiConfig | SelectConfig
 Json = dict[str, Any]
@@ -62,7 +64,7 @@ def plan_of(
     settings: Settings,
     names: Sequence[str],
     out: Path,
-    tasks: Sequence[str] = (),
+    tasks: Json | None = None,
 ) -> Plan:
     """The runs and tables of an experiment.
 
@@ -71,7 +73,8 @@ def plan_of(
         settings: how large; mu a number.
         names: domains that the corpus holds.
         out: the experiment's directory.
-        tasks: of lm-eval, to score base models on.
+        tasks: of lm-eval, to score base models on: `tasks`, and `task_data_sha256` of their
+            documents where they are local.
 
     Raises:
         ValueError: the corpus lacks a domain that is asked for, or there are tasks and no table of
@@ -83,7 +86,7 @@ def plan_of(
     return _with_tasks(plan, config, tasks) if tasks else plan
 
 
-def _with_tasks(plan: Plan, config: ExperimentConfig, tasks: Sequence[str]) -> Plan:
+def _with_tasks(plan: Plan, config: ExperimentConfig, tasks: Json) -> Plan:
     """A table of accuracies after each of perplexities."""
     groups = []
     for group in plan.groups:
@@ -95,7 +98,7 @@ def _with_tasks(plan: Plan, config: ExperimentConfig, tasks: Sequence[str]) -> P
                     "title": f"Tasks: {group['title']}",
                     "arms": group["arms"],
                     "focus": group.get("focus"),
-                    "tasks": list(tasks),
+                    **tasks,
                     "shots": config.shots,
                     "task_limit": config.task_limit,
                     "task_data": config.task_data,
@@ -671,12 +674,21 @@ def _settings(plan: _Planner) -> Plan:
     other_score = "paper" if settings.score == "published" else "published"
     clip = None if settings.domain_max_grad_norm is not None else 1.0
     pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
-    is_mix = plan.config.target_batch == "mix"
+    config_mu, is_mix = plan.config.mu, plan.config.target_batch == "mix"
+    peak, end = rates_of(settings, settings.proxy_model)
     target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
+    # The pace of another target is its own, unless one was asked for.
+    other_mu = settings.mu
+    if config_mu is None:
+        other_mu = default_mu(peak, UNIVERSAL if is_mix else {MIX: 1.0}, len(plan.domains))
     changes: dict[str, dict[str, Any]] = {
         "as set": {},
-        target: {"target": name},
-        f"{target}, domain clip {clip}": {"target": name, "domain_max_grad_norm": clip},
+        target: {"target": name, "mu": other_mu},
+        f"{target}, domain clip {clip}": {
+            "target": name,
+            "mu": other_mu,
+            "domain_max_grad_norm": clip,
+        },
         f"domain clip {clip}": {"domain_max_grad_norm": clip},
         # W grows with the square of the gradients, which are two to four times as long uncut.
         f"domain clip {clip}, {pace}": {"domain_max_grad_norm": clip, "mu": settings.mu * factor},
@@ -688,7 +700,6 @@ def _settings(plan: _Planner) -> Plan:
         f"score {other_score}": {"score": other_score},
         "mu x 16": {"mu": settings.mu * 16},
     }
-    peak, end = rates_of(settings, settings.proxy_model)
     for times, factor in {"x 2": 2.0, "/ 2": 0.5}.items():
         # The weights move by lr W / mu: at the same pace, so that it is the proxy that differs.
         rates = {"learning_rate": peak * factor, "min_learning_rate": end * factor}

@@ -1,5 +1,6 @@
 """How large an experiment is: for a test, for two cores, or as in the paper."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -196,6 +197,8 @@ def settings_of(config: ExperimentConfig) -> Settings:
     if config.domain_max_grad_norm == 0:
         asked["domain_max_grad_norm"] = None
     settings = replace(preset, **asked)
+    if settings.mu is not None and not 0 < settings.mu < math.inf:
+        raise ValueError(f"mu must be positive and finite; got {settings.mu}.")
     if settings.min_learning_rate > settings.learning_rate:
         raise ValueError(
             f"min_learning_rate must be at most learning_rate; got {settings.min_learning_rate:g} "

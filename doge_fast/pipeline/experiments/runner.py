@@ -75,14 +75,17 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     return [experiment_table(out), f"report: {page}"]
 
 
-def _tasks_of(config: ExperimentConfig) -> tuple[str, ...]:
+def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
     """The tasks that were asked for, their documents read and found to be what they should."""
     if not config.tasks:
-        return ()
+        return None
     # A dependency of its own.
-    from doge_fast.pipeline.fewshot import load_tasks
+    from doge_fast.pipeline.fewshot import document_hashes, load_tasks, task_names
 
-    return tuple(load_tasks(_scoring(Path(), config)))
+    scoring = _scoring(Path(), config)
+    if config.plan:
+        return {"tasks": list(task_names(config.tasks)), "task_data_sha256": None}
+    return {"tasks": list(load_tasks(scoring)), "task_data_sha256": document_hashes(scoring)}
 
 
 def _scoring(run: Path, config: ExperimentConfig) -> EvaluateConfig:

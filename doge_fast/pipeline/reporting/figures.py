@@ -200,10 +200,9 @@ def _settings(proxy: Proxy) -> str:
     if proxy.is_doremi:
         return _doremi_settings(proxy)
     cut = config["domain_max_grad_norm"]
-    mu = "" if proxy.first.mu is None else f", mu {proxy.first.mu:g}"
     return (
         f"{config['model']['model']} model, {proxy.first.steps} steps of "
-        f"{plural(config['sequences_per_domain'], 'block')} of every domain{mu}, "
+        f"{plural(config['sequences_per_domain'], 'block')} of every domain, mu {config['mu']:g}, "
         f"score as in the {config['score']}{'' if config['score'] == 'paper' else ' code'}"
         f"{f', domain gradients cut to norm {cut:g}' if cut else ''}, "
         f"{plural(len(proxy.runs), 'seed')}."

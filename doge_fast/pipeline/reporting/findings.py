@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ from doge_fast.pipeline.reporting.statistics import (
     paired_difference,
 )
 from doge_fast.pipeline.reporting.study import mean_loss
-from doge_fast.pipeline.reporting.tables import Cell, Row, Table, task_table
+from doge_fast.pipeline.reporting.tables import Cell, Row, Table, accuracy_text, task_table
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import (
     Stat,
@@ -222,13 +223,12 @@ def is_scored(run: Path, group: Json) -> bool:
     if not (run / records.FEWSHOT).exists():
         return False
     record = records.read_few_shot(run)
-    data = group["task_data"]
     return list(record["tasks"]) == group["tasks"] and all(
         record.get(key) == value
         for key, value in {
             "shots": group["shots"],
             "task_limit": group["task_limit"],
-            "task_data": None if data is None else str(data),
+            "task_data_sha256": group["task_data_sha256"],
         }.items()
     )
 
@@ -279,19 +279,25 @@ def _told(experiment: Experiment) -> list[str]:
 
 
 def _warnings(experiment: Experiment) -> Iterator[str]:
-    missing = experiment.missing
-    if missing:
-        shown = listed(missing[:5]) + (" and others" if len(missing) > 5 else "")
-        yield (
-            f"{plural(len(missing), 'run')} of {len(experiment.record['runs'])} not complete yet, "
-            f"so left out: {shown}. The same command goes on with them."
-        )
+    unscored = [name for name in experiment.missing if name not in experiment.unmeasured]
+    for missing, told in {
+        tuple(experiment.unmeasured): "not complete yet",
+        tuple(unscored): "not scored on the tasks yet",
+    }.items():
+        if missing:
+            shown = listed(missing[:5]) + (" and others" if len(missing) > 5 else "")
+            yield (
+                f"{plural(len(missing), 'run')} of {len(experiment.record['runs'])} {told}, so "
+                f"left out: {shown}. The same command goes on with them."
+            )
     seeds = experiment.record["settings"]["seeds"]
-    if len(seeds) < 3:
-        yield (
-            f"{plural(len(seeds), 'seed')}: differences cannot be told from chance. Take three or "
-            "more."
-        )
+    if len(seeds) == 1:
+        yield "1 seed: differences cannot be told from chance. Take three or more."
+    elif len(seeds) == 2:
+        yield "2 seeds: every interval rests on how two numbers differ. Take three or more."
+    for group in experiment.record["groups"]:
+        if group["kind"] == "tasks":
+            yield from _task_warnings(experiment, group)
     if experiment.record["preset"] == "smoke":
         yield "preset smoke: runs of a few steps, which show that everything works and no more."
 
@@ -389,7 +395,7 @@ def _headline(
     """Which one is better, as far as the seeds tell."""
     if difference is None:
         return f"{own} and {other} have no seed in common"
-    if math.isnan(difference.mean):
+    if not math.isfinite(difference.mean):
         return f"{own} or {other} diverged"
     if difference.mean == 0:
         return f"{own} and {other} come out the same"
@@ -701,7 +707,8 @@ def _targets_table(
         note += " The paper's columns are of its models on its corpus: compare directions."
     abouts = [arm.about for arm in next(iter(rows.values()))]
     columns = list(zip(labels, abouts, strict=True))
-    columns += [(f"{own} against uniform", "change") for own in changes]
+    told = {"DoGE": "DoGE against uniform", "DoGE, fine-tuned": "both fine-tuned"}
+    columns += [(told[own], "change") for own in changes]
     columns += [(f"paper: {label}", str(group["paper"])) for label in paper]
     return Table("Perplexity on the target", note, "target", columns, lines)
 
@@ -1040,19 +1047,48 @@ def _tasks(experiment: Experiment, group: Json, prefix: str) -> _Part:
     ]
     average = [score["average"] for score in kept[baseline]]
     sentences.append(
-        f"{baseline} answers {100 * stat_of(each['acc'] for each in average).mean:.1f} % rightly, "
-        f"guessing {100 * average[0]['chance']:.1f} %."
+        f"{baseline} answers {accuracy_text(average)} % rightly, guessing "
+        f"{100 * average[0]['chance']:.1f} %."
     )
     headline = _headline(focus, baseline, differences[focus], is_more_better=True)
     return _Part([Verdict(group["title"], headline, sentences)], [table], [])
 
 
 def _accuracy_gain(own: Sequence[Json], other: Sequence[Json]) -> Difference:
-    """Of the average accuracy over tasks, in percentage points."""
-    return paired_difference(
-        [100 * each["average"]["acc"] for each in own],
-        [100 * each["average"]["acc"] for each in other],
+    """Of the average accuracy over tasks, in percentage points.
+
+    Seeds answer the same documents, so the error of these is in the interval too, beside that of
+    the seeds; as if each arm had drawn its own, which is too much rather than too little.
+    """
+    ours, theirs = ([each["average"] for each in arm] for arm in (own, other))
+    found = paired_difference(
+        [100 * each["acc"] for each in ours], [100 * each["acc"] for each in theirs]
     )
+    errors = [each["acc_stderr"] for each in (*ours, *theirs)]
+    if found.low is None or None in errors:
+        return found._replace(low=None, high=None)
+    of_documents = 100 * math.sqrt(2 * math.fsum(error**2 for error in errors) / len(errors))
+    reach = math.hypot(
+        found.mean - found.low, NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * of_documents
+    )
+    return found._replace(low=found.mean - reach, high=found.mean + reach)
+
+
+def _task_warnings(experiment: Experiment, group: Json) -> Iterator[str]:
+    told = [record for each in experiment.scores(group).values() for record in each.values()]
+    scores = [task for record in told for task in record["tasks"].values()]
+    if group["task_limit"] is not None:
+        yield (
+            f"{group['title']}: of every task the first {plural(group['task_limit'], 'document')} "
+            "alone; the paper's are whole."
+        )
+    cut = sum(task["truncated_requests"] for task in scores)
+    if cut:
+        requests = sum(task["requests"] for task in scores)
+        yield (
+            f"{group['title']}: {100 * cut / requests:.0f} % of the prompts were cut to fit "
+            f"{plural(told[0]['positions'], 'position')}; their first shots are lost."
+        )
 
 
 def _points_text(difference: Difference) -> str:

@@ -57,12 +57,6 @@ class Run:
         return int(self.config["training"]["seed"])
 
     @property
-    def mu(self) -> float | None:
-        """Of a proxy; None while a default that only its weights tell is still in use."""
-        given: float | None = self.config["mu"]
-        return (self.weights or {}).get("mu") if given is None else given
-
-    @property
     def steps(self) -> int:
         """Optimizer steps that were asked for."""
         return int(self.config["training"]["steps"])
@@ -191,7 +185,8 @@ def _read_run(path: Path) -> Run:
     return Run(
         # A run named `.` has its name all the same.
         path=path.resolve(),
-        config=record["config"],
+        # What a default came to, in its place.
+        config=record["config"] | record.get("resolved", {}),
         corpus=record["corpus"],
         stage=record["stage"],
         versions=record.get("versions", {}),

@@ -28,8 +28,8 @@ from doge_fast.pipeline.reporting.wording import (
 )
 
 # The running average has settled where its last fifth moved less than this, in L1: half of it is
-# the share of the tokens that would go elsewhere, so 0.05 is one token in forty.
-MAX_DRIFT = 0.05
+# the share of the tokens that would go elsewhere, so 0.02 is one token in a hundred.
+MAX_DRIFT = 0.02
 DRIFT_FROM = 0.8
 UNIVERSAL, MIX = "universal", "mix"
 

@@ -1,5 +1,6 @@
 """The report's tables, before they are a page's or a terminal's."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -232,8 +233,7 @@ def _what(run: Run) -> str:
         return f"weights {weights.parent.name if weights.name == records.WEIGHTS else weights.name}"
     if run.stage == "doremi":
         return f"{run.config['variant']}, reference {Path(run.config['reference']).name}"
-    mu = "" if run.mu is None else f", mu {run.mu:g}"
-    return f"target {' '.join(run.config['target'])}{mu}"
+    return f"target {' '.join(run.config['target'])}, mu {run.config['mu']:g}"
 
 
 def corpus_table(study: Study) -> Table:
@@ -331,14 +331,15 @@ def task_table(title: str, arms: Mapping[str, tuple[str, Sequence[Json]]]) -> Ta
             f"{column[name]:.1f}" if name in column and (name in names or len(names) == 6) else ""
             for column in paper.values()
         ]
-        cells = [Cell(_accuracy_text(scores)) for scores in values]
+        cells = [Cell(accuracy_text(scores)) for scores in values]
         chance = Cell(f"{100 * values[0][0]['chance']:.1f}")
         rows.append(Row(name, [*cells, chance, *map(Cell, printed)], name == "average"))
     cut = any(task["truncated_requests"] for tasks in scored for task in tasks.values())
     shots = {record["shots"] for found in told.values() for record in found}
     note = (
-        f"Accuracy in per cent, {listed(map(str, sorted(shots)))} shots; ±: standard error over "
-        "documents, or over seeds where there are several."
+        "Accuracy in per cent; answered examples before a question: "
+        f"{listed(map(str, sorted(shots)))}; ±: standard error, of documents and, where there are "
+        "several, of seeds."
     )
     if cut:
         note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
@@ -356,14 +357,16 @@ def _task_table(comparison: Comparison) -> Table | None:
     return task_table(f"Tasks: {comparison.title.lower()}", found)
 
 
-def _accuracy_text(scores: Sequence[Json]) -> str:
-    """One seed's accuracy with its own error, or the mean of several with theirs."""
-    if len(scores) > 1:
-        stat = stat_of(100 * each["acc"] for each in scores)
-        return f"{stat.mean:.1f} ± {stat.error:.1f}"
-    (only,) = scores
-    error = only["acc_stderr"]
-    return f"{100 * only['acc']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+def accuracy_text(scores: Sequence[Json]) -> str:
+    """The mean over seeds, with the error of seeds and documents together."""
+    seeds = stat_of(each["acc"] for each in scores)
+    of_documents = [each["acc_stderr"] for each in scores]
+    mean = f"{100 * seeds.mean:.1f}"
+    if None in of_documents:
+        return mean
+    # Seeds answer the same documents, so that more of them do not make these fewer.
+    error = math.hypot(seeds.error or 0.0, math.fsum(of_documents) / len(scores))
+    return f"{mean} ± {100 * error:.1f}"
 
 
 def tables_of(study: Study, token_budget: int | None) -> list[Table]:
