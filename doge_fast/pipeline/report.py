@@ -37,6 +37,7 @@ from doge_fast.pipeline.reporting.tables import (
 )
 from doge_fast.pipeline.reporting.verdicts import (
     asked_of,
+    proxy_warnings,
     run_warnings,
     summary_of,
     verdict_on,
@@ -142,7 +143,8 @@ def experiment_table(out: Path) -> str:
         "\n".join(map(wrapped, (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)))
         for verdict in findings.verdicts
     ]
-    warnings = [*findings.warnings, *run_warnings(read_study(_told_runs(out)))]
+    proxies = read_study(_told_runs(out)).proxies
+    warnings = [*findings.warnings, *(each for proxy in proxies for each in proxy_warnings(proxy))]
     blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings))
     return as_ascii("\n\n".join(block for block in blocks if block))
 
