@@ -25,6 +25,7 @@ from doge_fast.pipeline.experiments import presets, runner
 from doge_fast.pipeline.experiments.plans import Plan, plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting import findings, study
+from doge_fast.pipeline.reporting.statistics import Difference
 from doge_fast.pipeline.sampling import Stage
 from tests.pipeline.written_runs import write_experiment
 
@@ -247,6 +248,18 @@ def test_the_clip_can_be_switched_off() -> None:
 def test_mu_follows_target_domains_and_learning_rate(changes: dict[str, Any], mu: float) -> None:
     config = ExperimentConfig(**{"name": "universal", "preset": "small"} | changes)
     assert settled(config, tuple("abcdefg")).mu == pytest.approx(mu, rel=1e-12)
+
+
+def test_many_arms_have_a_line_each_and_the_extreme_curves() -> None:
+    labels = [f"DoGE, domain clip None, mu x {2**i}" for i in range(12)]
+    rows = {label: [Difference(i / 10, None, None, 1)] * 3 for i, label in enumerate(labels)}
+    figure = findings._arms_figure(rows, "uniform")
+    told = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert told == labels[::-1]
+    curves = {label: ([1], [float(i)]) for i, label in enumerate(["uniform", *labels])}
+    assert list(findings._extremes(curves, "uniform")) == ["uniform", *labels[:3], *labels[-3:]]
+    few = dict(list(curves.items())[:8])
+    assert findings._extremes(few, "uniform") == few
 
 
 @pytest.mark.parametrize("mu", [0.0, -1.0, math.nan, math.inf])

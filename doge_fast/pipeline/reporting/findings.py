@@ -10,6 +10,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
@@ -62,6 +63,10 @@ from doge_fast.pipeline.reporting.wording import (
 RUNS = "runs"
 # The arms that experiments are about.
 FOCUS = "DoGE"
+# Arms that one figure tells apart, beside each domain and as lines.
+_MOST_BESIDE, _MOST_LINES = 5, 8
+# Of an arm, beside a figure of arms: what sets it apart comes last.
+_LONGEST_ARM = 34
 _MARKERS = ("o", "D", "s", "^", "v", "P", "X")
 
 
@@ -324,12 +329,15 @@ def _perplexity(experiment: Experiment, group: Json, prefix: str) -> _Part:
     drawings = [_change_drawing(arms, baseline, names, group["title"], prefix)]
     curves = _curves(arms, names, group.get("until", 1.0))
     if curves:
+        shown = _extremes(curves, baseline.label)
+        told = f"; of {len(curves)} arms {baseline.label} and those that end lowest and highest"
         drawings.append(
             drawing_of(
                 f"{prefix}-curves",
                 f"Held-out loss during training: {group['title']}",
-                "Mean over the domains and over seeds, one line an arm.",
-                curves_figure(curves),
+                "Mean over the domains and over seeds, one line an arm"
+                f"{told if len(shown) < len(curves) else ''}.",
+                curves_figure(shown),
             )
         )
     if "until" in group:
@@ -538,12 +546,58 @@ def _change_drawing(
     groups: list[tuple[str, Sequence[str]]] = [("average", names)]
     groups += [(name, (name,)) for name in reversed(names)]
     rows = {arm.label: [arm.against(baseline, members) for _, members in groups] for arm in rivals}
+    about = f"Change of held-out perplexity. Left of the line is better than {baseline.label}."
+    if len(rows) > _MOST_BESIDE:
+        about += " Filled: the average over the domains; hollow: one domain."
+        figure = _arms_figure(rows, baseline.label)
+    else:
+        figure = _change_figure(rows, [label for label, _ in groups], baseline.label)
     return drawing_of(
-        f"{prefix}-change",
-        f"Perplexity against {baseline.label}: {title}",
-        f"Change of held-out perplexity. Left of the line is better than {baseline.label}.",
-        _change_figure(rows, [label for label, _ in groups], baseline.label),
+        f"{prefix}-change", f"Perplexity against {baseline.label}: {title}", about, figure
     )
+
+
+def _arms_figure(rows: Mapping[str, Sequence[Difference | None]], baseline: str) -> Figure:
+    """A line an arm: its average, the first of its differences, among those of the domains."""
+    labels = list(rows)[::-1]
+    figure, axes = canvas(max(2.6, 1.0 + 0.3 * len(labels)))
+    for place, label in enumerate(labels):
+        known = [found for found in rows[label] if found and math.isfinite(found.mean)]
+        if not known:
+            continue
+        (mean, low, high), *each = (change_of(found) for found in known)
+        axes.plot(
+            [value for value, _, _ in each],
+            [place] * len(each),
+            linestyle="none",
+            marker="o",
+            markersize=4.5,
+            color=MUTED,
+            markerfacecolor=PAGE,
+        )
+        axes.errorbar(
+            [mean],
+            [place],
+            xerr=[[mean - low], [high - mean]],
+            fmt="o",
+            markersize=6,
+            color=INK,
+            elinewidth=1.0,
+            zorder=4,
+        )
+    axes.axvline(0, color=INK, linewidth=1.0)
+    name_places(axes, labels, _LONGEST_ARM)
+    # Its names leave less room.
+    _finish_change(axes, f"against {baseline}")
+    return figure
+
+
+def _finish_change(axes: Axes, label: str) -> None:
+    axes.grid(axis="x")
+    axes.xaxis.set_major_locator(ticks())
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.set_xlabel(label)
+    axes.margins(x=0.08)
 
 
 def _change_figure(
@@ -576,11 +630,7 @@ def _change_figure(
         )
     axes.axvline(0, color=INK, linewidth=1.0)
     name_places(axes, labels)
-    axes.grid(axis="x")
-    axes.xaxis.set_major_locator(ticks())
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.set_xlabel(f"change of perplexity against {baseline}")
-    axes.margins(x=0.08)
+    _finish_change(axes, f"change of perplexity against {baseline}")
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside upper center", ncols=2, handlelength=1.2)
     return figure
@@ -598,6 +648,18 @@ def _curves(arms: Sequence[Measured], names: Sequence[str], until: float) -> dic
             return {}
         found[arm.label] = curve
     return found
+
+
+def _extremes(curves: Mapping[str, _Curve], baseline: str) -> Mapping[str, _Curve]:
+    """All, or of too many the baseline and those whose loss ends lowest and highest."""
+    if len(curves) <= _MOST_LINES:
+        return curves
+    rivals = sorted(
+        (label for label in curves if label != baseline), key=lambda x: curves[x][1][-1]
+    )
+    side = (_MOST_LINES - 1) // 2
+    kept = {baseline, *rivals[:side], *rivals[-side:]}
+    return {label: curve for label, curve in curves.items() if label in kept}
 
 
 def _curve(runs: Sequence[Run], names: Sequence[str], until: float) -> _Curve:
@@ -945,7 +1007,9 @@ def _weights_figure(stats: Mapping[str, Mapping[str, Stat]], names: Sequence[str
         ha="right",
         rotation_mode="anchor",
     )
-    axes.set_yticks(np.arange(len(stats)) + 0.5, [shortened(label) for label in stats])
+    axes.set_yticks(
+        np.arange(len(stats)) + 0.5, [shortened(label, _LONGEST_ARM) for label in stats]
+    )
     axes.tick_params(length=0, labelcolor=INK)
     axes.spines[:].set_visible(False)
     if len(names) <= 12:

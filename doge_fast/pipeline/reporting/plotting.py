@@ -136,9 +136,9 @@ def _dash(name: str, colors: Mapping[str, int]) -> Any:
     return DASHES[colors[name] // len(PALETTE) % len(DASHES)]
 
 
-def shortened(name: str) -> str:
+def shortened(name: str, longest: int = _LONGEST_NAME) -> str:
     """A name that fits beside a figure."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
 
 
 SMOOTH_POINTS, NOISY_POINTS = 400, 100
@@ -252,8 +252,8 @@ def domain_styles(names: Iterable[str], colors: Mapping[str, int]) -> dict[str, 
     return {name: (color_of(name, colors), _dash(name, colors)) for name in names}
 
 
-def name_places(axes: Axes, names: Sequence[str]) -> None:
+def name_places(axes: Axes, names: Sequence[str], longest: int = _LONGEST_NAME) -> None:
     """Names on the vertical axis, a line each."""
-    axes.set_yticks(range(len(names)), [shortened(name) for name in names])
+    axes.set_yticks(range(len(names)), [shortened(name, longest) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(-0.6, len(names) - 0.4)
