@@ -277,7 +277,7 @@ def _setting(value: Any) -> str:
 def _differences(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What averaged files do not have in common, beside the seed; and seeds that they share."""
     told = []
-    for key in ("method", "score", "target", "model", "tokenizer_sha256", "steps"):
+    for key in ("method", "score", "mu", "target", "model", "tokenizer_sha256", "steps"):
         values = list(dict.fromkeys(_setting(record.get(key)) for record in found.values()))
         if len(values) > 1:
             told.append(f"{key} {listed(values)}")
