@@ -88,6 +88,21 @@ class TrainingConfig:
     wandb, trackio, mlflow, ... Empty: none; nothing leaves the machine."""
 
 
+def default_mu(peak_learning_rate: float, sum_of_targets: float) -> float:
+    """The Bregman coefficient where none is asked for.
+
+    20 times the peak learning rate: the weights' logarithms move by lr W / mu, and 0.01 is what the
+    published code takes at the paper's 5e-4 towards its held-out mix (towards other targets 0.05).
+    W is a sum over targets, and spreads with them: where their weights sum to T it is (T + 1) / 2
+    times that, for all domains at once four times with seven domains (docs/evidence.md).
+
+    Args:
+        peak_learning_rate: of the proxy, > 0.
+        sum_of_targets: T: for all domains at once their number.
+    """
+    return 20 * peak_learning_rate * (sum_of_targets + 1) / 2
+
+
 @dataclass(frozen=True)
 class ProxyConfig:
     """Stage one: learn the domain weights with a proxy model."""

@@ -18,7 +18,7 @@ from doge_fast import generalization
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import baselines, domains, records, training, weights
-from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.config import ProxyConfig, default_mu
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed
@@ -106,25 +106,6 @@ def _check(config: ProxyConfig) -> None:
         raise ValueError(
             f"{name} says what becomes of the weights of a file; name it with init_weights."
         )
-
-
-def default_mu(peak_learning_rate: float, target: Target, num_domains: int) -> float:
-    """The Bregman coefficient where none is asked for.
-
-    20 times the peak learning rate: the weights' logarithms move by lr W / mu, and 0.01 is what the
-    published code takes at the paper's 5e-4 towards its held-out mix (towards other targets 0.05).
-    W is a sum over targets, and spreads with them: for targets of weights tau it is
-    (sum tau + 1) / 2 times that. For all K domains at once each counts one, which makes four times
-    at seven domains (measured in docs/evidence.md).
-
-    Args:
-        peak_learning_rate: of the proxy, > 0.
-        target: "universal", or the held-out targets with their weights.
-        num_domains: K.
-    """
-    mu = 20 * peak_learning_rate
-    total = num_domains if isinstance(target, str) else sum(target.values())
-    return mu * (total + 1) / 2
 
 
 def parse_target(names: Sequence[str]) -> Target:
@@ -234,7 +215,8 @@ def _resolved(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[str, 
     """Settings whose default depends on others."""
     if config.mu is not None:
         return {}
-    return {"mu": default_mu(config.training.learning_rate, target, len(corpus.names))}
+    total = len(corpus.names) if isinstance(target, str) else sum(target.values())
+    return {"mu": default_mu(config.training.learning_rate, total)}
 
 
 def _read_selection(path: Path) -> list[str]:

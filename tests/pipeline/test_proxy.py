@@ -20,7 +20,6 @@ from doge_fast.pipeline import records, training
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
-    default_mu,
     learn_weights,
     parse_split,
     parse_target,
@@ -469,17 +468,14 @@ def test_a_run_resumes_at_the_default_that_it_began_with(
 
 @pytest.mark.parametrize(
     ("target", "factor"),
-    [
-        ("universal", 4.0),
-        ({"mix": 1.0}, 1.0),
-        ({"a": 0.7, "b": 0.3}, 1.0),
-        ({"a": 1.0, "b": 1.0, "c": 1.0}, 2.0),
-    ],
+    [(("verse=0.7", "table=0.3"), 1.0), (("verse", "table", "mix"), 2.0), (("verse=9",), 5.0)],
 )
 def test_the_default_mu_grows_with_the_weights_of_the_targets(
-    target: str | dict[str, float], factor: float
+    proxy: Make, target: tuple[str, ...], factor: float
 ) -> None:
-    assert default_mu(5e-4, target, 7) == pytest.approx(0.01 * factor, rel=1e-12)
+    config = proxy(steps=2, target=target)
+    mu = records.read_weights(learn_weights(config))["mu"]
+    assert mu == pytest.approx(20 * config.training.learning_rate * factor, rel=1e-12)
 
 
 def test_a_selection_is_a_list_of_names(proxy: Make, tmp_path: Path) -> None:

@@ -22,15 +22,14 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     SelectConfig,
     TrainingConfig,
+    default_mu,
 )
-from doge_fast.pipeline.domains import MIX, UNIVERSAL
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
     PAPER_LANGUAGES,
     Settings,
     rates_of,
 )
-from doge_fast.pipeline.proxy import default_mu
 
 StageConfig = ProxyConfig | BaseConfig | DoReMiConfig | SelectConfig
 Json = dict[str, Any]
@@ -680,7 +679,7 @@ def _settings(plan: _Planner) -> Plan:
     # The pace of another target is its own, unless one was asked for.
     other_mu = settings.mu
     if config_mu is None:
-        other_mu = default_mu(peak, UNIVERSAL if is_mix else {MIX: 1.0}, len(plan.domains))
+        other_mu = default_mu(peak, len(plan.domains) if is_mix else 1)
     changes: dict[str, dict[str, Any]] = {
         "as set": {},
         target: {"target": name, "mu": other_mu},

@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from doge_fast.pipeline.config import ExperimentConfig
-from doge_fast.pipeline.domains import MIX, UNIVERSAL
-from doge_fast.pipeline.proxy import default_mu
+from doge_fast.pipeline.config import ExperimentConfig, default_mu
 
 PAPER_SOURCES = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
@@ -221,9 +219,9 @@ def with_mu(settings: Settings, config: ExperimentConfig, names: Sequence[str]) 
     if settings.mu is not None:
         return settings
     is_universal = config.name not in ("ood", "wiki40b") and config.target_batch == "same"
-    target = UNIVERSAL if is_universal else {MIX: 1.0}
     rate, _ = rates_of(settings, settings.proxy_model)
-    return replace(settings, mu=default_mu(rate, target, len(settings.domains or names)))
+    total = len(settings.domains or names) if is_universal else 1
+    return replace(settings, mu=default_mu(rate, total))
 
 
 def rates_of(settings: Settings, model: str) -> tuple[float, float]:
