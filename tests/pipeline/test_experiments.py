@@ -250,6 +250,25 @@ def test_mu_follows_target_domains_and_learning_rate(changes: dict[str, Any], mu
     assert settled(config, tuple("abcdefg")).mu == pytest.approx(mu, rel=1e-12)
 
 
+def test_of_many_arms_the_answer_names_the_best_and_the_worst() -> None:
+    losses = {"uniform": 3.0} | {f"DoGE {i}": 3.0 + (i - 2) / 100 for i in range(9)}
+    arms = [
+        findings.Measured(label, "", {0: {"a": loss, "b": loss}}, [], label == "uniform", None)
+        for label, loss in losses.items()
+    ]
+    group = {"title": "Base models"}
+    verdict = findings._verdict(arms, arms[0], ["a", "b"], group)
+    assert verdict.sentences[0].startswith("DoGE 0: better on 2 of 2 than uniform")
+    told = [sentence.replace("\N{NO-BREAK SPACE}", " ") for sentence in verdict.sentences]
+    assert told[1:3] == [
+        "2 of 9 arms below uniform on average.",
+        "Lowest: DoGE 0: −2.0 %; DoGE 1: −1.0 %; DoGE 2: +0.0 %. "
+        "Highest: DoGE 8: +6.2 %; DoGE 7: +5.1 %; DoGE 6: +4.1 %.",
+    ]
+    few = findings._verdict(arms[:6], arms[0], ["a", "b"], group)
+    assert sum("better on" in sentence for sentence in few.sentences) == 5
+
+
 def test_many_arms_have_a_line_each_and_the_extreme_curves() -> None:
     labels = [f"DoGE, domain clip None, mu x {2**i}" for i in range(12)]
     rows = {label: [Difference(i / 10, None, None, 1)] * 3 for i, label in enumerate(labels)}

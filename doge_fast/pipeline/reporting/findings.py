@@ -383,7 +383,10 @@ def _verdict(
     by_label = {arm.label: arm for arm in arms}
     wanted = group.get("focus", FOCUS)
     focus = next((arm for arm in rivals if arm.label.startswith(wanted)), rivals[-1])
-    sentences = [sentence for arm in rivals if (sentence := _sentence(arm, baseline, names))]
+    told = rivals if len(rivals) <= _MOST_BESIDE else [focus]
+    sentences = [sentence for arm in told if (sentence := _sentence(arm, baseline, names))]
+    if len(told) < len(rivals):
+        sentences += _ranking(rivals, baseline, names)
     for own, other in group.get("pairs", []):
         if own in by_label and other in by_label:
             difference = by_label[own].against(by_label[other], names)
@@ -395,6 +398,22 @@ def _verdict(
         text = perplexity_text(best.perplexity(names).mean)
         sentences.append(f"Lowest average perplexity: {best.label}, {text}.")
     return Verdict(group["title"], _headline(focus.label, baseline.label, difference), sentences)
+
+
+def _ranking(rivals: Sequence[Measured], baseline: Measured, names: Sequence[str]) -> Iterator[str]:
+    """How many arms are better, and which come out best and worst."""
+    found = {arm.label: arm.against(baseline, names) for arm in rivals}
+    known = {label: each for label, each in found.items() if each and math.isfinite(each.mean)}
+    if not known:
+        return
+    order = sorted(known, key=lambda label: known[label].mean)
+    below = sum(each.mean < 0 for each in known.values())
+    best, worst = (
+        "; ".join(f"{label}: {change_text(known[label])}" for label in chosen)
+        for chosen in (order[:3], order[:-4:-1])
+    )
+    yield f"{below} of {plural(len(known), 'arm')} below {baseline.label} on average."
+    yield f"Lowest: {best}. Highest: {worst}."
 
 
 def _headline(
