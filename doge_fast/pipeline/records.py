@@ -304,9 +304,14 @@ def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequ
 
 
 def _is_same(recorded: Any, asked: Any) -> bool:
-    """Equal, or one path said in two ways."""
-    if isinstance(recorded, str) and isinstance(asked, str):
-        return os.path.abspath(recorded) == os.path.abspath(asked)
+    """Equal, or one path said in two ways; a word without a slash, as `uniform`, is no path."""
+    if (
+        isinstance(recorded, str)
+        and isinstance(asked, str)
+        and os.sep in recorded
+        and os.sep in asked
+    ):
+        recorded, asked = os.path.abspath(recorded), os.path.abspath(asked)
     return bool(recorded == asked)
 
 

@@ -275,6 +275,10 @@ def test_many_arms_have_a_line_each_and_the_extreme_curves() -> None:
     figure = findings._arms_figure(rows, "uniform")
     told = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert told == labels[::-1]
+    # A domain is not taken for the average of an arm that diverged on another.
+    lost = Difference(math.inf, None, None, 1)
+    figure = findings._arms_figure({"DoGE": [lost, *rows[labels[0]]]}, "uniform")
+    assert not figure.axes[0].containers
     curves = {label: ([1], [float(i)]) for i, label in enumerate(["uniform", *labels])}
     assert list(findings._extremes(curves, "uniform")) == ["uniform", *labels[:3], *labels[-3:]]
     few = dict(list(curves.items())[:8])

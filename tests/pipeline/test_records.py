@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from doge_fast.pipeline import records, weights_fields
-from doge_fast.pipeline.config import CorpusConfig, ProxyConfig, TrainingConfig
+from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig, TrainingConfig
 
 CORPUS = {
     "domains": {
@@ -96,6 +96,25 @@ def test_another_configuration_is_refused_and_named(tmp_path):
     ):
         records.open_run(config.out, stage="proxy", config=other, corpus=CORPUS)
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_path_is_the_same_however_it_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = BaseConfig(out=Path("run"), weights="runs/proxy")
+    records.open_run(config.out, stage="base", config=config, corpus=CORPUS)
+    same = replace(config, weights=str(tmp_path / "runs" / "proxy"))
+    assert records.check_run(config.out, stage="base", config=same)
+    with pytest.raises(ValueError, match="holds another run"):
+        records.check_run(config.out, stage="base", config=replace(config, weights="runs/other"))
+
+
+def test_a_directory_is_not_a_word_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = BaseConfig(out=Path("run"), weights="uniform")
+    records.open_run(config.out, stage="base", config=config, corpus=CORPUS)
+    for weights in ("./uniform", str(tmp_path / "uniform")):
+        with pytest.raises(ValueError, match="holds another run"):
+            records.check_run(config.out, stage="base", config=replace(config, weights=weights))
 
 
 def test_a_setting_that_came_later_counts_as_its_default(tmp_path):

@@ -441,27 +441,9 @@ def test_average_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cells(said(capsys, "show", out), "code")[:2] == ["0.4500", "0.0707"]
     dry = said(capsys, "average", *files)
     assert "Nothing is written without --out" in dry
-    same = write(tmp_path / "again.json", record(steps=7))
-    assert "steps 300 and 7" in said(capsys, "average", files[0], same)
+    same = write(tmp_path / "again.json", record(steps=7, mu=0.5))
+    assert "mu not said and 0.5; steps 300 and 7" in said(capsys, "average", files[0], same)
     assert "Seeds 0 and 0: runs of one seed" in said(capsys, "average", files[0], same)
-
-
-def test_average_tells_what_its_files_do_not_share(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, mu, seed in (("a", 0.04, 0), ("b", 0.04, 1), ("c", 0.5, 1)):
-        record = {"domains": [{"name": "x", "weight": 1.0}], "mu": mu, "seed": seed}
-        records.write_json(tmp_path / f"{name}.json", {"schema_version": 1} | record)
-    files = [str(tmp_path / f"{name}.json") for name in "abc"]
-    assert cli.main(["weights", "average", *files, "--out", str(tmp_path / "mean.json")]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Not the same in all: mu 0.04 and 0.5." in told
-    assert "Seeds 0, 1 and 1: runs of one seed are not independent" in told
-    assert "mu" not in records.read_json(tmp_path / "mean.json")
-    pair = [*files[:2], "--out", str(tmp_path / "pair.json")]
-    assert cli.main(["weights", "average", *pair]) == 0
-    assert "Not the same" not in capsys.readouterr().out
-    assert records.read_json(tmp_path / "pair.json")["mu"] == 0.04
 
 
 def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -673,12 +673,12 @@ def _settings(plan: _Planner) -> Plan:
     other_score = "paper" if settings.score == "published" else "published"
     clip = None if settings.domain_max_grad_norm is not None else 1.0
     pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
-    config_mu, is_mix = plan.config.mu, plan.config.target_batch == "mix"
+    is_mix = plan.config.target_batch == "mix"
     peak, end = rates_of(settings, settings.proxy_model)
     target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
     # The pace of another target is its own, unless one was asked for.
     other_mu = settings.mu
-    if config_mu is None:
+    if plan.config.mu is None:
         other_mu = default_mu(peak, len(plan.domains) if is_mix else 1)
     changes: dict[str, dict[str, Any]] = {
         "as set": {},

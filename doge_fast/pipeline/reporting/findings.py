@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -285,10 +285,10 @@ def _told(experiment: Experiment) -> list[str]:
 
 def _warnings(experiment: Experiment) -> Iterator[str]:
     unscored = [name for name in experiment.missing if name not in experiment.unmeasured]
-    for missing, told in {
-        tuple(experiment.unmeasured): "not complete yet",
-        tuple(unscored): "not scored on the tasks yet",
-    }.items():
+    for missing, told in (
+        (experiment.unmeasured, "not complete yet"),
+        (unscored, "not scored on the tasks yet"),
+    ):
         if missing:
             shown = listed(missing[:5]) + (" and others" if len(missing) > 5 else "")
             yield (
@@ -403,7 +403,7 @@ def _verdict(
 def _ranking(rivals: Sequence[Measured], baseline: Measured, names: Sequence[str]) -> Iterator[str]:
     """How many arms are better, and which come out best and worst."""
     found = {arm.label: arm.against(baseline, names) for arm in rivals}
-    known = {label: each for label, each in found.items() if each and math.isfinite(each.mean)}
+    known = {label: each for label, each in found.items() if _is_known(each)}
     if not known:
         return
     order = sorted(known, key=lambda label: known[label].mean)
@@ -581,12 +581,10 @@ def _arms_figure(rows: Mapping[str, Sequence[Difference | None]], baseline: str)
     labels = list(rows)[::-1]
     figure, axes = canvas(max(2.6, 1.0 + 0.3 * len(labels)))
     for place, label in enumerate(labels):
-        known = [found for found in rows[label] if found and math.isfinite(found.mean)]
-        if not known:
-            continue
-        (mean, low, high), *each = (change_of(found) for found in known)
+        average, *of_domains = rows[label]
+        each = [change_of(found)[0] for found in of_domains if _is_known(found)]
         axes.plot(
-            [value for value, _, _ in each],
+            each,
             [place] * len(each),
             linestyle="none",
             marker="o",
@@ -594,6 +592,9 @@ def _arms_figure(rows: Mapping[str, Sequence[Difference | None]], baseline: str)
             color=MUTED,
             markerfacecolor=PAGE,
         )
+        if not _is_known(average):
+            continue
+        mean, low, high = change_of(average)
         axes.errorbar(
             [mean],
             [place],
@@ -611,6 +612,10 @@ def _arms_figure(rows: Mapping[str, Sequence[Difference | None]], baseline: str)
     return figure
 
 
+def _is_known(found: Difference | None) -> TypeGuard[Difference]:
+    return found is not None and math.isfinite(found.mean)
+
+
 def _finish_change(axes: Axes, label: str) -> None:
     axes.grid(axis="x")
     axes.xaxis.set_major_locator(ticks())
@@ -625,11 +630,7 @@ def _change_figure(
     figure, axes = canvas(max(2.6, 1.3 + (0.2 + 0.09 * len(rows)) * len(labels)))
     for i, (label, differences) in enumerate(rows.items()):
         shift = 0.16 * ((len(rows) - 1) / 2 - i)
-        known = [
-            (place, found)
-            for place, found in enumerate(differences)
-            if found is not None and math.isfinite(found.mean)
-        ]
+        known = [(place, found) for place, found in enumerate(differences) if _is_known(found)]
         if not known:
             continue
         values = np.array([change_of(found) for _, found in known])
