@@ -53,19 +53,16 @@ class Worker {
   Array sums_;
 };
 
-// The unit in which work is dealt out.
-int64_t unit_columns(int64_t num_rows) {
-  return num_rows <= MAX_ROWS_IN_PLACE ? 256 : tile_columns(num_rows);
-}
-
 // Pieces of work, each with its own partial sums: enough to share out evenly among many threads, long
-// enough for what a piece costs by itself (clearing, flushing and adding up a register per pair, worth
-// some 300 columns), and no more than 64 MiB of sums.
+// enough for what a piece costs by itself (a first tile that nobody has fetched; clearing, flushing and
+// adding up a register per pair; some 800 columns' worth), and no more than 64 MiB of sums.
 int64_t choose_num_pieces(int64_t num_units, int64_t unit, int64_t num_pairs) {
-  constexpr int64_t most = 256, few = 8, columns_of_a_piece = 8192, partial_bytes = 64 << 20;
+  constexpr int64_t few = 8, enough = 64, most = 256, short_piece = 8192, long_piece = 32768;
+  constexpr int64_t partial_bytes = 64 << 20;
   const int64_t fit = partial_bytes / (num_pairs * static_cast<int64_t>(sizeof(double)));
-  const int64_t long_enough = std::max(few, num_units * unit / columns_of_a_piece);
-  return std::min({num_units, long_enough, std::clamp<int64_t>(fit, 1, most)});
+  const int64_t columns = num_units * unit;
+  const int64_t wanted = std::max({few, std::min(enough, columns / short_piece), columns / long_piece});
+  return std::min({num_units, wanted, std::clamp<int64_t>(fit, 1, most)});
 }
 
 Tensor gram(TensorList blocks) {
@@ -80,7 +77,8 @@ Tensor gram(TensorList blocks) {
     lengths.push_back(block.size(1));
     num_bytes += block.numel() * static_cast<int64_t>(block.element_size());
   }
-  const int64_t unit = unit_columns(num_rows);
+  // Work is dealt out in tiles.
+  const int64_t unit = tile_columns(num_rows);
   const Columns columns(std::move(lengths), unit);
   const int64_t num_pairs = num_pairs_of(num_rows);
   const int64_t num_pieces = choose_num_pieces(columns.num_units(), unit, num_pairs);

@@ -99,6 +99,23 @@ def test_rows_that_end_inside_a_tile(
     assert normalised_error(gram_KK, exact_KK) <= rounding(grads_KN)
 
 
+# Either side of where `cpp` begins to copy rows together.
+@pytest.mark.parametrize("num_rows", [4, 7, 22, 96, 97])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_rows_of_several_tiles_and_a_rest(num_rows: int, dtype: torch.dtype) -> None:
+    """What lies behind a row is fetched ahead, and must not be taken for a part of it."""
+    memory = torch.full((num_rows, 6144), math.nan, dtype=dtype)
+    grads_KN = memory[:, 5:5555]
+    grads_KN.copy_(torch.randn(num_rows, 5550))
+    exact_KK = reference.gram(grads_KN.double())
+    # One block, and one cut where no tile ends.
+    for blocks in (grads_KN, [grads_KN[:, :1029], grads_KN[:, 1029:1031], grads_KN[:, 1031:]]):
+        gram_KK = gram(blocks)
+        # Twice: in float64 the reference is rounded as much as we are.
+        assert normalised_error(gram_KK, exact_KK) <= 2 * rounding(grads_KN)
+        assert torch.equal(gram_KK, gram(blocks))
+
+
 def test_more_than_a_thousand_rows(device: torch.device) -> None:
     """What runs unasked takes 512 domains and their targets, and more."""
     for num_rows in (513, 1030):

@@ -1,8 +1,9 @@
 // Products of all pairs of rows over a span of columns, onto running sums.
 //
-// Few rows are multiplied where they lie, 16-bit ones widened in registers; many are copied together,
-// a tile of columns at a time, while the next tile is already being fetched. float32 products are added
-// up in registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
+// Rows are multiplied where they lie, a tile of columns at a time, 16-bit ones widened in registers; very
+// many are copied together first. With every few products a line of the next tile is asked for: many
+// lines at once would hold up the loads that products wait for. float32 products are added up in
+// registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
 #pragma once
 
 #include "vectors.h"
@@ -19,11 +20,7 @@ constexpr int64_t PARTNERS = 3;
 #endif
 // A float32 sum has at most so many terms in all lanes together.
 constexpr int64_t FLUSH_COLUMNS = 4096;
-// Columns that are passed by before a sum leaves its register, where rows are read as they lie: short
-// enough for the first-level cache to hold them from one panel to the next.
-constexpr int64_t COLUMNS_IN_PLACE = 256;
-constexpr int64_t CACHE_LINE = 64;
-// As far ahead of where it reads a row asks for what follows.
+// As far ahead of where it reads a row of a single panel asks for what follows.
 template <typename T>
 constexpr int64_t COLUMNS_AHEAD = 2048 / static_cast<int64_t>(sizeof(T));
 
@@ -113,26 +110,33 @@ struct Operand<Half> {
   [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { add_product(sum, a, b); }
 };
 
-// Fetches the rows of the next tile, a few lines at a time, while this one is multiplied.
+// What a call fetches in passing: `step` bytes further on with each step of its columns.
+struct Passing {
+  const char* at;
+  int64_t step;
+
+  [[gnu::always_inline]] void fetch() {
+    __builtin_prefetch(at, 0, 2);
+    at += step;
+  }
+};
+
+// The rows of the next tile, of which every call fetches one in passing.
 struct Ahead {
-  // Or each row asks for what follows in itself.
-  bool in_place = false;
+  // All rows are one panel, which asks for what follows in each.
+  bool within = false;
   const char* row = nullptr;
   int64_t row_bytes = 0;
   int64_t num_rows = 0;
-  int64_t num_lines = 0;
-  int64_t per_call = 0;
-  int64_t line = 0;
+  int64_t step = 0;
 
-  [[gnu::always_inline]] void fetch() {
-    for (int64_t i = 0; i < per_call && num_rows > 0; ++i) {
-      __builtin_prefetch(row + line * CACHE_LINE, 0, 2);
-      if (++line == num_lines) {
-        line = 0;
-        row += row_bytes;
-        --num_rows;
-      }
-    }
+  // Where no row is left, `in_hand`, which is in the cache, again and again.
+  Passing take(const void* in_hand) {
+    if (num_rows == 0) return {static_cast<const char*>(in_hand), 0};
+    --num_rows;
+    const Passing passing{row, step};
+    row += row_bytes;
+    return passing;
   }
 };
 
@@ -162,18 +166,20 @@ template <typename T, int64_t part, int64_t ROWS, typename Sum>
     for (int64_t j = 0; j <= i; ++j) Operand<T>::add(sums[i * (i + 1) / 2 + j], value[i], value[j]);
 }
 
-// ROWS rows from `row` on, with each other. Rows of a pass over memory alone lie far apart; what comes
-// next in each is asked for.
+// ROWS rows from `row` on, with each other.
 template <typename T, int64_t ROWS>
-void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns, bool in_place,
-               typename Operand<T>::Sum* totals) {
+void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
+               typename Operand<T>::Sum* totals, Ahead& ahead) {
   using Sum = typename Operand<T>::Sum;
   const T* panel = rows_RC + row * row_stride;
   constexpr int64_t NUM_SUMS = ROWS * (ROWS + 1) / 2;
   constexpr int64_t SETS = sets_of<T>(NUM_SUMS);
   Sum sums[SETS * NUM_SUMS] = {};
+  Passing passing = ahead.take(panel);
+  const bool within = ahead.within;
   for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
-    if (in_place)
+    passing.fetch();
+    if (within)
 #pragma GCC unroll 8
       for (int64_t i = 0; i < ROWS; ++i)
         __builtin_prefetch(panel + i * row_stride + column + COLUMNS_AHEAD<T>, 0, 3);
@@ -208,14 +214,16 @@ template <typename T, int64_t part, int64_t ROWS, int64_t WITH, typename Sum>
 // ROWS rows from `row` on, with WITH rows from `partner` on.
 template <typename T, int64_t ROWS, int64_t WITH>
 void add_block(const T* rows_RC, int64_t row_stride, int64_t row, int64_t partner, int64_t columns,
-               typename Operand<T>::Sum* totals) {
+               typename Operand<T>::Sum* totals, Ahead& ahead) {
   using Sum = typename Operand<T>::Sum;
   const T* panel = rows_RC + row * row_stride;
   const T* partners = rows_RC + partner * row_stride;
   constexpr int64_t NUM_SUMS = ROWS * WITH;
   constexpr int64_t SETS = sets_of<T>(NUM_SUMS);
   Sum sums[SETS * NUM_SUMS] = {};
+  Passing passing = ahead.take(panel);
   for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
+    passing.fetch();
     multiply_block<T, 0, ROWS, WITH>(panel + column, partners + column, row_stride, sums);
     if constexpr (Operand<T>::PARTS == 2)
       multiply_block<T, 1, ROWS, WITH>(panel + column, partners + column, row_stride,
@@ -230,36 +238,27 @@ void add_block(const T* rows_RC, int64_t row_stride, int64_t row, int64_t partne
 
 template <typename T, int64_t ROWS, int64_t WITH>
 void add_block_of(int64_t width, const T* rows_RC, int64_t row_stride, int64_t row, int64_t partner,
-                  int64_t columns, typename Operand<T>::Sum* totals) {
+                  int64_t columns, typename Operand<T>::Sum* totals, Ahead& ahead) {
   if constexpr (WITH > 1) {
     if (width < WITH)
-      return add_block_of<T, ROWS, WITH - 1>(width, rows_RC, row_stride, row, partner, columns, totals);
+      return add_block_of<T, ROWS, WITH - 1>(width, rows_RC, row_stride, row, partner, columns, totals,
+                                             ahead);
   }
-  add_block<T, ROWS, WITH>(rows_RC, row_stride, row, partner, columns, totals);
+  add_block<T, ROWS, WITH>(rows_RC, row_stride, row, partner, columns, totals, ahead);
 }
 
 // PANEL rows from `row` on, with each other and with all rows above.
 template <typename T>
 void add_rows(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
               typename Operand<T>::Sum* totals, Ahead& ahead) {
-  add_panel<T, PANEL>(rows_RC, row_stride, row, columns, ahead.in_place, totals);
-  ahead.fetch();
+  add_panel<T, PANEL>(rows_RC, row_stride, row, columns, totals, ahead);
   // The rows above in shares as equal as can be: 4 as 2 + 2, not 3 + 1, which would wait on latency.
   const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
   for (int64_t share = 0; share < num_shares; ++share) {
     const int64_t partner = row * share / num_shares;
     const int64_t width = row * (share + 1) / num_shares - partner;
-    add_block_of<T, PANEL, PARTNERS>(width, rows_RC, row_stride, row, partner, columns, totals);
-    ahead.fetch();
+    add_block_of<T, PANEL, PARTNERS>(width, rows_RC, row_stride, row, partner, columns, totals, ahead);
   }
-}
-
-// Calls of add_rows and its blocks for one tile.
-inline int64_t num_calls(int64_t num_rows) {
-  const int64_t rest = num_rows % PANEL;
-  int64_t calls = rest > 0 ? 1 : 0;
-  for (int64_t row = rest; row < num_rows; row += PANEL) calls += 1 + (row + PARTNERS - 1) / PARTNERS;
-  return calls;
 }
 
 // All pairs of rows on one tile; `columns` is a multiple of the operand's STEP. The narrow panel comes
@@ -271,16 +270,15 @@ void add_tile(const T* rows_RC, int64_t row_stride, int64_t num_rows, int64_t co
   const int64_t rest = num_rows % PANEL;
   switch (rest) {
     case 1:
-      add_panel<T, 1>(rows_RC, row_stride, 0, columns, ahead.in_place, totals);
+      add_panel<T, 1>(rows_RC, row_stride, 0, columns, totals, ahead);
       break;
     case 2:
-      add_panel<T, 2>(rows_RC, row_stride, 0, columns, ahead.in_place, totals);
+      add_panel<T, 2>(rows_RC, row_stride, 0, columns, totals, ahead);
       break;
     case 3:
-      add_panel<T, 3>(rows_RC, row_stride, 0, columns, ahead.in_place, totals);
+      add_panel<T, 3>(rows_RC, row_stride, 0, columns, totals, ahead);
       break;
   }
-  if (rest > 0) ahead.fetch();
   for (int64_t row = rest; row < num_rows; row += PANEL)
     add_rows<T>(rows_RC, row_stride, row, columns, totals, ahead);
 }
@@ -335,23 +333,16 @@ class Gram {
 
   void add(int64_t first, int64_t columns) {
     const T* at = rows_RN_ + first;
-    int64_t column = 0;
-    if (num_rows_ <= MAX_ROWS_IN_PLACE) {
-      const int64_t whole = columns / Operand<T>::STEP * Operand<T>::STEP;
-      for (; column < whole; column += COLUMNS_IN_PLACE) {
-        Ahead ahead;
-        // More rows keep the arithmetic as busy as the memory.
-        ahead.in_place = num_rows_ <= PANEL;
-        const int64_t now = least(COLUMNS_IN_PLACE, whole - column);
-        add_tile(at + column, row_stride_, num_rows_, now, sums(), ahead);
-        count(now);
-      }
-      column = whole;
-    }
     const int64_t most = tile_columns(num_rows_);
-    for (; column < columns; column += most) {
-      const int64_t now = least(most, columns - column);
-      add_copy(at + column, now, ahead_of(at + column + now, least(most, columns - column - now)));
+    for (int64_t left = columns; left > 0;) {
+      const int64_t now = least(most, left);
+      left -= now;
+      if (num_rows_ <= MAX_ROWS_IN_PLACE) {
+        add_in_place(at, now, left);
+      } else {
+        add_copy(at, now, ahead_of<Copy>(at + now, left));
+      }
+      at += now;
       count(now);
     }
     flush_all();
@@ -359,7 +350,6 @@ class Gram {
 
  private:
   using Copy = typename CopyOf<T>::type;
-  static_assert(COLUMNS_IN_PLACE % Operand<T>::STEP == 0);
 
   // Where products go: per pair one register, of float32 (moved on by flush) or of float64.
   auto* sums() const {
@@ -381,18 +371,30 @@ class Gram {
     pending_ = 0;
   }
 
-  Ahead ahead_of(const T* at, int64_t columns) const {
-    if (columns <= 0) return {};
-    const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
-    const int64_t lines = (bytes + CACHE_LINE - 1) / CACHE_LINE;
-    const int64_t calls = num_calls(num_rows_);
+  // What is worth fetching while a tile of operands of type O is multiplied, if `left` columns follow it.
+  template <typename O>
+  Ahead ahead_of(const T* next, int64_t left) const {
     Ahead ahead;
-    ahead.row = reinterpret_cast<const char*>(at);
-    ahead.row_bytes = row_stride_ * static_cast<int64_t>(sizeof(T));
+    if (left == 0) return ahead;
+    constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));
+    ahead.row = reinterpret_cast<const char*>(next);
+    ahead.row_bytes = row_stride_ * bytes;
     ahead.num_rows = num_rows_;
-    ahead.num_lines = lines;
-    ahead.per_call = (lines * num_rows_ + calls - 1) / calls;
+    ahead.step = Operand<O>::STEP * bytes;
     return ahead;
+  }
+
+  // Columns that make up no whole step are copied, to be filled up.
+  void add_in_place(const T* at, int64_t columns, int64_t left) {
+    const int64_t whole = columns / Operand<T>::STEP * Operand<T>::STEP;
+    Ahead ahead;
+    if (num_rows_ <= PANEL) {
+      ahead.within = true;
+    } else {
+      ahead = ahead_of<T>(at + columns, left);
+    }
+    if (whole > 0) add_tile(at, row_stride_, num_rows_, whole, sums(), ahead);
+    if (whole < columns) add_copy(at + whole, columns - whole, {});
   }
 
   // By way of the scratch tile, its end filled with zeros.
