@@ -20,8 +20,9 @@ from markupsafe import Markup
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ReportConfig
+from doge_fast.pipeline.reporting.experiment import RUNS, open_experiment
 from doge_fast.pipeline.reporting.figures import BASE_MODELS, Section, draw
-from doge_fast.pipeline.reporting.findings import RUNS, findings_of, open_experiment
+from doge_fast.pipeline.reporting.findings import findings_of
 from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing
 from doge_fast.pipeline.reporting.study import Study, read_study
 from doge_fast.pipeline.reporting.tables import (

@@ -12,7 +12,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewsh
 from doge_fast.pipeline import fewshot, records, training
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments.runner import run_experiment
-from doge_fast.pipeline.reporting import findings
+from doge_fast.pipeline.reporting.experiment import open_experiment
+from doge_fast.pipeline.reporting.findings import findings_of
 from tests.pipeline.task_documents import write_documents
 from tests.pipeline.written_runs import write_experiment
 
@@ -51,7 +52,7 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     assert all(word in table for word in ("copa", "wic", "chance", "50.0"))
     assert "of 2 tasks, over 2 paired seeds" in " ".join(table.split())
     assert "Tasks:" in Path(page.removeprefix("report: ")).read_text(encoding="utf-8")
-    whole = findings.findings_of(findings.open_experiment(config.out)).tables
+    whole = findings_of(open_experiment(config.out)).tables
     monkeypatch.setattr(fewshot, "few_shot", refused)
     assert run_experiment(config)[0] == table
     # Other documents are another question.
@@ -64,9 +65,9 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     assert run_experiment(config)[0] == table
     assert "of the prompts were cut to fit" in " ".join(table.split())
     (runs[0] / "fewshot.json").unlink()
-    assert findings.open_experiment(config.out).missing == [runs[0].name]
+    assert open_experiment(config.out).missing == [runs[0].name]
     # The perplexities of that run are still known, and so is the other seed of its arm.
-    tables = findings.findings_of(findings.open_experiment(config.out)).tables
+    tables = findings_of(open_experiment(config.out)).tables
     assert [table.title for table in tables] == [table.title for table in whole]
     told = [table == other for table, other in zip(tables, whole, strict=True)]
     assert [table.title for table, same in zip(tables, told, strict=True) if not same] == [
@@ -102,7 +103,7 @@ def test_more_right_answers_are_better(
             setting = {"shots": 2, "fewshot_seed": 0, "positions": 32}
             told = records.few_shot(step=1, tasks={"copa": score}, setting=setting)
             records.write_few_shot(tmp_path / "runs" / f"{name}-seed{seed}", told)
-    verdict = findings.findings_of(findings.open_experiment(tmp_path)).verdicts[-1]
+    verdict = findings_of(open_experiment(tmp_path)).verdicts[-1]
     assert verdict.headline.startswith(headline)
     mean = 100 * sum(gains) / len(gains)
     assert f"DoGE: {mean:+.1f} points [".replace("-", "−") in verdict.sentences[0]

@@ -24,7 +24,11 @@ from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import presets, runner
 from doge_fast.pipeline.experiments.plans import Plan, plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
-from doge_fast.pipeline.reporting import findings, study
+from doge_fast.pipeline.reporting import study
+from doge_fast.pipeline.reporting.arm_figures import arms_figure, extremes
+from doge_fast.pipeline.reporting.experiment import Measured, open_experiment
+from doge_fast.pipeline.reporting.findings import findings_of
+from doge_fast.pipeline.reporting.kinds import perplexity
 from doge_fast.pipeline.reporting.statistics import Difference
 from doge_fast.pipeline.sampling import Stage
 from tests.pipeline.written_runs import write_experiment
@@ -213,7 +217,7 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) ->
     assert config.out is not None
     run = config.out / "runs" / "base-doge-seed0"
     evaluate(EvaluateConfig(run=run, blocks=1, domains=("code",), device="cpu"))
-    assert "base-doge-seed0" in findings.open_experiment(config.out).missing
+    assert "base-doge-seed0" in open_experiment(config.out).missing
     assert run_experiment(config)[0] == table
 
 
@@ -253,11 +257,11 @@ def test_mu_follows_target_domains_and_learning_rate(changes: dict[str, Any], mu
 def test_of_many_arms_the_answer_names_the_best_and_the_worst() -> None:
     losses = {"uniform": 3.0} | {f"DoGE {i}": 3.0 + (i - 2) / 100 for i in range(9)}
     arms = [
-        findings.Measured(label, "", {0: {"a": loss, "b": loss}}, [], label == "uniform", None)
+        Measured(label, "", {0: {"a": loss, "b": loss}}, [], label == "uniform", None)
         for label, loss in losses.items()
     ]
     group = {"title": "Base models"}
-    verdict = findings._verdict(arms, arms[0], ["a", "b"], group)
+    verdict = perplexity._verdict(arms, arms[0], ["a", "b"], group)
     assert verdict.sentences[0].startswith("DoGE 0: better on 2 of 2 than uniform")
     told = [sentence.replace("\N{NO-BREAK SPACE}", " ") for sentence in verdict.sentences]
     assert told[1:3] == [
@@ -265,24 +269,24 @@ def test_of_many_arms_the_answer_names_the_best_and_the_worst() -> None:
         "Lowest: DoGE 0: −2.0 %; DoGE 1: −1.0 %; DoGE 2: +0.0 %. "
         "Highest: DoGE 8: +6.2 %; DoGE 7: +5.1 %; DoGE 6: +4.1 %.",
     ]
-    few = findings._verdict(arms[:6], arms[0], ["a", "b"], group)
+    few = perplexity._verdict(arms[:6], arms[0], ["a", "b"], group)
     assert sum("better on" in sentence for sentence in few.sentences) == 5
 
 
 def test_many_arms_have_a_line_each_and_the_extreme_curves() -> None:
     labels = [f"DoGE, domain clip None, mu x {2**i}" for i in range(12)]
     rows = {label: [Difference(i / 10, None, None, 1)] * 3 for i, label in enumerate(labels)}
-    figure = findings._arms_figure(rows, "uniform")
+    figure = arms_figure(rows, "uniform")
     told = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert told == labels[::-1]
     # A domain is not taken for the average of an arm that diverged on another.
     lost = Difference(math.inf, None, None, 1)
-    figure = findings._arms_figure({"DoGE": [lost, *rows[labels[0]]]}, "uniform")
+    figure = arms_figure({"DoGE": [lost, *rows[labels[0]]]}, "uniform")
     assert not figure.axes[0].containers
     curves = {label: ([1], [float(i)]) for i, label in enumerate(["uniform", *labels])}
-    assert list(findings._extremes(curves, "uniform")) == ["uniform", *labels[:3], *labels[-3:]]
+    assert list(extremes(curves, "uniform")) == ["uniform", *labels[:3], *labels[-3:]]
     few = dict(list(curves.items())[:8])
-    assert findings._extremes(few, "uniform") == few
+    assert extremes(few, "uniform") == few
 
 
 @pytest.mark.parametrize("mu", [0.0, -1.0, math.nan, math.inf])
@@ -439,15 +443,13 @@ def needs(config: Any) -> Iterator[Path]:
 def test_the_headline_is_whoever_wins_as_far_as_seeds_tell(
     tmp_path: Path, changes: Sequence[float], headline: str
 ) -> None:
-    found = findings.findings_of(
-        findings.open_experiment(write_experiment(tmp_path / "e", changes))
-    )
+    found = findings_of(open_experiment(write_experiment(tmp_path / "e", changes)))
     assert found.verdicts[0].headline.startswith(headline)
 
 
 def test_the_sentence_gives_the_paired_interval(tmp_path: Path) -> None:
     out = write_experiment(tmp_path / "e", (-0.02, -0.03, -0.025))
-    found = findings.findings_of(findings.open_experiment(out))
+    found = findings_of(open_experiment(out))
     (sentence, *_) = found.verdicts[0].sentences
     # The seeds' own spread, a hundred times as large, is not in it.
     assert "better on 7 of 7 than uniform; average −2.5\N{NO-BREAK SPACE}% [−3.7, −1.3]" in sentence

@@ -28,7 +28,7 @@ from doge_fast.pipeline.experiments.presets import (
 )
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import experiment_table, write_experiment_report
-from doge_fast.pipeline.reporting.findings import is_measured, is_scored
+from doge_fast.pipeline.reporting.experiment import is_measured, is_scored
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.pipeline.training import is_finished

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 from scipy import stats
@@ -55,6 +55,11 @@ def paired_difference(
     error = float(differences.std(ddof=1)) / math.sqrt(pairs)
     reach = float(stats.t.ppf((1 + confidence) / 2, pairs - 1)) * error
     return Difference(mean, mean - reach, mean + reach, pairs)
+
+
+def is_known(found: Difference | None) -> TypeGuard[Difference]:
+    """Whether there is a difference and it is finite."""
+    return found is not None and math.isfinite(found.mean)
 
 
 def change_text(difference: Difference) -> str:

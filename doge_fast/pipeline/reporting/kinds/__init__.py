@@ -1,0 +1,1 @@
+"""The kinds of groups that an experiment has, each with its answers, tables and figures."""
