@@ -25,7 +25,9 @@ from benchmarks.protocol import Call, Clock
 
 Row = dict[str, Any]
 
-MEMORY, COMPUTE, CALL = "memory", "compute", "call"
+MEMORY, COMPUTE, BOTH, CALL = "memory", "compute", "both", "call"
+# Floors closer than this bind together: neither is reached, however well one hides the other.
+RIDGE = 1.25
 # Of the bandwidth of a plain read or copy, where memory is the limit.
 FRACTION_BAR = 0.85
 # Plain torch of ours beside a faster implementation is measured, not judged.
@@ -300,11 +302,14 @@ def _limits(
 
 
 def _arithmetic(row: Row, flops: float, ours_ms: list[float], product_ms: list[float]) -> Row:
-    """The other roof, where its floor is the higher one. `flops` are in units of the product."""
-    of_compute = protocol.ratio_of(product_ms, ours_ms, flops)
-    if of_compute.ratio <= row["fraction"][0]:
+    """The other roof, where its floor counts. `flops` are in units of the product."""
+    of_compute, of_bandwidth = protocol.ratio_of(product_ms, ours_ms, flops), row["fraction"]
+    floors = of_compute.ratio / of_bandwidth[0]
+    if floors * RIDGE < 1:
         return {}
-    return {"roof": COMPUTE, "fraction": _values(of_compute), "of_bandwidth": row["fraction"][0]}
+    fraction = _values(of_compute) if floors > 1 else of_bandwidth
+    roof = BOTH if floors < RIDGE else COMPUTE
+    return {"roof": roof, "fraction": fraction, "of_bandwidth": of_bandwidth[0]}
 
 
 def _values(ratio: protocol.Ratio) -> list[float]:

@@ -148,6 +148,7 @@ def limited(**changes: Any) -> dict[str, Any]:
         ({}, "met"),
         ({"fraction": [0.84, 0.8, 0.9]}, "missed: 0.84 of the bandwidth of copy_"),
         ({"fraction": [0.3, 0.3, 0.3], "roof": "compute"}, "met"),
+        ({"fraction": [0.7, 0.7, 0.7], "roof": "both"}, "met"),
         ({"over_plain": [1.2, 1.1, 1.3]}, "missed: 1.20 times mm"),
         # Equals differ by luck.
         ({"over_plain": [1.02, 0.98, 1.1]}, "met"),
@@ -170,6 +171,11 @@ def test_the_roof_is_the_slower_of_memory_and_arithmetic(
     assert (slower["roof"], slower["fraction"][0], slower["of_bandwidth"]) == ("compute", 0.5, 0.25)
     faster = row | operators._arithmetic(row, 0.5, [4.0] * 3, [1.0] * 3)
     assert (faster["roof"], faster["fraction"][0]) == ("memory", 0.25)
+    # 1.1 ms beside a read of 1 ms, and 0.9 ms.
+    above = row | operators._arithmetic(row, 0.55, [4.0] * 3, [2.0] * 3)
+    assert (above["roof"], above["fraction"][0], above["of_bandwidth"]) == ("both", 0.275, 0.25)
+    below = row | operators._arithmetic(row, 0.45, [4.0] * 3, [2.0] * 3)
+    assert (below["roof"], below["fraction"][0]) == ("both", 0.25)
 
 
 def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,9 @@
 // Products of all pairs of rows over a span of columns, onto running sums.
 //
 // Rows are multiplied where they lie, a tile of columns at a time, 16-bit ones widened in registers; very
-// many are copied together first. With every few products a line of the next tile is asked for: many
-// lines at once would hold up the loads that products wait for. float32 products are added up in
-// registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
+// many are copied together first. Meanwhile rows of the next tile are asked for, a line with every few
+// products: many lines at once would hold up the loads that products wait for. float32 products are
+// added up in registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
 #pragma once
 
 #include "vectors.h"
@@ -18,9 +18,9 @@ constexpr int64_t PARTNERS = 6;
 #else
 constexpr int64_t PARTNERS = 3;
 #endif
-// A float32 sum has at most so many terms in all lanes together.
+// A float32 sum moves on when it has so many terms in all lanes together; a tile is not cut.
 constexpr int64_t FLUSH_COLUMNS = 4096;
-// As far ahead of where it reads a row of a single panel asks for what follows.
+// How far ahead a row is fetched where all rows are one panel.
 template <typename T>
 constexpr int64_t COLUMNS_AHEAD = 2048 / static_cast<int64_t>(sizeof(T));
 
@@ -121,7 +121,7 @@ struct Passing {
   }
 };
 
-// The rows of the next tile, of which every call fetches one in passing.
+// The rows of the next tile: each call on this one fetches one in passing, while there are calls.
 struct Ahead {
   // All rows are one panel, which asks for what follows in each.
   bool within = false;
