@@ -1,6 +1,6 @@
 // out = sum of rows, each times its coefficient, on a span of columns.
 //
-// Up to eight rows are added to a tile of columns in one go; the tile stays in the first-level cache
+// Up to eight rows are added to a tile of columns in one go; the tile stays in the nearest caches
 // while groups of eight follow each other. The last group, often the only one, goes straight to the
 // result, so that reads and writes take turns vector by vector; past the caches when the result is
 // larger than they are.
@@ -10,9 +10,9 @@
 
 namespace doge_fast::DOGE_LEVEL_NAME {
 
-// Half of the first-level cache: 8 KB of a 16-bit row at a time, enough for the prefetcher.
+// 16 KB of a 16-bit row at a time: the hardware's prefetcher takes its time at each row's beginning.
 template <typename A>
-constexpr int64_t SUM_TILE = (16 << 10) / static_cast<int64_t>(sizeof(A));
+constexpr int64_t SUM_TILE = (32 << 10) / static_cast<int64_t>(sizeof(A));
 constexpr int64_t MAX_GROUP = 8;
 
 // What a group adds to and where the sum goes: the tile, or the result when no group follows.
