@@ -334,7 +334,11 @@ def _comparison(
 def _verdict(row: Row) -> str:
     """ "met", or what was missed. A quartile decides, so that equals are not told apart by luck."""
     missed = []
-    if row["roof"] == MEMORY and row["fraction"][0] < FRACTION_BAR:
+    # Where both bind the longer floor counts.
+    is_read = row["roof"] == MEMORY or (
+        row["roof"] == BOTH and row["fraction"][0] == row["of_bandwidth"]
+    )
+    if is_read and row["fraction"][0] < FRACTION_BAR:
         missed.append(f"{row['fraction'][0]:.2f} of the bandwidth of {row['yardstick']}")
     if "over_plain" in row and row["over_plain"][1] > 1:
         missed.append(f"{row['over_plain'][0]:.2f} times {row['plain']}")

@@ -148,7 +148,11 @@ def limited(**changes: Any) -> dict[str, Any]:
         ({}, "met"),
         ({"fraction": [0.84, 0.8, 0.9]}, "missed: 0.84 of the bandwidth of copy_"),
         ({"fraction": [0.3, 0.3, 0.3], "roof": "compute"}, "met"),
-        ({"fraction": [0.7, 0.7, 0.7], "roof": "both"}, "met"),
+        ({"fraction": [0.7, 0.7, 0.7], "roof": "both", "of_bandwidth": 0.6}, "met"),
+        (
+            {"fraction": [0.7, 0.7, 0.7], "roof": "both", "of_bandwidth": 0.7},
+            "missed: 0.70 of the bandwidth of copy_",
+        ),
         ({"over_plain": [1.2, 1.1, 1.3]}, "missed: 1.20 times mm"),
         # Equals differ by luck.
         ({"over_plain": [1.02, 0.98, 1.1]}, "met"),
