@@ -26,7 +26,7 @@ from benchmarks.protocol import Call, Clock
 Row = dict[str, Any]
 
 MEMORY, COMPUTE, BOTH, CALL = "memory", "compute", "both", "call"
-# Floors closer than this bind together: neither is reached, however well one hides the other.
+# Floors closer than this bind together: one must hide the other to the last.
 RIDGE = 1.25
 # Of the bandwidth of a plain read or copy, where memory is the limit.
 FRACTION_BAR = 0.85
