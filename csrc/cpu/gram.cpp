@@ -28,7 +28,8 @@ int64_t num_pairs_of(int64_t num_rows) { return num_rows * (num_rows + 1) / 2; }
 class Worker {
  public:
   explicit Worker(int64_t num_rows)
-      : num_pairs_(num_pairs_of(num_rows)),
+      : num_rows_(num_rows),
+        num_pairs_(num_pairs_of(num_rows)),
         scratch_(aligned_array(gram_scratch_bytes(num_rows))),
         sums_(aligned_array(gram_sum_bytes(num_pairs_))) {}
 
@@ -38,7 +39,7 @@ class Worker {
     level().gram_add(rows, first, last - first, scratch_.get(), sums_.get());
   }
 
-  void end(double* pairs) const { level().gram_end(sums_.get(), num_pairs_, pairs); }
+  void end(double* pairs) const { level().gram_end(sums_.get(), num_rows_, pairs); }
 
  private:
   static constexpr std::align_val_t CACHE_LINE{64};
@@ -48,6 +49,7 @@ class Worker {
   using Array = std::unique_ptr<void, Free>;
   static Array aligned_array(int64_t bytes) { return Array(::operator new[](bytes, CACHE_LINE)); }
 
+  int64_t num_rows_;
   int64_t num_pairs_;
   Array scratch_;
   Array sums_;

@@ -32,7 +32,7 @@ struct Level {
   // `scratch`: gram_scratch_bytes(); `sums`: gram_sum_bytes(), zero at the beginning of a piece.
   void (*gram_add)(const Rows& rows, int64_t first, int64_t columns, void* scratch, void* sums);
   // What a piece has added up, one number per pair.
-  void (*gram_end)(const void* sums, int64_t num_pairs, double* pairs);
+  void (*gram_end)(const void* sums, int64_t num_rows, double* pairs);
 
   // out = sum over terms, on `columns` columns from `first` on.
   void (*weighted_sum)(const Rows& rows, int64_t first, int64_t columns, const Term* terms,
@@ -51,7 +51,7 @@ constexpr int64_t MAX_ROWS_IN_PLACE = 80;
 // What a level may call a register at most.
 constexpr int64_t MAX_VECTOR_BYTES = 64;
 
-// Columns of a tile: its rows of float32, and those of the next one, fit in the second-level cache.
+// Columns of a tile at most: its rows of float32, and those of the next one, fit in the second-level cache.
 constexpr int64_t tile_columns(int64_t num_rows) {
   constexpr int64_t most = 512, least = 64, second_level_bytes = 192 << 10;
   const int64_t fit = second_level_bytes / static_cast<int64_t>(sizeof(float)) / num_rows / 64 * 64;

@@ -1,28 +1,35 @@
 // Products of all pairs of rows over a span of columns, onto running sums.
 //
-// Rows are multiplied where they lie, a tile of columns at a time, 16-bit ones widened in registers; very
-// many are copied together first. Meanwhile rows of the next tile are asked for, a line with every few
-// products: many lines at once would hold up the loads that products wait for. float32 products are
-// added up in registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
+// As few rows as have all their sums in registers are read once, side by side. More are multiplied a tile
+// of columns at a time, a few rows with a few others in each call, where they lie, 16-bit ones widened in
+// registers; very many are copied together first. Meanwhile rows of the next tile are asked for, some lines
+// with every few products: many at once would hold up the loads that products wait for. float32 products
+// are added up in registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
 #pragma once
 
 #include "vectors.h"
 
 namespace doge_fast::DOGE_LEVEL_NAME {
 
-// Rows whose products with each other, and with PARTNERS rows above, are held in registers:
-// PANEL * PARTNERS sums, PANEL rows and one more operand must fit in 16 registers, or in 32.
+// Rows whose products with each other, and with PARTNERS rows above, are held in registers: PANEL * PARTNERS
+// sums, the partners and one more operand must fit in 16 registers, or in 32. Where there are no more than
+// ROWS_AT_ONCE rows, the sums of all their pairs do.
 constexpr int64_t PANEL = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int64_t PARTNERS = 6;
+constexpr int64_t ROWS_AT_ONCE = 7;
 #else
 constexpr int64_t PARTNERS = 3;
+constexpr int64_t ROWS_AT_ONCE = 4;
 #endif
 // A float32 sum moves on when it has so many terms in all lanes together; a tile is not cut.
 constexpr int64_t FLUSH_COLUMNS = 4096;
-// How far ahead a row is fetched where all rows are one panel.
-template <typename T>
-constexpr int64_t COLUMNS_AHEAD = 2048 / static_cast<int64_t>(sizeof(T));
+// What of a tile's rows should stay in the first-level cache, with those of the next one that arrive there
+// meanwhile; and what is read of a row at least, since memory takes longer over shorter runs.
+constexpr int64_t TILE_BYTES = 24 << 10;
+constexpr int64_t LEAST_RUN_BYTES = 1 << 10;
+// How far ahead rows are fetched that are read at once: all of them together.
+constexpr int64_t BYTES_AHEAD = 8 << 10;
 
 inline int64_t pair_index(int64_t row, int64_t partner) { return row * (row + 1) / 2 + partner; }
 
@@ -110,33 +117,37 @@ struct Operand<Half> {
   [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { add_product(sum, a, b); }
 };
 
-// What a call fetches in passing: `step` bytes further on with each step of its columns.
+// What a call fetches in passing: a line of each of its rows, `step` bytes further on with each step of
+// its columns.
 struct Passing {
-  const char* at;
+  const char* first;
+  const char* last;
+  int64_t row_bytes;
   int64_t step;
 
   [[gnu::always_inline]] void fetch() {
-    __builtin_prefetch(at, 0, 2);
-    at += step;
+    for (const char* at = first; at != last; at += row_bytes) __builtin_prefetch(at, 0, 3);
+    first += step;
+    last += step;
   }
 };
 
-// The rows of the next tile: each call on this one fetches one in passing, while there are calls.
+// The rows of the next tile: each call on this one fetches as large a share of them as it has of the
+// products, so that memory is asked for all the time and never for much at once.
 struct Ahead {
-  // All rows are one panel, which asks for what follows in each.
-  bool within = false;
   const char* row = nullptr;
   int64_t row_bytes = 0;
   int64_t num_rows = 0;
   int64_t step = 0;
+  int64_t num_products = 0;
+  int64_t num_fetched = 0;
 
-  // Where no row is left, `in_hand`, which is in the cache, again and again.
-  Passing take(const void* in_hand) {
-    if (num_rows == 0) return {static_cast<const char*>(in_hand), 0};
-    --num_rows;
-    const Passing passing{row, step};
-    row += row_bytes;
-    return passing;
+  Passing take(int64_t products) {
+    num_products += products;
+    const int64_t due = num_rows == 0 ? 0 : 2 * num_products / (num_rows + 1);
+    const char* const first = row + num_fetched * row_bytes;
+    num_fetched = due;
+    return {first, row + due * row_bytes, row_bytes, step};
   }
 };
 
@@ -166,32 +177,57 @@ template <typename T, int64_t part, int64_t ROWS, typename Sum>
     for (int64_t j = 0; j <= i; ++j) Operand<T>::add(sums[i * (i + 1) / 2 + j], value[i], value[j]);
 }
 
-// ROWS rows from `row` on, with each other.
-template <typename T, int64_t ROWS>
-void add_panel(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
-               typename Operand<T>::Sum* totals, Ahead& ahead) {
+// What is added up over a tile of columns. Sums stand in the order in which they are added to.
+template <typename T>
+struct Tile {
+  const T* rows_RC;
+  int64_t row_stride;
+  int64_t columns;
+  typename Operand<T>::Sum* sums;
+  Ahead ahead;
+
+  template <int64_t NUM_SUMS>
+  void add(const typename Operand<T>::Sum* more) {
+#pragma GCC unroll 32
+    for (int64_t i = 0; i < NUM_SUMS; ++i) sums[i] += more[i];
+    sums += NUM_SUMS;
+  }
+};
+
+// ROWS rows from `row` on, with each other. ALONE: they are all there are, and each is asked for further on.
+template <typename T, int64_t ROWS, bool ALONE>
+void add_panel(Tile<T>& tile, int64_t row) {
   using Sum = typename Operand<T>::Sum;
-  const T* panel = rows_RC + row * row_stride;
+  const int64_t row_stride = tile.row_stride;
+  const T* panel = tile.rows_RC + row * row_stride;
   constexpr int64_t NUM_SUMS = ROWS * (ROWS + 1) / 2;
   constexpr int64_t SETS = sets_of<T>(NUM_SUMS);
   Sum sums[SETS * NUM_SUMS] = {};
-  Passing passing = ahead.take(panel);
-  const bool within = ahead.within;
+  constexpr int64_t ahead = BYTES_AHEAD / ROWS / static_cast<int64_t>(sizeof(T));
+  Passing passing = ALONE ? Passing{} : tile.ahead.take(NUM_SUMS);
+  const int64_t columns = tile.columns;
   for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
-    passing.fetch();
-    if (within)
+    if constexpr (ALONE) {
 #pragma GCC unroll 8
       for (int64_t i = 0; i < ROWS; ++i)
-        __builtin_prefetch(panel + i * row_stride + column + COLUMNS_AHEAD<T>, 0, 3);
+        __builtin_prefetch(panel + i * row_stride + column + ahead, 0, 3);
+    } else {
+      passing.fetch();
+    }
     multiply_panel<T, 0, ROWS>(panel + column, row_stride, sums);
     if constexpr (Operand<T>::PARTS == 2)
       multiply_panel<T, 1, ROWS>(panel + column, row_stride, sums + (SETS - 1) * NUM_SUMS);
   }
   join<SETS, NUM_SUMS>(sums);
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < ROWS; ++i)
-#pragma GCC unroll 8
-    for (int64_t j = 0; j <= i; ++j) totals[pair_index(row + i, row + j)] += sums[i * (i + 1) / 2 + j];
+  tile.template add<NUM_SUMS>(sums);
+}
+
+template <typename T, int64_t ROWS, bool ALONE>
+void add_panel_of(int64_t num_rows, Tile<T>& tile, int64_t row) {
+  if constexpr (ROWS > 1) {
+    if (num_rows < ROWS) return add_panel_of<T, ROWS - 1, ALONE>(num_rows, tile, row);
+  }
+  add_panel<T, ROWS, ALONE>(tile, row);
 }
 
 template <typename T, int64_t part, int64_t ROWS, int64_t WITH, typename Sum>
@@ -213,15 +249,16 @@ template <typename T, int64_t part, int64_t ROWS, int64_t WITH, typename Sum>
 
 // ROWS rows from `row` on, with WITH rows from `partner` on.
 template <typename T, int64_t ROWS, int64_t WITH>
-void add_block(const T* rows_RC, int64_t row_stride, int64_t row, int64_t partner, int64_t columns,
-               typename Operand<T>::Sum* totals, Ahead& ahead) {
+void add_block(Tile<T>& tile, int64_t row, int64_t partner) {
   using Sum = typename Operand<T>::Sum;
-  const T* panel = rows_RC + row * row_stride;
-  const T* partners = rows_RC + partner * row_stride;
+  const int64_t row_stride = tile.row_stride;
+  const T* panel = tile.rows_RC + row * row_stride;
+  const T* partners = tile.rows_RC + partner * row_stride;
   constexpr int64_t NUM_SUMS = ROWS * WITH;
   constexpr int64_t SETS = sets_of<T>(NUM_SUMS);
   Sum sums[SETS * NUM_SUMS] = {};
-  Passing passing = ahead.take(panel);
+  Passing passing = tile.ahead.take(NUM_SUMS);
+  const int64_t columns = tile.columns;
   for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
     passing.fetch();
     multiply_block<T, 0, ROWS, WITH>(panel + column, partners + column, row_stride, sums);
@@ -230,59 +267,52 @@ void add_block(const T* rows_RC, int64_t row_stride, int64_t row, int64_t partne
                                        sums + (SETS - 1) * NUM_SUMS);
   }
   join<SETS, NUM_SUMS>(sums);
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < ROWS; ++i)
-#pragma GCC unroll 8
-    for (int64_t j = 0; j < WITH; ++j) totals[pair_index(row + i, partner + j)] += sums[i * WITH + j];
+  tile.template add<NUM_SUMS>(sums);
 }
 
 template <typename T, int64_t ROWS, int64_t WITH>
-void add_block_of(int64_t width, const T* rows_RC, int64_t row_stride, int64_t row, int64_t partner,
-                  int64_t columns, typename Operand<T>::Sum* totals, Ahead& ahead) {
+void add_block_of(int64_t width, Tile<T>& tile, int64_t row, int64_t partner) {
   if constexpr (WITH > 1) {
-    if (width < WITH)
-      return add_block_of<T, ROWS, WITH - 1>(width, rows_RC, row_stride, row, partner, columns, totals,
-                                             ahead);
+    if (width < WITH) return add_block_of<T, ROWS, WITH - 1>(width, tile, row, partner);
   }
-  add_block<T, ROWS, WITH>(rows_RC, row_stride, row, partner, columns, totals, ahead);
+  add_block<T, ROWS, WITH>(tile, row, partner);
 }
 
-// PANEL rows from `row` on, with each other and with all rows above.
-template <typename T>
-void add_rows(const T* rows_RC, int64_t row_stride, int64_t row, int64_t columns,
-              typename Operand<T>::Sum* totals, Ahead& ahead) {
-  add_panel<T, PANEL>(rows_RC, row_stride, row, columns, totals, ahead);
-  // The rows above in shares as equal as can be: 4 as 2 + 2, not 3 + 1, which would wait on latency.
-  const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
-  for (int64_t share = 0; share < num_shares; ++share) {
-    const int64_t partner = row * share / num_shares;
-    const int64_t width = row * (share + 1) / num_shares - partner;
-    add_block_of<T, PANEL, PARTNERS>(width, rows_RC, row_stride, row, partner, columns, totals, ahead);
-  }
-}
-
-// All pairs of rows on one tile; `columns` is a multiple of the operand's STEP. The narrow panel comes
-// first, where it has no rows above: a narrow panel with partners has too few sums to keep the
-// multipliers busy.
-template <typename T>
-void add_tile(const T* rows_RC, int64_t row_stride, int64_t num_rows, int64_t columns,
-              typename Operand<T>::Sum* totals, Ahead& ahead) {
+// The calls that make up all pairs of rows, in order: panel(row, rows) for rows with each other,
+// block(row, partner, width) for PANEL rows with `width` rows above. The narrow panel comes first, where it
+// has no rows above: a narrow panel with partners has too few sums to keep the multipliers busy.
+template <typename Panel, typename Block>
+void for_each_call(int64_t num_rows, const Panel& panel, const Block& block) {
+  if (num_rows <= ROWS_AT_ONCE) return panel(0, num_rows);
   const int64_t rest = num_rows % PANEL;
-  switch (rest) {
-    case 1:
-      add_panel<T, 1>(rows_RC, row_stride, 0, columns, totals, ahead);
-      break;
-    case 2:
-      add_panel<T, 2>(rows_RC, row_stride, 0, columns, totals, ahead);
-      break;
-    case 3:
-      add_panel<T, 3>(rows_RC, row_stride, 0, columns, totals, ahead);
-      break;
+  if (rest > 0) panel(0, rest);
+  for (int64_t row = rest; row < num_rows; row += PANEL) {
+    panel(row, PANEL);
+    // The rows above in shares as equal as can be: 4 as 2 + 2, not 3 + 1, which would wait on latency.
+    const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
+    for (int64_t share = 0; share < num_shares; ++share) {
+      const int64_t partner = row * share / num_shares;
+      block(row, partner, row * (share + 1) / num_shares - partner);
+    }
   }
-  for (int64_t row = rest; row < num_rows; row += PANEL)
-    add_rows<T>(rows_RC, row_stride, row, columns, totals, ahead);
 }
-static_assert(PANEL == 4, "add_tile lists the widths of a first, narrower panel");
+
+// All pairs of rows on one tile; its columns are a multiple of the operand's STEP.
+template <typename T>
+void add_tile(Tile<T> tile, int64_t num_rows) {
+  const bool is_alone = num_rows <= ROWS_AT_ONCE;
+  for_each_call(
+      num_rows,
+      [&](int64_t row, int64_t rows) {
+        if (is_alone)
+          add_panel_of<T, ROWS_AT_ONCE, true>(rows, tile, row);
+        else
+          add_panel_of<T, PANEL, false>(rows, tile, row);
+      },
+      [&](int64_t row, int64_t partner, int64_t width) {
+        add_block_of<T, PANEL, PARTNERS>(width, tile, row, partner);
+      });
+}
 
 // The type that a copied tile holds: storage that is multiplied as it is, or its accumulator.
 template <typename T>
@@ -333,7 +363,7 @@ class Gram {
 
   void add(int64_t first, int64_t columns) {
     const T* at = rows_RN_ + first;
-    const int64_t most = tile_columns(num_rows_);
+    const int64_t most = columns_at_once();
     for (int64_t left = columns; left > 0;) {
       const int64_t now = least(most, left);
       left -= now;
@@ -358,6 +388,14 @@ class Gram {
     } else {
       return parts_;
     }
+  }
+
+  int64_t columns_at_once() const {
+    const int64_t most = tile_columns(num_rows_);
+    if (num_rows_ > MAX_ROWS_IN_PLACE) return most;
+    constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));
+    const int64_t fit = TILE_BYTES / bytes / num_rows_ / 64 * 64;
+    return least(fit < LEAST_RUN_BYTES / bytes ? LEAST_RUN_BYTES / bytes : fit, most);
   }
 
   void count(int64_t columns) {
@@ -387,13 +425,8 @@ class Gram {
   // Columns that make up no whole step are copied, to be filled up.
   void add_in_place(const T* at, int64_t columns, int64_t left) {
     const int64_t whole = columns / Operand<T>::STEP * Operand<T>::STEP;
-    Ahead ahead;
-    if (num_rows_ <= PANEL) {
-      ahead.within = true;
-    } else {
-      ahead = ahead_of<T>(at + columns, left);
-    }
-    if (whole > 0) add_tile(at, row_stride_, num_rows_, whole, sums(), ahead);
+    if (whole > 0)
+      add_tile(Tile<T>{at, row_stride_, whole, sums(), ahead_of<T>(at + columns, left)}, num_rows_);
     if (whole < columns) add_copy(at + whole, columns - whole, {});
   }
 
@@ -407,7 +440,7 @@ class Gram {
       copy_row(at + row * row_stride_, to, columns);
       for (int64_t i = columns; i < padded; ++i) to[i] = Copy{};
     }
-    add_tile(const_cast<const Copy*>(tile_), stride, num_rows_, padded, sums(), ahead);
+    add_tile(Tile<Copy>{tile_, stride, padded, sums(), ahead}, num_rows_);
   }
 
   const T* rows_RN_;
@@ -427,13 +460,24 @@ inline void gram_add(const Rows& rows, int64_t first, int64_t columns, void* scr
   });
 }
 
-inline void gram_end(const void* sums, int64_t num_pairs, double* pairs) {
-  const DoubleSum* wholes = static_cast<const DoubleSum*>(sums);
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+inline void gram_end(const void* sums, int64_t num_rows, double* pairs) {
+  const DoubleSum* whole = static_cast<const DoubleSum*>(sums);
+  const auto next = [&](int64_t row, int64_t partner) {
     double sum = 0;
-    for (int64_t lane = 0; lane < LANES<double>; ++lane) sum += wholes[pair][lane];
-    pairs[pair] = sum;
-  }
+    for (int64_t lane = 0; lane < LANES<double>; ++lane) sum += (*whole)[lane];
+    ++whole;
+    pairs[pair_index(row, partner)] = sum;
+  };
+  for_each_call(
+      num_rows,
+      [&](int64_t row, int64_t rows) {
+        for (int64_t i = 0; i < rows; ++i)
+          for (int64_t j = 0; j <= i; ++j) next(row + i, row + j);
+      },
+      [&](int64_t row, int64_t partner, int64_t width) {
+        for (int64_t i = 0; i < PANEL; ++i)
+          for (int64_t j = 0; j < width; ++j) next(row + i, partner + j);
+      });
 }
 
 }  // namespace doge_fast::DOGE_LEVEL_NAME
