@@ -13,14 +13,17 @@ namespace doge_fast::DOGE_LEVEL_NAME {
 
 // Rows whose products with each other, and with PARTNERS rows above, are held in registers: PANEL * PARTNERS
 // sums, the partners and one more operand must fit in 16 registers, or in 32. Where there are no more than
-// ROWS_AT_ONCE rows, the sums of all their pairs do.
+// ROWS_AT_ONCE rows, the sums of all their pairs do. A call asks for MOST_ROWS_AHEAD of the next tile: CPUs
+// with AVX2 and no more were slower with more than one.
 constexpr int64_t PANEL = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int64_t PARTNERS = 6;
 constexpr int64_t ROWS_AT_ONCE = 7;
+constexpr int64_t MOST_ROWS_AHEAD = 8;
 #else
 constexpr int64_t PARTNERS = 3;
 constexpr int64_t ROWS_AT_ONCE = 4;
+constexpr int64_t MOST_ROWS_AHEAD = 1;
 #endif
 // A float32 sum moves on when it has so many terms in all lanes together; a tile is not cut.
 constexpr int64_t FLUSH_COLUMNS = 4096;
@@ -144,10 +147,11 @@ struct Ahead {
 
   Passing take(int64_t products) {
     num_products += products;
-    const int64_t due = num_rows == 0 ? 0 : 2 * num_products / (num_rows + 1);
-    const char* const first = row + num_fetched * row_bytes;
+    const int64_t share = num_rows == 0 ? 0 : 2 * num_products / (num_rows + 1);
+    const int64_t due = least(share, num_fetched + MOST_ROWS_AHEAD);
+    const Passing passing{row + num_fetched * row_bytes, row + due * row_bytes, row_bytes, step};
     num_fetched = due;
-    return {first, row + due * row_bytes, row_bytes, step};
+    return passing;
   }
 };
 
