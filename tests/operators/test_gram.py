@@ -108,8 +108,8 @@ def compiled() -> str:
     return "cpp"
 
 
-# Either side of where rows are copied together.
-@pytest.mark.parametrize("num_rows", [4, 7, 22, 80, 81])
+# Either side of where rows are read at once (up to 4 or 7), and of where they are copied together.
+@pytest.mark.parametrize("num_rows", [4, 5, 7, 8, 22, 80, 81])
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_compiled_gram_over_several_tiles_and_a_rest(
     num_rows: int, dtype: torch.dtype, compiled: str
@@ -124,6 +124,16 @@ def test_compiled_gram_over_several_tiles_and_a_rest(
     for blocks in (grads_KN, [grads_KN[:, :1029], grads_KN[:, 1029:1031], grads_KN[:, 1031:]]):
         gram_KK = gram(blocks, implementation=compiled)
         assert normalised_error(gram_KK, exact_KK) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_every_pair_of_any_number_of_rows_has_its_place(dtype: torch.dtype, compiled: str) -> None:
+    """Sums stand in the order in which they are added to, which is not that of the pairs."""
+    for num_rows in range(1, 101):
+        grads_KN = torch.randn(num_rows, 70).to(dtype)
+        exact_KK = reference.gram(grads_KN.double())
+        gram_KK = gram(grads_KN, implementation=compiled)
+        assert normalised_error(gram_KK, exact_KK) <= 2 * rounding(grads_KN), num_rows
 
 
 def test_more_than_a_thousand_rows(device: torch.device) -> None:

@@ -124,8 +124,8 @@ def run_at(level: str, rows: Path, tmp_path: Path) -> dict[str, list[torch.Tenso
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512", "avx512bf16"])
 def test_every_level_computes_the_same(level: str, tmp_path: Path) -> None:
     blocks = {}
-    # In one panel, in several, and copied together.
-    for num_rows in (1, 7, 19, 97):
+    # At once, a panel and a block more, several tiles of many, and copied together.
+    for num_rows in (1, 7, 8, 22, 97):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             block = torch.randn(num_rows, 1237).to(dtype)
             # Below the normal numbers of float16, and where it rounds up to infinity.
