@@ -103,7 +103,7 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
     if not right:
         return [_row(case, name, result) for name, result in results.items()]
     plain, screened = _fastest_plain(case)
-    yardstick, yardstick_bytes = _fastest_yardstick(case)
+    yardstick, yardstick_bytes = fastest_yardstick(case)
     calls = {f"ours {name}": call for name, call in right.items()}
     if plain is not None:
         calls["plain"] = case.plain[plain]
@@ -264,7 +264,8 @@ def _fastest_plain(case: Case) -> tuple[str | None, Row]:
     return min(running, key=lambda name: screened[name]["ms"], default=None), screened
 
 
-def _fastest_yardstick(case: Case) -> tuple[str | None, int]:
+def fastest_yardstick(case: Case) -> tuple[str | None, int]:
+    """The read or copy that two warm samples say is fastest, and its bytes."""
     best, best_rate, best_bytes = None, 0.0, 0
     for name, (call, num_bytes) in case.yardsticks.items():
         call()
