@@ -19,7 +19,7 @@
 namespace doge_fast {
 namespace {
 
-// A register of sums for every pair of rows: 64 MiB a thread.
+// Two registers of sums for every pair of rows: 256 MiB a thread.
 constexpr int64_t MAX_ROWS = 2048;
 
 int64_t num_pairs_of(int64_t num_rows) { return num_rows * (num_rows + 1) / 2; }

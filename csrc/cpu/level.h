@@ -51,7 +51,8 @@ constexpr int64_t MAX_ROWS_IN_PLACE = 80;
 // What a level may call a register at most.
 constexpr int64_t MAX_VECTOR_BYTES = 64;
 
-// Columns of a tile at most: its rows of float32, and those of the next one, fit in the second-level cache.
+// Columns of a tile at most: up to 768 rows of float32, and those of the next tile, fit in the second-level
+// cache.
 constexpr int64_t tile_columns(int64_t num_rows) {
   constexpr int64_t most = 512, least = 64, second_level_bytes = 192 << 10;
   const int64_t fit = second_level_bytes / static_cast<int64_t>(sizeof(float)) / num_rows / 64 * 64;

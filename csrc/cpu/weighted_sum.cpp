@@ -1,9 +1,9 @@
 // outs[p] = sum_r coefficients_R[r] * blocks[p][r]
 //
 // Reads the rows whose coefficient is not zero (up to R*N elements), once; writes N. Up to eight rows
-// are added to a tile of columns in one go; the tile stays in the first-level cache until all rows
-// are in, and leaves it for memory without passing through the caches when the result is larger than
-// they are. Rows with a coefficient of exactly zero are not read: they may hold anything.
+// are added to a tile of columns in one go; the tile stays in the nearest caches until all rows are in,
+// and leaves for memory without passing through the others when the result is larger than they are.
+// Rows with a coefficient of exactly zero are not read: they may hold anything.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -2,33 +2,35 @@
 //
 // As few rows as have all their sums in registers are read once, side by side. More are multiplied a tile
 // of columns at a time, a few rows with a few others in each call, where they lie, 16-bit ones widened in
-// registers; very many are copied together first. Meanwhile rows of the next tile are asked for, some lines
-// with every few products: many at once would hold up the loads that products wait for. float32 products
-// are added up in registers over a tile, in float32 memory over FLUSH_COLUMNS, and in float64 from there on.
+// registers; very many are copied together first. Meanwhile rows of the next tile are asked for, a few lines
+// at a time: many at once would hold up the loads that products wait for. float32 products are added up in
+// registers over a tile, in float32 memory over MOST_TILES, and in float64 from there on.
 #pragma once
 
 #include "vectors.h"
 
 namespace doge_fast::DOGE_LEVEL_NAME {
 
-// Rows whose products with each other, and with PARTNERS rows above, are held in registers: PANEL * PARTNERS
-// sums, the partners and one more operand must fit in 16 registers, or in 32. Where there are no more than
-// ROWS_AT_ONCE rows, the sums of all their pairs do. A call asks for MOST_ROWS_AHEAD of the next tile: CPUs
-// with AVX2 and no more were slower with more than one.
+// Rows whose products with each other, and with PARTNERS rows above, are added up in registers, of which
+// there are 16 or 32: PANEL * PARTNERS sums, the partners and one more operand. ROWS_AT_ONCE rows have so few
+// pairs that all sums fit. (Where rows are widened first, GCC keeps some on the stack.) A call asks for
+// MOST_ROWS_AHEAD of the next tile at most: CPUs with AVX2 and no more were slower with several.
 constexpr int64_t PANEL = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int64_t PARTNERS = 6;
 constexpr int64_t ROWS_AT_ONCE = 7;
-constexpr int64_t MOST_ROWS_AHEAD = 8;
+constexpr int64_t MOST_ROWS_AHEAD = PANEL * PARTNERS;
 #else
 constexpr int64_t PARTNERS = 3;
 constexpr int64_t ROWS_AT_ONCE = 4;
 constexpr int64_t MOST_ROWS_AHEAD = 1;
 #endif
-// A float32 sum moves on when it has so many terms in all lanes together; a tile is not cut.
-constexpr int64_t FLUSH_COLUMNS = 4096;
+// Terms that a lane of a float32 sum adds up over a tile at most, and tiles after which it moves on to float64.
+// Equal terms are rounded the same way each time: even then the sum is right to 1e-6.
+constexpr int64_t MOST_TERMS = 48;
+constexpr int64_t MOST_TILES = 12;
 // What of a tile's rows should stay in the first-level cache, with those of the next one that arrive there
-// meanwhile; and what is read of a row at least, since memory takes longer over shorter runs.
+// meanwhile; but so much is read of a row at least, since memory takes longer over shorter runs.
 constexpr int64_t TILE_BYTES = 24 << 10;
 constexpr int64_t LEAST_RUN_BYTES = 1 << 10;
 // How far ahead rows are fetched that are read at once: all of them together.
@@ -135,8 +137,8 @@ struct Passing {
   }
 };
 
-// The rows of the next tile: each call on this one fetches as large a share of them as it has of the
-// products, so that memory is asked for all the time and never for much at once.
+// The rows of the next tile. A call on this one fetches as large a share of them as it has of the products,
+// up to MOST_ROWS_AHEAD, so that memory is asked for all the time and never for much at once.
 struct Ahead {
   const char* row = nullptr;
   int64_t row_bytes = 0;
@@ -162,15 +164,16 @@ constexpr int64_t sets_of(int64_t num_sums) {
   return Operand<T>::PARTS == 2 && num_sums < 8 ? 2 : 1;
 }
 
-template <int64_t SETS, int64_t NUM_SUMS, typename Sum>
-[[gnu::always_inline]] inline void join(Sum* sums) {
+template <typename T, int64_t SETS, int64_t NUM_SUMS>
+[[gnu::always_inline]] inline void join(typename Operand<T>::Sum* sums) {
   if constexpr (SETS == 2)
 #pragma GCC unroll 16
     for (int64_t i = 0; i < NUM_SUMS; ++i) sums[i] += sums[NUM_SUMS + i];
 }
 
-template <typename T, int64_t part, int64_t ROWS, typename Sum>
-[[gnu::always_inline]] inline void multiply_panel(const T* panel, int64_t row_stride, Sum* sums) {
+template <typename T, int64_t part, int64_t ROWS>
+[[gnu::always_inline]] inline void multiply_panel(const T* panel, int64_t row_stride,
+                                                  typename Operand<T>::Sum* sums) {
   typename Operand<T>::Value value[ROWS];
 #pragma GCC unroll 8
   for (int64_t i = 0; i < ROWS; ++i)
@@ -222,7 +225,7 @@ void add_panel(Tile<T>& tile, int64_t row) {
     if constexpr (Operand<T>::PARTS == 2)
       multiply_panel<T, 1, ROWS>(panel + column, row_stride, sums + (SETS - 1) * NUM_SUMS);
   }
-  join<SETS, NUM_SUMS>(sums);
+  join<T, SETS, NUM_SUMS>(sums);
   tile.template add<NUM_SUMS>(sums);
 }
 
@@ -234,9 +237,10 @@ void add_panel_of(int64_t num_rows, Tile<T>& tile, int64_t row) {
   add_panel<T, ROWS, ALONE>(tile, row);
 }
 
-template <typename T, int64_t part, int64_t ROWS, int64_t WITH, typename Sum>
+template <typename T, int64_t part, int64_t ROWS, int64_t WITH>
 [[gnu::always_inline]] inline void multiply_block(const T* panel, const T* partners,
-                                                  int64_t row_stride, Sum* sums) {
+                                                  int64_t row_stride,
+                                                  typename Operand<T>::Sum* sums) {
   // The partners wait in registers, the panel passes by: the other way round needs one register
   // more than AVX2 has, and every load is then repeated.
   typename Operand<T>::Value other[WITH];
@@ -270,7 +274,7 @@ void add_block(Tile<T>& tile, int64_t row, int64_t partner) {
       multiply_block<T, 1, ROWS, WITH>(panel + column, partners + column, row_stride,
                                        sums + (SETS - 1) * NUM_SUMS);
   }
-  join<SETS, NUM_SUMS>(sums);
+  join<T, SETS, NUM_SUMS>(sums);
   tile.template add<NUM_SUMS>(sums);
 }
 
@@ -282,8 +286,8 @@ void add_block_of(int64_t width, Tile<T>& tile, int64_t row, int64_t partner) {
   add_block<T, ROWS, WITH>(tile, row, partner);
 }
 
-// The calls that make up all pairs of rows, in order: panel(row, rows) for rows with each other,
-// block(row, partner, width) for PANEL rows with `width` rows above. The narrow panel comes first, where it
+// The calls that make up all pairs of rows, in order: panel(row, rows) for rows with each other, all rows or
+// up to PANEL; block(row, partner, width) for PANEL rows with `width` rows above. The narrow panel comes first, where it
 // has no rows above: a narrow panel with partners has too few sums to keep the multipliers busy.
 template <typename Panel, typename Block>
 void for_each_call(int64_t num_rows, const Panel& panel, const Block& block) {
@@ -292,7 +296,7 @@ void for_each_call(int64_t num_rows, const Panel& panel, const Block& block) {
   if (rest > 0) panel(0, rest);
   for (int64_t row = rest; row < num_rows; row += PANEL) {
     panel(row, PANEL);
-    // The rows above in shares as equal as can be: 4 as 2 + 2, not 3 + 1, which would wait on latency.
+    // The rows above in shares as equal as can be: one row alone would wait on latency.
     const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
     for (int64_t share = 0; share < num_shares; ++share) {
       const int64_t partner = row * share / num_shares;
@@ -304,11 +308,10 @@ void for_each_call(int64_t num_rows, const Panel& panel, const Block& block) {
 // All pairs of rows on one tile; its columns are a multiple of the operand's STEP.
 template <typename T>
 void add_tile(Tile<T> tile, int64_t num_rows) {
-  const bool is_alone = num_rows <= ROWS_AT_ONCE;
   for_each_call(
       num_rows,
       [&](int64_t row, int64_t rows) {
-        if (is_alone)
+        if (rows == num_rows)
           add_panel_of<T, ROWS_AT_ONCE, true>(rows, tile, row);
         else
           add_panel_of<T, PANEL, false>(rows, tile, row);
@@ -377,7 +380,7 @@ class Gram {
         add_copy(at, now, ahead_of<Copy>(at + now, left));
       }
       at += now;
-      count(now);
+      if (++num_tiles_ == MOST_TILES) flush_all();
     }
     flush_all();
   }
@@ -395,22 +398,18 @@ class Gram {
   }
 
   int64_t columns_at_once() const {
-    const int64_t most = tile_columns(num_rows_);
+    const int64_t all = tile_columns(num_rows_);
+    const int64_t most = IS_SAME<T, double> ? all : least(all, MOST_TERMS * FLOAT_LANES);
     if (num_rows_ > MAX_ROWS_IN_PLACE) return most;
     constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));
     const int64_t fit = TILE_BYTES / bytes / num_rows_ / 64 * 64;
     return least(fit < LEAST_RUN_BYTES / bytes ? LEAST_RUN_BYTES / bytes : fit, most);
   }
 
-  void count(int64_t columns) {
-    pending_ += columns;
-    if (pending_ >= FLUSH_COLUMNS) flush_all();
-  }
-
   void flush_all() {
     if constexpr (!IS_SAME<T, double>)
-      if (pending_ > 0) flush(parts_, wholes_, num_pairs_);
-    pending_ = 0;
+      if (num_tiles_ > 0) flush(parts_, wholes_, num_pairs_);
+    num_tiles_ = 0;
   }
 
   // What is worth fetching while a tile of operands of type O is multiplied, if `left` columns follow it.
@@ -454,7 +453,8 @@ class Gram {
   Copy* tile_;
   DoubleSum* wholes_;
   FloatSum* parts_;
-  int64_t pending_ = 0;
+  // Since the float32 sums moved on.
+  int64_t num_tiles_ = 0;
 };
 
 inline void gram_add(const Rows& rows, int64_t first, int64_t columns, void* scratch, void* sums) {

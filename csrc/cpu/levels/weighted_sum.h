@@ -48,11 +48,11 @@ void add_group(const T* rows_RN, int64_t row_stride, const Term* terms, int64_t 
     for (int64_t u = 0; u < UNROLL; ++u)
       sum[u] = sums.is_first ? Vector<A>{} : load(tile + column + u * LANES<A>);
     if constexpr (sizeof(T) == 2) {
-      constexpr int64_t line = 64;
+      constexpr int64_t line = 64, bytes = static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 8
       for (int64_t g = 0; g < GROUP; ++g)
 #pragma GCC unroll 4
-        for (int64_t at = 0; at < UNROLL * LANES<A> * 2; at += line)
+        for (int64_t at = 0; at < UNROLL * LANES<A> * bytes; at += line)
           __builtin_prefetch(reinterpret_cast<const char*>(row[g] + column) + SUM_BYTES_AHEAD + at, 0, 3);
     }
 #pragma GCC unroll 8
