@@ -131,6 +131,8 @@ def test_every_level_computes_the_same(level: str, tmp_path: Path) -> None:
             # Below the normal numbers of float16, and where it rounds up to infinity.
             block[0, :4] = torch.tensor([6e-8, 3e-5, 65519.0, -1e-8]).to(dtype)
             blocks[f"{num_rows} {dtype}"] = block
+    # Equal terms are all rounded the same way: the most that float32 sums go astray.
+    blocks["2 equal float32"] = torch.full((2, 20_000), 1.876224398612976)
     rows = tmp_path / "rows.pt"
     torch.save(blocks, rows)
     for name, (gram_RR, sums_N, row_N) in run_at(level, rows, tmp_path).items():
