@@ -14,9 +14,9 @@ namespace doge_fast::DOGE_LEVEL_NAME {
 template <typename A>
 constexpr int64_t SUM_TILE = (64 << 10) / static_cast<int64_t>(sizeof(A));
 constexpr int64_t MAX_GROUP = 8;
-// How far ahead rows of 16 bits are asked for: left to the hardware they come too late where memory is
-// fast. Wider ones come in time, and asking costs them a tenth.
-constexpr int64_t SUM_BYTES_AHEAD = 1 << 10;
+// How far ahead rows of 16 bits are asked for, all of a group together: left to the hardware they come too
+// late where memory is fast. Wider ones come in time, and asking costs them a tenth.
+constexpr int64_t SUM_BYTES_AHEAD = 8 << 10;
 
 // What a group adds to and where the sum goes: the tile, or the result when no group follows.
 template <typename T, typename Out>
@@ -49,11 +49,12 @@ void add_group(const T* rows_RN, int64_t row_stride, const Term* terms, int64_t 
       sum[u] = sums.is_first ? Vector<A>{} : load(tile + column + u * LANES<A>);
     if constexpr (sizeof(T) == 2) {
       constexpr int64_t line = 64, bytes = static_cast<int64_t>(sizeof(T));
+      constexpr int64_t ahead = SUM_BYTES_AHEAD / GROUP;
 #pragma GCC unroll 8
       for (int64_t g = 0; g < GROUP; ++g)
 #pragma GCC unroll 4
         for (int64_t at = 0; at < UNROLL * LANES<A> * bytes; at += line)
-          __builtin_prefetch(reinterpret_cast<const char*>(row[g] + column) + SUM_BYTES_AHEAD + at, 0, 3);
+          __builtin_prefetch(reinterpret_cast<const char*>(row[g] + column) + ahead + at, 0, 3);
     }
 #pragma GCC unroll 8
     for (int64_t g = 0; g < GROUP; ++g)
