@@ -59,12 +59,10 @@ constexpr int64_t tile_columns(int64_t num_rows) {
   return fit < least ? least : fit > most ? most : fit;
 }
 
-// Elements between the rows of a copied tile: one cache line more than a tile, so that equal columns of
-// the rows do not share a cache set.
-constexpr int64_t tile_stride(int64_t num_rows) { return tile_columns(num_rows) + 16; }
-
+// A tile of copied rows, of float64 at most, with a cache line between them, so that equal columns of the rows
+// do not share a cache set.
 constexpr int64_t gram_scratch_bytes(int64_t num_rows) {
-  return num_rows * tile_stride(num_rows) * static_cast<int64_t>(sizeof(double));
+  return num_rows * (tile_columns(num_rows) * static_cast<int64_t>(sizeof(double)) + 64);
 }
 
 // Per pair a register of float32 sums and one of float64 sums.

@@ -399,6 +399,8 @@ class Gram {
 
   int64_t columns_at_once() const {
     const int64_t all = tile_columns(num_rows_);
+    // A copy that stays 16 bits wide takes in twice the columns with each step, and has room for them.
+    if (num_rows_ > MAX_ROWS_IN_PLACE && sizeof(Copy) == 2) return 2 * all;
     const int64_t most = IS_SAME<T, double> ? all : least(all, MOST_TERMS * FLOAT_LANES);
     if (num_rows_ > MAX_ROWS_IN_PLACE) return most;
     constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));
@@ -435,7 +437,7 @@ class Gram {
 
   // By way of the scratch tile, its end filled with zeros.
   void add_copy(const T* at, int64_t columns, Ahead ahead) {
-    const int64_t stride = tile_stride(num_rows_);
+    const int64_t stride = columns_at_once() + 64 / static_cast<int64_t>(sizeof(Copy));
     constexpr int64_t step = Operand<Copy>::STEP;
     const int64_t padded = (columns + step - 1) / step * step;
     for (int64_t row = 0; row < num_rows_; ++row) {
