@@ -1,8 +1,7 @@
 // rows[i] = grads[i], or rows[i] += grads[i], for many pairs in one call.
 //
 // Reads the gradients once (N elements) and, when adding, the rows once; writes the rows once. A copy
-// that is twice as large as the caches goes past them; of a smaller one they keep much. An addition does
-// not, its rows are in them already.
+// that is larger than the caches goes past them; an addition does not, its rows are in them already.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -49,7 +48,7 @@ void accumulate(TensorList grads, TensorList rows, bool add) {
     lengths.push_back(rows[i].numel());
     num_bytes += rows[i].numel() * static_cast<int64_t>(rows[i].element_size());
   }
-  const bool past_cache = !add && is_larger_than_cache(num_bytes / 2);
+  const bool past_cache = !add && is_larger_than_cache(num_bytes);
   const Columns columns(std::move(lengths), TILE);
   const int64_t num_pieces = (columns.num_units() + TILES_PER_PIECE - 1) / TILES_PER_PIECE;
   for_each_piece(
