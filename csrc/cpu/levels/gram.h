@@ -287,8 +287,8 @@ void add_block_of(int64_t width, Tile<T>& tile, int64_t row, int64_t partner) {
 }
 
 // The calls that make up all pairs of rows, in order: panel(row, rows) for rows with each other, all rows or
-// up to PANEL; block(row, partner, width) for PANEL rows with `width` rows above. The narrow panel comes first, where it
-// has no rows above: a narrow panel with partners has too few sums to keep the multipliers busy.
+// up to PANEL; block(row, partner, width) for PANEL rows with `width` rows above. The narrow panel comes
+// first, where it has no rows above: with partners it has too few sums to keep the multipliers busy.
 template <typename Panel, typename Block>
 void for_each_call(int64_t num_rows, const Panel& panel, const Block& block) {
   if (num_rows <= ROWS_AT_ONCE) return panel(0, num_rows);
