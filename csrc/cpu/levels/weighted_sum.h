@@ -10,13 +10,21 @@
 
 namespace doge_fast::DOGE_LEVEL_NAME {
 
-// 32 KB of a 16-bit row at a time: the hardware's prefetcher takes its time at each row's beginning.
+// 64 KB of a 16-bit row at a time: the hardware's prefetcher takes its time at each row's beginning.
 template <typename A>
-constexpr int64_t SUM_TILE = (64 << 10) / static_cast<int64_t>(sizeof(A));
+constexpr int64_t SUM_TILE = (128 << 10) / static_cast<int64_t>(sizeof(A));
 constexpr int64_t MAX_GROUP = 8;
-// How far ahead rows of 16 bits are asked for, all of a group together: left to the hardware they come too
-// late where memory is fast. Wider ones come in time, and asking costs them a tenth.
-constexpr int64_t SUM_BYTES_AHEAD = 8 << 10;
+// How far ahead rows of 16 bits are asked for, at the end of a row the next group's beginnings: left to
+// the hardware those come too late. Twice as far is as much too far: more lines than a core waits for.
+constexpr int64_t SUM_BYTES_AHEAD = 256;
+
+// Up to MAX_GROUP rows, at some column.
+template <typename T>
+struct Group {
+  const T* rows_RN;
+  const Term* terms;
+  int64_t num_terms;
+};
 
 // What a group adds to and where the sum goes: the tile, or the result when no group follows.
 template <typename T, typename Out>
@@ -28,69 +36,98 @@ struct Sums {
   bool past_cache;
 };
 
-// (first ? 0 : tile) + sum over GROUP terms, on `columns` columns.
-template <typename T, typename Out, int64_t GROUP>
-void add_group(const T* rows_RN, int64_t row_stride, const Term* terms, int64_t columns,
-               const Sums<T, Out>& sums) {
-  using A = Accumulator<T>;
+// The rows of a group, by row: where they lie, what to ask the memory for beside each column, and their
+// coefficients.
+template <typename T, int64_t GROUP>
+struct Reads {
   const T* row[GROUP];
-  A coefficient[GROUP];
-  for (int64_t g = 0; g < GROUP; ++g) {
-    row[g] = rows_RN + terms[g].row * row_stride;
-    coefficient[g] = static_cast<A>(terms[g].coefficient);
-  }
-  constexpr int64_t UNROLL = 4;
-  A* const tile = sums.tile;
-  int64_t column = 0;
-  for (; column + UNROLL * LANES<A> <= columns; column += UNROLL * LANES<A>) {
+  const T* ahead[GROUP];
+  Accumulator<T> coefficient[GROUP];
+};
+
+template <typename T>
+constexpr bool ASKS_AHEAD = sizeof(T) == 2;
+template <typename T>
+constexpr int64_t SUM_STEP = 4 * LANES<Accumulator<T>>;
+
+// (first ? 0 : tile) + sum over GROUP terms, from `column` on, in steps that end by `end`; where it ended.
+template <typename T, typename Out, int64_t GROUP>
+int64_t add_steps(const Reads<T, GROUP>& reads, int64_t column, int64_t end, const Sums<T, Out>& sums) {
+  using A = Accumulator<T>;
+  constexpr int64_t UNROLL = SUM_STEP<T> / LANES<A>;
+  // Copies: what is written may not be them.
+  const Reads<T, GROUP> from = reads;
+  const auto [tile, out, is_first, is_last, past_cache] = sums;
+  for (; column + SUM_STEP<T> <= end; column += SUM_STEP<T>) {
     Vector<A> sum[UNROLL];
 #pragma GCC unroll 4
     for (int64_t u = 0; u < UNROLL; ++u)
-      sum[u] = sums.is_first ? Vector<A>{} : load(tile + column + u * LANES<A>);
-    if constexpr (sizeof(T) == 2) {
-      constexpr int64_t line = 64, bytes = static_cast<int64_t>(sizeof(T));
-      constexpr int64_t ahead = SUM_BYTES_AHEAD / GROUP;
+      sum[u] = is_first ? Vector<A>{} : load(tile + column + u * LANES<A>);
+    if constexpr (ASKS_AHEAD<T>) {
+      constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 8
       for (int64_t g = 0; g < GROUP; ++g)
 #pragma GCC unroll 4
-        for (int64_t at = 0; at < UNROLL * LANES<A> * bytes; at += line)
-          __builtin_prefetch(reinterpret_cast<const char*>(row[g] + column) + ahead + at, 0, 3);
+        for (int64_t at = 0; at < SUM_STEP<T>; at += line)
+          __builtin_prefetch(from.ahead[g] + column + at, 0, 3);
     }
 #pragma GCC unroll 8
     for (int64_t g = 0; g < GROUP; ++g)
 #pragma GCC unroll 4
       for (int64_t u = 0; u < UNROLL; ++u)
-        sum[u] += broadcast(coefficient[g]) * load(row[g] + column + u * LANES<A>);
+        sum[u] += broadcast(from.coefficient[g]) * load(from.row[g] + column + u * LANES<A>);
     if constexpr (HAS_PUT<A, Out>) {
-      if (sums.is_last) {
+      if (is_last) {
 #pragma GCC unroll 2
         for (int64_t u = 0; u < UNROLL; u += 2)
-          put_pair<A>(sums.out + column + u * LANES<A>, sum[u], sum[u + 1], sums.past_cache);
+          put_pair<A>(out + column + u * LANES<A>, sum[u], sum[u + 1], past_cache);
         continue;
       }
     }
 #pragma GCC unroll 4
     for (int64_t u = 0; u < UNROLL; ++u) store(tile + column + u * LANES<A>, sum[u]);
   }
-  for (; column < columns; ++column) {
-    A sum = sums.is_first ? A{0} : tile[column];
+  return column;
+}
+
+// The same on `columns` columns. `next`: what is read after it.
+template <typename T, typename Out, int64_t GROUP>
+void add_group(const Group<T>& group, const Group<T>& next, int64_t row_stride, int64_t columns,
+               const Sums<T, Out>& sums) {
+  using A = Accumulator<T>;
+  constexpr int64_t AHEAD = SUM_BYTES_AHEAD / static_cast<int64_t>(sizeof(T));
+  Reads<T, GROUP> reads;
+  for (int64_t g = 0; g < GROUP; ++g) {
+    reads.row[g] = group.rows_RN + group.terms[g].row * row_stride;
+    reads.ahead[g] = reads.row[g] + AHEAD;
+    reads.coefficient[g] = static_cast<A>(group.terms[g].coefficient);
+  }
+  int64_t column = 0;
+  if constexpr (ASKS_AHEAD<T>) {
+    column = add_steps(reads, column, columns - AHEAD, sums);
     for (int64_t g = 0; g < GROUP; ++g)
-      sum += coefficient[g] * static_cast<A>(widened(row[g][column]));
+      reads.ahead[g] = next.rows_RN + next.terms[least(g, next.num_terms - 1)].row * row_stride - column;
+  }
+  column = add_steps(reads, column, columns, sums);
+  for (; column < columns; ++column) {
+    A sum = sums.is_first ? A{0} : sums.tile[column];
+    for (int64_t g = 0; g < GROUP; ++g)
+      sum += reads.coefficient[g] * static_cast<A>(widened(reads.row[g][column]));
     if (HAS_PUT<A, Out> && sums.is_last)
       narrow_to(sums.out[column], sum);
     else
-      tile[column] = sum;
+      sums.tile[column] = sum;
   }
 }
 
 template <typename T, typename Out, int64_t GROUP = MAX_GROUP>
-void add_group_of(int64_t size, const T* rows_RN, int64_t row_stride, const Term* terms,
-                  int64_t columns, const Sums<T, Out>& sums) {
+void add_group_of(const Group<T>& group, const Group<T>& next, int64_t row_stride, int64_t columns,
+                  const Sums<T, Out>& sums) {
   if constexpr (GROUP > 1) {
-    if (size < GROUP)
-      return add_group_of<T, Out, GROUP - 1>(size, rows_RN, row_stride, terms, columns, sums);
+    if (group.num_terms < GROUP)
+      return add_group_of<T, Out, GROUP - 1>(group, next, row_stride, columns, sums);
   }
-  add_group<T, Out, GROUP>(rows_RN, row_stride, terms, columns, sums);
+  add_group<T, Out, GROUP>(group, next, row_stride, columns, sums);
 }
 
 template <typename T, typename Out>
@@ -102,14 +139,20 @@ void sum_span(const T* rows_RN, int64_t row_stride, const Term* terms, int64_t n
   int64_t head = 0;
   if (past_cache)
     while (head < columns && !is_streamable(out + head)) ++head;
+  // As equal as can be: few rows together are slow.
+  const int64_t num_groups = (num_terms + MAX_GROUP - 1) / MAX_GROUP;
+  const auto group_of = [&](int64_t i, int64_t first) -> Group<T> {
+    const int64_t begin = i * num_terms / num_groups;
+    return {rows_RN + first, terms + begin, (i + 1) * num_terms / num_groups - begin};
+  };
   for (int64_t first = 0; first < columns;) {
     const bool in_head = first < head;
     const int64_t size = in_head ? head : least(SUM_TILE<A>, columns - first);
-    for (int64_t term = 0; term < num_terms; term += MAX_GROUP) {
-      const int64_t group = least(MAX_GROUP, num_terms - term);
-      const Sums<T, Out> sums{tile, out + first, term == 0, term + group == num_terms,
-                              past_cache && !in_head};
-      add_group_of(group, rows_RN + first, row_stride, terms + term, size, sums);
+    for (int64_t i = 0; i < num_groups; ++i) {
+      const bool is_last = i + 1 == num_groups;
+      const Group<T> next = is_last ? group_of(0, first + size) : group_of(i + 1, first);
+      const Sums<T, Out> sums{tile, out + first, i == 0, is_last, past_cache && !in_head};
+      add_group_of(group_of(i, first), next, row_stride, size, sums);
     }
     if (num_terms == 0) __builtin_memset(tile, 0, size * sizeof(A));
     if (num_terms == 0 || !HAS_PUT<A, Out>) narrow(tile, out + first, size, past_cache && !in_head);
