@@ -19,7 +19,7 @@ namespace {
 
 // Columns, and so many times them that one thread takes at a time.
 constexpr int64_t TILE = 1024;
-constexpr int64_t TILES_PER_PIECE = 64;
+constexpr int64_t TILES_PER_PIECE = 32;
 
 struct Block {
   Rows rows;

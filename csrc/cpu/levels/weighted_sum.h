@@ -16,7 +16,7 @@ constexpr int64_t SUM_TILE = (128 << 10) / static_cast<int64_t>(sizeof(A));
 constexpr int64_t MAX_GROUP = 8;
 // How far ahead rows of 16 bits are asked for, at the end of a row the next group's beginnings: left to
 // the hardware those come too late. Twice as far is as much too far: more lines than a core waits for.
-constexpr int64_t SUM_BYTES_AHEAD = 256;
+constexpr int64_t SUM_BYTES_AHEAD = 384;
 
 // Up to MAX_GROUP rows, at some column.
 template <typename T>
