@@ -4,7 +4,7 @@
 // of columns at a time, a few rows with a few others in each call, where they lie, 16-bit ones widened in
 // registers; very many are copied together first. Meanwhile rows of the next tile are asked for, a few lines
 // at a time: many at once would hold up the loads that products wait for. float32 products are added up in
-// registers over a tile, in float32 memory over MOST_TILES, and in float64 from there on.
+// registers over a tile, in float32 memory over some tiles, and in float64 from there on.
 #pragma once
 
 #include "vectors.h"
@@ -14,25 +14,31 @@ namespace doge_fast::DOGE_LEVEL_NAME {
 // Rows whose products with each other, and with PARTNERS rows above, are added up in registers, of which
 // there are 16 or 32: PANEL * PARTNERS sums, the partners and one more operand. ROWS_AT_ONCE rows have so few
 // pairs that all sums fit. (Where rows are widened first, GCC keeps some on the stack.) A call asks for
-// MOST_ROWS_AHEAD of the next tile at most: CPUs with AVX2 and no more were slower with several.
+// MOST_ROWS_AHEAD of the next tile at most: CPUs with AVX2 and no more were slower with several. TILE_BYTES of
+// a tile's rows should stay in the first-level cache, with those of the next one that arrive there meanwhile and,
+// of up to 24 rows, the sums; but so much is read of a row at least, since memory takes longer over shorter runs.
 constexpr int64_t PANEL = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int64_t PARTNERS = 6;
 constexpr int64_t ROWS_AT_ONCE = 7;
 constexpr int64_t MOST_ROWS_AHEAD = PANEL * PARTNERS;
+constexpr int64_t TILE_BYTES = 12 << 10;
+constexpr int64_t least_run_bytes(int64_t num_rows) { return num_rows <= 24 ? 512 : 768; }
+// Rows of 16 bits that are widened take so many times that: arithmetic is what they wait for.
+constexpr int64_t TILES_WIDENED = 2;
 #else
 constexpr int64_t PARTNERS = 3;
 constexpr int64_t ROWS_AT_ONCE = 4;
 constexpr int64_t MOST_ROWS_AHEAD = 1;
-#endif
-// Terms that a lane of a float32 sum adds up over a tile at most, and tiles after which it moves on to float64.
-// Equal terms are rounded the same way each time: even then the sum is right to 1e-6.
-constexpr int64_t MOST_TERMS = 48;
-constexpr int64_t MOST_TILES = 12;
-// What of a tile's rows should stay in the first-level cache, with those of the next one that arrive there
-// meanwhile; but so much is read of a row at least, since memory takes longer over shorter runs.
 constexpr int64_t TILE_BYTES = 24 << 10;
-constexpr int64_t LEAST_RUN_BYTES = 1 << 10;
+constexpr int64_t least_run_bytes(int64_t) { return 1 << 10; }
+constexpr int64_t TILES_WIDENED = 1;
+#endif
+// Terms that a lane of a float32 sum adds up over a tile at most, and what these and the tiles after which it
+// moves on to float64 may come to together. Equal terms are rounded the same way each time: even then the sum is
+// right to 1e-6.
+constexpr int64_t MOST_TERMS = 48;
+constexpr int64_t MOST_ADDITIONS = 60;
 // How far ahead rows are fetched that are read at once: all of them together.
 constexpr int64_t BYTES_AHEAD = 8 << 10;
 
@@ -371,6 +377,7 @@ class Gram {
   void add(int64_t first, int64_t columns) {
     const T* at = rows_RN_ + first;
     const int64_t most = columns_at_once();
+    const int64_t most_tiles = MOST_ADDITIONS - most / FLOAT_LANES;
     for (int64_t left = columns; left > 0;) {
       const int64_t now = least(most, left);
       left -= now;
@@ -380,7 +387,7 @@ class Gram {
         add_copy(at, now, ahead_of<Copy>(at + now, left));
       }
       at += now;
-      if (++num_tiles_ == MOST_TILES) flush_all();
+      if (++num_tiles_ == most_tiles) flush_all();
     }
     flush_all();
   }
@@ -404,8 +411,10 @@ class Gram {
     const int64_t most = IS_SAME<T, double> ? all : least(all, MOST_TERMS * FLOAT_LANES);
     if (num_rows_ > MAX_ROWS_IN_PLACE) return most;
     constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));
-    const int64_t fit = TILE_BYTES / bytes / num_rows_ / 64 * 64;
-    return least(fit < LEAST_RUN_BYTES / bytes ? LEAST_RUN_BYTES / bytes : fit, most);
+    constexpr int64_t times = Operand<T>::PARTS == 2 ? TILES_WIDENED : 1;
+    const int64_t fit = times * TILE_BYTES / bytes / num_rows_ / 64 * 64;
+    const int64_t least_run = times * least_run_bytes(num_rows_) / bytes;
+    return least(fit < least_run ? least_run : fit, most);
   }
 
   void flush_all() {
