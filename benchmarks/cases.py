@@ -62,6 +62,8 @@ class Case:
     """By implementation."""
     plain: dict[str, Call] = field(default_factory=dict)
     """By formulation in plain torch."""
+    widening_flops: int = 0
+    """Spent on top where an element is widened before it is multiplied: an instruction each."""
     is_small: bool = False
     """Too small for bandwidth to mean anything: what counts is the price of a call."""
 
@@ -100,7 +102,8 @@ def gram_case(
         problem=problem,
         device=arena.device,
         num_bytes=problem.num_bytes,
-        flops=num_rows * (num_rows + 1) * num_columns + _widening_flops(arena, problem),
+        flops=num_rows * (num_rows + 1) * num_columns,
+        widening_flops=2 * num_rows * num_columns,
         error=error,
         tolerance=GRAM_TOLERANCE,
         yardsticks=_reads(arena, problem) if arena.device.type == "cpu" else _copies(arena),
@@ -261,16 +264,6 @@ def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
         float((a.double() - b).abs().max().nan_to_num(math.inf, math.inf)) for a, b in pairs
     )
     return worst / largest
-
-
-def _widening_flops(arena: Arena, problem: OperatorProblem) -> int:
-    """What a CPU spends on 16-bit rows before it multiplies, in units of its roof's arithmetic.
-
-    The roof is float32's multiply-adds; widening an element takes an instruction, as one of those.
-    (With AVX-512's own products of bfloat16 nothing is widened, and this roof is too low.)
-    """
-    is_widened = arena.device.type == "cpu" and problem.dtype.itemsize == 2
-    return 2 * problem.num_rows * problem.num_columns if is_widened else 0
 
 
 def _sum_tolerance(problem: OperatorProblem) -> float:

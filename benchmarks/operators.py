@@ -12,11 +12,13 @@ import argparse
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import cases, protocol
 from benchmarks.cases import Case
@@ -109,9 +111,12 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
         calls["plain"] = case.plain[plain]
     if yardstick is not None:
         calls["yardstick"] = case.yardsticks[yardstick][0]
-    product, flops = square_product(case.device, case.problem.dtype)
-    if yardstick is not None and case.flops > MIN_FLOPS_PER_BYTE * case.num_bytes:
-        calls["product"] = product
+    product = square_product(case.device, case.problem.dtype)
+    flops = case.flops
+    if product.dtype != case.problem.dtype:
+        flops += case.widening_flops
+    if yardstick is not None and flops > MIN_FLOPS_PER_BYTE * case.num_bytes:
+        calls["product"] = product.call
     if case.is_small:
         calls = {name: _repeated(call) for name, call in calls.items()}
     before = None if case.is_small else protocol.cold(case.num_bytes, case.device)
@@ -124,7 +129,10 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
         )
         for name, each in more.items():
             times[name] += [ms / num_calls for ms in each]
-        rows = _judged(case, results, times, yardstick, yardstick_bytes, plain, screened, flops)
+        in_products = flops / product.flops
+        rows = _judged(
+            case, results, times, yardstick, yardstick_bytes, plain, screened, in_products
+        )
         if all(row["bar"] in ("met", FALLBACK) or "ms" not in row for row in rows):
             break
     return rows
@@ -138,7 +146,7 @@ def _judged(
     yardstick_bytes: int,
     plain: str | None,
     screened: Row,
-    product_flops: int,
+    in_products: float,
 ) -> list[Row]:
     """A row per implementation from all samples so far."""
     rows = []
@@ -149,7 +157,7 @@ def _judged(
             ours_ms = times[f"ours {name}"]
             row |= _limits(case, ours_ms, yardstick, yardstick_bytes, times.get("yardstick"))
             if "fraction" in row and "product" in times:
-                row |= _arithmetic(row, case.flops / product_flops, ours_ms, times["product"])
+                row |= _arithmetic(row, in_products, ours_ms, times["product"])
             row |= _comparison(ours_ms, plain, screened, times.get("plain"))
             is_fallback = name == "torch" and num_right > 1
             row["bar"] = FALLBACK if is_fallback else _verdict(row)
@@ -199,22 +207,53 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def square_product(device: torch.device, dtype: torch.dtype) -> tuple[Call, int]:
-    """A square product of torch and its flops: the yardstick of arithmetic.
+@dataclass(frozen=True)
+class Product:
+    """A square product of torch."""
 
-    On a CPU 16-bit rows are widened, so that their roof is float32's.
-    """
-    if device.type == "cpu" and dtype != torch.float64:
-        dtype = torch.float32
-    size = YARDSTICK_SIZE.get(device.type, 1024)
-    size //= 1 if dtype.itemsize == 2 or device.type == "cpu" else 2
-    left, right = _square(size, device, dtype), _square(size, device, dtype)
-    return functools.partial(torch.mm, left, right), 2 * size**3
+    call: Call
+    flops: int
+    dtype: torch.dtype
 
 
 @functools.cache
-def _square(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(size, size, device=device).to(dtype)
+def square_product(device: torch.device, dtype: torch.dtype) -> Product:
+    """The fastest that torch has for numbers of this type: the yardstick of arithmetic.
+
+    On a CPU oneDNN competes with what `torch.mm` calls. There rows of 16 bits are widened to
+    float32, except bfloat16 where the CPU multiplies it as it is.
+    """
+    size = YARDSTICK_SIZE.get(device.type, 1024)
+    if device.type != "cpu":
+        size //= 1 if dtype.itemsize == 2 else 2
+        return _product(torch.mm, size, device, dtype)
+    found = []
+    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        found.append(_product(torch.mm, size, device, dtype))
+    dtype = torch.promote_types(dtype, torch.float32)
+    found.append(_product(torch.mm, size, device, dtype))
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        found.append(_product(torch.nn.functional.linear, size, device, dtype, through_onednn=True))
+    return min(found, key=lambda product: _warm_ms(product.call, device))
+
+
+def _product(
+    formulation: Callable[..., Tensor],
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    through_onednn: bool = False,
+) -> Product:
+    sides = [torch.randn(size, size, device=device).to(dtype) for _ in range(2)]
+    if through_onednn:
+        sides = [side.to_mkldnn() for side in sides]
+    return Product(functools.partial(formulation, *sides), 2 * size**3, dtype)
+
+
+def _warm_ms(call: Call, device: torch.device) -> float:
+    call()
+    return min(protocol.timed_ms(call, device) for _ in range(3))
 
 
 def checked(case: Case, call: Call) -> Row:
@@ -265,11 +304,10 @@ def _fastest_plain(case: Case) -> tuple[str | None, Row]:
 
 
 def fastest_yardstick(case: Case) -> tuple[str | None, int]:
-    """The read or copy that two warm samples say is fastest, and its bytes."""
+    """The read or copy that warm samples say is fastest, and its bytes."""
     best, best_rate, best_bytes = None, 0.0, 0
     for name, (call, num_bytes) in case.yardsticks.items():
-        call()
-        ms = min(protocol.timed_ms(call, case.device) for _ in range(2))
+        ms = _warm_ms(call, case.device)
         if num_bytes / ms > best_rate:
             best, best_rate, best_bytes = name, num_bytes / ms, num_bytes
     return best, best_bytes
@@ -302,9 +340,9 @@ def _limits(
     return row
 
 
-def _arithmetic(row: Row, flops: float, ours_ms: list[float], product_ms: list[float]) -> Row:
-    """The other roof, where its floor counts. `flops` are in units of the product."""
-    of_compute, of_bandwidth = protocol.ratio_of(product_ms, ours_ms, flops), row["fraction"]
+def _arithmetic(row: Row, in_products: float, ours_ms: list[float], product_ms: list[float]) -> Row:
+    """The other roof, where its floor counts. `in_products`: the arithmetic, in square products."""
+    of_compute, of_bandwidth = protocol.ratio_of(product_ms, ours_ms, in_products), row["fraction"]
     floors = of_compute.ratio / of_bandwidth[0]
     if floors * RIDGE < 1:
         return {}

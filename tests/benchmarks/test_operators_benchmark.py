@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import cases, operators, problems
 from benchmarks.problems import BLOCKS, MATRIX, Arena
+from benchmarks.protocol import Call
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BYTES = 4_000_000
@@ -89,12 +90,38 @@ def test_traffic_and_arithmetic_are_counted(arena: Arena) -> None:
     assert add.num_bytes == 3 * add.problem.num_columns * 4
     halves = Arena(torch.bfloat16, SMALL_BYTES, "cpu")
     widened_gram = cases.gram_case(halves, halves.problem(7, MATRIX), ["torch"])
-    # Each element is widened once, at the price of a product and a sum.
-    assert widened_gram.flops == (28 + 7) * 2 * widened_gram.problem.num_columns
+    assert widened_gram.flops == 28 * 2 * widened_gram.problem.num_columns
+    # Each element once, at the price of a product and a sum.
+    assert widened_gram.widening_flops == 7 * 2 * widened_gram.problem.num_columns
     widened = cases.accumulate_case(
         Arena(torch.bfloat16, SMALL_BYTES, "cpu"), ["torch"], add=True, row_dtype=torch.float32
     )
     assert widened.num_bytes == 10 * widened.problem.num_columns
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_arithmetic_is_measured_by_the_fastest_product(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """One of the type that rows are multiplied in, and none that torch has is faster."""
+    seen: list[tuple[float, Call]] = []
+
+    def recorded(call: Call, device: torch.device) -> float:
+        seen.append((-float(len(seen)), call))
+        return seen[-1][0]
+
+    monkeypatch.setattr(operators, "_warm_ms", recorded)
+    monkeypatch.setattr(operators, "YARDSTICK_SIZE", {"cpu": 16})
+    product = operators.square_product.__wrapped__(torch.device("cpu"), dtype)
+    assert product.flops == 2 * 16**3
+    assert product.call is min(seen, key=lambda each: each[0])[1]
+    widened = torch.promote_types(dtype, torch.float32)
+    assert product.dtype in {widened, dtype} - (
+        {torch.float16} if dtype == torch.float16 else set()
+    )
+    result = product.call()
+    assert isinstance(result, torch.Tensor)
+    assert result.shape == (16, 16)
 
 
 def test_wrong_is_not_timed(arena: Arena) -> None:
