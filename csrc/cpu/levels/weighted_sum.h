@@ -14,9 +14,10 @@ namespace doge_fast::DOGE_LEVEL_NAME {
 template <typename A>
 constexpr int64_t SUM_TILE = (128 << 10) / static_cast<int64_t>(sizeof(A));
 constexpr int64_t MAX_GROUP = 8;
-// How far ahead rows of 16 bits are asked for, at the end of a row the next group's beginnings: left to
-// the hardware those come too late. Twice as far is as much too far: more lines than a core waits for.
+// How far ahead each row of 16 bits is asked for, at its end in a tile the next group's beginnings: left to
+// the hardware those come too late. And rows of one group alone, all of them together.
 constexpr int64_t SUM_BYTES_AHEAD = 384;
+constexpr int64_t ALONE_BYTES_AHEAD = 8 << 10;
 
 // Up to MAX_GROUP rows, at some column.
 template <typename T>
@@ -95,16 +96,18 @@ template <typename T, typename Out, int64_t GROUP>
 void add_group(const Group<T>& group, const Group<T>& next, int64_t row_stride, int64_t columns,
                const Sums<T, Out>& sums) {
   using A = Accumulator<T>;
-  constexpr int64_t AHEAD = SUM_BYTES_AHEAD / static_cast<int64_t>(sizeof(T));
+  constexpr auto bytes = static_cast<int64_t>(sizeof(T));
+  const bool is_alone = sums.is_first && sums.is_last;
+  const int64_t ahead = (is_alone ? ALONE_BYTES_AHEAD / GROUP : SUM_BYTES_AHEAD) / bytes;
   Reads<T, GROUP> reads;
   for (int64_t g = 0; g < GROUP; ++g) {
     reads.row[g] = group.rows_RN + group.terms[g].row * row_stride;
-    reads.ahead[g] = reads.row[g] + AHEAD;
+    reads.ahead[g] = reads.row[g] + ahead;
     reads.coefficient[g] = static_cast<A>(group.terms[g].coefficient);
   }
   int64_t column = 0;
-  if constexpr (ASKS_AHEAD<T>) {
-    column = add_steps(reads, column, columns - AHEAD, sums);
+  if (ASKS_AHEAD<T> && !is_alone) {
+    column = add_steps(reads, column, columns - ahead, sums);
     for (int64_t g = 0; g < GROUP; ++g)
       reads.ahead[g] = next.rows_RN + next.terms[least(g, next.num_terms - 1)].row * row_stride - column;
   }
