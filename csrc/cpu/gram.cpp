@@ -59,7 +59,7 @@ class Worker {
 // what a piece costs by itself (a first tile that nobody has fetched; clearing, flushing and adding up a
 // register per pair), and no more than 64 MiB of sums.
 int64_t choose_num_pieces(int64_t num_units, int64_t unit, int64_t num_pairs) {
-  constexpr int64_t few = 8, enough = 128, most = 256, short_piece = 8192, long_piece = 32768;
+  constexpr int64_t few = 8, enough = 64, most = 256, short_piece = 8192, long_piece = 262144;
   constexpr int64_t partial_bytes = 64 << 20;
   const int64_t fit = partial_bytes / (num_pairs * static_cast<int64_t>(sizeof(double)));
   const int64_t columns = num_units * unit;
