@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "../check.h"
@@ -16,7 +17,8 @@ namespace doge_fast {
 namespace {
 
 constexpr int64_t TILE = 1024;
-// Of the rows, that one thread takes at a time: with four times as much or a quarter of it copies take longer.
+// How much of the rows one thread takes at a time, about. With four times as much copies take longer, and with a
+// quarter.
 constexpr int64_t PIECE_BYTES = 512 << 10;
 
 struct Pair {

@@ -19,7 +19,7 @@ namespace doge_fast {
 namespace {
 
 constexpr int64_t TILE = 1024;
-// What one thread takes at a time, at least: so many columns, and of few rows so much memory.
+// What one thread takes at a time, about: so many columns or, of few rows, so much memory.
 constexpr int64_t TILES_PER_PIECE = 32;
 constexpr int64_t PIECE_BYTES = 1 << 20;
 
@@ -67,7 +67,7 @@ void weighted_sum(TensorList blocks, Tensor coefficients_R, TensorList outs) {
   const bool past_cache = is_larger_than_cache(out_bytes);
   const Columns columns(std::move(lengths), TILE);
   const int64_t num_pieces = std::min((columns.num_units() + TILES_PER_PIECE - 1) / TILES_PER_PIECE,
-                                      (num_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
+                                      1 + num_bytes / PIECE_BYTES);
   for_each_piece(
       num_pieces, num_bytes, [] { return 0; },
       [&](int64_t piece, int) {

@@ -57,6 +57,17 @@ def test_long_rows_lose_nothing(
     assert (found_KK - exact_KK).abs().max() <= BAR * exact_KK.abs().max()
 
 
+def test_very_many_rows_of_equal_terms_lose_nothing(implementation: str) -> None:
+    """81 rows of bfloat16, which AVX-512 copies and multiplies as it is, of two numbers in turn."""
+    if implementation != "cpp":
+        pytest.skip("how copied rows are added up on a CPU is tested")
+    pair = torch.tensor([0.58984375, 0.00131988525390625]).bfloat16()
+    num_pairs = 1 << 23
+    found_KK = gram(pair.repeat(num_pairs).expand(81, -1), implementation=implementation)
+    exact = num_pairs * float(pair.double().square().sum())
+    assert (found_KK - exact).abs().max() <= BAR * exact
+
+
 def test_long_rows_give_the_same_bits_twice(
     long_rows: tuple[Tensor, Tensor], implementation: str
 ) -> None:

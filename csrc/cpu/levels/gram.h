@@ -39,6 +39,7 @@ constexpr int64_t TILES_WIDENED = 1;
 // right to 1e-6.
 constexpr int64_t MOST_TERMS = 48;
 constexpr int64_t MOST_ADDITIONS = 60;
+static_assert(MOST_ADDITIONS > MOST_TERMS);
 // How far ahead rows are fetched that are read at once: all of them together.
 constexpr int64_t BYTES_AHEAD = 8 << 10;
 
@@ -377,7 +378,8 @@ class Gram {
   void add(int64_t first, int64_t columns) {
     const T* at = rows_RN_ + first;
     const int64_t most = columns_at_once();
-    const int64_t most_tiles = MOST_ADDITIONS - most / FLOAT_LANES;
+    // Float64 sums are there already.
+    const int64_t most_tiles = IS_SAME<T, double> ? 1 : MOST_ADDITIONS - most / FLOAT_LANES;
     for (int64_t left = columns; left > 0;) {
       const int64_t now = least(most, left);
       left -= now;
@@ -405,9 +407,9 @@ class Gram {
   }
 
   int64_t columns_at_once() const {
-    const int64_t all = tile_columns(num_rows_);
     // A copy that stays 16 bits wide takes in twice the columns with each step, and has room for them.
-    if (num_rows_ > MAX_ROWS_IN_PLACE && sizeof(Copy) == 2) return 2 * all;
+    const bool is_narrow = num_rows_ > MAX_ROWS_IN_PLACE && sizeof(Copy) == 2;
+    const int64_t all = (is_narrow ? 2 : 1) * tile_columns(num_rows_);
     const int64_t most = IS_SAME<T, double> ? all : least(all, MOST_TERMS * FLOAT_LANES);
     if (num_rows_ > MAX_ROWS_IN_PLACE) return most;
     constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));

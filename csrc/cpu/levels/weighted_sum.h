@@ -1,7 +1,7 @@
 // out = sum of rows, each times its coefficient, on a span of columns.
 //
 // Up to eight rows are added to a tile of columns in one go; the tile stays in the nearest caches
-// while groups of eight follow each other. The last group, often the only one, goes straight to the
+// while groups of rows follow each other. The last group, often the only one, goes straight to the
 // result, so that reads and writes take turns vector by vector; past the caches when the result is
 // larger than they are.
 #pragma once
