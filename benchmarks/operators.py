@@ -115,6 +115,7 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
     flops = case.flops
     if product.dtype != case.problem.dtype:
         flops += case.widening_flops
+    in_products = flops / product.flops
     if yardstick is not None and flops > MIN_FLOPS_PER_BYTE * case.num_bytes:
         calls["product"] = product.call
     if case.is_small:
@@ -129,7 +130,6 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
         )
         for name, each in more.items():
             times[name] += [ms / num_calls for ms in each]
-        in_products = flops / product.flops
         rows = _judged(
             case, results, times, yardstick, yardstick_bytes, plain, screened, in_products
         )
