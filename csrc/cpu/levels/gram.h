@@ -164,6 +164,15 @@ struct Ahead {
   }
 };
 
+// Keeps the one pointer of a loop over several rows: GCC would make one of each row, more than there are
+// registers. With AVX2 its choice is the better one.
+template <typename T>
+[[gnu::always_inline]] inline void keep_pointer([[maybe_unused]] const T*& pointer) {
+#if defined(__AVX512F__)
+  asm("" : "+r"(pointer));
+#endif
+}
+
 // Sums that wait for each other less than the multiplier takes: where there are few of them, the two
 // parts of an operand are added up apart.
 template <typename T>
@@ -194,17 +203,20 @@ template <typename T, int64_t part, int64_t ROWS>
 // What is added up over a tile of columns. Sums stand in the order in which they are added to.
 template <typename T>
 struct Tile {
+  using Sum = typename Operand<T>::Sum;
+
   const T* rows_RC;
   int64_t row_stride;
   int64_t columns;
-  typename Operand<T>::Sum* sums;
+  Sum* sums;
   Ahead ahead;
 
   template <int64_t NUM_SUMS>
-  void add(const typename Operand<T>::Sum* more) {
+  void add(const Sum* more) {
+    Sum* to = sums;
 #pragma GCC unroll 32
-    for (int64_t i = 0; i < NUM_SUMS; ++i) sums[i] += more[i];
-    sums += NUM_SUMS;
+    for (int64_t i = 0; i < NUM_SUMS; ++i) to[i] += more[i];
+    sums = to + NUM_SUMS;
   }
 };
 
@@ -219,18 +231,17 @@ void add_panel(Tile<T>& tile, int64_t row) {
   Sum sums[SETS * NUM_SUMS] = {};
   constexpr int64_t ahead = BYTES_AHEAD / ROWS / static_cast<int64_t>(sizeof(T));
   Passing passing = ALONE ? Passing{} : tile.ahead.take(NUM_SUMS);
-  const int64_t columns = tile.columns;
-  for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
+  for (const T* const last = panel + tile.columns; panel != last; panel += Operand<T>::STEP) {
+    keep_pointer(panel);
     if constexpr (ALONE) {
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < ROWS; ++i)
-        __builtin_prefetch(panel + i * row_stride + column + ahead, 0, 3);
+      for (int64_t i = 0; i < ROWS; ++i) __builtin_prefetch(panel + i * row_stride + ahead, 0, 3);
     } else {
       passing.fetch();
     }
-    multiply_panel<T, 0, ROWS>(panel + column, row_stride, sums);
+    multiply_panel<T, 0, ROWS>(panel, row_stride, sums);
     if constexpr (Operand<T>::PARTS == 2)
-      multiply_panel<T, 1, ROWS>(panel + column, row_stride, sums + (SETS - 1) * NUM_SUMS);
+      multiply_panel<T, 1, ROWS>(panel, row_stride, sums + (SETS - 1) * NUM_SUMS);
   }
   join<T, SETS, NUM_SUMS>(sums);
   tile.template add<NUM_SUMS>(sums);
@@ -273,13 +284,14 @@ void add_block(Tile<T>& tile, int64_t row, int64_t partner) {
   constexpr int64_t SETS = sets_of<T>(NUM_SUMS);
   Sum sums[SETS * NUM_SUMS] = {};
   Passing passing = tile.ahead.take(NUM_SUMS);
-  const int64_t columns = tile.columns;
-  for (int64_t column = 0; column < columns; column += Operand<T>::STEP) {
+  for (const T* const last = panel + tile.columns; panel != last; panel += Operand<T>::STEP) {
+    keep_pointer(panel);
+    keep_pointer(partners);
     passing.fetch();
-    multiply_block<T, 0, ROWS, WITH>(panel + column, partners + column, row_stride, sums);
+    multiply_block<T, 0, ROWS, WITH>(panel, partners, row_stride, sums);
     if constexpr (Operand<T>::PARTS == 2)
-      multiply_block<T, 1, ROWS, WITH>(panel + column, partners + column, row_stride,
-                                       sums + (SETS - 1) * NUM_SUMS);
+      multiply_block<T, 1, ROWS, WITH>(panel, partners, row_stride, sums + (SETS - 1) * NUM_SUMS);
+    partners += Operand<T>::STEP;
   }
   join<T, SETS, NUM_SUMS>(sums);
   tile.template add<NUM_SUMS>(sums);
