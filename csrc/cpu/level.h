@@ -45,9 +45,6 @@ struct Level {
 
 // Sizes that do not depend on the level, so that what is summed with what does not either.
 
-// Rows that are multiplied where they lie. More are copied together first, which costs little beside
-// R * R / 2 products: spread over as many pages the rows of a tile are slow to find.
-constexpr int64_t MAX_ROWS_IN_PLACE = 80;
 // What a level may call a register at most.
 constexpr int64_t MAX_VECTOR_BYTES = 64;
 

@@ -17,23 +17,34 @@ namespace doge_fast::DOGE_LEVEL_NAME {
 // MOST_ROWS_AHEAD of the next tile at most: CPUs with AVX2 and no more were slower with several. TILE_BYTES of
 // a tile's rows should stay in the first-level cache, with those of the next one that arrive there meanwhile and,
 // of up to 24 rows, the sums; but so much is read of a row at least, since memory takes longer over shorter runs.
+// Beyond MOST_ROWS_FIRST_LEVEL rows that cache does not hold them, and GROUP rows go through those above together.
 constexpr int64_t PANEL = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int64_t PARTNERS = 6;
 constexpr int64_t ROWS_AT_ONCE = 7;
 constexpr int64_t MOST_ROWS_AHEAD = PANEL * PARTNERS;
 constexpr int64_t TILE_BYTES = 12 << 10;
-constexpr int64_t least_run_bytes(int64_t num_rows) { return num_rows <= 24 ? 512 : 768; }
+constexpr int64_t MOST_ROWS_FIRST_LEVEL = 48;
+constexpr int64_t least_run_bytes(int64_t num_rows) {
+  return num_rows <= 24 ? 512 : num_rows <= MOST_ROWS_FIRST_LEVEL ? 768 : 1024;
+}
 // Rows of 16 bits that are widened take so many times that: arithmetic is what they wait for.
 constexpr int64_t TILES_WIDENED = 2;
+constexpr int64_t MOST_WIDENED_IN_PLACE = 128;
 #else
 constexpr int64_t PARTNERS = 3;
 constexpr int64_t ROWS_AT_ONCE = 4;
 constexpr int64_t MOST_ROWS_AHEAD = 1;
 constexpr int64_t TILE_BYTES = 24 << 10;
+constexpr int64_t MOST_ROWS_FIRST_LEVEL = 32;
 constexpr int64_t least_run_bytes(int64_t) { return 1 << 10; }
 constexpr int64_t TILES_WIDENED = 1;
+constexpr int64_t MOST_WIDENED_IN_PLACE = 80;
 #endif
+constexpr int64_t GROUP = 3 * PANEL;
+// More rows are copied together first, which costs little beside R * R / 2 products: spread over as many pages the
+// rows of a tile are slow to find.
+constexpr int64_t MOST_IN_PLACE = 128;
 // Terms that a lane of a float32 sum adds up over a tile at most, and what these and the tiles after which it
 // moves on to float64 may come to together. Equal terms are rounded the same way each time: even then the sum is
 // right to 1e-6.
@@ -305,21 +316,35 @@ void add_block_of(int64_t width, Tile<T>& tile, int64_t row, int64_t partner) {
   add_block<T, ROWS, WITH>(tile, row, partner);
 }
 
+// Rows [row, last) with rows [above, end_above), the latter in shares as equal as can be: one row alone would wait
+// on latency.
+template <typename Block>
+void for_each_block(int64_t row, int64_t last, int64_t above, int64_t end_above, const Block& block) {
+  const int64_t num_above = end_above - above;
+  const int64_t num_shares = (num_above + PARTNERS - 1) / PARTNERS;
+  for (int64_t share = 0; share < num_shares; ++share) {
+    const int64_t partner = above + num_above * share / num_shares;
+    const int64_t width = above + num_above * (share + 1) / num_shares - partner;
+    for (int64_t panel = row; panel < last; panel += PANEL) block(panel, partner, width);
+  }
+}
+
 // The calls that make up all pairs of rows, in order: panel(row, rows) for rows with each other, all rows or
 // up to PANEL; block(row, partner, width) for PANEL rows with `width` rows above. The narrow panel comes
-// first, where it has no rows above: with partners it has too few sums to keep the multipliers busy.
+// first, where it has no rows above: with partners it has too few sums to keep the multipliers busy. The panels of
+// a group go through the rows above it together, a few at a time, so that those come from the second level once.
 template <typename Panel, typename Block>
 void for_each_call(int64_t num_rows, const Panel& panel, const Block& block) {
   if (num_rows <= ROWS_AT_ONCE) return panel(0, num_rows);
   const int64_t rest = num_rows % PANEL;
   if (rest > 0) panel(0, rest);
-  for (int64_t row = rest; row < num_rows; row += PANEL) {
-    panel(row, PANEL);
-    // The rows above in shares as equal as can be: one row alone would wait on latency.
-    const int64_t num_shares = (row + PARTNERS - 1) / PARTNERS;
-    for (int64_t share = 0; share < num_shares; ++share) {
-      const int64_t partner = row * share / num_shares;
-      block(row, partner, row * (share + 1) / num_shares - partner);
+  const int64_t group = num_rows <= MOST_ROWS_FIRST_LEVEL ? PANEL : GROUP;
+  for (int64_t first = rest; first < num_rows; first += group) {
+    const int64_t last = least(first + group, num_rows);
+    for_each_block(first, last, 0, first, block);
+    for (int64_t row = first; row < last; row += PANEL) {
+      panel(row, PANEL);
+      for_each_block(row, row + PANEL, first, row, block);
     }
   }
 }
@@ -395,7 +420,7 @@ class Gram {
     for (int64_t left = columns; left > 0;) {
       const int64_t now = least(most, left);
       left -= now;
-      if (num_rows_ <= MAX_ROWS_IN_PLACE) {
+      if (num_rows_ <= MOST_ROWS) {
         add_in_place(at, now, left);
       } else {
         add_copy(at, now, ahead_of<Copy>(at + now, left));
@@ -409,6 +434,9 @@ class Gram {
  private:
   using Copy = typename CopyOf<T>::type;
 
+  // That are multiplied where they lie.
+  static constexpr int64_t MOST_ROWS = Operand<T>::PARTS == 2 ? MOST_WIDENED_IN_PLACE : MOST_IN_PLACE;
+
   // Where products go: per pair one register, of float32 (moved on by flush) or of float64.
   auto* sums() const {
     if constexpr (IS_SAME<T, double>) {
@@ -420,10 +448,10 @@ class Gram {
 
   int64_t columns_at_once() const {
     // A copy that stays 16 bits wide takes in twice the columns with each step, and has room for them.
-    const bool is_narrow = num_rows_ > MAX_ROWS_IN_PLACE && sizeof(Copy) == 2;
+    const bool is_narrow = num_rows_ > MOST_ROWS && sizeof(Copy) == 2;
     const int64_t all = (is_narrow ? 2 : 1) * tile_columns(num_rows_);
     const int64_t most = IS_SAME<T, double> ? all : least(all, MOST_TERMS * FLOAT_LANES);
-    if (num_rows_ > MAX_ROWS_IN_PLACE) return most;
+    if (num_rows_ > MOST_ROWS) return most;
     constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));
     constexpr int64_t times = Operand<T>::PARTS == 2 ? TILES_WIDENED : 1;
     const int64_t fit = times * TILE_BYTES / bytes / num_rows_ / 64 * 64;
