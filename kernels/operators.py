@@ -33,7 +33,7 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
 
     G_ij  =  sum_n g_in g_jn
 
-    Products are exact or float32, sums float32 over at most 8192 columns and float64 beyond
+    Products are exact or float32, sums float32 over at most 16384 columns and float64 beyond
     (float64 throughout for float64 rows). Symmetric to the bit. The same call gives the same
     bits, whatever the number of multiprocessors or, for `cpp`, of threads; implementations differ
     in the last float32 bits, and so does `cpp` between CPUs of other instruction sets. Reads each

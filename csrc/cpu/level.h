@@ -43,7 +43,7 @@ struct Level {
                      bool add, bool past_cache);
 };
 
-// Sizes that do not depend on the level, so that what is summed with what does not either.
+// Sizes that do not depend on the level: work is dealt out and memory laid out before one is chosen.
 
 // What a level may call a register at most.
 constexpr int64_t MAX_VECTOR_BYTES = 64;

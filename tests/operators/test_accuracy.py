@@ -57,14 +57,26 @@ def test_long_rows_lose_nothing(
     assert (found_KK - exact_KK).abs().max() <= BAR * exact_KK.abs().max()
 
 
-def test_very_many_rows_of_equal_terms_lose_nothing(implementation: str) -> None:
-    """81 rows of bfloat16, which AVX-512 copies and multiplies as it is, of two numbers in turn."""
+# In panels, in groups of panels, and copied together.
+@pytest.mark.parametrize("num_rows", [22, 97, 129])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        torch.tensor([1.876224398612976]),
+        torch.tensor([1.8759765625]).half(),
+        torch.tensor([0.58984375, 0.00131988525390625]).bfloat16(),
+    ],
+    ids=lambda terms: str(terms.dtype),
+)
+def test_many_rows_of_equal_terms_lose_nothing(
+    terms: Tensor, num_rows: int, implementation: str
+) -> None:
+    """Equal terms, and two in turn, are rounded the same way each time."""
     if implementation != "cpp":
-        pytest.skip("how copied rows are added up on a CPU is tested")
-    pair = torch.tensor([0.58984375, 0.00131988525390625]).bfloat16()
-    num_pairs = 1 << 23
-    found_KK = gram(pair.repeat(num_pairs).expand(81, -1), implementation=implementation)
-    exact = num_pairs * float(pair.double().square().sum())
+        pytest.skip("how long products stay in float32 on a CPU is tested")
+    repeats = (1 << 24) // len(terms)
+    found_KK = gram(terms.repeat(repeats).expand(num_rows, -1), implementation=implementation)
+    exact = repeats * float(terms.double().square().sum())
     assert (found_KK - exact).abs().max() <= BAR * exact
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nan_memory")
 
 STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # The longest sum that the operator promises to leave in float32.
-MAX_CHUNK = 8192
+MAX_CHUNK = 16384
 
 
 def rounding(grads_KN: Tensor) -> float:
@@ -113,8 +113,9 @@ def compiled() -> str:
     return "cpp"
 
 
-# Either side of where rows are read at once (up to 4 or 7), and of where they are copied together.
-@pytest.mark.parametrize("num_rows", [4, 5, 7, 8, 22, 80, 81])
+# Either side of where rows are read at once (up to 4 or 7), of where they are multiplied in groups
+# (beyond 32 or 48), and of where they are copied together (beyond 80 or 128).
+@pytest.mark.parametrize("num_rows", [4, 5, 7, 8, 22, 32, 33, 48, 49, 80, 81, 110, 128, 129])
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_compiled_gram_over_several_tiles_and_a_rest(
     num_rows: int, dtype: torch.dtype, compiled: str
@@ -133,7 +134,7 @@ def test_compiled_gram_over_several_tiles_and_a_rest(
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_every_pair_of_any_number_of_rows_has_its_place(dtype: torch.dtype, compiled: str) -> None:
     """Sums stand in the order in which they are added to, which is not that of the pairs."""
-    for num_rows in range(1, 101):
+    for num_rows in range(1, 142):
         grads_KN = torch.randn(num_rows, 70).to(dtype)
         exact_KK = reference.gram(grads_KN.double())
         gram_KK = gram(grads_KN, implementation=compiled)

@@ -14,6 +14,7 @@ import torch
 
 from doge_fast._layout import CSRC_DIR
 from doge_fast.kernels import build, gram, implementations
+from tests.laws import normalised_error
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,22 +125,26 @@ def run_at(level: str, rows: Path, tmp_path: Path) -> dict[str, list[torch.Tenso
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512", "avx512bf16"])
 def test_every_level_computes_the_same(level: str, tmp_path: Path) -> None:
     blocks = {}
-    # At once, a panel and a block more, several tiles of many, and copied together.
-    for num_rows in (1, 7, 8, 22, 97):
+    # At once, a panel and a block more, several tiles of many, in groups, and copied together.
+    for num_rows in (1, 7, 8, 22, 97, 130):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             block = torch.randn(num_rows, 1237).to(dtype)
             # Below the normal numbers of float16, and where it rounds up to infinity.
             block[0, :4] = torch.tensor([6e-8, 3e-5, 65519.0, -1e-8]).to(dtype)
             blocks[f"{num_rows} {dtype}"] = block
     # Equal terms are all rounded the same way: the most that float32 sums go astray.
-    blocks["2 equal float32"] = torch.full((2, 20_000), 1.876224398612976)
+    equal_N = torch.full((1 << 22,), 1.876224398612976)
+    blocks |= {f"{num_rows} equal float32": equal_N.expand(num_rows, -1) for num_rows in (2, 22)}
     rows = tmp_path / "rows.pt"
     torch.save(blocks, rows)
     for name, (gram_RR, sums_N, row_N) in run_at(level, rows, tmp_path).items():
+        if "equal" in name:
+            exact = equal_N.double().square().sum()
+            assert (gram_RR - exact).abs().max() <= 1e-6 * exact, name
+            continue
         block = blocks[name].double()
-        exact_RR = block @ block.T
         unit = 1e-14 if "float64" in name else 1e-6
-        assert (gram_RR - exact_RR).abs().max() <= unit * exact_RR.abs().max(), name
+        assert normalised_error(gram_RR, block @ block.T) <= unit, name
         weights_R = torch.arange(1, len(block) + 1).double()
         exact_N, size_N = weights_R @ block, weights_R @ block.abs()
         rounding = torch.finfo(sums_N.dtype).eps

@@ -28,7 +28,8 @@ constexpr int64_t MOST_ROWS_FIRST_LEVEL = 48;
 constexpr int64_t least_run_bytes(int64_t num_rows) {
   return num_rows <= 24 ? 512 : num_rows <= MOST_ROWS_FIRST_LEVEL ? 768 : 1024;
 }
-// Rows of 16 bits that are widened take so many times that: arithmetic is what they wait for.
+// Rows of 16 bits that are widened take so many times that, as far as MOST_TERMS and tile_columns() allow:
+// arithmetic is what they wait for.
 constexpr int64_t TILES_WIDENED = 2;
 constexpr int64_t MOST_WIDENED_IN_PLACE = 128;
 #else
@@ -175,8 +176,8 @@ struct Ahead {
   }
 };
 
-// Keeps the one pointer of a loop over several rows: GCC would make one of each row, more than there are
-// registers. With AVX2 its choice is the better one.
+// Keeps one pointer for several rows of a loop: GCC would make one of each row, more than there are registers.
+// Without AVX-512 its choice is the better one, or not worse.
 template <typename T>
 [[gnu::always_inline]] inline void keep_pointer([[maybe_unused]] const T*& pointer) {
 #if defined(__AVX512F__)
