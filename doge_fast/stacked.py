@@ -190,9 +190,9 @@ class Stack:
         if x.dim() == 2 and x.shape[0] % size == 0 and x.shape[0] // size in self._lengths:
             return x
         raise RuntimeError(
-            f"stacked mode needs the {size} examples of the batch in the first dimension; a "
-            f"{type(module).__name__} got shape {list(x.shape)}. Run one domain after another, "
-            "with optimizer.domain(name)."
+            f"stacked mode needs the {size} examples that the sizes add up to in the first "
+            f"dimension; a {type(module).__name__} got shape {list(x.shape)}. Give the sizes of "
+            "this batch, or run one domain after another, with optimizer.domain(name)."
         )
 
     def ids_with_batch(self, ids: Tensor) -> tuple[Tensor, int]:
@@ -216,9 +216,9 @@ class Stack:
             return ids, size
         if len(ids) != size:
             raise RuntimeError(
-                f"stacked mode needs the {size} examples of the batch in the first dimension; an "
-                f"Embedding got indices of shape {list(ids.shape)}. Run one domain after another, "
-                "with optimizer.domain(name)."
+                f"stacked mode needs the {size} examples that the sizes add up to in the first "
+                f"dimension; an Embedding got indices of shape {list(ids.shape)}. Give the sizes "
+                "of this batch, or run one domain after another, with optimizer.domain(name)."
             )
         if ids.dim() > 1:
             self._lengths.add(ids.shape[1])
@@ -665,7 +665,7 @@ def _by_slices(stack: Stack, module: nn.Module) -> Forward:
             taken_args, taken_kwargs = _taken(stack, module, segment, args, kwargs)
             with _aliased(stack, module, segment.row):
                 outputs.append(original(*taken_args, **taken_kwargs))
-        return _joined(module, outputs)
+        return _joined(module, outputs, [each.last - each.first for each in stack.slices()])
 
     return forward
 
@@ -685,6 +685,14 @@ def _taken(
         return value
 
     taken = pytree.tree_map(cut, (args, kwargs))
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if getattr(module, "batch_first", True) is False and given and given[0].dim() == 3:
+        raise RuntimeError(
+            "stacked mode needs the examples of the batch in the first dimension; "
+            f"{type(module).__name__} was made with batch_first=False and has them in the second. "
+            "Make it with batch_first=True, or run one domain after another, with "
+            "optimizer.domain(name)."
+        )
     if not num_cut:
         raise RuntimeError(
             f"stacked mode runs {type(module).__name__} once per domain and found no argument "
@@ -726,18 +734,27 @@ def _alias(stack: Stack, param: Tensor, row: int) -> Tensor:
     return alias
 
 
-def _joined(module: nn.Module, outputs: Sequence[Any]) -> Any:
+def _joined(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The outputs of all domains as one: tensors end to end, the rest as the first has it."""
     leaves_DP, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
     joined = []
-    for leaves in zip(*leaves_DP, strict=True):
-        if isinstance(leaves[0], Tensor) and leaves[0].dim() == 0:
+    for index, leaves in enumerate(zip(*leaves_DP, strict=True)):
+        first = leaves[0]
+        if not isinstance(first, Tensor):
+            joined.append(first)
+            continue
+        # What a recurrent network remembers has its layers in front.
+        is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
+        dim = 1 if is_state else 0
+        lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
+        each = lengths[0] // sizes[0]
+        if each == 0 or lengths != [each * size for size in sizes]:
             raise RuntimeError(
                 f"stacked mode runs {type(module).__name__} once per domain and cannot join its "
-                "output, a scalar over the batch. Run one domain after another, with "
-                "optimizer.domain(name)."
+                f"output of shape {list(first.shape)}, which has not the {sizes[0]} examples of "
+                "the domain in front. Run one domain after another, with optimizer.domain(name)."
             )
-        joined.append(torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0])
+        joined.append(torch.cat(leaves, dim))
     return pytree.tree_unflatten(joined, specs[0])
 
 

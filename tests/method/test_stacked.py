@@ -339,6 +339,54 @@ def test_an_input_without_the_batch_in_front_is_refused(
         model(torch.randn(shape)).sum().backward()
 
 
+class Recurrent(Tiny):
+    """Reads the last state of both directions, [2, examples, 8]."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], *, batch_first: bool = True) -> None:
+        super().__init__()
+        self.memory = kind(16, 8, bidirectional=True, batch_first=batch_first)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        states_BLE, last = self.memory(self.words(ids_BL))
+        last_2BE = last[0] if isinstance(last, tuple) else last
+        logits: Tensor = self.head(states_BLE + last_2BE.transpose(0, 1).flatten(1)[:, None])
+        return logits
+
+
+# Of equal size, and of a size that the number of directions hides behind.
+@pytest.mark.parametrize("sizes", [SIZES, {"a": 3, "b": 3}, {"a": 2, "b": 2}])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_state_of_a_recurrent_network_keeps_its_examples(
+    kind: type[nn.LSTM | nn.GRU], sizes: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    model, ids_BL = Recurrent(kind).double(), ids_of(sizes)
+    assert_same(stacked(model, ids_BL, sizes), sequential(model, ids_BL, sizes))
+
+
+def test_time_before_the_batch_is_refused() -> None:
+    model = Recurrent(nn.LSTM, batch_first=False)
+    ids_BL = ids_of()[:, :6]
+    optimizer = optimizer_of(model)
+    message = r"LSTM was made with batch_first=False and has them in the second"
+    with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
+        model(ids_BL)
+
+
+class Columns(nn.Linear):
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        return super().forward(x_BLE).flatten(1).T
+
+
+@pytest.mark.parametrize("sizes", [SIZES, {"a": 3, "b": 3}])
+def test_an_output_without_the_domain_in_front_is_refused(sizes: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 16), Columns(16, 1))
+    optimizer = optimizer_of(model)
+    message = r"Columns once per domain and cannot join its output of shape \[8, [13]\]"
+    with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, sizes):
+        model(ids_of(sizes)[:, :8])
+
+
 def test_a_flattened_batch_is_cut_where_its_length_is_known() -> None:
     class Flat(Tiny):
         def forward(self, ids_BL: Tensor) -> Tensor:
