@@ -99,8 +99,10 @@ def taken_from(
         in whose groups the tuple still is.
 
     Raises:
+        TypeError: it is no dict.
         ValueError: it belongs to other domains or a later version; or the groups differ.
     """
+    check_is_dict(state_dict)
     rest = dict(state_dict)
     ours: dict[str, Any] | None = rest.pop(KEY, None)
     groups = rest.get("param_groups", [])
@@ -130,9 +132,11 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
     """Refuse a state of other names, or one that no run can have left.
 
     Raises:
+        TypeError: it is no dict.
         ValueError: a later version, other domains or rows, missing parts, weights off the simplex
             or scores that are not finite.
     """
+    check_is_dict(ours)
     if "version" not in ours:
         raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
     check_version(ours["version"])
@@ -156,6 +160,12 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
         raise ValueError(
             f"the checkpoint's gain must be {shape[0]} finite scores; it is {gain_K.tolist()}."
         )
+
+
+def check_is_dict(state_dict: object) -> None:
+    """Refuse what is no state of anything."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict() takes what state_dict() gave; got {state_dict!r}.")
 
 
 def _check_names(ours: Mapping[str, Any], objective: Objective) -> None:

@@ -4,9 +4,11 @@ Training domains come first and span the simplex; after them stand rows that are
 never trained on. A target of the training domains alone adds no row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from doge_fast import simplex
 
 Target = str | Sequence[str] | Mapping[str, float]
 
@@ -62,6 +64,20 @@ class Objective:
         """As a user would write it: "universal", or {name: tau} of the rows that count."""
         if self.is_universal:
             return UNIVERSAL
+        return self._weighed()
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The targets without which no domain has a score: the measured, or else any one of all."""
+        weighed = self._weighed()
+        return tuple(name for name in self.measured if name in weighed) or tuple(weighed)
+
+    def is_learned_from(self, names: Collection[str]) -> bool:
+        """Whether a step that has gradients of `names` says anything of the domains."""
+        needed = self.needed
+        return (any if needed[0] in self.domains else all)(name in names for name in needed)
+
+    def _weighed(self) -> dict[str, float]:
         return {name: tau for name, tau in zip(self.rows, self.tau, strict=True) if tau > 0}
 
 
@@ -73,6 +89,8 @@ def _checked_domains(domains: Sequence[str]) -> tuple[str, ...]:
             f"domains must have an order, that of the simplex; got the set {domains!r}. "
             "Pass a list."
         )
+    if not isinstance(domains, Iterable):
+        raise ValueError(f"domains must be a sequence of names; got {domains!r}.")
     names = tuple(domains)
     if not names:
         raise ValueError("domains must name at least one training domain; got none.")
@@ -91,10 +109,11 @@ def _checked_domains(domains: Sequence[str]) -> tuple[str, ...]:
 
 def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float]:
     """{name: tau}, tau >= 0, some tau > 0."""
+    tau: dict[str, float]
     if isinstance(target, str):
         tau = dict.fromkeys(domains, 1.0) if target == UNIVERSAL else {target: 1.0}
     elif isinstance(target, Mapping):
-        tau = {name: float(value) for name, value in target.items()}
+        tau = dict(target)
     elif isinstance(target, Sequence):
         tau = dict.fromkeys(target, 1.0)
         if len(tau) != len(target):
@@ -110,8 +129,8 @@ def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float
                 f"a target must be a non-empty name, and {UNIVERSAL!r} stands alone; "
                 f"got {name!r} in {target!r}."
             )
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"target weights must be finite and >= 0; {name!r} has {value}.")
+        if not simplex.is_number(value) or not 0 <= value < float("inf"):
+            raise ValueError(f"target weights must be finite and >= 0; {name!r} has {value!r}.")
     if not any(value > 0 for value in tau.values()):
         raise ValueError(f"target needs at least one name with a positive weight; got {target!r}.")
-    return tau
+    return {name: float(value) for name, value in tau.items()}

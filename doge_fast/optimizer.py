@@ -11,19 +11,22 @@ import functools
 import inspect
 import json
 import os
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast import checkpoint, generalization
+from doge_fast import checkpoint, generalization, simplex
 from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.kernels import gram
@@ -31,7 +34,7 @@ from doge_fast.kernels.reweight.packing import Step
 from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.reweighting import DomainWeights, Rule
 from doge_fast.stacked import Segment, Stack
-from doge_fast.subset import Subset
+from doge_fast.subset import Subset, is_integer
 from doge_fast.tracing import phase
 
 # Who listens to a parameter, by its id: of two wrappers the one that was used last.
@@ -40,6 +43,9 @@ _LISTENERS: "weakref.WeakValueDictionary[int, DoGEOptimizer]" = weakref.WeakValu
 # Elements of the gradient in which a GradScaler is shown overflow and leaves its factor; small, so
 # that clipping between the two never cuts it.
 PROBE = 2.0**-60
+
+# Steps that may pass before somebody is told that none of them said anything of the domains.
+PATIENCE = 10
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,6 +133,7 @@ class DomainState:
         """Continue from there; the wrapped optimizer stays as it is.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: it belongs to other domains, or to a later version.
             RuntimeError: inside a domain.
         """
@@ -184,8 +191,8 @@ class DoGEOptimizer(Optimizer):
         buffer_dtype: of the stored domain gradients; None: that of each gradient.
         absent: what `step()` does about a domain that was not entered. "error": refuse. "keep":
             its gradient is zero and its last score is used again; without a measured-only
-            target row that the objective needs, all scores are. The combined gradient is not
-            renormalised.
+            target row that the objective needs, all scores are; where that is so in each of the
+            first ten steps, a warning says it. The combined gradient is not renormalised.
         domains_per_step: S, the training domains of a step, drawn anew for each
             (`domains_of_step`); None: all. For many domains: memory is that of S domains and of
             the M measured targets, (S + M) N elements. `doge_fast.subset` says what is estimated.
@@ -194,7 +201,8 @@ class DoGEOptimizer(Optimizer):
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
 
     Raises:
-        TypeError: `optimizer` is not a torch optimizer, or its step needs a closure (LBFGS).
+        TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), or its
+            first parameter group has no number for `lr`.
         ValueError: an argument outside its range; the message says which and why.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
@@ -227,6 +235,7 @@ class DoGEOptimizer(Optimizer):
         if isinstance(optimizer, DoGEOptimizer):
             raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
         _check_steps_once(optimizer)
+        _check_has_lr(optimizer)
         self._inner = optimizer
         self.objective = Objective.of(domains, target)
         self.rule = Rule(
@@ -259,6 +268,11 @@ class DoGEOptimizer(Optimizer):
         self._has_received = False
         self._seen: set[str] = set()
         self._is_combined = False
+        # combine() was told what the losses were multiplied by.
+        self._knows_scale = False
+        # Names that came while no step said anything of the domains; None once one has.
+        self._came: set[str] | None = set()
+        self._num_unlearned = 0
         # An exception inside a domain has dropped what this step had.
         self._is_dropped = False
         # p.grad holds zeros that zero_grad(set_to_none=False) left.
@@ -322,6 +336,13 @@ class DoGEOptimizer(Optimizer):
         not called `combine()` there are none yet, and how to combine depends on a factor that
         only the scaler knows: it gets one to look at, which says whether rows are finite.
         """
+        # Others ask as well, loops without a factor among them: who does is known by its frame.
+        if self._is_combined and not self._knows_scale and _is_scaler_in(sys._getframe(1)):
+            raise RuntimeError(
+                "combine() was not told the factor of the GradScaler in use, so every score was "
+                "too large by its square and the domain weights have moved too far: call "
+                "combine(grad_scale=scaler.get_scale()), or leave combine() to scaler.step()."
+            )
         self._lay_probe()
         return False
 
@@ -492,32 +513,41 @@ class DoGEOptimizer(Optimizer):
         self._seen.update(name for name, size in sizes.items() if size)
 
     @_on_itself
-    def combine(self, *, grad_scale: float | Tensor = 1.0) -> None:
+    def combine(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
         `step()` calls this if the loop has not. Call it yourself where something must see
-        `p.grad` before the step: clipping in the loop, `scaler.unscale_`.
+        `p.grad` before the step: clipping in the loop, `scaler.unscale_`. It is here that the
+        domain weights move and `num_steps` counts: a loop that then leaves `step()` out, as on a
+        spike of the loss, keeps what the rejected gradients did to them. Look at the losses
+        before, and call `zero_grad()` in its place.
 
         Args:
-            grad_scale: the factor that losses were multiplied by, as `GradScaler.get_scale()`.
-                Weights and norms are those of the unscaled gradients; `p.grad` keeps the
-                factor, so that `scaler.step` works as usual.
+            grad_scale: the factor that losses were multiplied by, as `GradScaler.get_scale()`;
+                None: they were not. Weights and norms are those of the unscaled gradients;
+                `p.grad` keeps the factor, so that `scaler.step` works as usual, which refuses a
+                step that was combined without one.
 
         Raises:
+            ValueError: `grad_scale` is not positive and finite.
             RuntimeError: a domain has not been entered since the last step and `absent` is
                 "error"; inside a domain; called twice in one step; or somebody else has set a
                 `p.grad` that the weighted sum would replace.
         """
         self._refuse_inside_a_domain("combine() and step()")
-        if not isinstance(grad_scale, Tensor) and not 0 < grad_scale < float("inf"):
+        scale = 1.0 if grad_scale is None else grad_scale
+        if not isinstance(scale, Tensor) and not (
+            simplex.is_number(scale) and 0 < scale < float("inf")
+        ):
             raise ValueError(
-                f"grad_scale must be positive and finite; got {grad_scale}. Pass what the losses "
+                f"grad_scale must be positive and finite; got {scale!r}. Pass what the losses "
                 "were multiplied by, scaler.get_scale()."
             )
         if self._is_combined:
             raise RuntimeError("combine() has been called in this step; call step() next.")
         self._withdraw_probe()
-        self._combine_all(grad_scale)
+        self._combine_all(scale)
+        self._knows_scale = grad_scale is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Weigh the domains (unless `combine()` has) and step the wrapped optimizer.
@@ -552,7 +582,11 @@ class DoGEOptimizer(Optimizer):
 
     @_on_itself
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad` and forget the domain gradients collected since the last step."""
+        """Clear `p.grad` and forget the domain gradients collected since the last step.
+
+        `model.zero_grad()` does the first only: rows are no `p.grad`, so a batch that is done
+        again after it counts twice. Neither takes back what `combine()` did to the weights.
+        """
         self._refuse_inside_a_domain("zero_grad()")
         if self._probe is not None:
             # What the scaler has seen there made it leave out the step.
@@ -591,9 +625,11 @@ class DoGEOptimizer(Optimizer):
         then stay as they are.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: it belongs to other domains, or to a later version.
         """
         self._refuse_inside_a_domain("load_state_dict()")
+        checkpoint.check_is_dict(state_dict)
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -813,14 +849,19 @@ class DoGEOptimizer(Optimizer):
 
     def _segments(self, sizes: Mapping[str, int]) -> list[Segment]:
         """Where each domain lies in the batch."""
+        if not isinstance(sizes, Mapping):
+            raise ValueError(
+                f"sizes must be a dict {{domain: number of examples}}, in the order of the batch; "
+                f"got {sizes!r}."
+            )
         for name, size in sizes.items():
             self._check_known(name)
             if size and not self._subset.holds(name):
                 raise ValueError(
                     f"domain {name!r} is not one of this step's, {list(self.domains_of_step)}."
                 )
-            if size < 0:
-                raise ValueError(f"sizes must be numbers of examples; {name!r} has {size}.")
+            if not is_integer(size) or size < 0:
+                raise ValueError(f"sizes must be numbers of examples; {name!r} has {size!r}.")
         if not sum(sizes.values()):
             raise ValueError(f"stacked() needs a batch with at least one example; got {sizes}.")
         segments, first = [], 0
@@ -908,6 +949,7 @@ class DoGEOptimizer(Optimizer):
     def _combine_all(self, grad_scale: float | Tensor, **how: Any) -> None:
         """Combine, once it is certain that nothing is missing and nobody's gradient is lost."""
         self._check_complete()
+        self._watch_targets()
         if (param := self._contested()) is not None:
             raise RuntimeError(
                 f"{self._name_of(param)} has a p.grad that no domain gave it, which the weighted "
@@ -921,7 +963,7 @@ class DoGEOptimizer(Optimizer):
 
     def _check_complete(self) -> None:
         missing = [name for name in self._subset.rows if name not in self._seen]
-        if missing and self._is_dropped and self.absent == "keep":
+        if missing and self._is_dropped:
             raise RuntimeError(
                 f"an exception inside a domain dropped this step's gradients; missing {missing}. "
                 "Call optimizer.zero_grad() and run the domains of this step again."
@@ -932,6 +974,27 @@ class DoGEOptimizer(Optimizer):
                 f"{list(self._subset.rows)}. Run backward for them inside "
                 "optimizer.domain(name), or pass absent='keep' if an absent domain is intended."
                 + self._said_of_others()
+            )
+
+    def _watch_targets(self) -> None:
+        """Warn, once, where the first steps have said nothing of the domains."""
+        if self._came is None:
+            return
+        self._came |= self._seen
+        if self.objective.is_learned_from(self._seen):
+            self._came = None
+            return
+        # A draw without any target says nothing either, and nobody is to blame.
+        self._num_unlearned += self.objective.is_learned_from(self._subset.rows)
+        if self._num_unlearned == PATIENCE:
+            came = [name for name in self.rows if name in self._came]
+            self._came = None
+            warnings.warn(
+                f"the domain weights have learned nothing in {PATIENCE} steps, none of which had "
+                f"the gradients of the target {list(self.objective.needed)}: those that came are "
+                f"of {came}. Run the target's backward pass inside optimizer.domain(name), or "
+                "name in target= a domain that comes.",
+                stacklevel=2,
             )
 
     def _combine(
@@ -1096,7 +1159,8 @@ class DoGEOptimizer(Optimizer):
                     + (
                         f"It knows {sorted(by_name)[:8]} ..."
                         if by_name
-                        else "It knows no names: build it from model.named_parameters()."
+                        else "It knows no names: build the wrapped optimizer from "
+                        "model.named_parameters(), or pass the tensors."
                     )
                 )
             selected.append(param)
@@ -1130,6 +1194,21 @@ def _check_steps_once(optimizer: Optimizer) -> None:
             "needs a closure), while the domain weights move once, with one gradient of each "
             "domain. Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
         )
+
+
+def _check_has_lr(optimizer: Optimizer) -> None:
+    """Refuse one that keeps its learning rate to itself."""
+    lr = optimizer.param_groups[0].get("lr")
+    if not simplex.is_number(lr):
+        raise TypeError(
+            "the lr of the wrapped optimizer's first parameter group is the eta by which domain "
+            f"weights move, so it must be a number or a tensor; {type(optimizer).__name__} has "
+            f"{lr!r} there. Give it a learning rate, and switch off one that it chooses by itself."
+        )
+
+
+def _is_scaler_in(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), GradScaler)
 
 
 def _checked_score(score: str | Score) -> Score:

@@ -50,8 +50,10 @@ class Rule:
         simplex.check_smoothing(self.smoothing)
         for name in ("max_grad_norm", "domain_max_grad_norm"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, or None for no clipping; got {value}.")
+            if value is not None and not (simplex.is_number(value) and value > 0):
+                raise ValueError(
+                    f"{name} must be positive, or None for no clipping; got {value!r}."
+                )
 
 
 class DomainWeights:
@@ -198,6 +200,10 @@ def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tenso
     """[K] float64 on the simplex: where the weights start."""
     if initial is None:
         return simplex.uniform(len(domains))
+    if not isinstance(initial, Mapping):
+        raise ValueError(
+            f"initial must be a dict {{domain: weight}} of {list(domains)}; got {initial!r}."
+        )
     missing = [name for name in domains if name not in initial]
     extra = [name for name in initial if name not in domains]
     if missing or extra:
@@ -205,9 +211,12 @@ def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tenso
             f"initial must have a weight for each of {list(domains)} and no other; it lacks "
             f"{missing} and has {extra} besides."
         )
+    for name in domains:
+        if not simplex.is_number(initial[name]) or initial[name] < 0:
+            raise ValueError(f"initial must be weights >= 0; {name!r} has {initial[name]!r}.")
     alpha_K = torch.tensor([initial[name] for name in domains], dtype=torch.float64)
     # A NaN fails the comparison as well.
-    if (alpha_K < 0).any() or not abs(float(alpha_K.sum()) - 1) <= _SUM_TOLERANCE:
+    if not abs(float(alpha_K.sum()) - 1) <= _SUM_TOLERANCE:
         raise ValueError(
             f"initial must be weights >= 0 that sum to 1 (within {_SUM_TOLERANCE:g}); got "
             f"{dict(initial)}. Divide each by the sum."

@@ -1,6 +1,7 @@
 """Points on the probability simplex: how domain weights start, move, mix, average and are bound."""
 
 from bisect import bisect_left
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -178,18 +179,23 @@ def _check_bounds(alpha_K: Tensor, floor_K: Tensor, cap_K: Tensor) -> None:
 
 
 def check_mu(mu: float) -> None:
-    """Raise ValueError unless `mu` > 0."""
-    if not 0 < mu < float("inf"):
+    """Raise ValueError unless `mu` is a number > 0."""
+    if not is_number(mu) or not 0 < mu < float("inf"):
         raise ValueError(
-            f"mu, the Bregman coefficient, must be positive and finite; got {mu}. "
+            f"mu, the Bregman coefficient, must be positive and finite; got {mu!r}. "
             "Larger values move the domain weights more slowly."
         )
 
 
 def check_smoothing(smoothing: float) -> None:
-    """Raise ValueError unless 0 <= `smoothing` < 1."""
-    if not 0 <= smoothing < 1:
+    """Raise ValueError unless `smoothing` is a number in [0, 1)."""
+    if not is_number(smoothing) or not 0 <= smoothing < 1:
         raise ValueError(
             f"smoothing, the share of uniform in the domain weights, must be in [0, 1); "
-            f"got {smoothing}."
+            f"got {smoothing!r}."
         )
+
+
+def is_number(value: object) -> bool:
+    """Whether an argument is a number, or a tensor of one; True and False are none."""
+    return isinstance(value, int | float | SupportsFloat) and not isinstance(value, bool)

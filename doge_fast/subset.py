@@ -15,7 +15,7 @@ unbiased scores is not unbiased itself; the variance of both estimates falls wit
 """
 
 import random
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -47,20 +47,20 @@ class Subset:
 
         Raises:
             ValueError: S is not in [2, K], nor is it 1 where training domains are no targets;
-                or the seed is negative.
+                or the seed is negative; or either is no integer.
         """
+        if not is_integer(seed) or seed < 0:
+            raise ValueError(f"seed must be an integer, at least 0; got {seed!r}.")
         if num_domains is None or num_domains == len(objective.domains):
             return cls(objective, None, seed)
         tau_K = objective.tau[: len(objective.domains)]
         least = 2 if any(tau_K) else 1
-        if not least <= num_domains <= len(objective.domains):
+        if not is_integer(num_domains) or not least <= num_domains <= len(objective.domains):
             raise ValueError(
-                f"domains_per_step must be between {least} and the {len(objective.domains)} "
-                f"training domains; got {num_domains}."
+                f"domains_per_step must be an integer between {least} and the "
+                f"{len(objective.domains)} training domains; got {num_domains!r}."
                 + (" One alone says nothing of what it does for the others." * (num_domains == 1))
             )
-        if seed < 0:
-            raise ValueError(f"seed must be at least 0; got {seed}.")
         return cls(objective, num_domains, seed)
 
     def draw(self, number: int) -> None:
@@ -151,6 +151,11 @@ class Subset:
             # Pinned, or the copy would make the host wait for the device.
             found = _OnDevice(*(each.pin_memory() for each in found))
         return _OnDevice(*(each.to(device, non_blocking=True) for each in found))
+
+
+def is_integer(value: object) -> bool:
+    """Whether an argument is an integer; True and False are none."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
 
 
 class _OnDevice(NamedTuple):

@@ -598,6 +598,34 @@ def test_unscaling_before_combining_is_no_silent_step() -> None:
     assert_same(everything(model, optimizer), before)
 
 
+@pytest.mark.parametrize("is_unscaled", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_combining_without_the_scalers_factor_is_refused(
+    implementation: str, is_unscaled: bool
+) -> None:
+    model, optimizer = wrapped(lambda found: adamw(found, **IMPLEMENTATIONS[implementation]))
+    scaler = torch.amp.GradScaler("cpu")
+    for row, name in enumerate(DOMAINS):
+        with optimizer.domain(name):
+            scaler.scale(loss_of(model, 0, row)).backward()
+    optimizer.combine()
+    if is_unscaled:
+        scaler.unscale_(optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"call combine\(grad_scale=scaler.get_scale\(\)\), or"):
+        scaler.step(optimizer)
+    assert_same([param.detach() for param in model.parameters()], before)
+
+
+def test_a_scaler_that_is_off_has_no_factor() -> None:
+    model, optimizer = wrapped()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    collect(model, optimizer, 0)
+    optimizer.combine()
+    scaler.step(optimizer)
+    assert optimizer.num_steps == 1
+
+
 def test_a_missing_domain_is_missed_under_a_scaler() -> None:
     model, optimizer = wrapped()
     scaler = torch.amp.GradScaler("cpu")

@@ -6,14 +6,17 @@ import json
 import math
 import pickle
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
+from doge_fast.optimizer import PATIENCE
 from tests.models import domain_tokens, tied_transformer
 
 DOMAINS = ("a", "b", "c")
@@ -54,24 +57,31 @@ class TestBadArguments:
             ({"domains": {"a", "b"}}, "must have an order, that of the simplex; got the set"),
             ({"domains": "abc"}, "sequence of names; got the string 'abc'"),
             ({"domains": ["universal", "a"]}, "cannot name one; rename the domain"),
+            ({"domains": 3}, "sequence of names; got 3"),
             ({"target": 3}, "'universal', a name, a list of names or {name: weight}; got 3"),
             ({"target": []}, "at least one name with a positive weight"),
             ({"target": {"x": -1.0}}, "finite and >= 0; 'x' has -1.0"),
             ({"target": {"x": 0.0}}, "at least one name with a positive weight"),
             ({"target": {"x": math.nan}}, "finite and >= 0; 'x' has nan"),
+            ({"target": {"x": "1"}}, "finite and >= 0; 'x' has '1'"),
             ({"target": ["x", "universal"]}, "'universal' stands alone"),
             ({"target": ["x", "x"]}, "target names must be distinct"),
             ({"mu": 0.0}, "must be positive and finite; got 0.0"),
             ({"mu": -1.0}, "must be positive and finite; got -1.0"),
             ({"mu": math.nan}, "must be positive and finite; got nan"),
+            ({"mu": "x"}, "must be positive and finite; got 'x'"),
+            ({"mu": None}, "must be positive and finite; got None"),
+            ({"mu": True}, "must be positive and finite; got True"),
+            ({"smoothing": "x"}, r"must be in \[0, 1\); got 'x'"),
             ({"smoothing": -0.1}, r"must be in \[0, 1\); got -0.1"),
             ({"smoothing": math.nan}, r"must be in \[0, 1\); got nan"),
             ({"score": "best"}, "'paper', 'published' or a Score; got 'best'"),
             ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, or None"),
+            ({"max_grad_norm": "x"}, "max_grad_norm must be positive, or None .* got 'x'"),
             ({"domain_max_grad_norm": -1.0}, "domain_max_grad_norm must be positive, or None"),
             ({"absent": "zero"}, "absent must be 'error' or 'keep'; got 'zero'"),
             ({"selection": []}, "non-empty collection"),
-            ({"selection": ["nope"]}, "It knows no names: build it from model.named_parameters"),
+            ({"selection": ["nope"]}, "build the wrapped optimizer from model.named_parameters"),
             ({"buffer_dtype": torch.int32}, "must be a floating type or None; got torch.int32"),
         ],
     )
@@ -93,6 +103,22 @@ class TestBadArguments:
         _, optimizer = build()
         with pytest.raises(TypeError, match="already"):
             DoGEOptimizer(optimizer, domains=DOMAINS)
+
+    @pytest.mark.parametrize("lr", [None, "0.1", "nowhere"])
+    def test_needs_a_learning_rate(self, lr: Any) -> None:
+        """As of Adafactor, which may choose it by itself; the message comes before any step."""
+        inner = torch.optim.SGD(tied_transformer().parameters(), lr=0.1)
+        inner.param_groups[0]["lr"] = lr
+        if lr == "nowhere":
+            lr = inner.param_groups[0].clear()
+        with pytest.raises(TypeError, match=f"a number or a tensor; SGD has {lr!r} there"):
+            DoGEOptimizer(inner, domains=DOMAINS)
+
+    @pytest.mark.parametrize("lr", [0, np.float32(0.1), torch.tensor(0.1)], ids=repr)
+    def test_a_learning_rate_is_any_number(self, lr: Any) -> None:
+        inner = torch.optim.SGD(tied_transformer().parameters(), lr=0.1)
+        inner.param_groups[0]["lr"] = lr
+        assert DoGEOptimizer(inner, domains=DOMAINS).param_groups[0]["lr"] is lr
 
     def test_needs_parameters(self) -> None:
         inner = torch.optim.SGD([{"params": []}], lr=0.1)
@@ -122,6 +148,66 @@ class TestMisuse:
         fill(model, optimizer, skip="x")
         with pytest.raises(RuntimeError, match=r"missing \['x'\]"):
             optimizer.step()
+
+    @pytest.mark.parametrize("target", ["B", {"b": 1.0, "B": 1.0}], ids=str)
+    def test_a_target_that_never_comes(self, target: Any) -> None:
+        """Weights stay where they are, without an error where absent domains are kept."""
+        model, optimizer = build(target=target, absent="keep")
+        said = (
+            r"learned nothing in 10 steps, .* of the target \['B'\]: those that came are of "
+            r"\['a', 'b'\]\."
+        )
+        for step in range(24):
+            with pytest.warns(match=said) if step == PATIENCE - 1 else nullcontext():
+                fill(model, optimizer, step, skip="cB")
+                optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(optimizer.alpha, torch.full((3,), 1 / 3, dtype=torch.float64))
+
+    @pytest.mark.parametrize("target", ["x", "b", "universal"])
+    def test_a_target_that_comes_now_and_then(self, target: str) -> None:
+        """No warning, which would be an error here."""
+        model, optimizer = build(target=target, absent="keep")
+        for step in range(2 * PATIENCE):
+            fill(model, optimizer, step, skip="" if step == PATIENCE - 1 else f"c{target}")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def test_a_target_that_is_seldom_drawn(self) -> None:
+        model = tied_transformer()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        names = [f"d{row}" for row in range(40)]
+        optimizer = DoGEOptimizer(
+            inner, domains=names, target="d7", absent="keep", domains_per_step=2
+        )
+        drawn = []
+        for step in range(PATIENCE + 2):
+            drawn += optimizer.domains_of_step
+            for name in optimizer.domains_of_step:
+                with optimizer.domain(name):
+                    model(domain_tokens(0, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "d7" not in drawn
+
+    @pytest.mark.parametrize("absent", ["error", "keep"])
+    def test_step_after_an_exception_inside_a_domain(self, absent: Any) -> None:
+        model, optimizer = build(absent=absent)
+        fill(model, optimizer, skip="c")
+        with pytest.raises(KeyError), optimizer.domain("c"):
+            raise KeyError
+        said = r"exception inside a domain dropped .* missing \['a', 'b', 'c'\].*zero_grad"
+        with pytest.raises(RuntimeError, match=said):
+            optimizer.step()
+
+    @pytest.mark.parametrize("state", [None, [1]])
+    def test_a_state_that_is_no_dict(self, state: Any) -> None:
+        _, optimizer = build()
+        for each in (optimizer, optimizer.doge):
+            with pytest.raises(TypeError, match=r"takes what state_dict\(\) gave; got"):
+                each.load_state_dict(state)
+        with pytest.raises(TypeError, match=r"takes what state_dict\(\) gave; got"):
+            optimizer.load_state_dict(optimizer.inner.state_dict() | {"doge": [1]})
 
     def test_step_without_anything(self) -> None:
         _, optimizer = build()
@@ -439,8 +525,8 @@ class TestGradients:
         assert_unmoved(before, everything(model, optimizer))
         assert optimizer.num_skipped == 1
 
-    @pytest.mark.parametrize("scale", [0.0, -2.0, math.nan])
-    def test_grad_scale_must_be_positive(self, scale: float) -> None:
+    @pytest.mark.parametrize("scale", [0.0, -2.0, math.nan, "x"])
+    def test_grad_scale_must_be_positive(self, scale: Any) -> None:
         model, optimizer = build()
         fill(model, optimizer)
         with pytest.raises(ValueError, match="grad_scale must be positive and finite; got"):

@@ -1,6 +1,7 @@
 """The K x K algebra: W and its parts, clipping, norms, scores, carried scores."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -184,14 +185,14 @@ def test_weights_move_as_the_reference_over_steps(
         ({"a": 0.5, "b": 0.5}, r"for each of \['a', 'b', 'c'\] and no other; it lacks \['c'\]"),
         ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"lacks \[\] and has \['d'\] besides"),
         ({"a": 0.5, "b": 0.3, "c": 0.1}, "sum to 1 .* got .*'c': 0.1}. Divide each by the sum"),
-        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0 that sum to 1"),
+        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0; 'b' has -0.5"),
+        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0; 'b' has '0.5'"),
+        ([0.2, 0.3, 0.5], r"a dict {domain: weight} of \['a', 'b', 'c'\]; got \[0.2, 0.3, 0.5\]"),
         ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
         ({"a": math.inf, "b": 0.0, "c": 0.0}, "weights >= 0 that sum to 1"),
     ],
 )
-def test_a_start_is_on_the_simplex_of_these_domains(
-    initial: dict[str, float], message: str
-) -> None:
+def test_a_start_is_on_the_simplex_of_these_domains(initial: Any, message: str) -> None:
     weight = torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match=message):
         DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b", "c"], initial=initial)

@@ -426,11 +426,14 @@ def test_a_replaced_forward_is_kept() -> None:
 def test_sizes_are_checked() -> None:
     model = Tiny()
     optimizer = optimizer_of(model)
-    for sizes, message in (
+    wrong: list[tuple[Any, str]] = [
         ({"nobody": 3}, "unknown domain 'nobody'"),
+        ([3, 2], r"a dict .* got \[3, 2\]"),
+        ({"a": 1.5, "b": 1}, "numbers of examples; 'a' has 1.5"),
         ({"a": -1, "b": 2}, "numbers of examples; 'a' has -1"),
         ({"a": 0}, "at least one example"),
-    ):
+    ]
+    for sizes, message in wrong:
         with pytest.raises(ValueError, match=message), optimizer.stacked(model, sizes):
             pass
     with (

@@ -283,7 +283,11 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
         ({"domains_per_step": 1}, "got 1. One alone says nothing"),
         ({"domains_per_step": 6}, "between 2 and the 5 training domains; got 6"),
         ({"domains_per_step": 0, "target": "far"}, "between 1 and the 5"),
-        ({"seed": -1}, "seed must be at least 0; got -1"),
+        ({"domains_per_step": "2"}, "an integer between 2 and the 5 training domains; got '2'"),
+        ({"domains_per_step": 2.0}, "got 2.0"),
+        ({"seed": -1}, "seed must be an integer, at least 0; got -1"),
+        ({"seed": "x"}, "at least 0; got 'x'"),
+        ({"seed": 1.5, "domains_per_step": None}, "at least 0; got 1.5"),
     ],
     ids=str,
 )
