@@ -289,6 +289,10 @@ def checked_weights(weights_K: npt.ArrayLike) -> Floats:
     """[K] float64 on the simplex, normalised."""
     array_K = np.asarray(weights_K, dtype=np.float64)
     total = float(array_K.sum())
+    if (array_K < 0).any():
+        raise ValueError(
+            f"Domain weights must be >= 0; they are {array_K.tolist()}, and one is negative."
+        )
     is_simplex = array_K.ndim == 1 and array_K.size and (array_K >= 0).all()
     if not is_simplex or not abs(total - 1) <= 1e-5:
         raise ValueError(

@@ -32,7 +32,7 @@ def scratch(parent: Path) -> Iterator[Path]:
     except OSError as error:
         raise ValueError(
             f"The cache must be writable; {parent} is not: {one_line(error)}. "
-            "Name another with cache_dir or $DOGE_FAST_CACHE."
+            "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
         ) from error
     try:
         yield folder

@@ -5,8 +5,9 @@ sees (`sampling`); a stage asks for a corpus and for its batches, and for nothin
 """
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -21,6 +22,8 @@ from doge_fast.pipeline.packing import Packed, open_tokenizer, pack, tokenizer_s
 from doge_fast.pipeline.sampling import Ints, Mixture, Stage, domain_blocks
 from doge_fast.pipeline.sources import check_parts, find_parts
 
+_log = logging.getLogger("doge_fast")
+
 UNIVERSAL = "universal"
 MIX = "mix"
 
@@ -30,6 +33,10 @@ Batch = dict[str, Tensor]
 _MIX_SHARE = 0.05
 _MIX_RUN = 8
 _MIX_MIN_BLOCKS = 4
+
+# Documents are held out whole, so of few the share is a matter of chance; told when it is beyond
+# three times what was asked and by this share of the tokens.
+_MAX_EXCESS = 0.2
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Corpus:
     mix: Mapping[str, datasets.Dataset] | None = None
     """Where the target "mix" was asked for: blocks of every training domain that are not in
     `train`, from which mix batches are drawn."""
+    warnings: tuple[str, ...] = ()
+    """What to know before believing a number: domains of which much more is held out than asked."""
 
     def describe(self) -> dict[str, Any]:
         """The corpus as config.json records it."""
@@ -102,7 +111,8 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     - "installed": text found in this Python environment.
 
     A domain without a validation split holds out `config.validation_fraction` of its documents
-    by a hash of the text: stable, and equal documents fall on one side.
+    by a hash of the text: stable, and equal documents fall on one side. Where that is much more
+    of the text than asked for, the corpus has a warning, which is logged too.
 
     Args:
         config: where the text is and how it becomes blocks.
@@ -124,7 +134,29 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     check_parts(chosen)
     tokenizer = open_tokenizer(config, chosen)
     packed = pack(config, chosen, tokenizer)
-    return _assemble(config, packed, tokenizer, names, held_out, reserve_mix=MIX in targets)
+    corpus = _assemble(config, packed, tokenizer, names, held_out, reserve_mix=MIX in targets)
+    split_here = {name: packed[name] for name, part in chosen.items() if part.validation is None}
+    warnings = tuple(_holdout_warnings(split_here, config.validation_fraction))
+    for warning in warnings:
+        _log.warning("%s", warning)
+    return replace(corpus, warnings=warnings)
+
+
+def _holdout_warnings(packed: Mapping[str, Packed], asked: float) -> Iterator[str]:
+    """Of domains whose documents were divided by hash: a long one may take most of the text."""
+    for name, domain in packed.items():
+        num_train, num_held = len(domain.train), len(domain.validation)
+        share = num_held / (num_train + num_held)
+        is_more = share > 3 * asked and share - asked > _MAX_EXCESS
+        # A large share asked for cannot be tripled; then what is left for training says it.
+        if is_more or 3 * (1 - share) < 1 - asked:
+            yield (
+                f"{name}: {share:.0%} of its tokens are held out, where validation_fraction "
+                f"(--validation-fraction) asks for {asked:.0%}, for whole documents are held out, "
+                f"and {domain.documents} {'is' if domain.documents == 1 else 'are'} left to train "
+                "on. Natural weights, epochs and perplexities follow from that: give it a "
+                "validation file, or cut it into more documents."
+            )
 
 
 def _assemble(
@@ -163,7 +195,8 @@ def _reserve(blocks: datasets.Dataset, name: str) -> tuple[datasets.Dataset, dat
     if len(blocks) < 2 * count:
         raise ValueError(
             f"The target mix holds out {count} training blocks of every domain; {name} has only "
-            f"{len(blocks)}. Give it more text, a smaller block_size, or another target."
+            f"{len(blocks)}. Give it more text, a smaller block_size (--block-size), or another "
+            "target."
         )
     is_held = np.zeros(len(blocks), dtype=bool)
     num_runs = -(-count // _MIX_RUN)

@@ -306,7 +306,13 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Path:
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
     reference = _open_reference(config.reference, recorded, corpus)
     model = training.fresh_model(config.model, config.training, corpus)
-    records.open_run(config.out, stage="doremi", config=config, corpus=corpus.describe())
+    records.open_run(
+        config.out,
+        stage="doremi",
+        config=config,
+        corpus=corpus.describe(),
+        warnings=corpus.warnings,
+    )
     start = _start(reference, corpus, rule)
     task = Task(
         out=config.out,
@@ -387,7 +393,8 @@ def _check_reference(
             there, here = (str(value)[:12] for value in (recorded[key], ours))
             raise ValueError(
                 f"The reference {run} was trained with {what} {there}; this corpus has {here}. "
-                "Give both the same data, domains, targets, tokenizer and block_size."
+                "Give both the same data, domains, targets, tokenizer and block_size "
+                "(--block-size)."
             )
     absent = [name for name, weight in weights.items() if weight <= 0]
     if absent:

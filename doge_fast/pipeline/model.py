@@ -7,6 +7,7 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +21,8 @@ from doge_fast.pipeline.config import ModelConfig
 
 # Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
 VOCAB_MULTIPLE = 64
+# Enough to tell whether a model looks ahead.
+_CHECKED_TOKENS = 8
 
 
 class Size(NamedTuple):
@@ -63,7 +66,7 @@ def build_model(
     Raises:
         ValueError: the name is no size, folder or Hub id; heads do not divide the width; a
             pretrained model has another vocabulary or is asked to change shape; the model has
-            fewer positions than a block has tokens.
+            fewer positions than a block has tokens; it is not causal.
 
     Source: DoGE, appendix model-archs.
     """
@@ -94,8 +97,8 @@ def _family_member(
 ) -> PreTrainedModel:
     if config.pretrained:
         raise ValueError(
-            f"pretrained=True needs a folder or Hub id to load weights from; got the size "
-            f"{config.model!r}, which has none. Leave pretrained out to train it from scratch."
+            "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
+            f"size {config.model!r}, which has none. Leave it out to train from scratch."
         )
     size = SIZES[config.model]
     num_heads = config.num_heads or size.num_heads
@@ -134,11 +137,11 @@ def _other_model(
         _check_heads(architecture.num_attention_heads, architecture.hidden_size)
     _check_positions(config.model, architecture, block_size)
     if config.pretrained:
-        return open_model(config.model)
-    return cast(
-        PreTrainedModel,
-        AutoModelForCausalLM.from_config(architecture),  # type: ignore[no-untyped-call]
-    )
+        model = open_model(config.model)
+    else:
+        model = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
+    _check_causal(config.model, model, block_size)
+    return model
 
 
 def load_architecture(name: str) -> Any:
@@ -173,7 +176,7 @@ def _check_heads(num_heads: int, embed_dim: int) -> None:
     if embed_dim % num_heads:
         raise ValueError(
             f"The embedding width must be a multiple of the number of heads; got {embed_dim} and "
-            f"{num_heads}. Change embed_dim or num_heads."
+            f"{num_heads}. Change embed_dim (--embed-dim) or num_heads (--num-heads)."
         )
 
 
@@ -185,19 +188,20 @@ def _check_pretrained(
 ) -> None:
     if Path(config.model).is_file():
         raise ValueError(
-            f"pretrained=True needs the folder that holds the weights too; got the file "
-            f"{config.model!r}. Name the folder, or leave pretrained out."
+            "pretrained=True (--pretrained) needs the folder that holds the weights too; got the "
+            f"file {config.model!r}. Name the folder, or leave it out."
         )
     if shape:
         raise ValueError(
-            f"A pretrained model keeps its shape; got pretrained=True with {shape}. Leave out "
-            "num_layers, embed_dim and num_heads, or train from scratch."
+            f"A pretrained model keeps its shape; got pretrained=True (--pretrained) with {shape}. "
+            "Leave out num_layers, embed_dim and num_heads (--num-layers, ...), or train from "
+            "scratch."
         )
     if architecture.vocab_size < len(tokenizer):
         raise ValueError(
             f"{config.model} knows {architecture.vocab_size} tokens and the corpus's tokenizer "
             f"has {len(tokenizer)}. Continue pretraining with the model's own tokenizer: "
-            f"tokenizer={config.model!r}."
+            f"tokenizer={config.model!r} (--tokenizer {config.model})."
         )
 
 
@@ -206,5 +210,37 @@ def _check_positions(name: str, architecture: Any, block_size: int) -> None:
     if positions is not None and positions < block_size:
         raise ValueError(
             f"{name} has {positions} positions, fewer than the {block_size} tokens of a block. "
-            f"Pass block_size={positions} or less."
+            f"Pass block_size={positions} (--block-size {positions}) or less."
+        )
+
+
+def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:
+    """Logits of a position follow from the tokens up to it; else the loss would leak its labels.
+
+    `AutoModelForCausalLM` opens bidirectional models too, BERT's with a decoder's head.
+    """
+    length = max(2, min(_CHECKED_TOKENS, block_size))
+    # Low numbers are often padding, which some models count positions by.
+    embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
+    num_tokens = len(embedding.weight)
+    tokens_1L = torch.arange(8, 8 + length)[None] % num_tokens
+    other_1L = tokens_1L.clone()
+    other_1L[0, -1] = (other_1L[0, -1] + 1) % num_tokens
+    is_training, caches = model.training, getattr(model.config, "use_cache", False)
+    model.train(False)
+    # A cache is for generating, and some of few layers cannot make theirs.
+    model.config.use_cache = False
+    with torch.no_grad():
+        logits_LV, changed_LV = (model(input_ids=each).logits[0] for each in (tokens_1L, other_1L))
+    model.config.use_cache = caches
+    model.train(is_training)
+    leak = (logits_LV - changed_LV)[:-1].abs().max()
+    # What is the same arithmetic on the same numbers differs by rounding at most: experts get
+    # other batches with the last token. One of eight tokens weighs far more than that.
+    if leak > 64 * torch.finfo(logits_LV.dtype).eps * logits_LV.abs().max():
+        raise ValueError(
+            f"Training needs a causal language model; in {name} (model type "
+            f"{model.config.model_type}) a later token changes what is predicted at an earlier "
+            "one, so it would see what it is to predict. Name a causal one, or set is_decoder to "
+            "true in its config.json where the type has that."
         )

@@ -239,7 +239,7 @@ def _border(name: str, hashes: set[int], config: CorpusConfig) -> int:
     if len(hashes) < 2:
         raise ValueError(
             f"A domain without a validation split holds out documents; {name} has only one. "
-            "Give it a validation file, or more documents."
+            "Give it a validation file, or more documents (a text file is cut at blank lines)."
         )
     count = max(1, round(config.validation_fraction * len(hashes)))
     # At least one document stays for training, whatever the fraction.
@@ -358,7 +358,8 @@ class _DomainWriter:
                 raise ValueError(
                     f"A domain needs a block of {self.block_size} tokens in every split; the "
                     f"{split} split of {name} has {writer.tokens} tokens. Give it more text, or "
-                    "choose a smaller block_size or another validation_fraction."
+                    "choose a smaller block_size (--block-size) or another validation_fraction "
+                    "(--validation-fraction)."
                 )
             writer.close()
         facts = json.dumps({"name": name, "documents": self.documents})

@@ -73,6 +73,7 @@ def learn_weights(config: ProxyConfig) -> Path:
         corpus=corpus.describe(),
         initial=initial,
         resolved=resolved,
+        warnings=corpus.warnings,
     )
     task = Task(
         out=config.out,
@@ -104,7 +105,8 @@ def _check(config: ProxyConfig) -> None:
     if config.init_weights is None and (config.split or config.added_share != "uniform"):
         name = "split" if config.split else "added_share"
         raise ValueError(
-            f"{name} says what becomes of the weights of a file; name it with init_weights."
+            f"{name} says what becomes of the weights of a file; name it with init_weights "
+            "(--init-weights)."
         )
 
 

@@ -34,6 +34,10 @@ WEIGHTS = "weights.json"
 EVALUATION = "evaluation.json"
 EXPERIMENT = "experiment.json"
 FEWSHOT = "fewshot.json"
+_WAY_TO_WEIGHTS = (
+    ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least; '
+    'of {"web": 1.0} doge-fast export FILE --from json --out weights.json makes one.'
+)
 # What a run directory keeps of its run.
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
 
@@ -132,13 +136,13 @@ def read_json(path: Path) -> Json:
     return value
 
 
-def _check_schema(record: Json, path: Path) -> None:
+def _check_schema(record: Json, path: Path, *, way_out: str = "") -> None:
     """A record of another schema is refused before any of it is believed."""
     version = record.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ValueError(
             f"{path} must say which schema it follows, as an integer schema_version; "
-            f"it says {version!r}."
+            f"it says {version!r}.{way_out}"
         )
     if version > SCHEMA_VERSION:
         raise ValueError(
@@ -203,6 +207,7 @@ def open_run(
     corpus: Mapping[str, Any],
     initial: Mapping[str, Any] | None = None,
     resolved: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
 ) -> bool:
     """Make `out` the directory of this run, or find that it already is.
 
@@ -217,6 +222,7 @@ def open_run(
             resuming it asks nothing of what became of that place.
         resolved: settings whose default was taken, as numbers: likewise, whatever becomes of the
             default.
+        warnings: what to know of the corpus before believing a number: kept for the report.
 
     Returns:
         True where the directory held this very run already: resume it.
@@ -240,6 +246,8 @@ def open_run(
         record["initial"] = initial
     if resolved:
         record["resolved"] = resolved
+    if warnings:
+        record["warnings"] = warnings
     write_json(out / CONFIG, record)
     return False
 
@@ -529,7 +537,7 @@ def weights_by_name(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check_weights(record: Json, path: Path) -> None:
-    _check_schema(record, path)
+    _check_schema(record, path, way_out=_WAY_TO_WEIGHTS)
     entries = record.get("domains")
     if not isinstance(entries, list) or not entries:
         raise ValueError(

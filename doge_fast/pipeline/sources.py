@@ -37,6 +37,10 @@ _SPLIT = re.compile(r"(?:(train(?:ing)?)|(validation|valid|val|dev)|(test))(?![a
 # A text file is cut at the first blank line past this many characters, so that it has
 # documents to hold out; and anywhere past sixteen times as many.
 _TEXT_DOCUMENT_CHARS = 16_384
+# Where documents have to be held out of less than a megabyte, it is cut past a smaller number:
+# else few documents would be held out, one of them perhaps most of the text.
+_TEXT_DOCUMENTS = 64
+_MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
 
 
@@ -60,8 +64,8 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
         return _column_parts(config, _path_splits(path), _stamp(_data_files(path)), targets)
     if path.is_file():
         raise ValueError(
-            f"{path} is one file: name the column that holds a row's domain with domain_column, "
-            "or give a directory with one folder or file per domain."
+            f"{path} is one file: name the column that holds a row's domain with domain_column "
+            "(--domain-column), or give a directory with one folder or file per domain."
         )
     return _directory_parts(path, config)
 
@@ -99,7 +103,7 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
         if entry.is_file() and _split_of(name):
             raise ValueError(
                 f"{entry} names a split where a domain is expected: name the column that holds a "
-                "row's domain with domain_column, or give every domain a folder."
+                "row's domain with domain_column (--domain-column), or give every domain a folder."
             )
         files_of[name] = files
     if not files_of:
@@ -122,12 +126,24 @@ def _files_part(name: str, directory: Path, files: Sequence[Path], config: Corpu
             f"The domain {name} needs training files; {directory / name} holds only "
             f"{', '.join(file.name for file in files)}."
         )
-    read = functools.partial(_file_documents, name, text_column=config.text_column)
+    chars = _TEXT_DOCUMENT_CHARS if held_out else _text_document_chars(splits["train"])
+    read = functools.partial(
+        _file_documents, name, text_column=config.text_column, text_chars=chars
+    )
+    stamp = _stamp(files)
     return Part(
         train=functools.partial(read, splits["train"]),
         validation=functools.partial(read, held_out) if held_out else None,
-        fingerprint=_stamp(files),
+        # Another cut makes other documents of the same files.
+        fingerprint=stamp if chars == _TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars]),
     )
+
+
+def _text_document_chars(files: Iterable[Path]) -> int:
+    """Characters past which a domain's text files are cut at a blank line; see the constants."""
+    num_bytes = sum(file.stat().st_size for file in files if _kind(file) == "text")
+    chars = max(_MIN_TEXT_DOCUMENT_CHARS, num_bytes // _TEXT_DOCUMENTS)
+    return min(chars, _TEXT_DOCUMENT_CHARS) if num_bytes else _TEXT_DOCUMENT_CHARS
 
 
 def _path_split(parts: Sequence[str]) -> str:
@@ -176,14 +192,14 @@ def _stamp(files: Iterable[Path]) -> str:
 
 
 def _file_documents(
-    name: str, files: Sequence[Path], *, text_column: str
+    name: str, files: Sequence[Path], *, text_column: str, text_chars: int
 ) -> Iterator[tuple[str, str]]:
     """The documents of one domain's files, kind after kind."""
     filled = [file for file in files if not _is_empty(file)]
     for kind, group in itertools.groupby(sorted(filled, key=_kind), key=_kind):
         paths = list(group)
         if kind == "text":
-            yield from ((name, text) for text in _text_documents(paths))
+            yield from ((name, text) for text in _text_documents(paths, text_chars))
         else:
             rows = _open_files(kind, paths)
             yield from _row_documents(rows, text_column, where=str(paths[0]), domain=name)
@@ -206,8 +222,8 @@ def _readable(where: str) -> Iterator[None]:
         raise ValueError(f"{where} cannot be read: {cache.one_line(error)}.") from error
 
 
-def _text_documents(files: Iterable[Path]) -> Iterator[str]:
-    """Text files cut at blank lines into documents of about `_TEXT_DOCUMENT_CHARS`."""
+def _text_documents(files: Iterable[Path], chars: int) -> Iterator[str]:
+    """Text files cut into documents: at blank lines past `chars`, anywhere past 16 times that."""
     for file in files:
         lines: list[str] = []
         size = 0
@@ -215,7 +231,7 @@ def _text_documents(files: Iterable[Path]) -> Iterator[str]:
             lines.append(line)
             size += len(line)
             is_blank = not line.strip()
-            if size >= (1 if is_blank else 16) * _TEXT_DOCUMENT_CHARS:
+            if size >= (1 if is_blank else 16) * chars:
                 yield from _unless_blank("".join(lines))
                 lines, size = [], 0
         yield from _unless_blank("".join(lines))
@@ -260,6 +276,7 @@ def _row_documents(
             texts = batch[text_column]
             of = _column(batch, domain_column) if domain_column else itertools.repeat(domain)
             for name, text in zip(of, texts, strict=False):
+                _check_text(text, text_column, where)
                 if name is not None and text is not None and text.strip():
                     yield str(name), text
 
@@ -272,15 +289,19 @@ def _check_columns(row: Mapping[str, Any] | None, columns: Sequence[str], where:
         if column not in row:
             raise ValueError(
                 f'{where} has no column "{column}"; its columns are {", ".join(row)}. '
-                f"Name the right one with {option}."
+                f"Name the right one with {option} (--{option.replace('_', '-')})."
             )
-    text = row[columns[0]]
+    _check_text(row[columns[0]], columns[0], where)
+    return True
+
+
+def _check_text(text: Any, column: str, where: str) -> None:
+    """A row of the text column holds text, or nothing."""
     if text is not None and not isinstance(text, str):
         raise ValueError(
-            f'The column "{columns[0]}" of {where} must hold text; it holds '
-            f"{type(text).__name__}. Name the right one with text_column."
+            f'The column "{column}" of {where} must hold text; it holds {type(text).__name__}. '
+            "Name the right one with text_column (--text-column)."
         )
-    return True
 
 
 def _column(batch: Mapping[str, Sequence[Any]], dotted: str) -> Iterator[Any]:
@@ -333,7 +354,10 @@ def _path_splits(path: Path) -> Splits:
     """A file, or a directory as `datasets` reads a Hub repository."""
     if path.is_file():
         if _kind(path) == "text":
-            raise ValueError(f"A text file has no columns, so no domain_column; this is {path}.")
+            raise ValueError(
+                "A text file has no columns, so no domain_column (--domain-column); this is "
+                f"{path}."
+            )
         return {"train": _open_files(_kind(path), [path])}
     return _load_splits(str(path), None)
 

@@ -418,13 +418,14 @@ def _epoch_caps(
     limited = [name for name, limit in limits.items() if limit < math.inf]
     if limited and budget_tokens is None:
         raise ValueError(
-            "max_epochs needs to know how long the training is; pass budget_tokens, its tokens."
+            "max_epochs needs to know how long the training is; pass budget_tokens "
+            "(--budget-tokens), its tokens."
         )
     unknown = [name for name in limited if available[name] is None]
     if unknown:
         raise ValueError(
             "max_epochs needs the tokens there are of each domain; those of "
-            f"{listed(unknown)} are not in the file. Pass tokens, NAME=NUMBER."
+            f"{listed(unknown)} are not in the file. Pass tokens (--tokens NAME=NUMBER)."
         )
     caps = dict.fromkeys(limits, 1.0)
     for name in limited:

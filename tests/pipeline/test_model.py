@@ -7,8 +7,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     set_seed,
 )
@@ -120,6 +124,48 @@ def test_pretraining_continues_from_the_saved_weights_in_float32(llama: Path) ->
     saved = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
+
+
+BERT = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+
+
+@pytest.mark.parametrize("pretrained", [False, True], ids=["fresh", "pretrained"])
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path, pretrained: bool) -> None:
+    BERT.save_pretrained(tmp_path)
+    if pretrained:
+        AutoModelForCausalLM.from_config(BERT).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"needs a causal .* \(model type bert\) a later token"):
+        build_model(
+            ModelConfig(model=str(tmp_path), pretrained=pretrained),
+            tokenizer_of(100),
+            block_size=16,
+        )
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        # Dropout would change every logit.
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5),
+        # ALiBi: no positions in the embedding.
+        BloomConfig(hidden_size=32, n_layer=2, n_head=2),
+        BertConfig(**{**BERT.to_diff_dict(), "is_decoder": True}),
+    ],
+    ids=lambda architecture: str(architecture.model_type),
+)
+@pytest.mark.parametrize("block_size", [2, 16])
+def test_a_model_that_does_not_is_left_as_it_was_drawn(
+    tmp_path: Path, architecture: PretrainedConfig, block_size: int
+) -> None:
+    architecture.save_pretrained(tmp_path)
+    set_seed(0)
+    model = build_model(ModelConfig(model=str(tmp_path)), tokenizer_of(100), block_size=block_size)
+    drawn = torch.rand(1)
+    set_seed(0)
+    AutoModelForCausalLM.from_config(model.config)
+    assert torch.equal(torch.rand(1), drawn)
+    assert model.training
+    assert model.config.use_cache
 
 
 def test_misuse_is_answered_in_a_sentence(llama: Path, tmp_path: Path) -> None:

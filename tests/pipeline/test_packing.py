@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,48 @@ def test_held_out_documents_are_a_tenth_and_on_one_side(corpus):
     held_out = {text.split(":")[0] for text in documents(corpus, "prose", "validation")}
     assert len(held_out) == 5
     assert not train & held_out
+
+
+def lopsided(folder: Path) -> Path:
+    """Two domains; of one the hash holds out the document that is nearly all of it."""
+    short, *_ = texts("a", 1)
+    long = next(
+        text
+        for text in (" ".join(texts(f"a {salt}", 20)) for salt in range(64))
+        if packing._text_hash(text) < packing._text_hash(short)
+    )
+    write_jsonl(folder / "a.jsonl", [long, short])
+    write_jsonl(folder / "b.jsonl", texts("b"))
+    return folder
+
+
+def test_a_long_document_held_out_is_warned_of(tmp_path, config, caplog):
+    few = rename(config, data=str(lopsided(tmp_path)), validation_fraction=0.05)
+    loaded = load_corpus(few)
+    (warning,) = loaded.warnings
+    assert re.match(
+        r"a: 9\d% of its tokens are held out, where validation_fraction \(--validation-fraction\) "
+        r"asks for 5%, for whole documents are held out, and 1 is left to train on\.",
+        warning,
+    )
+    assert [record.getMessage() for record in caplog.records] == [warning]
+
+
+def test_a_domain_with_a_validation_split_is_not_warned_of(tmp_path, config):
+    write_jsonl(tmp_path / "a" / "train.jsonl", texts("a", 2))
+    write_jsonl(tmp_path / "a" / "validation.jsonl", texts("held-out a", 40))
+    assert load_corpus(rename(config, data=str(tmp_path))).warnings == ()
+
+
+@pytest.mark.parametrize("asked", [0.02, 0.1, 0.3, 0.5, 0.8, 0.999])
+def test_documents_of_one_kind_are_not_warned_of(config, asked):
+    assert load_corpus(rename(config, validation_fraction=asked)).warnings == ()
+
+
+def test_most_text_held_out_is_warned_of_whatever_was_asked(tmp_path, config):
+    for asked in (0.1, 0.3, 0.5, 0.7):
+        few = rename(config, data=str(lopsided(tmp_path)), validation_fraction=asked)
+        assert len(load_corpus(few).warnings) == 1
 
 
 def test_equal_documents_fall_on_one_side(tmp_path, config):
@@ -210,6 +253,20 @@ def test_real_text_in_other_languages_survives(config):
     assert documents(loaded, "ru", "train")[0] == first
     held = pq.read_table(SHARED / "mini_wiki40b/ca/validation.parquet")["text"][0].as_py()
     assert documents(loaded, "ca", "validation")[0] == held
+    assert loaded.warnings == ()
+
+
+@needs_shared
+def test_real_text_is_divided_as_asked(config):
+    pajama = rename(
+        config,
+        data=str(SHARED / "mini_slimpajama"),
+        domains=("book", "github"),
+        tokenizer=str(SHARED / "tokenizers" / "gpt2"),
+        validation_fraction=0.05,
+        max_tokens_per_domain=100_000,
+    )
+    assert load_corpus(pajama).warnings == ()
 
 
 def test_a_domain_that_no_row_has(tmp_path, config):

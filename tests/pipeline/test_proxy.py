@@ -25,6 +25,7 @@ from doge_fast.pipeline.proxy import (
     parse_target,
 )
 from doge_fast.pipeline.reporting.runs import open_runs
+from tests.pipeline.corpora import texts, write_jsonl
 
 NAMES = ["code", "prose", "table", "verse"]
 Make = Callable[..., ProxyConfig]
@@ -43,6 +44,18 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert records.read_weights(run) == records.read_weights(other)
     model = "model/model.safetensors"
     assert (run / model).read_bytes() == (other / model).read_bytes()
+
+
+def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    for name in "ab":
+        write_jsonl(folder / f"{name}.jsonl", texts(name))
+    # Two documents of a length: one of them is half the domain.
+    write_jsonl(folder / "few.jsonl", [" ".join(texts(f"few {half}")) for half in "12"])
+    run = learn_weights(proxy(data=str(folder), validation_fraction=0.05))
+    (warning,) = records.read_config(run)["warnings"]
+    assert warning.startswith("few: ")
+    assert open_runs([run])[0].warnings == [warning]
 
 
 def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:

@@ -141,6 +141,28 @@ def test_what_a_run_begins_with_is_recorded_once(tmp_path):
     assert records.read_config(config.out)["initial"] == initial
 
 
+def test_what_a_run_was_told_of_its_corpus_is_kept(tmp_path):
+    out = tmp_path / "run"
+    records.open_run(out, stage="base", config={"x": 1}, corpus={}, warnings=("a: 96%.",))
+    assert records.read_config(out)["warnings"] == ["a: 96%."]
+    assert records.open_run(out, stage="base", config={"x": 1}, corpus={})
+    assert records.read_config(out)["warnings"] == ["a: 96%."]
+
+
+def test_weights_that_lack_a_schema_say_what_a_file_needs(tmp_path):
+    path = tmp_path / "w.json"
+    path.write_text('{"a": 0.5, "b": 0.5}')
+    with pytest.raises(
+        ValueError, match=r"it says None\. A file needs (\{.*\}) at least"
+    ) as refusal:
+        records.read_weights(path)
+    assert "doge-fast export FILE --from json --out weights.json" in str(refusal.value)
+    least = re.search(r"A file needs (\{.*\}) at least", str(refusal.value))
+    assert least is not None
+    path.write_text(least[1])
+    assert records.weights_by_name(records.read_weights(path)) == {"web": 1.0}
+
+
 def test_another_corpus_is_refused_and_named(tmp_path):
     config = proxy_config(tmp_path)
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)

@@ -21,7 +21,7 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     ReportConfig,
 )
-from doge_fast.pipeline.reporting import plotting, study
+from doge_fast.pipeline.reporting import plotting, study, verdicts
 from tests.pipeline.written_runs import (
     BLOCK_SIZE,
     DOMAINS,
@@ -301,6 +301,16 @@ def test_a_repeated_domain_is_warned_of(tmp_path: Path) -> None:
     weight = records.weights_by_name(records.read_weights(proxy))["metadata"]
     seen = STEPS * 4 * 7 * BLOCK_SIZE
     assert f"repeat metadata {weight * seen / 48_000:.1f} times" in words_of(proxy)
+
+
+def test_what_runs_were_told_of_their_corpus_is_said_once(tmp_path: Path) -> None:
+    told = "stdlib: 96% of its tokens are held out, where 5% were asked for."
+    runs = [write_proxy(tmp_path / "runs" / f"proxy-{seed}", seed=seed) for seed in (0, 1)]
+    for run in runs:
+        config = records.read_config(run)
+        records.write_json(run / records.CONFIG, config | {"warnings": [told]})
+    assert words_of(*runs).count(told) == 1
+    assert f"Warning: {told}" in " ".join(" ".join(verdicts.remarks_on(runs[0])).split())
 
 
 def test_drift_is_that_of_the_weights_file(runs: Path, page: Page) -> None:

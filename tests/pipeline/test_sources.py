@@ -124,20 +124,71 @@ def test_text_files_are_cut_at_blank_lines(tmp_path, config):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "book.txt").write_text("".join(paragraphs))
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    found = list(sources._text_documents([tmp_path / "data" / "book.txt"]))
+    found = list(sources._text_documents([tmp_path / "data" / "book.txt"], 16_384))
     assert "".join(found) == "".join(paragraphs)
     assert len(found) > 4
     assert all(text.endswith("\n\n") for text in found)
     assert all(len(text) >= 16_384 for text in found[:-1])
     loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
-    assert loaded.documents["book"] == len(found) - 1
+    # About 64 documents of text of this size, a tenth of them held out.
+    chars = sum(map(len, paragraphs)) // 64
+    cut = list(sources._text_documents([tmp_path / "data" / "book.txt"], chars))
+    assert 48 <= len(cut) <= 64
+    assert loaded.documents["book"] == len(cut) - round(0.1 * len(cut))
 
 
 def test_text_without_blank_lines_is_cut_too(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789\n" * 100_000)
-    found = list(sources._text_documents([tmp_path / "a.txt"]))
+    found = list(sources._text_documents([tmp_path / "a.txt"], 16_384))
     assert "".join(found) == "0123456789\n" * 100_000
     assert max(map(len, found)) < 16 * 16_384 + 11
+
+
+@pytest.mark.parametrize(("num_paragraphs", "words"), [(400, 5), (120, 24)], ids=str)
+def test_a_small_text_file_has_documents_to_hold_out(tmp_path, config, num_paragraphs, words):
+    # 14 kB were one document, which cannot be divided; 17 kB two, of which one was nearly all.
+    paragraphs = [" ".join(text_of("p", i).split()[:words]) for i in range(num_paragraphs)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "book.txt").write_text("\n\n".join(paragraphs))
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
+    small = rename(config, data=str(tmp_path / "data"), validation_fraction=0.05)
+    loaded = load_corpus(small)
+    num_train, num_held = len(loaded.train["book"]), len(loaded.validation["book"])
+    assert loaded.documents["book"] >= 10
+    assert 0 < num_held / (num_train + num_held) < 0.15
+    assert loaded.warnings == ()
+
+
+def test_the_cut_of_text_follows_what_there_is_of_a_domain(tmp_path):
+    def cut(*sizes: int) -> int:
+        files = [tmp_path / f"{index}.txt" for index in range(len(sizes))]
+        for file, size in zip(files, sizes, strict=True):
+            file.write_bytes(b"x" * size)
+        return sources._text_document_chars(files)
+
+    assert cut(100) == cut(512 * 64) == 512
+    assert cut(640_000) == 10_000
+    assert cut(2**20) == cut(2**24) == 16_384
+    # Files of which each is a document stay whole where there are many.
+    assert cut(*[2**14] * 64) == 16_384
+    assert sources._text_document_chars([tmp_path / "rows.jsonl"]) == 16_384
+
+
+def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
+    (tmp_path / "a").mkdir()
+    for split, count in (("train", 60), ("validation", 9)):
+        text = "\n\n".join(texts(f"a {split}", count))
+        (tmp_path / "a" / f"{split}.txt").write_text(text)
+    assert load_corpus(rename(config, data=str(tmp_path))).documents == {"a": 2}
+
+
+def test_another_cut_is_another_cache_entry(tmp_path, config):
+    (tmp_path / "long.txt").write_bytes(b"x\n\n" * 2**19)
+    (tmp_path / "short.txt").write_bytes(b"x\n\n" * 2**9)
+    parts = sources.find_parts(rename(config, data=str(tmp_path)), [])
+    # What was packed of a megabyte or more is found again.
+    assert parts["long"].fingerprint == sources._stamp([tmp_path / "long.txt"])
+    assert parts["short"].fingerprint != sources._stamp([tmp_path / "short.txt"])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +292,7 @@ def test_a_parquet_without_the_text_column(tmp_path, config):
     check_refused(
         rename(config, data=str(tmp_path)),
         r'a.parquet has no column "text"; its columns are content, url\. Name the right one with '
-        "text_column",
+        r"text_column \(--text-column\)",
     )
     loaded = load_corpus(rename(config, data=str(tmp_path), text_column="content"))
     assert documents(loaded, "a", "train")
@@ -252,11 +303,22 @@ def test_a_text_column_of_numbers(tmp_path, config):
     check_refused(rename(config, data=str(tmp_path)), 'column "text" of .* holds int')
 
 
+def test_a_text_column_that_turns_into_numbers(tmp_path, config):
+    path = write_jsonl(tmp_path / "a.jsonl", texts("a", 200))
+    with path.open("a") as file:
+        file.write('{"text": 5}\n')
+    with pytest.raises(
+        ValueError, match=r'column "text" of .*a.jsonl must hold text; it holds int'
+    ):
+        load_corpus(rename(config, data=str(tmp_path)))
+
+
 def test_a_missing_domain_column(tmp_path, config):
     path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
     check_refused(
         rename(config, data=str(path), domain_column="meta.set"),
-        r'has no column "meta"; its columns are text\. Name the right one with domain_column',
+        r'has no column "meta"; its columns are text\. Name the right one with domain_column '
+        r"\(--domain-column\)",
     )
 
 

@@ -35,6 +35,8 @@ class Run:
     weights: Json | None
     evaluation: Json | None
     few_shot: Json | None
+    warnings: Sequence[str]
+    """What the run was told of its corpus."""
 
     @property
     def name(self) -> str:
@@ -197,4 +199,5 @@ def _read_run(path: Path) -> Run:
         weights=records.read_weights(path) if has_weights else None,
         evaluation=records.read_evaluation(path) if has_evaluation else None,
         few_shot=records.read_few_shot(path) if has_few_shot else None,
+        warnings=record.get("warnings", ()),
     )

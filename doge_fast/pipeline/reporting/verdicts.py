@@ -204,7 +204,8 @@ def remarks_on(run: Path) -> list[str]:
         ValueError: `run` is no such run.
     """
     (proxy,) = read_study([run]).proxies
-    remarks = [summary_of(proxy), *(f"Warning: {each}" for each in proxy_warnings(proxy))]
+    warnings = (*proxy.first.warnings, *proxy_warnings(proxy))
+    remarks = [summary_of(proxy), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]
 
 
@@ -250,8 +251,10 @@ def warnings_about(study: Study, token_budget: int | None) -> list[str]:
 
 
 def run_warnings(study: Study) -> list[str]:
-    """What a reader should know of the proxies and of single runs."""
-    found = [warning for proxy in study.proxies for warning in proxy_warnings(proxy)]
+    """What a reader should know of the corpus, of the proxies and of single runs."""
+    # Runs of one corpus say the same.
+    found = list(dict.fromkeys(warning for run in study.runs for warning in run.warnings))
+    found += [warning for proxy in study.proxies for warning in proxy_warnings(proxy)]
     found += [
         f"{proxy.label}: one seed, so the spread of its weights is unknown."
         for proxy in study.proxies
