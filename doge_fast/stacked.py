@@ -660,6 +660,7 @@ def _by_slices(stack: Stack, module: nn.Module) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
+        _refuse_time_first(module, args, kwargs)
         outputs = []
         for segment in stack.slices():
             taken_args, taken_kwargs = _taken(stack, module, segment, args, kwargs)
@@ -668,6 +669,18 @@ def _by_slices(stack: Stack, module: nn.Module) -> Forward:
         return _joined(module, outputs, [each.last - each.first for each in stack.slices()])
 
     return forward
+
+
+def _refuse_time_first(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Recurrent networks and attention may have the batch behind, where nothing can be cut."""
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if getattr(module, "batch_first", True) is False and given and given[0].dim() == 3:
+        raise RuntimeError(
+            "stacked mode needs the examples of the batch in the first dimension; "
+            f"{type(module).__name__} was made with batch_first=False and has them in the second. "
+            "Make it with batch_first=True, or run one domain after another, with "
+            "optimizer.domain(name)."
+        )
 
 
 def _taken(
@@ -685,14 +698,6 @@ def _taken(
         return value
 
     taken = pytree.tree_map(cut, (args, kwargs))
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if getattr(module, "batch_first", True) is False and given and given[0].dim() == 3:
-        raise RuntimeError(
-            "stacked mode needs the examples of the batch in the first dimension; "
-            f"{type(module).__name__} was made with batch_first=False and has them in the second. "
-            "Make it with batch_first=True, or run one domain after another, with "
-            "optimizer.domain(name)."
-        )
     if not num_cut:
         raise RuntimeError(
             f"stacked mode runs {type(module).__name__} once per domain and found no argument "

@@ -43,13 +43,7 @@ def train_base(config: BaseConfig) -> Path:
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
     stages = resolve_stages(config, corpus)
     model = training.fresh_model(config.model, config.training, corpus)
-    records.open_run(
-        config.out,
-        stage="base",
-        config=config,
-        corpus=corpus.describe(),
-        warnings=corpus.warnings,
-    )
+    records.open_run(config.out, stage="base", config=config, **corpus.recorded())
     records.write_weights(config.out, _weights_record(config, corpus, stages))
     task = Task(
         out=config.out,

@@ -69,8 +69,12 @@ class Corpus:
     warnings: tuple[str, ...] = ()
     """What to know before believing a number: domains of which much more is held out than asked."""
 
+    def recorded(self) -> dict[str, Any]:
+        """What config.json keeps of the corpus, as `records.open_run` takes it."""
+        return {"corpus": self.describe(), "warnings": self.warnings}
+
     def describe(self) -> dict[str, Any]:
-        """The corpus as config.json records it."""
+        """The corpus by which a run is known again."""
         return {
             "domains": {name: self._describe(name) for name in self.names},
             "targets": {name: self._describe(name) for name in self.targets},

@@ -306,13 +306,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Path:
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
     reference = _open_reference(config.reference, recorded, corpus)
     model = training.fresh_model(config.model, config.training, corpus)
-    records.open_run(
-        config.out,
-        stage="doremi",
-        config=config,
-        corpus=corpus.describe(),
-        warnings=corpus.warnings,
-    )
+    records.open_run(config.out, stage="doremi", config=config, **corpus.recorded())
     start = _start(reference, corpus, rule)
     task = Task(
         out=config.out,

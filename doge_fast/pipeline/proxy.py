@@ -70,10 +70,9 @@ def learn_weights(config: ProxyConfig) -> Path:
         config.out,
         stage="proxy",
         config=asked,
-        corpus=corpus.describe(),
         initial=initial,
         resolved=resolved,
-        warnings=corpus.warnings,
+        **corpus.recorded(),
     )
     task = Task(
         out=config.out,

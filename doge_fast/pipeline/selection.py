@@ -145,13 +145,7 @@ def _train(config: SelectConfig) -> None:
     _check_counts(config, sum(param.requires_grad for param in model.parameters()))
     batches = _batches(config, corpus, 0)
     is_together = _is_together(config, model, batches.batch(0))
-    records.open_run(
-        config.out,
-        stage="select",
-        config=config,
-        corpus=corpus.describe(),
-        warnings=corpus.warnings,
-    )
+    records.open_run(config.out, stage="select", config=config, **corpus.recorded())
     task = Task(
         out=config.out,
         model=model,
