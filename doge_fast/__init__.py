@@ -6,8 +6,9 @@ often a large model should see each domain. `DomainMixture` draws batches at suc
 
 from typing import TYPE_CHECKING, Any
 
+from doge_fast.combining import LastStep
 from doge_fast.generalization import Score
-from doge_fast.optimizer import DoGEOptimizer, LastStep
+from doge_fast.optimizer import DoGEOptimizer
 
 if TYPE_CHECKING:
     from doge_fast.mixture import DomainMixture

@@ -3,7 +3,7 @@
 As a dict of tensors and names it stands under a key of its own in the optimizer's state dict.
 torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
 `param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
-floats: version, fingerprint of the names, number of the draw, then the parts one after another.
+floats: version, fingerprint of the names, number of the draw, the parts one after another, mu.
 Where both are there the dict is read: it is the one that says what is what, and the one that a
 person edits.
 
@@ -20,40 +20,90 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from doge_fast import simplex
 from doge_fast.kernels.reweight.packing import State
 from doge_fast.objective import Objective
+from doge_fast.reweighting import DomainWeights
+from doge_fast.step import Step
 
 KEY = "doge"
-VERSION = 1
+# Version 1 had no mu.
+VERSION = 2
 
 # version, fingerprint, draws
 _HEAD = 3
 _COUNTS = ("num_steps", "num_skipped")
 
 
-def named(parts: Mapping[str, Tensor], objective: Objective, draws: int) -> dict[str, Any]:
+class DomainState:
+    """The domain weights of an optimizer as a checkpoint of their own: torch's `Stateful`.
+
+    For `torch.distributed.checkpoint`, beside or in place of what the parameter groups carry::
+
+        dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
+
+    Args:
+        weights: that are saved and restored.
+        step: under way, which loading begins anew.
+        is_mu_named: whether mu was asked for by name, and so is not taken from a checkpoint.
+    """
+
+    def __init__(self, weights: DomainWeights, step: Step, *, is_mu_named: bool) -> None:
+        self._weights = weights
+        self._step = step
+        self._is_mu_named = is_mu_named
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and names: what `DoGEOptimizer.state_dict()` has under "doge"."""
+        weights = self._weights
+        return named(
+            weights.state(), weights.objective, draws=self._step.subset.draws, mu=weights.rule.mu
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from there; the wrapped optimizer stays as it is.
+
+        Raises:
+            TypeError: it is no dict.
+            ValueError: it belongs to other domains, or to a later version.
+            RuntimeError: inside a domain.
+        """
+        self._step.refuse_inside_a_domain("load_state_dict()")
+        check(state_dict, self._weights.objective)
+        self._weights.load(state_dict)
+        if not self._is_mu_named and "mu" in state_dict:
+            self._weights.set_mu(float(state_dict["mu"]))
+        self._step.clear()
+        self._step.subset.draw(state_dict.get("draws", 0))
+
+
+def named(
+    parts: Mapping[str, Tensor], objective: Objective, *, draws: int, mu: float | None
+) -> dict[str, Any]:
     """The dict: tensors, numbers and names only, so that `weights_only=True` reads it.
 
     Args:
         parts: as `DomainWeights.state`: vectors [K] float64 and counts.
         objective: whose names go with them.
         draws: number of the draw, `Subset.draws`.
+        mu: the Bregman coefficient; None: not known.
     """
     return {
         "version": VERSION,
         "domains": list(objective.domains),
         "rows": list(objective.rows),
         "draws": draws,
+        **({} if mu is None else {"mu": mu}),
         **parts,
     }
 
 
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
-    """The tuple of what `named` gave; [3 + 3 K + 2] floats, exact. Waits for the device."""
+    """The tuple of what `named` gave; [3 + 3 K + 2 + 1] floats, exact. Waits for the device."""
     # One vector, so that the device is waited for once.
     values_S = torch.cat([state[name].double().view(-1) for name in State._fields])
     head = (state["version"], fingerprint(objective), state["draws"])
-    return (*map(float, head), *values_S.tolist())
+    return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
 
 def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
@@ -63,19 +113,21 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
         ValueError: it was written by a later version, or for other names.
     """
     check_version(values[0])
+    head, mu = values[:_HEAD], values[-1:] if values[0] > 1 else ()
+    numbers = values[_HEAD : len(values) - len(mu)]
     num_domains = len(objective.domains)
     vectors = len(State._fields) - len(_COUNTS)
     sizes = [num_domains] * vectors + [1] * len(_COUNTS)
-    if values[1:2] != (fingerprint(objective),) or len(values) != _HEAD + sum(sizes):
+    if head[1:2] != (fingerprint(objective),) or len(numbers) != sum(sizes):
         raise ValueError(
             "the parameter groups of the checkpoint hold weights of other domains or another "
             f"target than those of this optimizer, {list(objective.domains)} with the rows "
             f"{list(objective.rows)}. Build it with the same ones in the same order."
         )
-    pieces = torch.split(torch.tensor(values[_HEAD:], dtype=torch.float64), sizes)
+    pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
     parts = dict(zip(State._fields, pieces, strict=True))
     counts = {name: parts[name].long().view(()) for name in _COUNTS}
-    return named(parts | counts, objective, int(values[2]))
+    return named(parts | counts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
 
 
 def fingerprint(objective: Objective) -> float:
@@ -84,9 +136,19 @@ def fingerprint(objective: Objective) -> float:
     return float(int.from_bytes(hashlib.sha256(names.encode()).digest()[:6], "big"))
 
 
-def marked(groups: list[dict[str, Any]], values: tuple[float, ...]) -> list[dict[str, Any]]:
-    """The groups of a state dict with `values` in the weights' place; the given ones stay."""
-    return [group | {KEY: values} for group in groups]
+def mark(groups: list[dict[str, Any]]) -> None:
+    """Give every group of a living optimizer the weights' place, empty."""
+    for group in groups:
+        group[KEY] = ()
+
+
+def put_into(
+    state_dict: dict[str, Any], ours: dict[str, Any], objective: Objective
+) -> dict[str, Any]:
+    """An optimizer's state dict with `ours`, as `named` gave it, in both forms."""
+    values = packed(ours, objective)
+    groups = [group | {KEY: values} for group in state_dict["param_groups"]]
+    return state_dict | {"param_groups": groups, KEY: ours}
 
 
 def taken_from(
@@ -155,6 +217,8 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
                 f"the checkpoint's {name} must be {shape[0]} weights that sum to "
                 f"one; it is {ours[name].tolist()}. The run that wrote it has diverged."
             )
+    if "mu" in ours:
+        simplex.check_mu(ours["mu"])
     gain_K = ours["gain"]
     if gain_K.shape != shape or not bool(gain_K.isfinite().all()):
         raise ValueError(

@@ -118,6 +118,11 @@ class FlatBuffer:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
+    def blocks(self) -> list[Block]:
+        """The rows of every parameter that has had a gradient."""
+        return list(self._blocks.values())
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all blocks, padding included; the combined gradients are not counted."""
         return sum(

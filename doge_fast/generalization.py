@@ -13,6 +13,9 @@ from torch import Tensor
 # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by.
 NORM_FLOOR = 1e-6
 
+DOMAIN_MAX_GRAD_NORM = 1.0
+"""Norm to which each domain's gradient is cut where nothing else is asked for."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -39,9 +42,28 @@ class Score:
         if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"score bounds must be low < high; got {self.bounds}.")
 
+    @property
+    def name(self) -> str:
+        """ "paper", "published", or the parts of another."""
+        return next((name for name, score in NAMED_SCORES.items() if score == self), repr(self))
+
 
 PAPER = Score()
 PUBLISHED = Score(scale_by_mean_norm=True, bounds=(0.0, 5.0))
+NAMED_SCORES = {"paper": PAPER, "published": PUBLISHED}
+
+
+def score_of(score: str | Score) -> Score:
+    """The score that "paper" or "published" names, or the one given.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(score, Score):
+        return score
+    if score not in NAMED_SCORES:
+        raise ValueError(f"score must be 'paper', 'published' or a Score; got {score!r}.")
+    return NAMED_SCORES[score]
 
 
 def gain(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.stacked import Run, Stack, listener_of, put
+from doge_fast.stacked import Run, StackedModel, listener_of, put
 
 IGNORED = -100
 
@@ -134,7 +134,7 @@ class _Head(NamedTuple):
     """Tokens of each domain."""
     ignore_index: int
     chunk_tokens: int | None
-    listeners: tuple[Stack | None, Stack | None]
+    listeners: tuple[StackedModel | None, StackedModel | None]
     """Who wants the gradients of weight and bias domain by domain."""
 
     def chunks(self, span: slice) -> Iterator[slice]:
@@ -153,7 +153,7 @@ def _spans(examples: list[int], each: int) -> Iterator[slice]:
 
 def _listeners(
     weight_VH: Tensor, bias_V: Tensor | None, examples: list[int]
-) -> tuple[Stack | None, Stack | None]:
+) -> tuple[StackedModel | None, StackedModel | None]:
     found = (listener_of(weight_VH), None if bias_V is None else listener_of(bias_V))
     for stack in found:
         if stack is not None:

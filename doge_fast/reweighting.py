@@ -5,17 +5,22 @@ nothing there, and the state that it moves.
 """
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from doge_fast import simplex
-from doge_fast.generalization import Score
+from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM, Score
 from doge_fast.kernels import reweight
-from doge_fast.kernels.reweight.packing import Step, new_state, state_views
+from doge_fast.kernels.reweight.packing import State, Step, new_state, state_views
 from doge_fast.objective import Objective
+
+# Share of the domains beyond the first that are in use, under which a run has collapsed.
+COLLAPSED = 0.1
 
 COUNTS = ("num_steps", "num_skipped")
 
@@ -24,7 +29,7 @@ _SUM_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How domain weights move: the parts of Algorithms 1 and 2 that do not change over a run.
 
     Args:
@@ -75,12 +80,16 @@ class DomainWeights:
     def __init__(
         self,
         objective: Objective,
-        rule: Rule,
+        rule: UpdateRule,
         device: torch.device,
         initial: Mapping[str, float] | None = None,
     ) -> None:
         self.objective = objective
         self.rule = rule
+        self.last: Any = None
+        """What the last step saw and did; see `doge_fast.combining.LastStep`."""
+        self._is_collapse_expected = not objective.is_universal or initial is not None
+        self._has_warned = False
         self._state_S: Tensor = new_state(_start(objective.domains, initial).to(device))
         self._constants: dict[str, tuple[object, Tensor]] = {}
         self._scalars: dict[str, tuple[float, Tensor]] = {}
@@ -149,6 +158,39 @@ class DomainWeights:
         )
         return step
 
+    def set_mu(self, mu: float) -> None:
+        """Move with another Bregman coefficient from the next step on."""
+        self.rule = replace(self.rule, mu=mu)
+
+    def warn_of_failure(self) -> None:
+        """Warn, once, of weights that have collapsed or have never moved. Waits for the device."""
+        if self._has_warned:
+            return
+        state = state_views(self._state_S.cpu())
+        if int(state.num_steps) and (message := self._failure(state)):
+            self._has_warned = True
+            warnings.warn(message, stacklevel=3)
+
+    def _failure(self, state: State) -> str | None:
+        count, names = int(state.num_steps), self.objective.domains
+        if not state.gain.any():
+            return (
+                f"the domain weights have learned nothing in {count} steps: every score is zero. A "
+                f"score needs the gradient of the target {list(self.objective.needed)} in the same "
+                "step. Run the target's backward pass inside optimizer.domain(name), or name in "
+                "target= a domain that comes."
+            )
+        num_effective = float(simplex.effective_domains(state.alpha))
+        if self._is_collapse_expected or num_effective >= 1 + COLLAPSED * (len(names) - 1):
+            return None
+        largest = names[int(state.alpha.argmax())]
+        return (
+            f"the domain weights have collapsed: {num_effective:.2f} of {len(names)} domains are "
+            f"in use after {count} steps, most of it {largest!r}. Pass a larger mu (it is "
+            f"{self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is off, or "
+            "smoothing=0.1."
+        )
+
     def snapshot(self) -> Tensor:
         """What `retract` needs to take a step back."""
         return self._state_S.clone()
@@ -159,11 +201,6 @@ class DomainWeights:
         undone = before.to(self._state_S)
         state_views(undone).num_skipped.add_(1)
         self._state_S.copy_(torch.where(overflow & moved, undone, self._state_S))
-
-    def count_skipped(self, flag: Tensor) -> None:
-        """Count a step that somebody else has left out where `flag`. No host read."""
-        counted = state_views(self._state_S).num_skipped
-        counted.add_(flag.to(counted))
 
     def _present(self, seen: Collection[str], device: torch.device) -> Tensor:
         present = tuple(name in seen for name in self.objective.rows)

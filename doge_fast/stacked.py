@@ -2,8 +2,8 @@
 
 In a batch sorted by domain each token contributes to one domain's gradient, so all K weight
 gradients of a layer cost what its ordinary one costs: the same products, cut at the borders of the
-domains. While a `Stack` listens, the `forward` of every module that owns trained parameters is
-replaced: forward and the gradient of the input are as before, over all tokens at once; the weight
+domains. While a `StackedModel` records, the `forward` of every module that owns trained parameters
+is replaced: forward and the gradient of the input are as before, over all tokens; the weight
 gradient of each domain goes straight into its row of the flat buffer, and autograd sees none.
 
 Modules without a rule of their own are run once per domain, on slices of their input and with
@@ -29,12 +29,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.subset import is_integer
 
 Forward = Callable[..., Any]
 # Writes the rows of one module's parameters from what its backward has at hand.
-Fill = Callable[["Stack", Any, Sequence[Tensor]], None]
+Fill = Callable[["StackedModel", Any, Sequence[Tensor]], None]
 # Makes the forward of a module of a class that is known.
-Rule = Callable[["Stack", Any], Forward]
+Rule = Callable[["StackedModel", Any], Forward]
 
 # Elements of a weight up to which the products of all domains are one call, where that is not
 # always faster: on a CPU a large product keeps all cores busy by itself.
@@ -49,6 +50,26 @@ class Segment(NamedTuple):
     last: int
 
 
+def segments_of(sizes: Mapping[str, int], slot_of: Callable[[str], int]) -> list[Segment]:
+    """Where each domain lies in the batch."""
+    if not isinstance(sizes, Mapping):
+        raise ValueError(
+            f"sizes must be a dict {{domain: number of examples}}, in the order of the batch; "
+            f"got {sizes!r}."
+        )
+    for name, size in sizes.items():
+        if not is_integer(size) or size < 0:
+            raise ValueError(f"sizes must be numbers of examples; {name!r} has {size!r}.")
+    if not sum(sizes.values()):
+        raise ValueError(f"stacked() needs a batch with at least one example; got {sizes}.")
+    segments, first = [], 0
+    for name, size in sizes.items():
+        if size:
+            segments.append(Segment(slot_of(name), first, first + size))
+        first += size
+    return segments
+
+
 class Run(NamedTuple):
     """Domains one after another, of equal size and with rows one after another."""
 
@@ -61,7 +82,7 @@ class Run(NamedTuple):
         return values_TF[self.tokens].view(self.num_rows, -1, *values_TF.shape[1:])
 
 
-class Stack:
+class StackedModel:
     """Replaces the forwards of a model's modules, and writes what they find into the buffer.
 
     Args:
@@ -106,7 +127,7 @@ class Stack:
         return _rule_of(module)
 
     @contextmanager
-    def listening(self, segments: Sequence[Segment]) -> Iterator[None]:
+    def recording(self, segments: Sequence[Segment]) -> Iterator[None]:
         """Let the modules fill the rows of `segments`; afterwards they are as they were."""
         self._segments, self._lengths, self.has_written = tuple(segments), set(), False
         self._run_borders = tuple(_run_borders(segments))
@@ -257,20 +278,20 @@ class Stack:
             yield from self._owners(child, f"{name}.{child_name}".lstrip("."))
 
 
-_listening: list[Stack] = []
+_listening: list[StackedModel] = []
 
 
-def listener_of(param: Tensor) -> Stack | None:
+def listener_of(param: Tensor) -> StackedModel | None:
     """Who wants the gradient of `param` domain by domain at the moment."""
     return next((stack for stack in reversed(_listening) if stack.owns(param)), None)
 
 
 # What a backward pass calls, by number: a compiler may hold a number, not a module.
-_fills: dict[int, tuple["weakref.ref[Stack]", "weakref.ref[nn.Module]", Fill]] = {}
+_fills: dict[int, tuple["weakref.ref[StackedModel]", "weakref.ref[nn.Module]", Fill]] = {}
 _numbers = count()
 
 
-def _registered(stack: Stack, module: nn.Module, fill: Fill) -> int:
+def _registered(stack: StackedModel, module: nn.Module, fill: Fill) -> int:
     number = next(_numbers)
     _fills[number] = weakref.ref(stack), weakref.ref(module), fill
     weakref.finalize(stack, _fills.pop, number, None)
@@ -338,7 +359,7 @@ def _run_borders(segments: Sequence[Segment]) -> Iterator[tuple[int, int]]:
 
 
 def put(gradient: Tensor) -> Callable[[Tensor, bool], object]:
-    """A gradient that is there already, as a product that `Stack.write` takes."""
+    """A gradient that is there already, as a product that `StackedModel.write` takes."""
 
     def product(out: Tensor, adds: bool) -> None:
         value = gradient.view(out.shape)
@@ -351,7 +372,7 @@ def put(gradient: Tensor) -> Callable[[Tensor, bool], object]:
 
 
 def _sum_into(values_GTF: Tensor) -> Callable[[Tensor, bool], object]:
-    """Sum over tokens, as a product that `Stack.write` takes."""
+    """Sum over tokens, as a product that `StackedModel.write` takes."""
 
     def product(out: Tensor, adds: bool) -> None:
         if adds:
@@ -363,7 +384,7 @@ def _sum_into(values_GTF: Tensor) -> Callable[[Tensor, bool], object]:
 
 
 def _matmul_into(left_G: Tensor, right_G: Tensor) -> Callable[[Tensor, bool], object]:
-    """left @ right of each domain, as a product that `Stack.write` takes."""
+    """left @ right of each domain, as a product that `StackedModel.write` takes."""
 
     def product(out: Tensor, adds: bool) -> None:
         if len(out) > 1 and out[0].numel() <= MOST_BATCHED.get(out.device.type, out[0].numel()):
@@ -411,7 +432,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, None, None, None, None
 
 
-def _fill_linear(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+def _fill_linear(stack: StackedModel, module: Any, tensors: Sequence[Tensor]) -> None:
     grad_TO, x_TI = _flat(tensors[0]), _flat(tensors[1])
     is_transposed = not isinstance(module, nn.Linear)
     for run in stack.runs(len(x_TI)):
@@ -423,7 +444,7 @@ def _fill_linear(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
             stack.write(module.bias, run, grad.dtype, _sum_into(grad))
 
 
-def _linear(stack: Stack, module: Any) -> Forward:
+def _linear(stack: StackedModel, module: Any) -> Forward:
     number, token = _registered(stack, module, _fill_linear), _token(module)
     original, is_transposed = module.forward, not isinstance(module, nn.Linear)
 
@@ -462,7 +483,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def _fill_embedding(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+def _fill_embedding(stack: StackedModel, module: Any, tensors: Sequence[Tensor]) -> None:
     grad, ids = tensors
     grad_BLD = grad.flatten(1, -2) if grad.dim() > 3 else grad.view(len(grad), -1, grad.shape[-1])
     ids_BL = ids.reshape(len(ids), -1)
@@ -490,7 +511,7 @@ def _scatter_into(
     return product
 
 
-def _embedding(stack: Stack, module: Any) -> Forward:
+def _embedding(stack: StackedModel, module: Any) -> Forward:
     number, token = _registered(stack, module, _fill_embedding), _token(module)
     original = module.forward
 
@@ -539,7 +560,7 @@ class _LayerNorm(torch.autograd.Function):
         return grad_x, None, None, None, None, None, None
 
 
-def _fill_layer_norm(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+def _fill_layer_norm(stack: StackedModel, module: Any, tensors: Sequence[Tensor]) -> None:
     shape, num_last = list(module.normalized_shape), len(module.normalized_shape)
     grad_TF, x_TF = (_flat(tensor, num_last) for tensor in tensors[:2])
     mean_T, rstd_T = (tensor.reshape(-1, 1) for tensor in tensors[2:])
@@ -567,7 +588,7 @@ def _fill_layer_norm(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> No
                 stack.write(param, run, values_GF.dtype, put(values_GF))
 
 
-def _layer_norm(stack: Stack, module: Any) -> Forward:
+def _layer_norm(stack: StackedModel, module: Any) -> Forward:
     number, token = _registered(stack, module, _fill_layer_norm), _token(module)
     original, shape = module.forward, list(module.normalized_shape)
 
@@ -605,14 +626,14 @@ class _Scale(torch.autograd.Function):
         return grad * weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
-def _fill_scale(stack: Stack, module: Any, tensors: Sequence[Tensor]) -> None:
+def _fill_scale(stack: StackedModel, module: Any, tensors: Sequence[Tensor]) -> None:
     grad_TF, x_TF = (_flat(tensor, module.weight.dim()) for tensor in tensors)
     for run in stack.runs(len(x_TF)):
         grad = run.cut(grad_TF)
         stack.write(module.weight, run, grad.dtype, _sum_into(grad * run.cut(x_TF)))
 
 
-def _rms_norm(stack: Stack, module: Any) -> Forward:
+def _rms_norm(stack: StackedModel, module: Any) -> Forward:
     def normal(x: Tensor) -> Tensor:
         # Torch rounds once, behind the weight.
         wide = x.float() if x.dtype.itemsize < 4 else x
@@ -621,7 +642,7 @@ def _rms_norm(stack: Stack, module: Any) -> Forward:
     return _scaled(stack, module, normal, rounds_once=True)
 
 
-def _rms_norm_of_llama(stack: Stack, module: Any) -> Forward:
+def _rms_norm_of_llama(stack: StackedModel, module: Any) -> Forward:
     """As in transformers: in float32, and back before the weight."""
 
     def normal(x: Tensor) -> Tensor:
@@ -633,7 +654,7 @@ def _rms_norm_of_llama(stack: Stack, module: Any) -> Forward:
 
 
 def _scaled(
-    stack: Stack, module: Any, normal: Callable[[Tensor], Tensor], *, rounds_once: bool
+    stack: StackedModel, module: Any, normal: Callable[[Tensor], Tensor], *, rounds_once: bool
 ) -> Forward:
     number, token = _registered(stack, module, _fill_scale), _token(module)
     original = module.forward
@@ -653,7 +674,7 @@ def _scaled(
 # Everything else.
 
 
-def _by_slices(stack: Stack, module: nn.Module) -> Forward:
+def _by_slices(stack: StackedModel, module: nn.Module) -> Forward:
     """Run `module` once per domain, with parameters that tell the domains apart."""
     original = module.forward
 
@@ -684,7 +705,7 @@ def _refuse_time_first(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _taken(
-    stack: Stack, module: nn.Module, segment: Segment, args: Any, kwargs: Any
+    stack: StackedModel, module: nn.Module, segment: Segment, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """The arguments of one domain: tensors of the whole batch are cut."""
     size = stack.num_examples
@@ -708,7 +729,7 @@ def _taken(
 
 
 @contextmanager
-def _aliased(stack: Stack, module: nn.Module, row: int) -> Iterator[None]:
+def _aliased(stack: StackedModel, module: nn.Module, row: int) -> Iterator[None]:
     """Parameters of `module` as leaves of their own, whose gradients belong to one row."""
     aliases: dict[int, Tensor] = {}
     swapped = []
@@ -727,7 +748,7 @@ def _aliased(stack: Stack, module: nn.Module, row: int) -> Iterator[None]:
             owner._parameters[name] = param
 
 
-def _alias(stack: Stack, param: Tensor, row: int) -> Tensor:
+def _alias(stack: StackedModel, param: Tensor, row: int) -> Tensor:
     alias = param.detach().requires_grad_()
 
     def receive(leaf: Tensor) -> None:

@@ -77,6 +77,11 @@ class Subset:
         self._slots = {name: slot for slot, name in enumerate(self.rows)}
 
     @property
+    def all_rows(self) -> tuple[str, ...]:
+        """Names of all rows, those of other steps too."""
+        return self._objective.rows
+
+    @property
     def num_rows(self) -> int:
         """S + M: rows that a step needs."""
         return len(self.rows)

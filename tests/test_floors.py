@@ -12,13 +12,15 @@ FLOORS = [
     line.split()
     for line in """
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
-        doge_fast.sampling doge_fast.changes
-    doge_fast.kernels doge_fast.rows
-    doge_fast.mixture doge_fast.flat_buffer doge_fast.objective doge_fast.info \
-        doge_fast.example_norms
-    doge_fast.checkpoint doge_fast.reweighting doge_fast.stacked doge_fast.subset \
-        doge_fast.cancellation doge_fast.distributed
-    doge_fast.optimizer doge_fast.reference doge_fast.losses
+        doge_fast.sampling doge_fast.changes doge_fast.weights_file
+    doge_fast.kernels doge_fast.rows doge_fast.wrapper
+    doge_fast.mixture doge_fast.flat_buffer doge_fast.parameters doge_fast.objective \
+        doge_fast.info doge_fast.example_norms
+    doge_fast.reweighting doge_fast.subset doge_fast.cancellation doge_fast.distributed
+    doge_fast.stacked doge_fast.combining
+    doge_fast.step doge_fast.losses
+    doge_fast.checkpoint
+    doge_fast.optimizer doge_fast.reference
     doge_fast.integrations
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
@@ -121,6 +123,63 @@ def test_no_arrow_points_up_or_sideways(module: str) -> None:
             "doge_fast.kernels"
         )
         assert other < height or is_kernels, f"{module} must not import {imported}"
+
+
+# What a room of the core may hold.
+MOST_LINES, MOST_METHODS, MOST_ATTRIBUTES = 450, 30, 10
+
+
+def core() -> dict[str, Path]:
+    """The modules outside the pipeline and the command line."""
+    return {
+        name: path
+        for name, path in modules().items()
+        if not name.startswith(("doge_fast.pipeline", "doge_fast.cli"))
+    }
+
+
+@pytest.mark.parametrize("module", core())
+def test_files_and_classes_of_the_core_are_small(module: str) -> None:
+    text = core()[module].read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    for found in ast.walk(ast.parse(text)):
+        if isinstance(found, ast.ClassDef):
+            methods = [item for item in found.body if isinstance(item, ast.FunctionDef)]
+            assert len(methods) <= MOST_METHODS, f"{found.name} has {len(methods)} methods"
+            attributes = {
+                node.attr
+                for method in methods
+                for node in ast.walk(method)
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                if isinstance(node.value, ast.Name) and node.value.id == "self"
+            }
+            assert len(attributes) <= MOST_ATTRIBUTES, f"{found.name} has {sorted(attributes)}"
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with one leading underscore that a file defines."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_module_reaches_into_another() -> None:
+    """A private name is used in the file that defines it, and nowhere else."""
+    defined = {name: private_names(path) for name, path in modules().items()}
+    everywhere = set().union(*defined.values())
+    for module, path in modules().items():
+        used = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                used |= {alias.name for alias in node.names}
+        foreign = (used & everywhere) - defined[module] - {"_layout"}
+        assert not foreign, f"{module} uses {sorted(foreign)}, which other modules define"
 
 
 def test_reference_imports_torch_only() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM
+
 
 @dataclass(frozen=True)
 class CorpusConfig:
@@ -88,21 +90,6 @@ class TrainingConfig:
     wandb, trackio, mlflow, ... Empty: none; nothing leaves the machine."""
 
 
-def default_mu(peak_learning_rate: float, sum_of_targets: float) -> float:
-    """The Bregman coefficient where none is asked for.
-
-    20 times the peak learning rate: the weights' logarithms move by lr W / mu, and 0.01 is what the
-    published code takes at the paper's 5e-4 towards its held-out mix (towards other targets 0.05).
-    W is a sum over targets, and spreads with them: where their weights sum to T it is (T + 1) / 2
-    times that, for all domains at once four times with seven domains (docs/evidence.md).
-
-    Args:
-        peak_learning_rate: of the proxy, > 0.
-        sum_of_targets: T: for all domains at once their number.
-    """
-    return 20 * peak_learning_rate * (sum_of_targets + 1) / 2
-
-
 @dataclass(frozen=True)
 class ProxyConfig:
     """Stage one: learn the domain weights with a proxy model."""
@@ -122,7 +109,7 @@ class ProxyConfig:
     targets sum to T, which is K for universal."""
     score: Literal["paper", "published"] = "paper"
     """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
-    domain_max_grad_norm: float | None = 1.0
+    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
     """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not, as in the paper's text. Uncut, W grows with the square of the gradients, and a few
     steps with large ones may decide everything."""
@@ -302,7 +289,7 @@ class DemoConfig:
     which moves perplexities by more than the weights do."""
     mu: float | None = None
     """Bregman coefficient of the proxies; None: as a proxy's."""
-    domain_max_grad_norm: float | None = 1.0
+    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
     """Cut each domain's gradient to this norm before scoring. Early in a run this short one
     domain's gradient may grow twentyfold for a step; W grows with its square and would decide
     everything at once."""

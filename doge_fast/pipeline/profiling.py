@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as operators_seen
 
+import doge_fast.combining
 import doge_fast.flat_buffer
 import doge_fast.optimizer
 from doge_fast.info import device_name, versions
@@ -314,7 +315,7 @@ def _of_steps(config: ProfileConfig, device: torch.device) -> Profile:
         implementations={operator: chosen(device, operator) for operator in OPERATORS},
         num_parameters=_num_parameters(doge),
         num_rows=doge.num_rows,
-        row_bytes=doge.optimizer._buffer.num_bytes,
+        row_bytes=doge.optimizer.buffer.num_bytes,
         tokens=doge.tokens.numel(),
         plain_ms=1e3 * statistics.median(theirs for theirs, _ in pairs),
         doge_ms=1e3 * statistics.median(ours for _, ours in pairs),
@@ -455,7 +456,11 @@ def _alternated(plain: _Plain, doge: _Doge, num_pairs: int) -> list[tuple[float,
 def _watched(plain: _Plain, doge: _Doge, num_steps: int) -> list[Span]:
     """Ranges of as many steps of both sides."""
     clock = _Clock(plain.device)
-    modules: tuple[Any, ...] = (doge_fast.optimizer, doge_fast.flat_buffer)
+    modules: tuple[Any, ...] = (
+        doge_fast.optimizer,
+        doge_fast.combining,
+        doge_fast.flat_buffer,
+    )
     originals = [module.phase for module in modules]
     try:
         for module in modules:
@@ -531,7 +536,7 @@ def _least_traffic(doge: _Doge) -> dict[str, Traffic]:
     once = sum(p.numel() * p.element_size() for p in params)
     rows = sum(
         block.rows_RN.numel() * block.rows_RN.element_size()
-        for block in doge.optimizer._buffer._blocks.values()
+        for block in doge.optimizer.buffer.blocks
     )
     state = sum(
         value.numel() * value.element_size()

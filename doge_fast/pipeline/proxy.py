@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from doge_fast import generalization
+from doge_fast import generalization, simplex
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import baselines, domains, records, training, weights
-from doge_fast.pipeline.config import ProxyConfig, default_mu
+from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed
@@ -217,7 +217,7 @@ def _resolved(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[str, 
     if config.mu is not None:
         return {}
     total = len(corpus.names) if isinstance(target, str) else sum(target.values())
-    return {"mu": default_mu(config.training.learning_rate, total)}
+    return {"mu": simplex.default_mu(config.training.learning_rate, total)}
 
 
 def _read_selection(path: Path) -> list[str]:

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,9 +24,10 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, Literal, get_args
 
+from doge_fast import weights_file
 from doge_fast.pipeline.weights_fields import SUM_TOLERANCE, check_fields, is_weight
+from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
 
-SCHEMA_VERSION = 1
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 WEIGHTS = "weights.json"
@@ -72,51 +72,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON holds it: dataclasses, paths, arrays and tensors become plain values.
-
-    Non-finite numbers become None, for JSON has no word for them.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` (see `plain`) as JSON: beside `path`, then renamed over it."""
-    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files that only the owner reads; a record is for everybody.
-        os.chmod(beside, 0o666 & ~_umask())
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-
-
-def _umask() -> int:
-    """The process's file mode mask; reading it is setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_json(path: Path) -> Json:
@@ -478,9 +433,8 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
         ValueError: as `read_weights`; nothing is written.
     """
     file = path / WEIGHTS if path.is_dir() else path
-    record = {"schema_version": SCHEMA_VERSION, **weights}
-    _check_weights(record, file)
-    write_json(file, record)
+    _check_weights({"schema_version": SCHEMA_VERSION, **weights}, file)
+    weights_file.write(file, weights)
 
 
 def check_out(out: Path, read: Iterable[Path]) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doge_fast import weights_file
 from doge_fast.cancellation import (
     DEFAULT_READING,
     READINGS,
@@ -158,7 +159,7 @@ def _train(config: SelectConfig) -> None:
     )
     trainer = training.train(task, config.training)
     assert isinstance(trainer, SelectionTrainer)
-    records.write_json(config.out / CANCELLATION, _record(trainer.effect))
+    weights_file.write_json(config.out / CANCELLATION, _record(trainer.effect))
 
 
 def _check(config: SelectConfig) -> None:
@@ -243,7 +244,7 @@ def _measure(batches: BaseBatches, trainer: SelectionTrainer, step: int) -> dict
 def _record(effect: CancellationEffect) -> dict[str, Any]:
     """What cancellation.json holds before anything is selected."""
     return {
-        "schema_version": records.SCHEMA_VERSION,
+        "schema_version": weights_file.SCHEMA_VERSION,
         "steps": effect.num_steps,
         "columns": effect.columns,
         "scores": {reading: effect.scores(reading) for reading in READINGS},
@@ -266,10 +267,10 @@ def _write_selections(config: SelectConfig) -> None:
     entries = {entry["file"]: entry for entry in record["selections"]}
     for selection in chosen:
         entry = _entry(config, selection)
-        records.write_json(config.out / entry["file"], list(selection.names))
+        weights_file.write_json(config.out / entry["file"], list(selection.names))
         entries[entry["file"]] = entry
     record["selections"] = list(entries.values())
-    records.write_json(config.out / CANCELLATION, record)
+    weights_file.write_json(config.out / CANCELLATION, record)
 
 
 def _entry(config: SelectConfig, selection: Selection) -> Mapping[str, Any]:

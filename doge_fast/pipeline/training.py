@@ -37,6 +37,7 @@ from transformers.integrations.integration_utils import (
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from doge_fast import weights_file
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ModelConfig, TrainingConfig
 from doge_fast.pipeline.domains import Corpus
@@ -342,7 +343,7 @@ class RecordedTrainer(Trainer):
             plain = {key: _by_name(value) for key, value in line.items()}
             records.append_metrics(self.task.out, plain)
             if self.args.report_to:
-                self._tell_trackers(records.plain(plain))
+                self._tell_trackers(weights_file.plain(plain))
         self._pending.clear()
 
     def _tell_trackers(self, line: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from doge_fast import weights_file
 from doge_fast.pipeline import records, weights
 from doge_fast.pipeline.config import (
     WeightsAverageConfig,
@@ -51,7 +52,7 @@ def show(config: WeightsShowConfig) -> list[str]:
     ]
     if config.json:
         described = [
-            {"source": source, **_about(record), **records.plain(mixture)}
+            {"source": source, **_about(record), **weights_file.plain(mixture)}
             for (source, record), mixture in zip(found.items(), mixtures, strict=True)
         ]
         return [_json({"budget_tokens": config.budget_tokens, "files": described})]
@@ -74,7 +75,7 @@ def diff(config: WeightsDiffConfig) -> list[str]:
     before, after = (records.read_weights(path) for path in (config.before, config.after))
     found = weights.compare(before, after)
     if config.json:
-        return [_json({"sources": sources, **records.plain(found)})]
+        return [_json({"sources": sources, **weights_file.plain(found)})]
     rows = [["domain", "A", "B", "B - A", "B / A"]]
     for name, change in found.change.items():
         rows.append(
@@ -522,4 +523,4 @@ def _plain_count(value: float) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(records.plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    return json.dumps(weights_file.plain(value), indent=2, ensure_ascii=False, allow_nan=False)

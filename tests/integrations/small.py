@@ -11,7 +11,7 @@ from doge_fast import DoGEOptimizer
 
 DOMAINS = ("a", "b", "c")
 # Weights stay well inside the simplex over ten steps.
-MU = 30.0
+AS_IN_THE_PAPER = {"domains": DOMAINS, "mu": 30.0, "domain_max_grad_norm": None}
 
 
 def small_model(*, bias: bool = True, width: int = 4) -> nn.Module:
@@ -31,7 +31,7 @@ def wrapped(
 ) -> tuple[nn.Module, DoGEOptimizer]:
     """A small model and the wrapper around its optimizer."""
     model = small_model() if model is None else model
-    return model, DoGEOptimizer(inner(model), **({"domains": DOMAINS, "mu": MU} | options))
+    return model, DoGEOptimizer(inner(model), **(AS_IN_THE_PAPER | options))
 
 
 def loss_of(model: nn.Module, step: int, row: int = 0) -> Tensor:

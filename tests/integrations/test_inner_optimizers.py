@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from doge_fast import DoGEOptimizer
 from tests.integrations.small import (
-    DOMAINS,
-    MU,
+    AS_IN_THE_PAPER,
     assert_same,
     collect,
     everything,
@@ -183,7 +182,7 @@ def test_different_optimizers_move_the_weights_alike() -> None:
     alphas = []
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop):
         model = small_model()
-        optimizer = DoGEOptimizer(kind(model.parameters(), lr=0.01), domains=DOMAINS, mu=MU)
+        optimizer = DoGEOptimizer(kind(model.parameters(), lr=0.01), **AS_IN_THE_PAPER)
         train(model, optimizer, [0])
         alphas.append(optimizer.alpha)
     assert_same(alphas[:1] * 2, alphas[1:])

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
 from doge_fast import DoGEOptimizer
 from tests.integrations.isolated import isolated
 from tests.integrations.small import (
+    AS_IN_THE_PAPER,
     DOMAINS,
-    MU,
     adamw,
     assert_same,
     collect,
@@ -193,13 +193,13 @@ def test_a_group_added_later_travels_flattened() -> None:
     for _ in range(2):
         model = small_model()
         inner = torch.optim.AdamW(model[0].parameters(), lr=0.05)
-        optimizer = DoGEOptimizer(inner, domains=DOMAINS, mu=MU)
+        optimizer = DoGEOptimizer(inner, **AS_IN_THE_PAPER)
         optimizer.add_param_group({"params": list(model[2].parameters())})
         pairs.append((model, optimizer))
         if not states:
             train(model, optimizer, range(3))
             states += copy.deepcopy(get_state_dict(model, optimizer, options=FLAT))
-    assert {len(states[1][f"param_groups.{name}.doge"]) for name in ("0.bias", "2.weight")} == {14}
+    assert {len(states[1][f"param_groups.{name}.doge"]) for name in ("0.bias", "2.weight")} == {15}
     set_state_dict(*pairs[1], model_state_dict=states[0], optim_state_dict=states[1], options=FLAT)
     assert_same(everything(*pairs[1]), everything(*pairs[0]))
 
@@ -250,7 +250,7 @@ def test_making_a_state_to_load_into_moves_nothing() -> None:
 @pytest.mark.parametrize("inner", [adamw, stateless])
 def test_saving_in_the_middle_of_a_step_takes_no_step(inner: Any) -> None:
     """What the domains have collected goes, and the next step says so."""
-    model, optimizer = wrapped(inner)
+    model, optimizer = wrapped(inner, micro_batches=None)
     collect(model, optimizer, 0)
     before = [*everything(model, wrapped(inner)[1])]
     get_optimizer_state_dict(model, optimizer)
@@ -297,7 +297,7 @@ def test_a_plain_checkpoint_is_loaded_before_wrapping(options: StateDictOptions)
     model = small_model()
     inner = adamw(model)
     set_optimizer_state_dict(model, inner, state, options=options)
-    optimizer = DoGEOptimizer(inner, domains=["a"], mu=MU)
+    optimizer = DoGEOptimizer(inner, **(AS_IN_THE_PAPER | {"domains": ["a"]}))
     model.load_state_dict(plain_model.state_dict())
     train(model, optimizer, [3])
     train_plainly(plain_model, plain, [3])
@@ -348,7 +348,7 @@ def test_numbers_in_the_groups_are_plain_and_exact() -> None:
     assert list(values[3:6]) == state["doge"]["alpha"].tolist()
     assert list(values[6:9]) == state["doge"]["alpha_mean"].tolist()
     assert list(values[9:12]) == state["doge"]["gain"].tolist()
-    assert values[12:] == (3.0, 0.0)
+    assert values[12:] == (3.0, 0.0, 30.0)
 
 
 def test_the_named_entry_wins() -> None:
@@ -373,7 +373,7 @@ def without_entry(change: Callable[[tuple[float, ...]], Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda values: (2.0, *values[1:]), "has version 2; this library reads up to 1"),
+        (lambda values: (3.0, *values[1:]), "has version 3; this library reads up to 2"),
         (lambda values: values[:-1], "weights of other domains or another target"),
         (lambda values: values[:1], "weights of other domains or another target"),
         (lambda values: (*values[:3], float("nan"), *values[4:]), "weights that sum to one"),

@@ -137,6 +137,7 @@ def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         domains=list(SIZES),
         absent="keep",
+        micro_batches=None,
     )
     sizes = {name: size for name, size in SIZES.items() if size}
     for _ in range(passes):
@@ -149,7 +150,7 @@ def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 
             else:
                 losses_D = domain_losses(model(ids_BL), ids_BL, sizes)
             losses_D.sum().backward()
-    blocks = optimizer._buffer.touched(optimizer._tracked())
+    blocks = optimizer._step.buffer.touched(optimizer._step.parameters.params)
     return [block.rows_RN.clone() for block in blocks]
 
 

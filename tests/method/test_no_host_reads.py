@@ -33,7 +33,7 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         optimizer_of(model.named_parameters(), lr=lr),
         domains=["a", "b"],
         target={"a": 1.0, "x": 2.0},
-        **options,
+        **({"mu": 0.01, "domain_max_grad_norm": None, "micro_batches": None} | options),
     )
     for _ in range(2):
         for name in "abx":
@@ -81,7 +81,7 @@ def test_the_addresses_of_the_state_stay() -> None:
                 model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         state_S = optimizer._weights._state_S
-        blocks = optimizer._buffer._blocks.values()
+        blocks = optimizer._step.buffer._blocks.values()
         seen.add(
             (
                 state_S.data_ptr(),

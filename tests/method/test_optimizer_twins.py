@@ -19,6 +19,7 @@ from tests.models import domain_tokens, tied_transformer
 STEPS = 100
 TOLERANCE = 1e-12
 DOMAINS = ("a", "b", "c", "d")
+AS_IN_THE_PAPER: dict[str, Any] = {"domains": DOMAINS, "mu": 0.02, "domain_max_grad_norm": None}
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,9 @@ def run_ours(mode: Mode, inner: str) -> tuple[torch.nn.Module, DoGEOptimizer]:
     model = tied_transformer()
     optimizer = DoGEOptimizer(
         INNER[inner](groups(model)),
-        domains=DOMAINS,
-        mu=0.02,
         selection=mode.selected or None,
-        **mode.ours,
+        micro_batches=mode.micro_batches,
+        **(AS_IN_THE_PAPER | mode.ours),
     )
     for step in range(STEPS):
         for name, micro_batches in batches(mode, step).items():
@@ -232,7 +232,7 @@ def test_save_and_load_continue_bit_for_bit(inner: str, tmp_path: Any) -> None:
 
     def build() -> tuple[torch.nn.Module, DoGEOptimizer]:
         model = tied_transformer()
-        return model, DoGEOptimizer(INNER[inner](groups(model)), domains=DOMAINS, mu=0.02)
+        return model, DoGEOptimizer(INNER[inner](groups(model)), **AS_IN_THE_PAPER)
 
     model, optimizer = build()
     steps(model, optimizer, 0, 10)
@@ -253,7 +253,8 @@ def test_save_and_load_continue_bit_for_bit(inner: str, tmp_path: Any) -> None:
 def test_one_hot_weights_equal_plain_training_on_that_domain() -> None:
     model = tied_transformer()
     plain = copy.deepcopy(model)
-    optimizer = DoGEOptimizer(INNER["adamw"](model.parameters()), domains=DOMAINS, mu=1e6)
+    inner = INNER["adamw"](model.parameters())
+    optimizer = DoGEOptimizer(inner, **(AS_IN_THE_PAPER | {"mu": 1e6}))
     state = optimizer.state_dict()
     state["doge"]["alpha"] = torch.tensor([0, 1, 0, 0], dtype=torch.float64)
     optimizer.load_state_dict(state)

@@ -60,13 +60,15 @@ def optimizer_of(model: nn.Module, **options: Any) -> DoGEOptimizer:
         torch.optim.SGD(model.named_parameters(), lr=0.1),
         domains=list(SIZES),
         absent="keep",
+        micro_batches=None,
+        domain_max_grad_norm=None,
         **options,
     )
 
 
 def rows_of(optimizer: DoGEOptimizer, model: nn.Module) -> Rows:
     names = {id(param): name for name, param in model.named_parameters()}
-    blocks = optimizer._buffer.touched(optimizer._tracked())
+    blocks = optimizer._step.buffer.touched(optimizer._step.parameters.params)
     rows = {names[id(block.param)]: block.rows_RN.clone() for block in blocks}
     optimizer.zero_grad()
     return rows
@@ -525,11 +527,11 @@ def test_a_module_of_two_parents_is_one() -> None:
     for _ in range(2):
         with optimizer.stacked(model, SIZES):
             losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
-        stack = optimizer._stack
+        stack = optimizer._step._stacked_model
         optimizer.zero_grad()
     with optimizer.stacked(model, SIZES):
         losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
-    assert optimizer._stack is stack
+    assert optimizer._step._stacked_model is stack
 
 
 class Named(Tiny):

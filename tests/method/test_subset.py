@@ -24,8 +24,9 @@ def model_of(seed: int = 0) -> nn.Linear:
 
 
 def optimizer_of(model: nn.Module, names: list[str] = NAMES, **options: Any) -> DoGEOptimizer:
-    options = {"domains_per_step": S, "mu": 0.1} | options
-    return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), domains=names, **options)
+    usual = {"domains_per_step": S, "mu": 0.1, "domain_max_grad_norm": None}
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    return DoGEOptimizer(inner, domains=names, **(usual | options))
 
 
 def loss_of(model: nn.Module, name: str) -> Tensor:
@@ -106,7 +107,7 @@ def test_estimates_average_to_those_of_all_domains(target: Any, num_domains: int
 
 
 def force(optimizer: DoGEOptimizer, names: tuple[str, ...]) -> None:
-    subset = optimizer._subset
+    subset = optimizer._step.subset
     while subset.domains != names:
         subset.draw(subset.draws + 1)
 
@@ -191,7 +192,7 @@ def test_the_draw_stays_until_the_step_is_taken() -> None:
     optimizer.zero_grad()
     assert optimizer.domains_of_step == drawn
     run_step(optimizer, model)
-    assert optimizer._subset.draws == 1
+    assert optimizer._step.subset.draws == 1
 
 
 def test_a_step_that_was_cleared_and_not_taken_keeps_its_domains() -> None:
@@ -216,7 +217,7 @@ def test_memory_is_that_of_the_domains_in_the_step() -> None:
         run_step(optimizer, model, ("d512",))
         optimizer.zero_grad()
     padded = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in model.parameters()]
-    assert optimizer._buffer.num_bytes == 9 * 8 * sum(padded)
+    assert optimizer._step.buffer.num_bytes == 9 * 8 * sum(padded)
     assert optimizer.last is not None
     assert optimizer.last.gram.shape == (513, 513)
     assert int(optimizer.last.gram.diagonal().count_nonzero()) == 9

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from doge_fast import simplex
 from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
@@ -22,7 +23,6 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     SelectConfig,
     TrainingConfig,
-    default_mu,
 )
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
@@ -679,7 +679,7 @@ def _settings(plan: _Planner) -> Plan:
     # The pace of another target is its own, unless one was asked for.
     other_mu = settings.mu
     if plan.config.mu is None:
-        other_mu = default_mu(peak, len(plan.domains) if is_mix else 1)
+        other_mu = simplex.default_mu(peak, len(plan.domains) if is_mix else 1)
     changes: dict[str, dict[str, Any]] = {
         "as set": {},
         target: {"target": name, "mu": other_mu},

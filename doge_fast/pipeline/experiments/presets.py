@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from doge_fast.pipeline.config import ExperimentConfig, default_mu
+from doge_fast import simplex
+from doge_fast.pipeline.config import ExperimentConfig
 
 PAPER_SOURCES = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
@@ -221,7 +222,7 @@ def with_mu(settings: Settings, config: ExperimentConfig, names: Sequence[str]) 
     is_universal = config.name not in ("ood", "wiki40b") and config.target_batch == "same"
     rate, _ = rates_of(settings, settings.proxy_model)
     total = len(settings.domains or names) if is_universal else 1
-    return replace(settings, mu=default_mu(rate, total))
+    return replace(settings, mu=simplex.default_mu(rate, total))
 
 
 def rates_of(settings: Settings, model: str) -> tuple[float, float]:

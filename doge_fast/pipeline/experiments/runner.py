@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from doge_fast import weights_file
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
@@ -125,7 +126,9 @@ def _check_unchanged(config: StageConfig) -> None:
 
 @functools.cache
 def _described(corpus: CorpusConfig, targets: tuple[str, ...]) -> dict[str, Any]:
-    description: dict[str, Any] = records.plain(load_corpus(corpus, targets=targets).describe())
+    description: dict[str, Any] = weights_file.plain(
+        load_corpus(corpus, targets=targets).describe()
+    )
     return description
 
 
@@ -161,7 +164,7 @@ def _record(config: ExperimentConfig, settings: Settings, plan: Plan) -> dict[st
         "preset": config.preset,
         "title": plan.title,
         "question": plan.question,
-        "settings": records.plain(vars(settings)),
+        "settings": weights_file.plain(vars(settings)),
         "target_batch": config.target_batch,
         "data": corpus_of(config, settings).data,
         "runs": [job.config.out.name for job in plan.jobs],

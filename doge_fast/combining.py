@@ -1,0 +1,178 @@
+"""From the rows of a step to its weighted gradient: Gram matrix, K x K step, weighted sum.
+
+Reads the K x N rows twice and writes N, all on the device; nothing waits for it.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from doge_fast import generalization, simplex
+from doge_fast.flat_buffer import Block, weighted_gradients
+from doge_fast.kernels import gram
+from doge_fast.kernels.reweight.packing import Step
+from doge_fast.reweighting import DomainWeights
+from doge_fast.subset import Subset
+from doge_fast.tracing import phase
+
+
+class LastStep(NamedTuple):
+    """What the last `combine()` saw and did; every tensor float64 on the gradients' device.
+
+    `gram` has the rows of `optimizer.rows`: training domains, then measured-only ones. Gradients
+    are in unscaled units and, except for `grad_norms`, after per-domain clipping.
+    """
+
+    gram: Tensor
+    """[R, R] inner products over the selected columns."""
+    gain: Tensor
+    """[K] the scores that moved the weights: W, or its published variant."""
+    influence: Tensor
+    """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
+    difficulty: Tensor
+    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
+    grad_norms: Tensor
+    """[R] before any clipping; over all parameters, or the selected where only those are read."""
+    combined_norm: Tensor
+    """Scalar: norm of sum_j alpha_j g_j before the global clip."""
+    alpha: Tensor
+    """[K] domain weights after the step."""
+    lr: float | Tensor
+    """eta of this step."""
+    skipped: Tensor
+    """Bool scalar: a gradient was not finite, nothing moved."""
+
+
+@torch.no_grad()
+def combine(
+    blocks: list[Block],
+    weights: DomainWeights,
+    subset: Subset,
+    *,
+    present: Collection[str],
+    selected: Collection[int] | None,
+    lr: float | Tensor,
+    grad_scale: float | Tensor,
+) -> LastStep:
+    """Move the domain weights and write sum_j alpha'_j g_j into `p.grad`.
+
+    Lines 5 to 9 of Algorithm 1. A gradient that is not finite moves nothing and makes `p.grad` NaN.
+
+    Args:
+        blocks: rows of every parameter that a domain gave a gradient, complete.
+        weights: that move.
+        subset: the domains of this step.
+        present: names of the rows that have a gradient.
+        selected: ids of the parameters whose columns enter W; None: all.
+        lr: eta of this step.
+        grad_scale: > 0, the factor that the rows carry; `p.grad` keeps it.
+
+    Raises:
+        RuntimeError: no selected parameter is among the blocks.
+        ValueError: `lr` < 0 or NaN.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
+    """
+    with phase("gram"):
+        gram_RR, full_RR = subset.spread(*_grams(blocks, selected, weights))
+    before = None if full_RR is not None else weights.snapshot()
+    with phase("reweight"):
+        new = subset.gathered(
+            weights.move(
+                gram_RR,
+                full_RR=full_RR,
+                seen=present,
+                lr=lr,
+                grad_scale=grad_scale,
+                share=subset.share,
+            )
+        )
+    with phase("weighted_sum"):
+        gradients = weighted_gradients(blocks, new.coefficients)
+    if before is not None:
+        new = _cut_afterwards(gradients, new, weights, before, grad_scale)
+    for block, gradient in zip(blocks, gradients, strict=True):
+        block.param.grad = gradient
+    return LastStep(
+        gram=new.gram,
+        gain=new.gain,
+        influence=new.influence,
+        difficulty=new.difficulty,
+        grad_norms=new.norms,
+        combined_norm=new.combined_norm,
+        alpha=new.alpha,
+        lr=lr,
+        skipped=new.skipped,
+    )
+
+
+def _grams(
+    blocks: list[Block], selected: Collection[int] | None, weights: DomainWeights
+) -> tuple[Tensor, Tensor | None]:
+    """Gram matrices of the selected columns and of all; the latter None where not needed.
+
+    The Gram matrix is additive over columns. Columns outside the selection are read only for
+    per-domain clipping; the combined gradient's own norm is cheaper to take from it.
+    """
+    if selected is None:
+        gram_RR = gram([block.rows_RN for block in blocks])
+        return gram_RR, gram_RR
+    inside = [block.rows_RN for block in blocks if id(block.param) in selected]
+    outside = [block.rows_RN for block in blocks if id(block.param) not in selected]
+    if not inside:
+        raise RuntimeError(
+            "no selected parameter received a gradient in this step; `selection` must name "
+            "parameters that the domains touch."
+        )
+    gram_RR = gram(inside)
+    if not outside:
+        return gram_RR, gram_RR
+    if weights.rule.domain_max_grad_norm is None:
+        return gram_RR, None
+    return gram_RR, gram_RR + gram(outside)
+
+
+def _cut_afterwards(
+    gradients: list[Tensor],
+    new: Step,
+    weights: DomainWeights,
+    before: Tensor,
+    grad_scale: float | Tensor,
+) -> Step:
+    """The global clip and the overflow that only the combined gradient shows.
+
+    Its norm takes one pass over N: its Gram matrix is one number.
+    """
+    squared_norm: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
+    combined_norm = squared_norm[0, 0].sqrt() / grad_scale
+    overflow = ~combined_norm.isfinite()
+    weights.retract(before, overflow)
+    if weights.rule.max_grad_norm is not None:
+        factor = generalization.clip_factors(combined_norm, weights.rule.max_grad_norm)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+    skipped = new.skipped | overflow
+    return new._replace(
+        alpha=weights.read("alpha"),
+        combined_norm=combined_norm,
+        skipped=skipped,
+        found_inf=skipped.to(torch.float32),
+    )
+
+
+def checked_scale(scale: float | Tensor) -> float | Tensor:
+    """A factor of the losses, if it is one; a tensor is not looked at.
+
+    Raises:
+        ValueError: it is not positive and finite.
+    """
+    if not isinstance(scale, Tensor) and not (
+        simplex.is_number(scale) and 0 < scale < float("inf")
+    ):
+        raise ValueError(
+            f"grad_scale must be positive and finite; got {scale!r}. Pass what the losses "
+            "were multiplied by, scaler.get_scale()."
+        )
+    return scale

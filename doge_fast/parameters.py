@@ -1,0 +1,152 @@
+"""The parameters that the wrapped optimizer trains: groups, names, selection, gradient hooks.
+
+Groups are looked up when a step begins, since hosts replace them: `load_state_dict` of a torch
+optimizer puts a new list in their place, and freezing a layer is one assignment.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from doge_fast import simplex
+
+Receive = Callable[[Tensor], None]
+
+
+class TrackedParameters:
+    """Parameters of an optimizer that require a gradient, and the hooks that see it.
+
+    Args:
+        optimizer: the wrapped one.
+        selection: the parameters whose columns enter W, as tensors or as names; None: all.
+
+    Raises:
+        TypeError: the first group has no number for `lr`.
+        ValueError: no parameter requires a gradient, one is complex, or the selection names
+            something else.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, selection: Collection[str] | Collection[Tensor] | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._check_lr()
+        # By id, with the parameter: while it is held here, no new one gets its id.
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        self.params: list[Tensor] = self._look_up()
+        """The tracked parameters, as `scan` found them last."""
+        self._check_params()
+        self._selected = None if selection is None else self._resolve(selection)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the hooks, which do not travel."""
+        return self.__dict__ | {"_hooks": {}}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the wrapped optimizer, the very list."""
+        return self._optimizer.param_groups
+
+    @property
+    def lr(self) -> float | Tensor:
+        """eta: the learning rate of the first group."""
+        lr: float | Tensor = self.groups[0]["lr"]
+        return lr
+
+    @property
+    def peak_lr(self) -> float:
+        """Of the first group: what a scheduler starts from where there is one, else `lr`."""
+        group = self.groups[0]
+        return float(group.get("initial_lr", group["lr"]))
+
+    def scan(self, receive: Receive) -> list[Tensor]:
+        """Look the parameters up afresh and have `receive` called with each gradient.
+
+        Hooks are added to new parameters and taken off those that are no longer tracked.
+        """
+        self.params = self._look_up()
+        ids = set(map(id, self.params))
+        if ids != self._hooks.keys():
+            for key in self._hooks.keys() - ids:
+                self._hooks.pop(key)[1].remove()
+            for param in self.params:
+                if id(param) not in self._hooks:
+                    handle = param.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+                    self._hooks[id(param)] = (param, handle)
+        return self.params
+
+    def release(self) -> None:
+        """Take all hooks off."""
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks = {}
+
+    def selected_ids(self) -> set[int] | None:
+        """The ids of the parameters whose columns enter W; None: all."""
+        return None if self._selected is None else {id(param) for param in self._selected}
+
+    def name_of(self, param: Tensor) -> str:
+        """The name that a message gives a parameter."""
+        for group in self.groups:
+            for name, known in zip(group.get("param_names", ()), group["params"], strict=False):
+                if known is param:
+                    return f"the parameter {name}"
+        return f"a parameter of shape {list(param.shape)}"
+
+    def _look_up(self) -> list[Tensor]:
+        return [p for group in self.groups for p in group["params"] if p.requires_grad]
+
+    def _check_lr(self) -> None:
+        lr = self.groups[0].get("lr")
+        if not simplex.is_number(lr):
+            raise TypeError(
+                "the lr of the wrapped optimizer's first parameter group is the eta by which "
+                "domain weights move, so it must be a number or a tensor; "
+                f"{type(self._optimizer).__name__} has {lr!r} there. Give it a learning rate, and "
+                "switch off one that it chooses by itself."
+            )
+
+    def _check_params(self) -> None:
+        if not self.params:
+            raise ValueError(
+                "the wrapped optimizer has no parameter that requires a gradient; give it "
+                "model.parameters() before wrapping it."
+            )
+        if any(param.is_complex() for param in self.params):
+            raise ValueError(
+                "domain gradients must be real; the wrapped optimizer has complex parameters. "
+                "Train them with an optimizer of their own."
+            )
+
+    def _resolve(self, selection: Collection[str] | Collection[Tensor]) -> list[Tensor]:
+        """The selected parameters."""
+        items: list[Any] = [] if isinstance(selection, str) else list(selection)
+        if not items:
+            raise ValueError(
+                f"selection must be a non-empty collection of parameters or names; "
+                f"got {selection!r}. Pass None for all parameters."
+            )
+        tracked = {id(param) for param in self.params}
+        by_name = {
+            name: param
+            for group in self.groups
+            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+        selected: list[Tensor] = []
+        for item in items:
+            param = by_name.get(item) if isinstance(item, str) else item
+            if param is None or id(param) not in tracked:
+                raise ValueError(
+                    f"selection names {item if isinstance(item, str) else 'a tensor'!r}, which "
+                    "is not a parameter the wrapped optimizer trains. "
+                    + (
+                        f"It knows {sorted(by_name)[:8]} ..."
+                        if by_name
+                        else "It knows no names: build the wrapped optimizer from "
+                        "model.named_parameters(), or pass the tensors."
+                    )
+                )
+            selected.append(param)
+        return selected

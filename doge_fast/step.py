@@ -1,0 +1,420 @@
+"""The step under way: what the domains have collected, and whether it is complete.
+
+A step is empty until its first domain is entered, open while a domain is, collected between
+domains, and combined once its gradients have become the weighted one::
+
+    empty -> open(name) -> collected -> open(name) -> ... -> combined -> empty
+
+The parameters are looked up when the first domain is entered, and once more for combining. While a
+domain is open, a hook on each of them takes the gradient the moment autograd has finished it and
+hands it to the flat buffer, so that `p.grad` stays None. Outside a domain the hook leaves `p.grad`
+alone and notes that a backward pass ran there; the next `domain()` or `step()` refuses.
+"""
+
+import enum
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from doge_fast.flat_buffer import Block, FlatBuffer
+from doge_fast.parameters import TrackedParameters
+from doge_fast.stacked import StackedModel, segments_of
+from doge_fast.subset import Subset, is_integer
+from doge_fast.tracing import outside_graphs
+
+Absent = Literal["error", "keep"]
+
+
+class State(enum.Enum):
+    """Where a step stands while no domain is open."""
+
+    EMPTY = enum.auto()
+    ZEROED = enum.auto()
+    """Empty, and `p.grad` holds the zeros of zero_grad(set_to_none=False)."""
+    COLLECTED = enum.auto()
+    DROPPED = enum.auto()
+    """An exception inside a domain dropped what had been collected."""
+    COMBINED = enum.auto()
+
+
+@dataclass
+class OpenDomain:
+    """What is entered at the moment: one domain, or several in a stacked pass."""
+
+    names: Sequence[str]
+    row: int | None
+    """Of the buffer; None in a stacked pass, whose modules write the rows themselves."""
+    has_received: bool = False
+
+
+class Step:
+    """The step under way.
+
+    Args:
+        parameters: those that the wrapped optimizer trains.
+        subset: the domains of a step and their rows.
+        buffer_dtype: of the rows; None: that of each gradient.
+        absent: "error" or "keep": what `blocks` does about a domain that was not entered.
+        micro_batches: times that each domain is entered in a step; None: any number.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+
+    def __init__(
+        self,
+        parameters: TrackedParameters,
+        subset: Subset,
+        *,
+        buffer_dtype: torch.dtype | None,
+        absent: Absent,
+        micro_batches: int | None,
+    ) -> None:
+        if absent not in ("error", "keep"):
+            raise ValueError(f"absent must be 'error' or 'keep'; got {absent!r}.")
+        if micro_batches is not None and not (is_integer(micro_batches) and micro_batches > 0):
+            raise ValueError(
+                "micro_batches must be the number of times that each domain is entered in a step, "
+                f"at least 1, or None for any number; got {micro_batches!r}."
+            )
+        self.parameters = parameters
+        self.subset = subset
+        self.buffer = FlatBuffer(subset.num_rows, _checked_dtype(buffer_dtype))
+        self.absent: Absent = absent
+        self.micro_batches = micro_batches
+        self._start()
+
+    def _start(self) -> None:
+        self.state = State.EMPTY
+        self._entered: Counter[str] = Counter()
+        self._open: OpenDomain | None = None
+        self._has_stray = False
+        self._stacked_model: StackedModel | None = None
+        self.look_up()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What lasts from step to step. A copy begins its step anew."""
+        lasting = ("parameters", "subset", "buffer", "absent", "micro_batches")
+        return {name: getattr(self, name) for name in lasting}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """An empty step that receives the gradients of the parameters again."""
+        self.__dict__.update(state)
+        self._start()
+
+    @outside_graphs
+    def look_up(self) -> list[Tensor]:
+        """The parameters that are trained now; each hands its gradients to this step."""
+        return self.parameters.scan(_receiver(weakref.ref(self)))
+
+    # Domains.
+
+    @contextmanager
+    def domain(self, name: str) -> Iterator[None]:
+        """Gradients of backward passes inside belong to domain `name`."""
+        row = self._row_of(name)
+        self._prepare((name,))
+        with self._opened((name,), row):
+            yield
+
+    @contextmanager
+    def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
+        """One backward pass inside gives every domain of a batch sorted by domain its gradient."""
+        segments = segments_of(sizes, self._row_of)
+        names = tuple(name for name, size in sizes.items() if size)
+        self._prepare(names)
+        stacked_model = self._stacked_model_of(model)
+        with self._opened(names, None) as opened:
+            with stacked_model.recording(segments):
+                yield
+            opened.has_received = stacked_model.has_written
+
+    @contextmanager
+    def _opened(self, names: Sequence[str], row: int | None) -> Iterator[OpenDomain]:
+        opened = self._open = OpenDomain(names, row)
+        try:
+            yield opened
+            self.buffer.flush()
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._open = None
+        if not opened.has_received:
+            raise RuntimeError(_nothing_received(opened))
+        self._entered.update(names)
+        if self.state is not State.DROPPED:
+            self.state = State.COLLECTED
+
+    @outside_graphs
+    def receive(self, param: Tensor) -> None:
+        """Take the gradient that autograd has just put into `param.grad`."""
+        opened = self._open
+        if opened is None:
+            # Another DoGEOptimizer on the same parameters may still take it.
+            self._has_stray |= param.grad is not None
+            return
+        grad, param.grad = param.grad, None
+        if grad is None:
+            # Its module has written the rows by itself.
+            return
+        if opened.row is None:
+            raise RuntimeError(
+                f"{self.parameters.name_of(param)} got a gradient of the whole batch: it is used "
+                "past the forward of the module that owns it, where domains cannot be told apart. "
+                "Run one domain after another, with optimizer.domain(name)."
+            )
+        self.buffer.receive(opened.row, param, grad)
+        opened.has_received = True
+
+    def _row_of(self, name: str) -> int:
+        """The row of the buffer that is the domain's in this step."""
+        if self.subset.holds(name):
+            return self.subset.slot_of(name)
+        if name in self.subset.all_rows:
+            raise ValueError(
+                f"domain {name!r} is not one of this step's, {list(self.subset.domains)}: "
+                "domains_per_step draws them anew for each. Run those of "
+                "optimizer.domains_of_step."
+            )
+        raise ValueError(
+            f"unknown domain {name!r}; the optimizer knows {list(self.subset.all_rows)}. "
+            "Name it in domains= (trained on) or in target= (measured only)."
+        )
+
+    @outside_graphs
+    def _prepare(self, names: Sequence[str]) -> None:
+        """Check that these domains may be entered now, and begin the step with the first."""
+        if self._open is not None:
+            raise RuntimeError(
+                f"domain({names[0]!r}) was entered inside domain({self._name_of_open()!r}); a "
+                "gradient belongs to one domain. Leave the first before entering the next."
+            )
+        self.refuse_stray()
+        if self.state is State.COMBINED:
+            self._refuse_after_combining()
+            # Cleared without a step, as a scaler does on overflow. The loop has read the domains
+            # of this step, so they stay.
+            self._clear_rows()
+        if self.state in (State.EMPTY, State.ZEROED):
+            self._begin()
+        for name in names:
+            self._refuse_once_more(name)
+
+    def _begin(self) -> None:
+        _check_one_process()
+        for param in self.look_up():
+            if param.grad is None:
+                continue
+            if self.state is not State.ZEROED:
+                raise RuntimeError(
+                    "a parameter still holds a gradient from before this domain; call "
+                    "optimizer.zero_grad() after step() and before the next domain."
+                )
+            param.grad = None
+
+    def _refuse_after_combining(self) -> None:
+        if any(param.grad is not None for param in self.parameters.params):
+            how = (
+                "combine() has been called"
+                if self.micro_batches is None
+                else f"every domain has been entered micro_batches={self.micro_batches} times"
+            )
+            raise RuntimeError(
+                f"{how} in this step, so its gradients are combined: call optimizer.step() and "
+                "zero_grad() before the next domain. " + _WAY_TO_ACCUMULATE
+            )
+
+    def _refuse_once_more(self, name: str) -> None:
+        if self.micro_batches is not None and self._entered[name] >= self.micro_batches:
+            raise RuntimeError(
+                f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
+                f"this step already. {_WAY_TO_ACCUMULATE}"
+            )
+
+    def _stacked_model_of(self, model: nn.Module) -> StackedModel:
+        tracked = {id(param): param for param in self.parameters.params}
+        if self._stacked_model is None or not self._stacked_model.covers(model, tracked):
+            self._stacked_model = StackedModel(model, self.buffer, tracked)
+        return self._stacked_model
+
+    def _name_of_open(self) -> str:
+        return "" if self._open is None else ", ".join(self._open.names)
+
+    # What has been collected.
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The domains that have a gradient in this step."""
+        return frozenset(self._entered)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every domain has been entered as often as `micro_batches` says."""
+        most = self.micro_batches
+        return most is not None and all(self._entered[name] == most for name in self.subset.rows)
+
+    @property
+    def has_combined_by_itself(self) -> bool:
+        """Whether the step was complete and has been combined."""
+        return self.state is State.COMBINED and self.is_complete
+
+    def blocks(self) -> list[Block]:
+        """The rows of all parameters that a domain gave a gradient, for combining.
+
+        Raises:
+            RuntimeError: the step is combined already, a domain is missing, or a parameter has a
+                `p.grad` that no domain gave it.
+        """
+        if self.state is State.COMBINED:
+            raise RuntimeError("combine() has been called in this step; call step() next.")
+        self.refuse_stray()
+        self._check_complete()
+        params = self.look_up()
+        if (param := next((p for p in params if p.grad is not None), None)) is not None:
+            raise RuntimeError(
+                f"{self.parameters.name_of(param)} has a p.grad that no domain gave it, which "
+                "would be stepped on unweighted or be replaced. Run that backward pass inside a "
+                "domain as well, or step on it before the domains of this step."
+            )
+        return self.buffer.touched(params)
+
+    def _check_complete(self) -> None:
+        missing = [name for name in self.subset.rows if name not in self._entered]
+        if missing and self.state is State.DROPPED:
+            raise RuntimeError(
+                f"an exception inside a domain dropped this step's gradients; missing {missing}. "
+                "Call optimizer.zero_grad() and run the domains of this step again."
+            )
+        if missing and (self.absent == "error" or not self._entered):
+            raise RuntimeError(
+                f"step() needs a gradient from every domain; missing {missing} of "
+                f"{list(self.subset.rows)}. Run backward for them inside "
+                "optimizer.domain(name), or pass absent='keep' if an absent domain is intended."
+            )
+
+    def is_of_others(self) -> bool:
+        """Whether a step now is one on gradients in `p.grad` that no domain gave.
+
+        Code that saves checkpoints has an optimizer make its state by a step on zeros at learning
+        rate zero, also between two domains.
+        """
+        has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
+        if self.state in (State.COLLECTED, State.DROPPED) and has_rate:
+            return False
+        return any(
+            param.grad is not None and not self.buffer.is_combined(param)
+            for param in self.look_up()
+        )
+
+    def refuse_stray(self) -> None:
+        """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
+        if not self._has_stray:
+            return
+        if any(param.grad is not None for param in self.parameters.params):
+            raise RuntimeError(
+                "a backward pass ran outside any domain, so its gradient belongs to none of "
+                f"{list(self.subset.all_rows)}. Call optimizer.zero_grad() and run it inside `with "
+                "optimizer.domain(name):`, or call optimizer.release() when the model is to train "
+                "without domains."
+            )
+        self._has_stray = False
+
+    def refuse_inside_a_domain(self, what: str) -> None:
+        """Raise RuntimeError if a domain is open."""
+        if self._open is not None:
+            raise RuntimeError(
+                f"{what} belong outside domain(...); {self._name_of_open()!r} is active. Leave it "
+                "first."
+            )
+
+    # The end of a step.
+
+    @outside_graphs
+    def clear(self, *, are_zeros_left: bool = False) -> None:
+        """Begin anew; after a combined step, with the domains of the next draw.
+
+        Args:
+            are_zeros_left: `p.grad` holds zeros, which the next domain may overwrite.
+        """
+        if self.state is State.COMBINED:
+            self.subset.draw(self.subset.draws + 1)
+        self._clear_rows()
+        if are_zeros_left:
+            self.state = State.ZEROED
+
+    def release(self) -> None:
+        """Take the hooks off the parameters and give the buffer's memory back."""
+        self.refuse_inside_a_domain("release()")
+        self.clear()
+        self.buffer.release()
+        self.parameters.release()
+
+    def _drop(self) -> None:
+        self.clear()
+        self.state = State.DROPPED
+
+    def _clear_rows(self) -> None:
+        self.buffer.clear()
+        self._entered.clear()
+        self._has_stray = False
+        self.state = State.EMPTY
+
+
+_WAY_TO_ACCUMULATE = (
+    "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
+    "for any number, with which combine() or step() ends the step."
+)
+
+
+def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
+    """A hook that does not keep its step, and so the buffer, alive."""
+
+    def on_gradient(param: Tensor) -> None:
+        step = ref()
+        if step is not None:
+            step.receive(param)
+
+    return on_gradient
+
+
+def _nothing_received(opened: OpenDomain) -> str:
+    if opened.row is None:
+        return (
+            "no parameter of the optimizer received a gradient inside stacked(). Run the forward "
+            "and loss.backward() inside it, on the model that it was given."
+        )
+    return (
+        f"no parameter of the optimizer received a gradient inside domain({opened.names[0]!r}). "
+        "Run loss.backward() inside it. If you did, the model's parameters were replaced after "
+        "the optimizer was built: build it from the model's present ones; or another "
+        "DoGEOptimizer on the same parameters, inside a domain of its own, has taken the gradient."
+    )
+
+
+def _check_one_process() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            raise RuntimeError(
+                f"DoGEOptimizer learns domain weights in one process; torch.distributed has {size} "
+                "here, each of which would learn its own weights from its own gradients. Learn the "
+                "weights with a smaller proxy in one process, and train with them in many."
+            )
+
+
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    known = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if dtype not in known:
+        raise ValueError(
+            f"buffer_dtype must be a floating type or None; got {dtype}. "
+            "Pass torch.float32, torch.bfloat16, torch.float16 or torch.float64."
+        )
+    return dtype

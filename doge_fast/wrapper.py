@@ -1,0 +1,147 @@
+"""What every wrapper of a torch optimizer needs: groups and state that are shared, hooks, copies.
+
+A wrapper is a `torch.optim.Optimizer` itself, so that schedulers, scalers and hosts accept it, and
+keeps nothing in the wrapped one's state, whose lazy initialisation that would break.
+"""
+
+import inspect
+from collections import OrderedDict
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from doge_fast.tracing import outside_graphs
+
+T = TypeVar("T")
+
+_HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+
+class _Shared(Generic[T]):
+    """An attribute of the wrapped optimizer, the very object.
+
+    Looked up each time, since the wrapped one's `load_state_dict` replaces it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: "OptimizerWrapper | None", owner: type) -> T:
+        if wrapper is None:
+            return self  # type: ignore[return-value]
+        value: T = getattr(wrapper.inner, self.name)
+        return value
+
+    def __set__(self, wrapper: "OptimizerWrapper", value: T) -> None:
+        setattr(wrapper.inner, self.name, value)
+
+
+class OptimizerWrapper(Optimizer):
+    """A torch optimizer around another one.
+
+    Args:
+        optimizer: the wrapped one.
+
+    Raises:
+        TypeError: it is not a torch optimizer, it is a wrapper already, or its step needs a
+            closure (LBFGS).
+    """
+
+    param_groups: _Shared[list[dict[str, Any]]] = _Shared()
+    state: _Shared[Any] = _Shared()
+    defaults: _Shared[dict[str, Any]] = _Shared()
+    # A GradScaler then unscales p.grad itself, and leaves out step() on overflow.
+    _step_supports_amp_scaling = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        _check_wraps(optimizer)
+        self._inner = optimizer
+        # super().__init__ would copy the parameter groups; what else it sets up follows here.
+        self._set_up()
+
+    @property
+    def inner(self) -> Optimizer:
+        """The wrapped optimizer."""
+        return self._inner
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the hooks: as with any torch optimizer, they do not travel."""
+        # Schedulers put a patched step on the instance; the class has the real one.
+        left = ("step", "train", "eval", *_HOOKS)
+        return {name: value for name, value in self.__dict__.items() if name not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take `state`, all or part of it."""
+        # By attribute: some hand an optimizer a new `state` and `param_groups` this way, which
+        # are the wrapped one's.
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Give the instance hooks, a step that runs them, and the modes; what is there stays."""
+        for name in _HOOKS:
+            if name not in self.__dict__:
+                setattr(self, name, OrderedDict())
+        self._patch_step_function()
+        # On the instance: hosts ask an optimizer whether it has these modes, and most have not.
+        for name in ("train", "eval"):
+            if callable(method := getattr(self._inner, name, None)):
+                setattr(self, name, method)
+
+
+def _check_wraps(optimizer: Optimizer) -> None:
+    """Refuse what cannot be wrapped."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "DoGEOptimizer wraps a torch.optim.Optimizer, for example "
+            f"torch.optim.AdamW(model.parameters()); got {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, OptimizerWrapper):
+        raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__} evaluates the loss several times in a step (its step() "
+            "needs a closure), while the domain weights move once, with one gradient of each "
+            "domain. Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
+        )
+
+
+def step_unless(skipped: Tensor, inner: Optimizer) -> None:
+    """Step the wrapped optimizer unless `skipped`, a bool scalar on any device.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
+    """
+    takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") for group in inner.param_groups
+    )
+    if takes_found_inf and skipped.device.type != "cpu":
+        # On the device, so that the host need not wait for the flag.
+        inner.grad_scale = None  # type: ignore[attr-defined]
+        inner.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+        try:
+            inner.step()
+        finally:
+            del inner.grad_scale, inner.found_inf  # type: ignore[attr-defined]
+    elif skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a step that is captured in a CUDA graph cannot be skipped by the host; "
+            f"{type(inner).__name__} needs fused=True (and capturable=True where it has "
+            "that argument), which lets the device skip it."
+        )
+    elif not _read(skipped):
+        inner.step()
+
+
+@outside_graphs
+def _read(flag: Tensor) -> bool:
+    """Wait for the device and read the flag."""
+    return bool(flag)
