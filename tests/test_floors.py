@@ -11,14 +11,18 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     line.split()
     for line in """
-    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
-        doge_fast.sampling doge_fast.changes
-    doge_fast.kernels doge_fast.rows
-    doge_fast.mixture doge_fast.flat_buffer doge_fast.objective doge_fast.info \
+    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing
+    doge_fast.kernels
+    doge_fast.flat_buffer doge_fast.objective doge_fast.info \
         doge_fast.example_norms
     doge_fast.checkpoint doge_fast.reweighting doge_fast.stacked doge_fast.subset \
         doge_fast.cancellation doge_fast.distributed
     doge_fast.optimizer doge_fast.reference doge_fast.losses
+    doge_fast.mixture.permutation doge_fast.mixture.changes doge_fast.mixture.progress
+    doge_fast.mixture.counts doge_fast.mixture.rows
+    doge_fast.mixture.steering
+    doge_fast.mixture.samplers doge_fast.mixture.state
+    doge_fast.mixture.dataset
     doge_fast.integrations
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
