@@ -18,12 +18,14 @@ FLOORS = [
     doge_fast.checkpoint doge_fast.reweighting doge_fast.stacked doge_fast.subset \
         doge_fast.cancellation doge_fast.distributed
     doge_fast.optimizer doge_fast.reference doge_fast.losses
-    doge_fast.mixture.permutation doge_fast.mixture.changes doge_fast.mixture.progress
+    doge_fast.mixture.permutation doge_fast.mixture.changes
     doge_fast.mixture.counts doge_fast.mixture.rows
     doge_fast.mixture.steering
     doge_fast.mixture.samplers doge_fast.mixture.state
     doge_fast.mixture.dataset
-    doge_fast.integrations
+    doge_fast.integrations.domain_data
+    doge_fast.integrations.causal_lm
+    doge_fast.integrations.transformers
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \

@@ -15,9 +15,8 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from doge_fast.mixture.counts import Floats, Phase
-from doge_fast.mixture.progress import Progress
 from doge_fast.mixture.rows import DomainRows, Draw
-from doge_fast.mixture.samplers import MixtureBatches, MixtureStream, batch_draws
+from doge_fast.mixture.samplers import MixtureBatches, MixtureStream, Progress, batch_draws
 from doge_fast.mixture.state import restore, state_of
 from doge_fast.mixture.steering import SteeredCounts
 

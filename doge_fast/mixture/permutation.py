@@ -25,12 +25,7 @@ def round_keys(*name: object) -> Keys:
 
 
 def golden_rotation(turns_T: Ints, *name: object) -> Keys:
-    """[T] uint64: points of a circle of 2**64, one turn by the golden ratio apart.
-
-    Args:
-        turns_T: [T] >= 0; how often each point is turned.
-        name: decides the point before the first turn.
-    """
+    """[T] uint64: the point that a name stands for on a circle of 2**64, after so many turns."""
     points_T: Keys = round_keys(*name)[:1] + turns_T.astype(np.uint64) * _GOLDEN
     return points_T
 
@@ -50,17 +45,7 @@ def spread_order(seed: int, step: int, batch_size: int) -> Ints:
 def shuffled(seed: int, stream: Sequence[str], positions: Ints, num_blocks: int) -> Ints:
     """Blocks at these positions of an endless stream in which every epoch is a new permutation.
 
-    Args:
-        seed: of the run.
-        stream: its name; the last part is the domain's.
-        positions: [P] >= 0.
-        num_blocks: > 0; blocks of an epoch.
-
-    Returns:
-        [P] int64 in [0, num_blocks); distinct within an epoch.
-
-    Raises:
-        ValueError: `num_blocks` < 1.
+    The last part of the stream's name is the domain's.
     """
     if num_blocks < 1:
         raise ValueError(f"{stream[-1]} has no blocks to draw from.")

@@ -1,7 +1,7 @@
-"""One rank's share of a mixture's batches, as loaders take it: a batch sampler, and a stream."""
+"""What loaders take of a mixture: a rank's share of the batches, as a batch sampler or a stream."""
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from doge_fast.mixture.changes import Changes, already_begun
 from doge_fast.mixture.permutation import spread_order
-from doge_fast.mixture.progress import Progress
 from doge_fast.mixture.rows import DomainRows, Draw
 from doge_fast.mixture.steering import SteeredCounts
 
@@ -24,11 +23,54 @@ def batch_draws(counts: SteeredCounts, step: int) -> list[Draw]:
     positions_B = np.empty_like(domains_B)
     positions_B[by_domain_B] = np.concatenate(
         [
-            np.arange(first, first + count)
-            for first, count in zip(counts.drawn(step), counts_K, strict=True)
+            np.arange(first, first + number)
+            for first, number in zip(counts.drawn(step), counts_K, strict=True)
         ]
     )
     return list(zip(domains_B.tolist(), positions_B.tolist(), strict=True))
+
+
+class Progress:
+    """Where the next pass begins, and which batches loaders of this process have taken.
+
+    Args:
+        num_steps: batches of the whole run; None: endless.
+    """
+
+    def __init__(self, num_steps: int | None) -> None:
+        self.num_steps = num_steps
+        self.num_rewinds = 0
+        self.rewind(0)
+
+    def rewind(self, step: int) -> None:
+        """Let the next pass begin at this step."""
+        self.start = step
+        # The first batch that no loader has taken.
+        self.end = step
+        # Batches that samplers gave to loaders and that were not read in this process.
+        self.num_ahead = 0
+        # Tells a sampler that it may begin another pass.
+        self.num_rewinds += 1
+
+    def steps(self) -> Iterable[int]:
+        """The steps of the next pass."""
+        if self.num_steps is None:
+            return count(self.start)
+        return range(self.start, self.num_steps)
+
+    def num_batches(self) -> int:
+        """Batches of the next pass.
+
+        Raises:
+            TypeError: it is endless.
+        """
+        if self.num_steps is None:
+            raise TypeError("a mixture without steps=... is endless and has no length.")
+        return max(0, self.num_steps - self.start)
+
+    def take(self, step: int) -> None:
+        """A loader takes this batch: weights that are set from now on hold for later ones."""
+        self.end = max(self.end, step + 1)
 
 
 class _Share:
@@ -120,16 +162,14 @@ class MixtureStream(_Share, IterableDataset[Any]):
             self.changes.check_not_rewound(progress)
         # A worker's copy of the mixture does not know which batches were taken; the file does.
         steps = self._begin(max(self.progress.end, progress.end))
-        if worker is None:
-            for step in steps:
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for step in islice(steps, first, None, stride):
+            if worker is None:
                 self.progress.take(step)
-                yield from self.rows.read(self._draws(step), self.counts.seed)
-        else:
-            # The workers of a pass have consecutive seeds.
-            pass_seed = worker.seed - worker.id
-            for step in islice(steps, worker.id, None, worker.num_workers):
-                self._catch_up(step, worker.num_workers, pass_seed)
-                yield from self.rows.read(self._draws(step), self.counts.seed)
+            else:
+                # The workers of a pass have consecutive seeds.
+                self._catch_up(step, worker.num_workers, pass_seed=worker.seed - worker.id)
+            yield from self.rows.read(self._draws(step), self.counts.seed)
 
     def _catch_up(self, step: int, num_workers: int, pass_seed: int) -> None:
         """Apply the weights that were set since this worker's last batch."""
