@@ -73,7 +73,7 @@ class Changes:
             return self.progress_in(file)
 
     def progress_in(self, file: int) -> WorkerProgress:
-        """How far the workers are, who wait while `file` is locked."""
+        """How far the workers are. While `file` is locked they wait."""
         return WorkerProgress(*_HEADER.unpack(os.pread(file, _HEADER.size, 0)))
 
     def post(self, file: int, change: Change) -> None:

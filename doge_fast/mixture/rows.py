@@ -136,7 +136,7 @@ class SizedRows:
     def at(self, positions: Sequence[int], seed: int) -> list[Any]:
         """The rows at these positions of the endless sequence."""
         assert self.size is not None
-        # The pipeline's name for this order, so that one seed shows both the same order.
+        # The pipeline draws from a stream of this name, so one seed gives both the same order.
         numbers = shuffled(seed, ("train", self.name), np.asarray(positions), self.size)
         return self.numbered(numbers.tolist())
 
@@ -170,7 +170,7 @@ class StreamRows:
     def at(self, positions: Sequence[int], seed: int) -> list[Any]:
         """The rows at these ascending positions of the endless sequence."""
         # A forked process shares open files with its parent, and their place in them.
-        if positions[0] < self._next_position or self._process != os.getpid():
+        if self._process != os.getpid():
             self._rewind()
         try:
             return [self._row(position) for position in positions]
@@ -180,6 +180,8 @@ class StreamRows:
             raise
 
     def _row(self, position: int) -> Any:
+        if position < self._next_position:
+            self._rewind()
         num_skipped = position - self._next_position
         self._next_position = position + 1
         return next(itertools.islice(self._rows, num_skipped, None))

@@ -160,7 +160,7 @@ class MixtureStream(_Share, IterableDataset[Any]):
         progress = self.changes.progress()
         if worker is not None:
             self.changes.check_not_rewound(progress)
-        # A worker's copy of the mixture does not know which batches were taken; the file does.
+        # Only the file knows which batches other processes have taken.
         steps = self._begin(max(self.progress.end, progress.end))
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for step in islice(steps, first, None, stride):

@@ -56,8 +56,8 @@ def tokens(step: int, domain: int, rows: int = 4) -> torch.Tensor:
 
 
 def batch_of(step: int, names: list[str], rows: int = 4) -> dict[str, dict[str, torch.Tensor]]:
-    found = {name: tokens(step, domain, rows) for domain, name in enumerate(names)}
-    return {name: {"input_ids": ids, "labels": ids.clone()} for name, ids in found.items()}
+    rows_of = {name: tokens(step, domain, rows) for domain, name in enumerate(names)}
+    return {name: {"input_ids": ids, "labels": ids.clone()} for name, ids in rows_of.items()}
 
 
 class Batches(IterableDataset[Any]):
@@ -551,7 +551,7 @@ class _Flat(IterableDataset[Any]):
             yield batch_of(0, ["ab"])["ab"]
 
 
-# Scripts as people have them: one data set, a column that says where each example is from.
+# Scripts as most users have them: one data set, with a column that names an example's domain.
 
 
 def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
@@ -568,7 +568,7 @@ def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
 
 
 class Examples(Dataset[Any]):
-    """A torch dataset that is nobody's but the user's."""
+    """A torch dataset of the user's own."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = list(rows)
@@ -640,8 +640,8 @@ def test_a_mixed_stream_is_grouped_as_it_comes(tmp_path: Path) -> None:
     assert len(seen) == min(COUNTS.values()) // 2
     for name in COUNTS:
         expected = [row["input_ids"] for row in dataset if row["domain"] == name]
-        found = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
-        assert found == expected[: len(found)]
+        rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
+        assert rows_seen == expected[: len(rows_seen)]
     trainer.train()
     assert trainer.doge.num_steps == 2
 
@@ -655,8 +655,8 @@ def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
     # The longest has eight; the others start again.
     assert len(seen) == 4
     for name, rows in apart.items():
-        found = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
-        assert found == (rows["input_ids"][:] * 2)[:8]
+        rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
+        assert rows_seen == (rows["input_ids"][:] * 2)[:8]
     trainer.train()
     assert trainer.doge.num_steps == 2
     with pytest.raises(ValueError, match=r"got streams for \['ab'\] of \['ab', 'cd', 'ef'\]"):
@@ -696,7 +696,7 @@ def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, worke
         assert sorted(passes[0]) == sorted(passes[1])
 
 
-def test_a_stream_drops_a_surplus_and_speaks_of_what_it_lacks(
+def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def grouped(names: list[str]) -> list[Any]:
@@ -720,7 +720,7 @@ def test_a_stream_drops_a_surplus_and_speaks_of_what_it_lacks(
 
 
 def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
-    """As most scripts have it; what is padded counts for nobody."""
+    """As in most scripts; padding is no target of any domain."""
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         assert all(set(example) == {"input_ids"} for example in examples)
@@ -779,7 +779,7 @@ def test_the_cache_is_emptied_as_often_as_asked(
 
 
 def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
-    """Exactly once, whoever cuts: the trainer's optimizer, a ready one, or the loop."""
+    """Exactly once: by the trainer's optimizer, by one of the user's, or by the loop."""
     norms: dict[str, list[float]] = {}
     for kind, limit in (("trainer", None), ("ready", 0.25), ("loop", None)):
         model = tiny_model()
@@ -793,8 +793,8 @@ def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
             domains=DOMAINS if kind == "trainer" else (),
             optimizers=(inner, None),
         )
-        found = norms[kind] = []
-        trainer.add_callback(_Norms(model, found))
+        measured = norms[kind] = []
+        trainer.add_callback(_Norms(model, measured))
         trainer.train()
         assert trainer.doge.inner.param_groups[0]["lr"] == 0
     # c n / (n + 1e-6), in float32.
@@ -806,12 +806,12 @@ def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
 class _Norms(TrainerCallback):
     """The norm of what the optimizer steps with."""
 
-    def __init__(self, model: torch.nn.Module, found: list[float]) -> None:
-        self.model, self.found = model, found
+    def __init__(self, model: torch.nn.Module, norms: list[float]) -> None:
+        self.model, self.norms = model, norms
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         grads = [parameter.grad for parameter in self.model.parameters()]
-        self.found.append(float(torch.cat([grad.flatten() for grad in grads]).norm()))
+        self.norms.append(float(torch.cat([grad.flatten() for grad in grads]).norm()))
 
 
 def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:

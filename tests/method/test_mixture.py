@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from doge_fast.mixture import DomainMixture
 from doge_fast.pipeline.sampling import BlockSampler
 
-# Rows say which domain they are of: a thousand numbers each.
+# A row is a number; its thousands are its domain.
 SIZES = {"web": 60, "code": 25, "books": 7}
 FIRST = {"web": 0, "code": 1000, "books": 2000}
 START = {"web": 0.5, "code": 0.3, "books": 0.2}
@@ -121,7 +121,7 @@ def test_new_weights_hold_from_the_first_batch_that_no_loader_has_taken():
 
 
 def test_new_weights_reach_the_workers_of_a_stream():
-    """Where nobody names a step it is as soon as possible, and the history says which it was."""
+    """Without from_step they hold as soon as possible, and the history records the step."""
     mixture = streamed(steps=16)
     seen, firsts = [], []
     for step, batch in enumerate(by_stream(mixture, 0, 1, 2)):
@@ -130,7 +130,7 @@ def test_new_weights_reach_the_workers_of_a_stream():
             weights = {"web": 0.0, "code": 1 - step / 10, "books": step / 10}
             firsts.append(mixture.set_weights(weights))
             assert step < firsts[-1] <= step + 6
-    # Two that nobody has read yet may begin at one step; the later holds.
+    # Two changes that no worker has read yet may begin at one step; the later holds.
     assert [step for step, _ in mixture.history] == [0, *dict.fromkeys(firsts)]
     assert mixture.history[-1][1]["books"] == 0.6
     again = streamed()
@@ -210,7 +210,7 @@ def test_every_slice_of_a_batch_is_mixed_like_the_whole(batch_size):
         for pieces in (2, 4, 8):
             for piece in np.array_split(domains, pieces):
                 share = np.bincount(domains, minlength=3) * len(piece) / batch_size
-                # Turns by the golden ratio: of 64, any few in a row lie within two of even.
+                # The order turns by the golden ratio, whose discrepancy is below two rows here.
                 assert np.abs(np.bincount(piece, minlength=3) - share).max() < 2
 
 
@@ -224,7 +224,7 @@ def test_every_epoch_of_a_domain_shows_each_row_once_through_all_changes():
     drawn = np.concatenate(plain(mixture, 300))
     for name, size in SIZES.items():
         seen = drawn[drawn // 1000 == FIRST[name] // 1000] - FIRST[name]
-        # Within a batch epochs may overlap at their border, for it is spread; counts may not.
+        # A batch at the border of two epochs mixes them; the counts are exact.
         whole = len(seen) // size
         counts = np.bincount(seen, minlength=size)
         assert counts.min() >= whole
@@ -275,7 +275,7 @@ def test_workers_do_not_share_an_open_file(tmp_path):
     path.write_text("".join(f"{line}\n" for line in range(50)))
     mixture = DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4, steps=6)
     expected = plain(DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4), 6)
-    # The file is open, and read up to the second batch, when the workers begin with that.
+    # The workers begin at the second batch, when this process has the file open at that place.
     assert plain(mixture, 1) == expected[:1]
     mixture.seek(1)
     assert united([by_stream(mixture, 0, 1, 2)]) == expected[1:]
@@ -338,7 +338,7 @@ def test_rows_can_be_had_by_number():
         len(streamed())
 
 
-def test_a_loader_that_does_not_hear_the_weights_is_told():
+def test_a_loader_that_ignores_the_weights_is_warned_of():
     with pytest.warns(
         UserWarning, match=r"its weights decide nothing\. Pass batch_sampler="
     ) as told:

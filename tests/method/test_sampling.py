@@ -11,8 +11,8 @@ from doge_fast.mixture.steering import SteeredCounts, Totals
 @pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 4097])
 def test_the_permutation_is_one(size):
     keys = round_keys("test", size)
-    found = permute(np.arange(size), size, keys)
-    assert sorted(found) == list(range(size))
+    images = permute(np.arange(size), size, keys)
+    assert sorted(images) == list(range(size))
 
 
 def test_the_permutation_mixes():
@@ -92,7 +92,7 @@ def test_steered_counts_are_within_one_of_their_share(kind):
 
 
 def test_weights_that_stand_still_are_not_steered():
-    """So a mixture whose weights nobody changes is the pipeline's."""
+    """A mixture whose weights are never changed is the pipeline's."""
     weights = [0.31, 0.02, 0.17, 0.5]
     counts_TK = steered(np.tile(weights, (3000, 1)), 24, seed=3).counts(np.arange(0, 3000, 7))
     expected = [mixture_counts(3, step, weights, 24) for step in range(0, 3000, 7)]
@@ -106,9 +106,9 @@ def test_counts_do_not_depend_on_what_was_asked_before():
     expected = {step: forward.totals(step) for step in sorted([*asked, *range(1000, 1100)])}
     backward = steered(weights_TK, 16)
     for step in asked:
-        found = backward.totals(step)
-        assert np.array_equal(found.drawn_K, expected[step].drawn_K)
-        assert np.array_equal(found.surplus_K, expected[step].surplus_K)
+        totals = backward.totals(step)
+        assert np.array_equal(totals.drawn_K, expected[step].drawn_K)
+        assert np.array_equal(totals.surplus_K, expected[step].surplus_K)
 
 
 def test_a_tally_stands_for_the_steps_before_it():
