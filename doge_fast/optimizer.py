@@ -32,7 +32,7 @@ from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.kernels import gram
 from doge_fast.kernels.reweight.packing import Step
 from doge_fast.objective import UNIVERSAL, Objective, Target
-from doge_fast.reweighting import DomainWeights, Rule
+from doge_fast.reweighting import DomainWeights, UpdateRule
 from doge_fast.stacked import Segment, Stack
 from doge_fast.subset import Subset, is_integer
 from doge_fast.tracing import phase
@@ -238,7 +238,7 @@ class DoGEOptimizer(Optimizer):
         _check_has_lr(optimizer)
         self._inner = optimizer
         self.objective = Objective.of(domains, target)
-        self.rule = Rule(
+        self.rule = UpdateRule(
             mu=mu,
             score=_checked_score(score),
             domain_max_grad_norm=domain_max_grad_norm,

@@ -1,7 +1,7 @@
 """How the domain weights move, and where they are: all of a step that is K x K.
 
-The arithmetic is one operator; here are its constants, kept on the device so that a step copies
-nothing there, and the state that it moves.
+The arithmetic is one operator. Its settings are kept on the device, so that a step copies nothing
+there; so is the state that it moves.
 """
 
 import math
@@ -14,17 +14,17 @@ from torch import Tensor
 from doge_fast import simplex
 from doge_fast.generalization import Score
 from doge_fast.kernels import reweight
-from doge_fast.kernels.reweight.packing import Step, new_state, state_views
+from doge_fast.kernels.reweight.packing import Settings, Step, new_state, state_views
 from doge_fast.objective import Objective
 
 COUNTS = ("num_steps", "num_skipped")
 
-# Of weights that somebody has printed or rounded, as of those in a file.
+# Weights that were printed or read from a file are rounded.
 _SUM_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How domain weights move: the parts of Algorithms 1 and 2 that do not change over a run.
 
     Args:
@@ -75,7 +75,7 @@ class DomainWeights:
     def __init__(
         self,
         objective: Objective,
-        rule: Rule,
+        rule: UpdateRule,
         device: torch.device,
         initial: Mapping[str, float] | None = None,
     ) -> None:
@@ -83,7 +83,9 @@ class DomainWeights:
         self.rule = rule
         self._state_S: Tensor = new_state(_start(objective.domains, initial).to(device))
         self._constants: dict[str, tuple[object, Tensor]] = {}
-        self._scalars: dict[str, tuple[float, Tensor]] = {}
+        self._settings_C = torch.empty(len(Settings._fields), dtype=torch.float64, device=device)
+        # What was last written into each entry; None: not known on the host.
+        self._written: list[float | None] = [None] * len(self._settings_C)
 
     def read(self, name: str) -> Tensor:
         """A copy of one part of the state: "alpha", "alpha_mean", "gain" or a count."""
@@ -132,20 +134,25 @@ class DomainWeights:
         # The weights follow the gradients: the model may have moved since they were made.
         self._state_S = self._state_S.to(gram_RR.device)
         device = gram_RR.device
+        low, high = rule.score.bounds or (-math.inf, math.inf)
+        settings = Settings(
+            lr=lr,
+            mu=rule.mu,
+            grad_scale=grad_scale,
+            scale_by_mean_norm=rule.score.scale_by_mean_norm,
+            low=low,
+            high=high,
+            domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
+            max_grad_norm=math.inf if full_RR is None else share * (rule.max_grad_norm or math.inf),
+            smoothing=rule.smoothing,
+        )
         step: Step = reweight(
             gram_RR,
             self._state_S,
             full_RR=full_RR,
             tau_R=self._constant("tau", self.objective.tau, torch.float64, device),
             present_R=self._present(seen, device),
-            lr=self._scalar("lr", lr, device),
-            grad_scale=self._scalar("grad_scale", grad_scale, device),
-            mu=rule.mu,
-            scale_by_mean_norm=rule.score.scale_by_mean_norm,
-            bounds=rule.score.bounds or (-math.inf, math.inf),
-            domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
-            max_grad_norm=math.inf if full_RR is None else share * (rule.max_grad_norm or math.inf),
-            smoothing=rule.smoothing,
+            settings_C=self._write(settings, device),
         )
         return step
 
@@ -183,17 +190,22 @@ class DomainWeights:
             known = self._constants[name] = ((values, device), vector)
         return known[1]
 
-    def _scalar(self, name: str, value: float | Tensor, device: torch.device) -> Tensor:
-        """A number on the device. Written by a kernel: a copy from the host would wait for it."""
-        if isinstance(value, Tensor):
-            return value.detach().to(device, torch.float64).view(())
-        known = self._scalars.get(name)
-        if known is None or known[1].device != device:
-            known = value, torch.full((), value, dtype=torch.float64, device=device)
-        elif known[0] != value:
-            known = value, known[1].fill_(value)
-        self._scalars[name] = known
-        return known[1]
+    def _write(self, settings: Settings, device: torch.device) -> Tensor:
+        """The settings on the device; only entries that changed are written.
+
+        A kernel writes a number: a copy from the host would wait for the device.
+        """
+        if self._settings_C.device != device:
+            self._settings_C = torch.empty_like(self._settings_C, device=device)
+            self._written = [None] * len(settings)
+        for index, value in enumerate(settings):
+            if isinstance(value, Tensor):
+                self._settings_C[index].copy_(value.detach().view(()))
+                self._written[index] = None
+            elif value != self._written[index]:
+                self._settings_C[index].fill_(value)
+                self._written[index] = value
+        return self._settings_C
 
 
 def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:

@@ -1,8 +1,9 @@
-"""What the K x K step keeps and what it yields, each as one float64 vector with named views.
+"""The vectors of the K x K step: its settings, what it keeps and what it yields, and their order.
 
-One vector is one allocation and one write of one kernel; the names are views of it.
+Each is one float64 vector, so one allocation and one address for a kernel; the names are views.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,31 @@ from torch import Tensor
 # Vectors of K that the state and the values begin with, and scalars that they end with.
 STATE_VECTORS, STATE_SCALARS = 3, 2
 VALUE_VECTORS, VALUE_SCALARS = 4, 1
+
+
+class Settings(NamedTuple):
+    """The entries of `settings_C`, [9], in their order; as numbers, or as 0-dim views of it.
+
+    csrc/cuda/reweight.cu has a struct of the same order.
+    """
+
+    lr: float | Tensor
+    """>= 0, eta of this step."""
+    mu: float | Tensor
+    """> 0, Bregman coefficient."""
+    grad_scale: float | Tensor = 1.0
+    """The factor that gradients carry."""
+    scale_by_mean_norm: float | Tensor = 0.0
+    """1: divide W by the mean norm of the present training rows (published code); 0: do not."""
+    low: float | Tensor = -math.inf
+    """The score is cut to [low, high] (published code)."""
+    high: float | Tensor = math.inf
+    domain_max_grad_norm: float | Tensor = math.inf
+    """Norm to which each row is cut; infinite: none is."""
+    max_grad_norm: float | Tensor = math.inf
+    """Norm to which the combined gradient is cut; infinite: it is not."""
+    smoothing: float | Tensor = 0.0
+    """In [0, 1), mixture with uniform."""
 
 
 class State(NamedTuple):
@@ -54,6 +80,19 @@ class Step(NamedTuple):
     """Bool scalar: something was not finite, the state stays."""
     found_inf: Tensor
     """Float32 scalar: one if skipped, as fused optimizers take it."""
+
+
+def new_settings(settings: Settings, device: torch.device | str | None = None) -> Tensor:
+    """[9] float64 `settings_C` of numbers, on a device.
+
+    Copying it there waits for a GPU: keep it, and `fill_` the entry that changes.
+
+    Raises:
+        ValueError: mu is not positive.
+    """
+    if not settings.mu > 0:
+        raise ValueError(f"mu must be positive; got {settings.mu}.")
+    return torch.tensor(settings, dtype=torch.float64, device=device)
 
 
 def num_domains_of(state_S: Tensor) -> int:

@@ -11,7 +11,7 @@ from doge_fast import generalization, reference
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.objective import Objective
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.reweighting import DomainWeights, Rule
+from doge_fast.reweighting import DomainWeights, UpdateRule
 
 
 def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
@@ -91,16 +91,23 @@ def test_cosine_has_ones_on_the_diagonal_and_zeros_for_zero_rows() -> None:
     torch.testing.assert_close(cosine_RR[0, 2], expected)
 
 
+def scored(gain_K: Tensor, norms_K: Tensor, present_K: Tensor, score: Score) -> Tensor:
+    low, high = score.bounds or (-math.inf, math.inf)
+    parts = {"scale_by_mean_norm": score.scale_by_mean_norm, "low": low, "high": high}
+    as_tensors = {name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}
+    return generalization.scored(gain_K, norms_K, present_K, **as_tensors)
+
+
 def test_scores_of_both_texts() -> None:
     gain_K = torch.tensor([-1.0, 2.0, 400.0], dtype=torch.float64)
     norms_K = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     present_K = torch.ones(3, dtype=torch.bool)
-    assert generalization.scored(gain_K, norms_K, present_K, PAPER) is gain_K
-    published = generalization.scored(gain_K, norms_K, present_K, PUBLISHED)
+    assert torch.equal(scored(gain_K, norms_K, present_K, PAPER), gain_K)
+    published = scored(gain_K, norms_K, present_K, PUBLISHED)
     expected = torch.tensor([0.0, 2 / (2 + 1e-6), 5.0], dtype=torch.float64)
     torch.testing.assert_close(published, expected, rtol=1e-15, atol=0)
     present_K[2] = False
-    scaled = generalization.scored(gain_K, norms_K, present_K, Score(scale_by_mean_norm=True))
+    scaled = scored(gain_K, norms_K, present_K, Score(scale_by_mean_norm=True))
     torch.testing.assert_close(scaled, gain_K / (1.5 + 1e-6), rtol=1e-15, atol=0)
 
 
@@ -112,7 +119,7 @@ def test_published_score_is_linear_in_the_scale_of_the_gradients() -> None:
             gram_RR = scale**2 * grads_RN @ grads_RN.T
             norms_K = gram_RR.diagonal()[:3].sqrt()
             gain_K = generalization.gain(gram_RR, TAU, 3)
-            scores.append(generalization.scored(gain_K, norms_K, torch.ones(3).bool(), score))
+            scores.append(scored(gain_K, norms_K, torch.ones(3).bool(), score))
         torch.testing.assert_close(scores[1], 10**power * scores[0], rtol=1e-9, atol=0)
 
 
@@ -135,9 +142,9 @@ def test_objective_orders_rows_and_names_the_target() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        Rule(0.5, PAPER, None, None, 0.0),
-        Rule(0.5, PUBLISHED, 5.0, 0.5, 0.1),
-        Rule(0.5, Score(bounds=(-2.0, 2.0)), 1.0, None, 0.0),
+        UpdateRule(0.5, PAPER, None, None, 0.0),
+        UpdateRule(0.5, PUBLISHED, 5.0, 0.5, 0.1),
+        UpdateRule(0.5, Score(bounds=(-2.0, 2.0)), 1.0, None, 0.0),
     ],
     ids=["paper", "published", "bounded"],
 )
@@ -145,7 +152,7 @@ def test_objective_orders_rows_and_names_the_target() -> None:
     "initial", [None, {"c": 0.7, "a": 0.3, "b": 0.0}], ids=["uniform", "given"]
 )
 def test_weights_move_as_the_reference_over_steps(
-    rule: Rule, initial: dict[str, float] | None
+    rule: UpdateRule, initial: dict[str, float] | None
 ) -> None:
     objective = Objective.of(["a", "b", "c"], {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0})
     weights = DomainWeights(objective, rule, torch.device("cpu"), initial)
@@ -226,7 +233,7 @@ def test_a_printed_start_is_made_to_sum_to_one() -> None:
 def test_rates_may_live_on_the_device() -> None:
     """A tensor is looked at when the step runs, a number when it is called."""
     objective = Objective.of(["a", "b", "c"], {"a": 1.0, "x": 1.0, "y": 1.0})
-    rule = Rule(0.5, PAPER, None, None, 0.0)
+    rule = UpdateRule(0.5, PAPER, None, None, 0.0)
     gram_RR = rows() @ rows().T
     moved = []
     for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
@@ -239,7 +246,7 @@ def test_rates_may_live_on_the_device() -> None:
 
 def test_what_is_read_does_not_move() -> None:
     objective = Objective.of(["a", "b", "c"], {"a": 1.0, "x": 1.0, "y": 1.0})
-    weights = DomainWeights(objective, Rule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    weights = DomainWeights(objective, UpdateRule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
     alpha_K, parts = weights.read("alpha"), weights.state()
     address = weights.snapshot().data_ptr(), weights._state_S.data_ptr()
     gram_RR = rows() @ rows().T
@@ -252,7 +259,7 @@ def test_what_is_read_does_not_move() -> None:
 @pytest.mark.parametrize("overflow", [False, True])
 def test_a_step_can_be_taken_back(overflow: bool) -> None:
     objective = Objective.of(["a", "b", "c"], {"a": 1.0, "x": 1.0, "y": 1.0})
-    weights = DomainWeights(objective, Rule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    weights = DomainWeights(objective, UpdateRule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
     gram_RR = rows() @ rows().T
     before = weights.snapshot()
     weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=0.01, grad_scale=1.0)
@@ -270,7 +277,7 @@ def test_a_step_can_be_taken_back(overflow: bool) -> None:
 
 def test_absent_domains_carry_their_score() -> None:
     objective = Objective.of(["a", "b", "c"], {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0})
-    weights = DomainWeights(objective, Rule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    weights = DomainWeights(objective, UpdateRule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
     carried_K = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
     grads_RN = rows()
     grads_RN[1] = 0
@@ -283,5 +290,5 @@ def test_absent_domains_carry_their_score() -> None:
     partly = gains("acxy")
     assert partly[1] == 8
     torch.testing.assert_close(partly[::2], generalization.gain(gram_RR, TAU, 3)[::2])
-    # A measured row that the objective needs is missing: nobody's W is whole.
+    # The target's row y is absent, so every W lacks a term.
     assert gains("abcx").tolist() == [7.0, 8.0, 9.0]
