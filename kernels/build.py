@@ -270,7 +270,8 @@ def _write_rules(recipe: Recipe, file: Any) -> None:
     link = [*recipe.link, f"-L{lib}"]
     link += [f"-Wl,-rpath,{lib}"] if sys.platform == "darwin" else []
     compiler = quoted(*recipe.compiler)
-    compile_flags = quoted(*recipe.flags, f"-isystem{include}")
+    # Two words: g++ and nvcc agree on no other spelling.
+    compile_flags = quoted(*recipe.flags, "-isystem", str(include))
     # Never wrapped: ninja would take spaces after a break for indentation.
     writer = ninja_syntax.Writer(file, width=sys.maxsize)
     writer.rule("compile", f"{compiler} {compile_flags} $flags -c $source -o $out")

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of) {
   double* const alpha_mean_K = alpha_K + K;
   double* const carried_K = alpha_mean_K + K;
   double* const counts = carried_K + K;
-  const Settings settings = *of.settings;
+  const Settings& settings = *of.settings;
   const double unit = 1 / (settings.grad_scale * settings.grad_scale);
   const double rate = settings.lr / settings.mu;
   bool is_bad = false;
