@@ -410,7 +410,7 @@ class DoGETrainer(Trainer):
         # Known from the Gram matrix; Trainer would read every gradient again.
         last = self.doge.last
         assert last is not None
-        return last.combined_norm
+        return cast(Tensor, last.combined_norm)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """Trainer's estimate, for the tokens of all domains."""
