@@ -31,10 +31,11 @@ from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.kernels import gram
 from doge_fast.kernels.reweight.packing import Step
+from doge_fast.layers.batch import Segment
 from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.reweighting import DomainWeights, Rule
-from doge_fast.stacked import Segment, Stack
-from doge_fast.subset import Subset, is_integer
+from doge_fast.stacked import StackedModel, segments_of
+from doge_fast.subset import Subset
 from doge_fast.tracing import phase
 
 # Who listens to a parameter, by its id: of two wrappers the one that was used last.
@@ -264,7 +265,7 @@ class DoGEOptimizer(Optimizer):
         self._buffer = FlatBuffer(self._subset.num_rows, _checked_dtype(buffer_dtype))
         self._active: str | None = None
         self._is_stacked = False
-        self._stack: Stack | None = None
+        self._stack: StackedModel | None = None
         self._has_received = False
         self._seen: set[str] = set()
         self._is_combined = False
@@ -495,7 +496,7 @@ class DoGEOptimizer(Optimizer):
         self._active = ", ".join(sizes)
         self._is_stacked = True
         try:
-            with stack.listening(segments):
+            with stack.recording(segments):
                 yield
             self._buffer.flush()
         except BaseException:
@@ -849,32 +850,18 @@ class DoGEOptimizer(Optimizer):
 
     def _segments(self, sizes: Mapping[str, int]) -> list[Segment]:
         """Where each domain lies in the batch."""
-        if not isinstance(sizes, Mapping):
-            raise ValueError(
-                f"sizes must be a dict {{domain: number of examples}}, in the order of the batch; "
-                f"got {sizes!r}."
-            )
-        for name, size in sizes.items():
+        for name, size in sizes.items() if isinstance(sizes, Mapping) else ():
             self._check_known(name)
             if size and not self._subset.holds(name):
                 raise ValueError(
                     f"domain {name!r} is not one of this step's, {list(self.domains_of_step)}."
                 )
-            if not is_integer(size) or size < 0:
-                raise ValueError(f"sizes must be numbers of examples; {name!r} has {size!r}.")
-        if not sum(sizes.values()):
-            raise ValueError(f"stacked() needs a batch with at least one example; got {sizes}.")
-        segments, first = [], 0
-        for name, size in sizes.items():
-            if size:
-                segments.append(Segment(self._subset.slot_of(name), first, first + size))
-            first += size
-        return segments
+        return segments_of(sizes, self._subset.slot_of)
 
-    def _stack_of(self, model: nn.Module) -> Stack:
+    def _stack_of(self, model: nn.Module) -> StackedModel:
         tracked = {id(param): param for param in self._tracked()}
         if self._stack is None or not self._stack.covers(model, tracked):
-            self._stack = Stack(model, self._buffer, tracked)
+            self._stack = StackedModel(model, self._buffer, tracked)
         return self._stack
 
     def _refuse_inside_a_domain(self, what: str) -> None:
