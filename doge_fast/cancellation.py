@@ -1,4 +1,4 @@
-"""Cancellation effect: how much of a parameter's gradient comes to nothing, and which to select.
+"""Cancellation effect: how much of a parameter's gradient cancels, and which to select by it.
 
 The paper scores "modules", parameter tensors of a model (76 in its 82M proxy), over the first
 steps of a training, and computes W from the columns of a few of them. Per step t and tensor w,
@@ -7,7 +7,7 @@ steps of a training, and computes W from the columns of a few of them. Per step 
     norms =  sum_i ||dl(x_i) / dw||      over the examples of the mini-batch
     sum   =  ||sum_i dl(x_i) / dw||      norm of the gradient that the step follows, times B
 
-What it divides by what, the texts tell in different ways; `READINGS` has them all. One training
+The paper and its code divide these in different ways; `READINGS` has all of them. One training
 gives the score in every reading.
 
 Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (cancellation), appendix cancellation.
@@ -21,16 +21,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from doge_fast.example_norms import ExampleNorms, without_rule
+from doge_fast.layers.batch import couples_examples
 
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 """What C(w) sums over the steps.
 
 - norms-over-change: sum_i ||dl(x_i)/dw|| / ||dw||. The paper's words: "the ratio of gradient norm
   and the norm of the actual update", high where gradients "among a minibatch could cancel each
-  other". The default, and what the house calls the cancellation effect.
+  other". The default, and what this library calls the cancellation effect.
 - sum-over-change: ||sum_i dl(x_i)/dw|| / ||dw||. The published code's ratio, except that it takes
   the mean over the batch, the change of the step before, and copies that follow the weights, so
   that each of its scores is infinite.
@@ -54,9 +54,9 @@ class CancellationEffect:
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
-    The step is noticed by hooks of the optimizer; clipping between backward and step changes
-    nothing but the step. Steps before which nothing was watched do not count. Needs memory for
-    one copy of the parameters.
+    Hooks of the optimizer follow its steps; clipping between backward and step changes nothing but
+    the step. A step counts if a backward pass was watched before it. Needs memory for one copy of
+    the parameters.
 
     C(w) sums over every step that counts; stop after T_c of them. Steps whose denominator is zero
     (a warm-up that starts at a learning rate of zero) add no term: `terms` counts the others.
@@ -128,7 +128,7 @@ class CancellationEffect:
         Raises:
             ValueError: a number is out of range, the weight is not that of the micro-batch
                 before, or a module has no rule for several examples.
-            RuntimeError: what `ExampleNorms.listening` refuses.
+            RuntimeError: what `ExampleNorms.recording` refuses.
         """
         weight = self._check(num_examples, weight)
         if num_examples == 1:
@@ -136,7 +136,7 @@ class CancellationEffect:
                 yield
         else:
             assert self._norms is not None
-            with self._norms.listening(num_examples):
+            with self._norms.recording(num_examples):
                 yield
             squared = self._norms.squared
         device = self._scores_RP.device
@@ -144,7 +144,7 @@ class CancellationEffect:
         norms_P = torch.stack(norms)
         self._norms_P = norms_P / weight + (0 if self._norms_P is None else self._norms_P)
         # Of all micro-batches so far, and before anything clips it.
-        self._sum_P = self._stacked({name: p.grad for name, p in self._params.items()}) / weight
+        self._sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
         self._weight = weight
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
@@ -199,8 +199,8 @@ class CancellationEffect:
                 "No step has been watched. Run backward inside effect.watching(num_examples) and "
                 "step the optimizer."
             )
-        found: list[Any] = values_RP[READINGS.index(reading)].tolist()
-        return found
+        values: list[Any] = values_RP[READINGS.index(reading)].tolist()
+        return values
 
     def _check(self, num_examples: int, weight: float | None) -> float:
         if num_examples < 1:
@@ -245,7 +245,7 @@ class CancellationEffect:
     def _after_step(self, *_: Any) -> None:
         if self._norms_P is None or self._sum_P is None:
             return
-        change_P = self._stacked(
+        change_P = self._norms_of(
             {name: self._copies[name].sub_(p.detach()) for name, p in self._params.items()}
         )
         # In the order of READINGS.
@@ -261,7 +261,7 @@ class CancellationEffect:
         """Nothing of a step has been watched."""
         self._norms_P = self._sum_P = self._weight = None
 
-    def _stacked(self, values: Mapping[str, Tensor | None]) -> Tensor:
+    def _norms_of(self, values: Mapping[str, Tensor | None]) -> Tensor:
         """[P] norms."""
         device = self._scores_RP.device
         return torch.stack([self._norm(name, value).to(device) for name, value in values.items()])
@@ -322,12 +322,12 @@ def parse_strategy(strategy: str) -> tuple[Literal["low", "high"], int]:
     Raises:
         ValueError: it is neither, or N is not at least 1.
     """
-    found = re.fullmatch(r"(low|high)([1-9][0-9]*)", strategy)
-    if found is None:
+    match = re.fullmatch(r"(low|high)([1-9][0-9]*)", strategy)
+    if match is None:
         raise ValueError(
             f"A strategy is lowN or highN with N >= 1, high30 for example; got {strategy!r}."
         )
-    return ("low" if found[1] == "low" else "high"), int(found[2])
+    return ("low" if match[1] == "low" else "high"), int(match[2])
 
 
 def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> None:
@@ -346,7 +346,7 @@ def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> No
 
 def _check_coupling(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if couples_examples(module):
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
                 "examples of a batch: none has a gradient of its own. Put it in eval mode."
