@@ -43,6 +43,17 @@ READINGS: tuple[Reading, ...] = get_args(Reading)
 DEFAULT_READING: Reading = "norms-over-change"
 
 
+class _Watched(NamedTuple):
+    """What a step's micro-batches have shown so far."""
+
+    norms_P: Tensor
+    """[P] sums over the examples of the norms of their gradients."""
+    sum_P: Tensor
+    """[P] norms of the sum of those gradients."""
+    weight: float
+    """The factor of an example in the loss."""
+
+
 class CancellationEffect:
     """Follows a training loop and scores every parameter tensor.
 
@@ -93,10 +104,8 @@ class CancellationEffect:
         self._terms_RP = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_steps = 0
         self._copies: dict[str, Tensor] = {}
-        # Of the step under way, where something was watched.
-        self._norms_P: Tensor | None = None
-        self._sum_P: Tensor | None = None
-        self._weight: float | None = None
+        # Of the step under way; None before its first micro-batch.
+        self._watched: _Watched | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -141,11 +150,10 @@ class CancellationEffect:
             squared = self._norms.squared
         device = self._scores_RP.device
         norms = [squared[name].double().sqrt().sum().to(device) for name in self._params]
-        norms_P = torch.stack(norms)
-        self._norms_P = norms_P / weight + (0 if self._norms_P is None else self._norms_P)
+        earlier_P = 0 if self._watched is None else self._watched.norms_P
         # Of all micro-batches so far, and before anything clips it.
-        self._sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
-        self._weight = weight
+        sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
+        self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
         """C(w) of every parameter so far, {name: score}.
@@ -183,7 +191,7 @@ class CancellationEffect:
         self._scores_RP.copy_(state["scores"])
         self._terms_RP.copy_(state["terms"])
         self.num_steps = int(state["num_steps"])
-        self._forget()
+        self._watched = None
 
     def release(self) -> None:
         """Stop following the optimizer and drop the copy of the parameters."""
@@ -208,10 +216,10 @@ class CancellationEffect:
         weight = 1 / num_examples if weight is None else weight
         if not 0 < weight < math.inf:
             raise ValueError(f"weight must be a number greater than zero; got {weight}.")
-        if self._weight not in (None, weight):
+        if self._watched is not None and self._watched.weight != weight:
             raise ValueError(
                 "All examples of a step must have one weight in its loss; this micro-batch gives "
-                f"them {weight} and those before {self._weight}. Pass weight."
+                f"them {weight} and those before {self._watched.weight}. Pass weight."
             )
         if num_examples > 1 and self.without_rule:
             raise ValueError(
@@ -235,7 +243,7 @@ class CancellationEffect:
             squared[name] = self._norm(name, gained).square()
 
     def _before_step(self, *_: Any) -> None:
-        if self._norms_P is None:
+        if self._watched is None:
             return
         for name, param in self._params.items():
             if name not in self._copies:
@@ -243,23 +251,20 @@ class CancellationEffect:
             self._copies[name].copy_(param.detach())
 
     def _after_step(self, *_: Any) -> None:
-        if self._norms_P is None or self._sum_P is None:
+        if self._watched is None:
             return
+        norms_P, sum_P, _ = self._watched
         change_P = self._norms_of(
             {name: self._copies[name].sub_(p.detach()) for name, p in self._params.items()}
         )
         # In the order of READINGS.
-        above_RP = torch.stack([self._norms_P, self._sum_P, change_P, change_P])
-        below_RP = torch.stack([change_P, change_P, self._sum_P, self._norms_P])
+        above_RP = torch.stack([norms_P, sum_P, change_P, change_P])
+        below_RP = torch.stack([change_P, change_P, sum_P, norms_P])
         counts_RP = below_RP != 0
         self._scores_RP += torch.where(counts_RP, above_RP / below_RP, 0)
         self._terms_RP += counts_RP
         self.num_steps += 1
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing of a step has been watched."""
-        self._norms_P = self._sum_P = self._weight = None
+        self._watched = None
 
     def _norms_of(self, values: Mapping[str, Tensor | None]) -> Tensor:
         """[P] norms."""

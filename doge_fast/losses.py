@@ -218,27 +218,40 @@ class _LinearLosses(torch.autograd.Function):
         return walk.hidden_TH, walk.weight_VH, walk.bias_V, None, None
 
 
+class _Saved(NamedTuple):
+    """What the forward kept of a head, in the dtype of its products."""
+
+    hidden_TH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    counted_T: Tensor
+    """Bool: the token counts in a loss."""
+    tokens_T: Tensor
+    """The targets; 0 where the token does not count."""
+
+
 class _BackwardWalk:
     """The gradients of a head, domain by domain; those that a stacked pass takes stay None."""
 
     def __init__(self, ctx: Any, grad_D: Tensor) -> None:
-        self._hidden, weight_VH, bias_V, self._weight, self._bias, targets_T = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, weight, bias, targets_T = ctx.saved_tensors
         self._params = weight_VH, bias_V
         self._grad_D = grad_D
         self._head: _Head = ctx.head
-        self._counted_T = targets_T != self._head.ignore_index
+        counted_T = targets_T != self._head.ignore_index
         # An index that exists, for positions that count nothing.
-        self._tokens_T = torch.where(self._counted_T, targets_T, 0)
+        tokens_T = torch.where(counted_T, targets_T, 0)
+        self._saved = _Saved(hidden_TH, weight, bias, counted_T, tokens_T)
         # 16 bits hold one product; several add up in float32.
-        dtype = self._hidden.dtype
+        dtype = self._saved.hidden_TH.dtype
         self._sum_dtype = torch.float32 if dtype.itemsize < 4 else dtype
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        self.hidden_TH = torch.empty_like(self._hidden) if needs_hidden else None
+        self.hidden_TH = torch.empty_like(self._saved.hidden_TH) if needs_hidden else None
         self.weight_VH = self.bias_V = None
         if needs_weight and self._head.weight_pass is None:
-            self.weight_VH = torch.zeros_like(self._weight, dtype=self._sum_dtype)
+            self.weight_VH = torch.zeros_like(self._saved.weight_VH, dtype=self._sum_dtype)
         if needs_bias and self._head.bias_pass is None:
-            self.bias_V = torch.zeros_like(self._bias, dtype=self._sum_dtype)
+            self.bias_V = torch.zeros_like(bias, dtype=self._sum_dtype)
         self._needs_bias = needs_bias
         self._bias_sum: Tensor | None = None
 
@@ -254,7 +267,7 @@ class _BackwardWalk:
         stacked = self._head.weight_pass
         if stacked is not None:
             is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
-            dtype = self._hidden.dtype if is_one else self._sum_dtype
+            dtype = self._saved.hidden_TH.dtype if is_one else self._sum_dtype
             fill = partial(self._fill_row, domain)
             stacked.fill(self._params[0], _row_of(stacked, domain), dtype, fill)
         elif self.weight_VH is not None:
@@ -284,20 +297,20 @@ class _BackwardWalk:
 
     def _slopes(self, domain: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(hidden, gradient of the logits) by chunks; fills `hidden_TH` and the bias's sum."""
-        self._bias_sum = None
+        saved, self._bias_sum = self._saved, None
         if self._needs_bias:
-            self._bias_sum = torch.zeros_like(self._bias, dtype=self._sum_dtype)
+            self._bias_sum = self._grad_D.new_zeros(len(saved.weight_VH), dtype=self._sum_dtype)
         for chunk in self._head.chunks(self._head.spans[domain]):
-            hidden_CH = self._hidden[chunk]
-            logits_CV = _wide(F.linear(hidden_CH, self._weight, self._bias))
+            hidden_CH = saved.hidden_TH[chunk]
+            logits_CV = _wide(F.linear(hidden_CH, saved.weight_VH, saved.bias_V))
             # (softmax(logits) - one-hot(target)) times what the loss of a token counts.
-            share_C = (self._counted_T[chunk] * self._grad_D[domain]).to(logits_CV.dtype)
+            share_C = (saved.counted_T[chunk] * self._grad_D[domain]).to(logits_CV.dtype)
             slope_CV = torch.softmax(logits_CV, 1).mul_(share_C[:, None])
             del logits_CV
-            slope_CV.scatter_add_(1, self._tokens_T[chunk, None], -share_C[:, None])
+            slope_CV.scatter_add_(1, saved.tokens_T[chunk, None], -share_C[:, None])
             slope_CV = slope_CV.to(hidden_CH.dtype)
             if self.hidden_TH is not None:
-                torch.mm(slope_CV, self._weight, out=self.hidden_TH[chunk])
+                torch.mm(slope_CV, saved.weight_VH, out=self.hidden_TH[chunk])
             if self._bias_sum is not None:
                 self._bias_sum += slope_CV.sum(0, dtype=self._sum_dtype)
             yield hidden_CH, slope_CV
