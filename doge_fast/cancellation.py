@@ -253,7 +253,7 @@ class CancellationEffect:
     def _after_step(self, *_: Any) -> None:
         if self._watched is None:
             return
-        norms_P, sum_P, _ = self._watched
+        norms_P, sum_P = self._watched[:2]
         change_P = self._norms_of(
             {name: self._copies[name].sub_(p.detach()) for name, p in self._params.items()}
         )
