@@ -168,7 +168,7 @@ class DomainWeights:
         self._state_S.copy_(torch.where(overflow & moved, undone, self._state_S))
 
     def count_skipped(self, flag: Tensor) -> None:
-        """Count a step that somebody else has left out where `flag`. No host read."""
+        """Count a step as skipped where `flag`. No host read."""
         counted = state_views(self._state_S).num_skipped
         counted.add_(flag.to(counted))
 
