@@ -7,8 +7,8 @@
 What to copy into your loop: the lines marked DoGE. `accelerator.prepare` wraps the optimizer once
 more, so keep a name for the DoGEOptimizer: domains are entered through it, the step is taken
 through accelerate. `micro_batches` says how often each domain is entered in a step; after the last
-time the weighted gradient is in `p.grad`, where `clip_grad_norm_` finds it. Run it in one process on
-one device (no `accelerate launch` with several).
+time the weighted gradient is in `p.grad`, where `clip_grad_norm_` finds it. Run it in one process
+on one device (no `accelerate launch` with several).
 
 The data stands in for yours and has a known answer: the target is a linear function of eight
 features. "exact" has its labels, "wrong" those of another function, "half" either for half of the

@@ -5,9 +5,9 @@
     python examples/plain_loop.py                          # ... goes on, to the same bits
 
 What to copy into your loop: the lines marked DoGE. Schedulers take the wrapper like any optimizer,
-checkpoints hold the domain weights in its state_dict, and on a GPU the loop below runs in float16
-with a GradScaler. The wrapper is given the scaler, since its weights are those of unscaled gradients.
-When the last domain of a step is left, the weighted gradient is in `p.grad`, to be clipped or logged.
+checkpoints hold the domain weights in its state_dict, and `p.grad` holds the weighted gradient, to
+be clipped or logged, when the last domain of a step is left. On a GPU the loop below runs in
+float16 with a GradScaler, which the wrapper is given to weigh unscaled gradients.
 
 The data stands in for yours and has a known answer: sentences of a made-up language in which each
 word has a usual successor. "kin" follows the grammar of the held-out target, "stranger" another
