@@ -6,8 +6,7 @@ library; the system releases it when its holder ends. torch's own builder keeps 
 all versions of the sources, and waits for ever on the lock file of a build that was killed.
 
 Environment, besides that of `compilers`:
-    DOGE_FAST_CACHE: where libraries are kept; else doge_fast in the user's cache directory, on
-        Linux $XDG_CACHE_HOME or ~/.cache.
+    DOGE_FAST_CACHE: where libraries are kept; else the user's cache directory ($XDG_CACHE_HOME).
     DOGE_FAST_NO_JIT: 1 to do without compiled code.
 """
 
