@@ -1,7 +1,10 @@
 """The script for GPUs, here on the CPU with tiny problems, and what comes of its record."""
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,15 +124,32 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "sees no GPU" in capsys.readouterr().err
 
 
-def test_the_shell_script_is_one() -> None:
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+
+
+def printed_by(script: Path, **variables: str) -> str:
+    """What it prints when it is asked for help, on a PATH whose python3 need not have torch."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"} | variables
     done = subprocess.run(
-        ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", script, "--help"], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    assert "--quick" in done.stdout
+    return done.stdout
+
+
+def test_the_shell_script_is_one() -> None:
+    assert "--quick" in printed_by(SCRIPT, PYTHON=sys.executable)
+
+
+def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> None:
+    for folder in ("benchmarks", "bin", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    script = Path(shutil.copy(SCRIPT, tmp_path / "benchmarks"))
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    for python in ("bin/python3", ".venv/bin/python"):
+        (tmp_path / python).write_text(f'#!/bin/sh\necho "{python} $*"\n')
+        (tmp_path / python).chmod(0o755)
+        assert printed_by(script, PATH=path) == f"{python} -m benchmarks.gpu --help\n"
 
 
 def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
