@@ -117,6 +117,7 @@ def test_wheel_carries_sources_and_nothing_at_top_level(wheel: Path) -> None:
         assert sources <= carried, sources - carried
 
 
+@pytest.mark.exhaustive
 def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build(checkout, "--sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
@@ -126,6 +127,7 @@ def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path
     assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.exhaustive
 def test_editable(checkout: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -154,6 +156,7 @@ def test_editable(checkout: Path, tmp_path: Path) -> None:
     assert Path(done.stdout.strip().splitlines()[-1]).is_relative_to(checkout)
 
 
+@pytest.mark.exhaustive
 def test_plain_checkout(checkout: Path, tmp_path: Path) -> None:
     assert probe(checkout, tmp_path).is_relative_to(checkout)
 

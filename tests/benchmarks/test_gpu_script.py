@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = Session(torch.device("cpu"), quick=True)
 
 
+@pytest.mark.exhaustive
 def test_everything_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--commit", "abc"])
     (path,) = tmp_path.glob("gpu-*-abc.json")

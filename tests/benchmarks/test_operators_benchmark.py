@@ -209,6 +209,7 @@ def test_the_roof_is_the_slower_of_memory_and_arithmetic(
     assert (below["roof"], below["fraction"][0]) == ("both", 0.25)
 
 
+@pytest.mark.exhaustive
 def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "operators.json"
     arguments = f"--device cpu --megabytes 1 --rows 7 --rounds 3 --seconds 0.02 --json {out}"
@@ -225,6 +226,7 @@ def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert row["plain_formulations"][row["plain"]]["ms"] > 0
 
 
+@pytest.mark.exhaustive
 def test_pytest_benchmark_runs_them(tmp_path: Path) -> None:
     out = tmp_path / "benchmark.json"
     command = [sys.executable, "-m", "pytest", "benchmarks/test_operators.py", "-q"]

@@ -151,6 +151,7 @@ def last_object(output: str) -> Any:
     return json.loads(output[output.rindex('{\n "weights"') :])
 
 
+@pytest.mark.exhaustive
 def test_an_example_runs_by_itself_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", EXAMPLES / "plain_loop.py", "--steps", "3"],

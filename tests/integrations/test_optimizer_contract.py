@@ -689,6 +689,7 @@ def check_compiled(backend: str) -> None:
     assert_same(everything(model, optimizer), everything(twin, plain))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["eager"])
 def test_compiled_steps(backend: str) -> None:
     isolated(check_compiled, backend)

@@ -83,6 +83,7 @@ def test_all_that_is_in_the_cache_counts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert info()["cache"] == {"path": str(tmp_path), "files": 2, "libraries": 1, "bytes": 10}
 
 
+@pytest.mark.exhaustive
 def test_nothing_compiled_and_no_transformers_is_no_error(tmp_path: Path) -> None:
     """In a process of its own: what was loaded once stays."""
     code = (

@@ -133,6 +133,7 @@ def test_a_missing_extra_is_named(
     )
 
 
+@pytest.mark.exhaustive
 def test_python_m_is_the_same_program(tmp_path: Path) -> None:
     words = ["proxy", "--out", str(tmp_path / "x"), "--target", "universal", "verse"]
     done = subprocess.run(

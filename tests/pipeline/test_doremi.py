@@ -442,10 +442,10 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        ("training_step", 2),
+        pytest.param("training_step", 2, marks=pytest.mark.exhaustive),
         ("training_step", 6),
-        ("_save_rng_state", 2),
-        ("evaluate_domains", 2),
+        pytest.param("_save_rng_state", 2, marks=pytest.mark.exhaustive),
+        pytest.param("evaluate_domains", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(

@@ -328,11 +328,11 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        ("training_step", 2),
+        pytest.param("training_step", 2, marks=pytest.mark.exhaustive),
         ("training_step", 6),
         ("_save_optimizer_and_scheduler", 2),
-        ("_save_rng_state", 1),
-        ("evaluate_domains", 2),
+        pytest.param("_save_rng_state", 1, marks=pytest.mark.exhaustive),
+        pytest.param("evaluate_domains", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
@@ -353,6 +353,7 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
     assert not (cut.out / training.CHECKPOINTS).exists()
 
 
+@pytest.mark.exhaustive
 def test_a_process_killed_at_any_moment_resumes_too(proxy: Make) -> None:
     changes: dict[str, Any] = {"steps": 200, "save_every": 5, "log_every": 7}
     whole, cut = proxy("whole", **changes), proxy("cut", **changes)
@@ -438,6 +439,7 @@ def test_another_configuration_does_not_overwrite_a_run(proxy: Make) -> None:
         learn_weights(proxy(mu=0.5))
 
 
+@pytest.mark.exhaustive
 def test_the_default_mu_grows_with_the_learning_rate_and_the_targets(
     proxy: Make, tmp_path: Path
 ) -> None:
