@@ -28,7 +28,7 @@ from benchmarks.operators import checked, fastest_yardstick
 from benchmarks.problems import DTYPES, NUM_ROWS, SHAPES, Arena, coefficients
 from benchmarks.protocol import Call, Ratio
 from doge_fast._layout import CSRC_DIR
-from doge_fast.kernels import build
+from doge_fast.kernels import build, compilers
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKING_TREE = "."
@@ -50,7 +50,7 @@ def load(revision: str, name: str) -> None:
         sources = _sources(revision, Path(scratch)) / "cpu"
         for file in sources.rglob("*.cpp"):
             file.write_text(file.read_text().replace(NAMESPACE, name))
-        build.load_library(functools.partial(build.build_library, sources, name))
+        build.load_library(name, sources, compilers.cpp_recipe)
 
 
 def _sources(revision: str, scratch: Path) -> Path:
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for revision, name in names.items():
             load(revision, name)
-    except (ValueError, build.BuildError) as error:
+    except (ValueError, compilers.BuildError) as error:
         print(error)
         return 2
     memory = "read" if args.operator == "gram" else "copy"

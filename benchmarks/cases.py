@@ -25,8 +25,8 @@ from benchmarks.problems import (
 from benchmarks.protocol import Call
 from doge_fast import reference
 from doge_fast.kernels import accumulate, gram, implementations, reweight, weighted_sum
-from doge_fast.kernels.dispatch import IMPLEMENTATIONS
-from doge_fast.kernels.reweight.packing import new_state
+from doge_fast.kernels.dispatch import IMPLEMENTATIONS, MODULES
+from doge_fast.kernels.reweight.packing import Settings, new_settings, new_state
 
 # Relative to the largest entry, against float64: what the library promises.
 GRAM_TOLERANCE = 1e-6
@@ -191,8 +191,9 @@ def accumulate_case(
 
 
 def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str]) -> Case:
-    """The K x K step."""
+    """The K x K step, in those of `names` that it is written in."""
     device = torch.device(device)
+    names = [name for name in names if ("reweight", name) in MODULES]
     generator = torch.Generator().manual_seed(0)
     grads_KN = torch.randn(num_rows, 64, dtype=torch.float64, generator=generator)
     alpha_K = torch.full((num_rows,), 1 / num_rows, dtype=torch.float64)
@@ -203,10 +204,7 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
     arguments = {
         "tau_R": tau_K.to(device),
         "present_R": torch.ones(num_rows, dtype=torch.bool, device=device),
-        "lr": torch.tensor(1e-4, dtype=torch.float64, device=device),
-        "grad_scale": torch.ones((), dtype=torch.float64, device=device),
-        "mu": 0.01,
-        "max_grad_norm": 1.0,
+        "settings_C": new_settings(Settings(lr=1e-4, mu=0.01, max_grad_norm=1.0), device),
     }
     gram_KK = (grads_KN @ grads_KN.T).to(device)
 
@@ -219,7 +217,7 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
     problem = OperatorProblem(num_rows, torch.float64, MATRIX, (num_rows,))
     runs = {
         name: functools.partial(reweight, gram_KK, state_S, implementation=name, **arguments)
-        for name in dict.fromkeys([*names, "torch"])
+        for name in {*names, "torch"}
     }
     return Case(
         operator="reweight",

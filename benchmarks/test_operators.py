@@ -18,6 +18,7 @@ import torch
 from benchmarks import cases, protocol
 from benchmarks.cases import Case
 from benchmarks.problems import BLOCKS, DTYPES, MATRIX, NUM_ROWS, SHAPES, Arena
+from doge_fast.kernels.dispatch import MODULES
 
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 IMPLEMENTATIONS = ("cpp", "triton", "cuda")
@@ -33,7 +34,7 @@ PLAIN = {
 
 def runs(operator: str, shape: str) -> list[tuple[str, str]]:
     """(whose, which) of all that may run; what cannot is skipped with its reason."""
-    ours = [("ours", name) for name in IMPLEMENTATIONS]
+    ours = [("ours", name) for name in IMPLEMENTATIONS if (operator, name) in MODULES]
     return ours + [("plain", name) for name in PLAIN[operator, shape]]
 
 

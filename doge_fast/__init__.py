@@ -6,8 +6,8 @@ often a large model should see each domain. `DomainMixture` draws batches at suc
 
 from typing import TYPE_CHECKING, Any
 
-from doge_fast.combining import LastStep
 from doge_fast.generalization import Score
+from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.optimizer import DoGEOptimizer
 
 if TYPE_CHECKING:

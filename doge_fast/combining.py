@@ -4,7 +4,6 @@ Reads the K x N rows twice and writes N, all on the device; nothing waits for it
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,37 +11,10 @@ from torch import Tensor
 from doge_fast import generalization, simplex
 from doge_fast.flat_buffer import Block, weighted_gradients
 from doge_fast.kernels import gram
-from doge_fast.kernels.reweight.packing import Step
+from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.reweighting import DomainWeights
 from doge_fast.subset import Subset
 from doge_fast.tracing import phase
-
-
-class LastStep(NamedTuple):
-    """What the last `combine()` saw and did; every tensor float64 on the gradients' device.
-
-    `gram` has the rows of `optimizer.rows`: training domains, then measured-only ones. Gradients
-    are in unscaled units and, except for `grad_norms`, after per-domain clipping.
-    """
-
-    gram: Tensor
-    """[R, R] inner products over the selected columns."""
-    gain: Tensor
-    """[K] the scores that moved the weights: W, or its published variant."""
-    influence: Tensor
-    """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
-    difficulty: Tensor
-    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
-    grad_norms: Tensor
-    """[R] before any clipping; over all parameters, or the selected where only those are read."""
-    combined_norm: Tensor
-    """Scalar: norm of sum_j alpha_j g_j before the global clip."""
-    alpha: Tensor
-    """[K] domain weights after the step."""
-    lr: float | Tensor
-    """eta of this step."""
-    skipped: Tensor
-    """Bool scalar: a gradient was not finite, nothing moved."""
 
 
 @torch.no_grad()
@@ -95,17 +67,7 @@ def combine(
         new = _cut_afterwards(gradients, new, weights, before, grad_scale)
     for block, gradient in zip(blocks, gradients, strict=True):
         block.param.grad = gradient
-    return LastStep(
-        gram=new.gram,
-        gain=new.gain,
-        influence=new.influence,
-        difficulty=new.difficulty,
-        grad_norms=new.norms,
-        combined_norm=new.combined_norm,
-        alpha=new.alpha,
-        lr=lr,
-        skipped=new.skipped,
-    )
+    return new._replace(lr=lr)
 
 
 def _grams(
@@ -136,11 +98,11 @@ def _grams(
 
 def _cut_afterwards(
     gradients: list[Tensor],
-    new: Step,
+    new: LastStep,
     weights: DomainWeights,
     before: Tensor,
     grad_scale: float | Tensor,
-) -> Step:
+) -> LastStep:
     """The global clip and the overflow that only the combined gradient shows.
 
     Its norm takes one pass over N: its Gram matrix is one number.

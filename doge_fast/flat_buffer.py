@@ -136,31 +136,33 @@ class FlatBuffer:
         Raises:
             RuntimeError: the gradient is sparse, or lives elsewhere than the block.
         """
-        with self._lock:
-            self._take(row, param, grad)
-
-    def _take(self, row: int, param: Tensor, grad: Tensor) -> None:
         if grad.layout != torch.strided:
             raise RuntimeError(
                 "domain gradients must be dense; a parameter of shape "
                 f"{list(param.shape)} got one of layout {grad.layout}. "
                 "Build its module with sparse=False."
             )
-        block = self._block(param, grad.dtype)
-        adds = bool(block.written >> row & 1)
-        if self._grads and (
-            block.is_pending or adds != self._pending_adds or grad.device != self._grads[0].device
-        ):
-            self.flush()
-        block.written |= 1 << row
-        block.is_pending = True
-        self._pending.append(block)
-        self._pending_adds = adds
-        self._grads.append(grad.reshape(-1))
-        self._rows.append(block.rows[row])
-        self._pending_bytes += grad.nbytes
-        if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
-            self.flush()
+        # Called for every parameter and domain of a step: no call from here that can be spared.
+        with self._lock:
+            block = self._blocks.get(id(param))
+            if block is None or not block.written or block.rows_RN.dtype != grad.dtype:
+                block = self._block(param, grad.dtype)
+            adds = bool(block.written >> row & 1)
+            if self._grads and (
+                block.is_pending
+                or adds != self._pending_adds
+                or grad.device != self._grads[0].device
+            ):
+                self.flush()
+            block.written |= 1 << row
+            block.is_pending = True
+            self._pending.append(block)
+            self._pending_adds = adds
+            self._grads.append(grad.reshape(-1))
+            self._rows.append(block.rows[row])
+            self._pending_bytes += grad.nbytes
+            if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
+                self.flush()
 
     def slots(
         self, first_row: int, num_rows: int, param: Tensor, dtype: torch.dtype

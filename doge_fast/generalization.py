@@ -85,8 +85,8 @@ def difficulty(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
     return (tau_R * gram_RR.diagonal())[:num_domains]
 
 
-def clip_factors(norms_R: Tensor, max_norm: float | None) -> Tensor:
-    """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones when `max_norm` is None.
+def clip_factors(norms_R: Tensor, max_norm: float | Tensor | None) -> Tensor:
+    """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones when `max_norm` is None or infinite.
 
     Cutting every row to norm c turns the Gram matrix into diag(s) G diag(s), so no gradient has
     to be touched.
@@ -96,21 +96,30 @@ def clip_factors(norms_R: Tensor, max_norm: float | None) -> Tensor:
     return (max_norm / (norms_R + NORM_FLOOR)).clamp(max=1)
 
 
-def scored(gain_K: Tensor, norms_K: Tensor, present_K: Tensor, score: Score) -> Tensor:
-    """The gains as `score` wants them, [K].
+def scored(
+    gain_K: Tensor,
+    norms_K: Tensor,
+    present_K: Tensor,
+    *,
+    scale_by_mean_norm: Tensor,
+    low: Tensor,
+    high: Tensor,
+) -> Tensor:
+    """The gains as a `Score` wants them, [K].
+
+    The score's parts are scalars on the device of the gains, and nothing reads them on the host.
 
     Args:
         gain_K: [K] W.
         norms_K: [K] norms of the training rows over the same columns as W.
         present_K: [K] bool; rows that count in the mean norm.
-        score: which text to follow.
+        scale_by_mean_norm: 1: divide W by the mean norm; 0: do not.
+        low: what the score is cut to at least; -inf: not cut.
+        high: at most; inf: not cut.
     """
-    if score.scale_by_mean_norm:
-        mean_norm = (norms_K * present_K).sum() / present_K.sum().clamp(min=1)
-        gain_K = gain_K / (mean_norm + NORM_FLOOR)
-    if score.bounds is not None:
-        gain_K = gain_K.clamp(*score.bounds)
-    return gain_K
+    mean_norm = (norms_K * present_K).sum() / present_K.sum().clamp(min=1)
+    divisor = torch.where(scale_by_mean_norm != 0, mean_norm + NORM_FLOOR, 1.0)
+    return (gain_K / divisor).clamp(low, high)
 
 
 def combined_norm(gram_RR: Tensor, coefficients_R: Tensor) -> Tensor:

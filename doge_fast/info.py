@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from doge_fast.kernels import chosen, implementations
-from doge_fast.kernels.build import BuildError, cache_dir
+from doge_fast.kernels.build import cache_dir
+from doge_fast.kernels.compilers import BuildError
 from doge_fast.kernels.dispatch import AUTO, OPERATORS, measured, preference
 
 PACKAGES = ("doge-fast", "torch", "triton", "transformers")

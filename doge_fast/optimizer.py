@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from doge_fast import checkpoint, simplex, weights_file
 from doge_fast.checkpoint import DomainState
-from doge_fast.combining import LastStep, checked_scale, combine
+from doge_fast.combining import checked_scale, combine
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM, Score, score_of
+from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.parameters import TrackedParameters
 from doge_fast.reweighting import DomainWeights, UpdateRule
@@ -204,7 +205,7 @@ class DoGEOptimizer(OptimizerWrapper):
     @property
     def last(self) -> LastStep | None:
         """What `combine()` saw and did last; None before the first."""
-        return cast("LastStep | None", self._weights.last)
+        return self._weights.last
 
     @property
     def num_steps(self) -> int:
@@ -217,10 +218,7 @@ class DoGEOptimizer(OptimizerWrapper):
         return int(self._weights.read("num_skipped"))
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Write the average and last weights as a name-keyed JSON file (docs/weights.md).
-
-        Written beside and renamed, so that a reader never sees half of it.
-        """
+        """Write the average and last weights as a JSON file keyed by name (docs/weights.md)."""
         pairs = zip(self.weights.items(), self.alpha.tolist(), strict=True)
         record = {
             "method": "doge",
@@ -364,15 +362,14 @@ class DoGEOptimizer(OptimizerWrapper):
             self.combine()
         with phase("inner_step"):
             assert self.last is not None
-            step_unless(self.last.skipped, self.inner)
+            step_unless(self.last.skipped, self.last.found_inf, self.inner)
         self._step.clear()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad` and forget the domain gradients collected since the last step.
+        """Clear `p.grad` and drop what the domains have collected; `model.zero_grad()` keeps that.
 
-        `model.zero_grad()` does the first only, and the rows stay. Neither takes back what
-        `combine()` did to the weights.
+        Neither takes back what `combine()` did to the weights.
         """
         self._step.refuse_inside_a_domain("zero_grad()")
         self.inner.zero_grad(set_to_none)

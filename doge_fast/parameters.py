@@ -35,6 +35,8 @@ class TrackedParameters:
         self._check_lr()
         # By id, with the parameter: while it is held here, no new one gets its id.
         self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        self.receive: Receive | None = None
+        """Called with each tracked parameter that autograd has given a gradient."""
         self.params: list[Tensor] = self._look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
@@ -42,7 +44,7 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
-        return self.__dict__ | {"_hooks": {}}
+        return self.__dict__ | {"_hooks": {}, "receive": None}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -61,11 +63,8 @@ class TrackedParameters:
         group = self.groups[0]
         return float(group.get("initial_lr", group["lr"]))
 
-    def scan(self, receive: Receive) -> list[Tensor]:
-        """Look the parameters up afresh and have `receive` called with each gradient.
-
-        Hooks are added to new parameters and taken off those that are no longer tracked.
-        """
+    def scan(self) -> list[Tensor]:
+        """Look the parameters up afresh, and keep a hook on each and on no other."""
         self.params = self._look_up()
         ids = set(map(id, self.params))
         if ids != self._hooks.keys():
@@ -73,7 +72,7 @@ class TrackedParameters:
                 self._hooks.pop(key)[1].remove()
             for param in self.params:
                 if id(param) not in self._hooks:
-                    handle = param.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+                    handle = param.register_post_accumulate_grad_hook(self.receive)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
         return self.params
 

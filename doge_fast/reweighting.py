@@ -1,14 +1,13 @@
 """How the domain weights move, and where they are: all of a step that is K x K.
 
-The arithmetic is one operator; here are its constants, kept on the device so that a step copies
-nothing there, and the state that it moves.
+The arithmetic is one operator. Its settings are kept on the device, so that a step copies nothing
+there; so is the state that it moves.
 """
 
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from doge_fast import simplex
 from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM, Score
 from doge_fast.kernels import reweight
-from doge_fast.kernels.reweight.packing import State, Step, new_state, state_views
+from doge_fast.kernels.reweight.packing import LastStep, Settings, State, new_state, state_views
 from doge_fast.objective import Objective
 
 # Share of the domains beyond the first that are in use, under which a run has collapsed.
@@ -24,7 +23,7 @@ COLLAPSED = 0.1
 
 COUNTS = ("num_steps", "num_skipped")
 
-# Of weights that somebody has printed or rounded, as of those in a file.
+# Weights that were printed or read from a file are rounded.
 _SUM_TOLERANCE = 1e-5
 
 
@@ -86,13 +85,15 @@ class DomainWeights:
     ) -> None:
         self.objective = objective
         self.rule = rule
-        self.last: Any = None
-        """What the last step saw and did; see `doge_fast.combining.LastStep`."""
+        self.last: LastStep | None = None
+        """What the last step saw and did."""
         self._is_collapse_expected = not objective.is_universal or initial is not None
         self._has_warned = False
         self._state_S: Tensor = new_state(_start(objective.domains, initial).to(device))
         self._constants: dict[str, tuple[object, Tensor]] = {}
-        self._scalars: dict[str, tuple[float, Tensor]] = {}
+        self._settings_C = torch.empty(len(Settings._fields), dtype=torch.float64, device=device)
+        # What was last written into each entry; None: not known on the host.
+        self._written: list[float | None] = [None] * len(self._settings_C)
 
     def read(self, name: str) -> Tensor:
         """A copy of one part of the state: "alpha", "alpha_mean", "gain" or a count."""
@@ -118,7 +119,7 @@ class DomainWeights:
         lr: float | Tensor,
         grad_scale: float | Tensor,
         share: float = 1.0,
-    ) -> Step:
+    ) -> LastStep:
         """One K x K step: lines 7 and 8 of Algorithm 1.
 
         Args:
@@ -141,20 +142,25 @@ class DomainWeights:
         # The weights follow the gradients: the model may have moved since they were made.
         self._state_S = self._state_S.to(gram_RR.device)
         device = gram_RR.device
-        step: Step = reweight(
+        low, high = rule.score.bounds or (-math.inf, math.inf)
+        settings = Settings(
+            lr=lr,
+            mu=rule.mu,
+            grad_scale=grad_scale,
+            scale_by_mean_norm=rule.score.scale_by_mean_norm,
+            low=low,
+            high=high,
+            domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
+            max_grad_norm=math.inf if full_RR is None else share * (rule.max_grad_norm or math.inf),
+            smoothing=rule.smoothing,
+        )
+        step: LastStep = reweight(
             gram_RR,
             self._state_S,
             full_RR=full_RR,
             tau_R=self._constant("tau", self.objective.tau, torch.float64, device),
             present_R=self._present(seen, device),
-            lr=self._scalar("lr", lr, device),
-            grad_scale=self._scalar("grad_scale", grad_scale, device),
-            mu=rule.mu,
-            scale_by_mean_norm=rule.score.scale_by_mean_norm,
-            bounds=rule.score.bounds or (-math.inf, math.inf),
-            domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
-            max_grad_norm=math.inf if full_RR is None else share * (rule.max_grad_norm or math.inf),
-            smoothing=rule.smoothing,
+            settings_C=self._write(settings, device),
         )
         return step
 
@@ -220,17 +226,22 @@ class DomainWeights:
             known = self._constants[name] = ((values, device), vector)
         return known[1]
 
-    def _scalar(self, name: str, value: float | Tensor, device: torch.device) -> Tensor:
-        """A number on the device. Written by a kernel: a copy from the host would wait for it."""
-        if isinstance(value, Tensor):
-            return value.detach().to(device, torch.float64).view(())
-        known = self._scalars.get(name)
-        if known is None or known[1].device != device:
-            known = value, torch.full((), value, dtype=torch.float64, device=device)
-        elif known[0] != value:
-            known = value, known[1].fill_(value)
-        self._scalars[name] = known
-        return known[1]
+    def _write(self, settings: Settings, device: torch.device) -> Tensor:
+        """The settings on the device; only entries that changed are written.
+
+        A kernel writes a number: a copy from the host would wait for the device.
+        """
+        if self._settings_C.device != device:
+            self._settings_C = torch.empty_like(self._settings_C, device=device)
+            self._written = [None] * len(settings)
+        for index, value in enumerate(settings):
+            if isinstance(value, Tensor):
+                self._settings_C[index].copy_(value.detach().view(()))
+                self._written[index] = None
+            elif value != self._written[index]:
+                self._settings_C[index].fill_(value)
+                self._written[index] = value
+        return self._settings_C
 
 
 def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:

@@ -21,7 +21,9 @@ def uniform(num_domains: int, *, device: torch.device | str | None = None) -> Te
     return torch.full((num_domains,), 1 / num_domains, dtype=torch.float64, device=device)
 
 
-def mirror_step(alpha_K: Tensor, gain_K: Tensor, *, lr: float | Tensor, mu: float) -> Tensor:
+def mirror_step(
+    alpha_K: Tensor, gain_K: Tensor, *, lr: float | Tensor, mu: float | Tensor
+) -> Tensor:
     """Move the domain weights one step of exponentiated gradient.
 
     alpha'_j  =  alpha_j exp(lr * W_j / mu) / sum_i alpha_i exp(lr * W_i / mu)
@@ -32,9 +34,9 @@ def mirror_step(alpha_K: Tensor, gain_K: Tensor, *, lr: float | Tensor, mu: floa
     Args:
         alpha_K: [K] floating, on the simplex.
         gain_K: [K], same dtype; loss decrease per unit of `lr`.
-        lr: >= 0; this step's learning rate (a warm-up may start at 0). A tensor is not looked
-            at, so that it may live on a device.
+        lr: >= 0; this step's learning rate (a warm-up may start at 0).
         mu: > 0; Bregman coefficient. The limit of large `mu` is "do not move".
+            A tensor, for either, is not checked, so that it may live on a device.
 
     Returns:
         [K], same dtype; sums to 1 within K ulp.
@@ -44,7 +46,8 @@ def mirror_step(alpha_K: Tensor, gain_K: Tensor, *, lr: float | Tensor, mu: floa
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
-    check_mu(mu)
+    if not isinstance(mu, Tensor):
+        check_mu(mu)
     if not isinstance(lr, Tensor) and not lr >= 0:
         raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
     if alpha_K.shape != gain_K.shape or alpha_K.ndim != 1:
@@ -78,14 +81,21 @@ def default_mu(learning_rate: float, sum_of_targets: float) -> float:
     return 20 * learning_rate * (sum_of_targets + 1) / 2
 
 
-def smooth(alpha_K: Tensor, smoothing: float) -> Tensor:
+def smooth(alpha_K: Tensor, smoothing: float | Tensor) -> Tensor:
     """(1 - eps) alpha + eps / K, [K]: mixture with uniform, which keeps every weight above eps / K.
+
+    Args:
+        alpha_K: [K] floating, on the simplex.
+        smoothing: eps. A tensor is not checked, so that it may live on a device.
 
     Raises:
         ValueError: `smoothing` outside [0, 1) or NaN.
     """
-    check_smoothing(smoothing)
-    return (1 - smoothing) * alpha_K + smoothing / len(alpha_K) if smoothing else alpha_K
+    if not isinstance(smoothing, Tensor):
+        check_smoothing(smoothing)
+        if smoothing == 0:
+            return alpha_K
+    return (1 - smoothing) * alpha_K + smoothing / len(alpha_K)
 
 
 def running_mean(mean_K: Tensor, alpha_K: Tensor, count: float | Tensor) -> Tensor:

@@ -96,6 +96,7 @@ class Step:
         self._open: OpenDomain | None = None
         self._has_stray = False
         self._stacked_model: StackedModel | None = None
+        self.parameters.receive = _receiver(weakref.ref(self))
         self.look_up()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class Step:
     @outside_graphs
     def look_up(self) -> list[Tensor]:
         """The parameters that are trained now; each hands its gradients to this step."""
-        return self.parameters.scan(_receiver(weakref.ref(self)))
+        return self.parameters.scan()
 
     # Domains.
 
@@ -152,7 +153,6 @@ class Step:
         if self.state is not State.DROPPED:
             self.state = State.COLLECTED
 
-    @outside_graphs
     def receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
         opened = self._open
@@ -381,7 +381,8 @@ def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
         if step is not None:
             step.receive(param)
 
-    return on_gradient
+    hook: Callable[[Tensor], None] = torch.compiler.disable(on_gradient)  # type: ignore[no-untyped-call]
+    return hook
 
 
 def _nothing_received(opened: OpenDomain) -> str:

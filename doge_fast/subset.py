@@ -20,7 +20,7 @@ from typing import NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from doge_fast.kernels.reweight.packing import Step
+from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.objective import Objective
 
 
@@ -122,7 +122,7 @@ class Subset:
         full_RR = None if full_SS is None else spread(full_SS)
         return spread(gram_SS * on.factors_SS), full_RR
 
-    def gathered(self, step: Step) -> Step:
+    def gathered(self, step: LastStep) -> LastStep:
         """Its coefficients by row of the buffer, and the norm that they give; plain products."""
         if self._num_domains is None:
             return step

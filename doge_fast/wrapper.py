@@ -114,8 +114,13 @@ def _check_wraps(optimizer: Optimizer) -> None:
         )
 
 
-def step_unless(skipped: Tensor, inner: Optimizer) -> None:
-    """Step the wrapped optimizer unless `skipped`, a bool scalar on any device.
+def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer) -> None:
+    """Step the wrapped optimizer unless the step is skipped.
+
+    Args:
+        skipped: bool scalar on any device.
+        found_inf: the same as float32, which fused optimizers take.
+        inner: the wrapped optimizer.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
@@ -126,7 +131,7 @@ def step_unless(skipped: Tensor, inner: Optimizer) -> None:
     if takes_found_inf and skipped.device.type != "cpu":
         # On the device, so that the host need not wait for the flag.
         inner.grad_scale = None  # type: ignore[attr-defined]
-        inner.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+        inner.found_inf = found_inf  # type: ignore[attr-defined]
         try:
             inner.step()
         finally:

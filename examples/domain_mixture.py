@@ -7,7 +7,7 @@
 
 What to copy into your loop: the lines marked MIXTURE. `DomainMixture` draws from any data sets at
 weights that may change: here it deals the proxy equal parts of all domains, and the base model what
-the proxy has found so far. New weights hold from a step that the loop names, AHEAD of it, so that
+the proxy has learned so far. New weights hold from a step that the loop names, AHEAD of it, so that
 the run is the same whatever number of batches the loaders take in advance. If you only want to
 sample, leave the proxy out and call `set_weights` when you like.
 

@@ -4,8 +4,9 @@ For each operator the first implementation that can run on a device wins: on a C
 (`cpp`), else plain torch; on a GPU Triton or CUDA, whichever `measured.json` says was faster on
 such a GPU, else plain torch. The choice is made on first use and kept.
 `DOGE_FAST_BACKEND=auto|torch|cpp|triton|cuda` or the argument `implementation=` forces one, and a
-forced implementation that cannot run raises instead of giving way. Going without the
-preferred one is said once per process, in one warning that names the reason.
+forced implementation that cannot run raises instead of giving way. The variable is for all
+operators: one that was never written in that implementation runs in plain torch. A warning, once
+per process, names what would be faster and the reason it cannot run.
 """
 
 import importlib
@@ -19,30 +20,37 @@ from typing import Any
 import torch
 
 from doge_fast._layout import KERNELS_DIR
-from doge_fast.kernels.accumulate.torch_kernel import accumulate
-from doge_fast.kernels.build import BuildError, load_cpp
-from doge_fast.kernels.build_cuda import why_not_cuda
-from doge_fast.kernels.gram.torch_kernel import gram
-from doge_fast.kernels.reweight.torch_kernel import reweight
+from doge_fast.kernels.obstacles import OBSTACLES
 from doge_fast.kernels.schema import (
-    CPP_NAMESPACE,
     SIGNATURES,
     check_accumulate,
     check_gram,
     check_reweight,
     check_weighted_sum,
 )
-from doge_fast.kernels.triton_support import is_installed, is_interpreted
-from doge_fast.kernels.weighted_sum.torch_kernel import weighted_sum
 
 Run = Callable[..., Any]
 
 AUTO = "auto"
 IMPLEMENTATIONS = ("cpp", "cuda", "triton", "torch")
 OPERATORS = tuple(SIGNATURES)
+# (operator, implementation) -> module, which has a function of the operator's name. The files have
+# an underscore, since a folder with a torch.py would hide torch from what runs there. The K x K
+# step is not written in C++: no step of a tiny model shows the fraction of a millisecond.
+MODULES = {
+    (operator, name): f"doge_fast.kernels.{operator}.{name}_"
+    for operator in OPERATORS
+    for name in IMPLEMENTATIONS
+    if (operator, name) != ("reweight", "cpp")
+}
+# Now, not at first use: the import of a folder puts it in the place of the function of the same
+# name in doge_fast.kernels, unless it comes before the function.
+for _operator in OPERATORS:
+    importlib.import_module(MODULES[_operator, "torch"])
+
 # Best first, where nothing was measured. Triton before CUDA, since the interpreter tests the very
 # code that runs; gradients to accumulate are at other addresses in every step, for which torch's
-# foreach operators need no table on the device. Triton's interpreter nobody wants unasked.
+# foreach operators need no table on the device. Triton's interpreter runs only where it is forced.
 PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "cuda", "torch")}
 PREFERENCE_FOR = {("cuda", "accumulate"): ("torch", "cuda", "triton")}
 PREFERENCE_ELSEWHERE = ("torch",)
@@ -55,16 +63,8 @@ _CHECKS: dict[str, Run] = {
     "accumulate": lambda grads, rows, add: check_accumulate(grads, rows),
     "reweight": check_reweight,
 }
-_TORCH: dict[str, Run] = {
-    "gram": gram,
-    "weighted_sum": weighted_sum,
-    "accumulate": accumulate,
-    "reweight": reweight,
-}
-# The file of an operator's folder that drives a GPU; it has a function of the operator's name.
-_MODULES = {"triton": "launch", "cuda": "cuda"}
 
-_chosen: dict[tuple[str, torch.device, str], Run] = {}
+_chosen: dict[tuple[str, torch.device, str | None, str | None], Run] = {}
 _obstacles: dict[tuple[str, torch.device], str | None] = {}
 _warned: set[str] = set()
 
@@ -73,23 +73,30 @@ def choose(operator: str, device: torch.device, implementation: str | None) -> R
     """The callable that runs `operator` on `device`, its arguments checked.
 
     Raises:
-        ValueError: no implementation has the name that was asked for.
+        ValueError: no implementation of the operator has the name that was asked for.
         RuntimeError: a forced implementation cannot run.
     """
-    wish = implementation or os.environ.get("DOGE_FAST_BACKEND") or AUTO
-    key = (operator, device, wish)
+    key = (operator, device, implementation, os.environ.get("DOGE_FAST_BACKEND"))
     run = _chosen.get(key)
     if run is None:
+        wish = implementation or _of_environment(operator)
         name = _settle(operator, device, wish)
         if wish == AUTO:
             _warn_of_better_than(name, operator, device)
-        run = _chosen[key] = _guarded(operator, name)
+        run = _chosen[key] = _checked(operator, name)
     return run
 
 
 def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str:
     """The implementation of `operator` that runs on `device` when a call forces none."""
-    return _settle(operator, torch.device(device), os.environ.get("DOGE_FAST_BACKEND") or AUTO)
+    return _settle(operator, torch.device(device), _of_environment(operator))
+
+
+def _of_environment(operator: str) -> str:
+    """What DOGE_FAST_BACKEND says for an operator."""
+    name = os.environ.get("DOGE_FAST_BACKEND") or AUTO
+    is_written = name not in IMPLEMENTATIONS or (operator, name) in MODULES
+    return name if is_written else "torch"
 
 
 def implementations(device: torch.device | str = "cpu") -> dict[str, str | None]:
@@ -107,7 +114,7 @@ def explain(device: torch.device | str | None = None) -> str:
         device: None: the CPU, and the current GPU where there is one.
     """
     devices = [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return "\n".join(line for each in devices for line in _explanation(torch.device(each)))
+    return "\n".join(line for name in devices for line in _explanation(torch.device(name)))
 
 
 def _explanation(device: torch.device) -> list[str]:
@@ -115,14 +122,14 @@ def _explanation(device: torch.device) -> list[str]:
     how = "chosen" if wish == AUTO else f"forced by DOGE_FAST_BACKEND={wish}"
     obstacles = implementations(device)
     try:
-        names = {operator: _settle(operator, device, wish) for operator in OPERATORS}
+        names = {operator: chosen(device, operator) for operator in OPERATORS}
     except (ValueError, RuntimeError) as error:
         lines = [f"{device}: none: {error}"]
     else:
         first = names["gram"]
         others = [f"{operator} {name}" for operator, name in names.items() if name != first]
         lines = [f"{device}: {', '.join([first, *others])} ({how})"]
-    return lines + [f"  {each}: {reason or 'can run'}" for each, reason in obstacles.items()]
+    return lines + [f"  {name}: {reason or 'can run'}" for name, reason in obstacles.items()]
 
 
 def _settle(operator: str, device: torch.device, wish: str) -> str:
@@ -132,6 +139,12 @@ def _settle(operator: str, device: torch.device, wish: str) -> str:
         raise ValueError(
             f"An operator's implementation is one of {', '.join((AUTO, *IMPLEMENTATIONS))}; got "
             f"{wish!r}. Correct the argument implementation= or the variable DOGE_FAST_BACKEND."
+        )
+    if (operator, wish) not in MODULES:
+        written = ", ".join(name for name in IMPLEMENTATIONS if (operator, name) in MODULES)
+        raise ValueError(
+            f"The operator {operator} is not written in {wish}, but in {written}. Name one of "
+            "these, or leave the choice open with 'auto'."
         )
     reason = _obstacle(wish, device)
     if reason is not None:
@@ -144,11 +157,11 @@ def _settle(operator: str, device: torch.device, wish: str) -> str:
 
 def preference(operator: str, device: torch.device) -> tuple[str, ...]:
     """Implementations of `operator` on `device`, best first; as measured if it was."""
-    named = PREFERENCE_FOR.get((device.type, operator)) or PREFERENCE.get(
-        device.type, PREFERENCE_ELSEWHERE
-    )
+    usual = PREFERENCE.get(device.type, PREFERENCE_ELSEWHERE)
+    order = PREFERENCE_FOR.get((device.type, operator), usual)
     best = measured(device).get(operator)
-    return named if best is None else (best, *(name for name in named if name != best))
+    names = order if best is None else (best, *order)
+    return tuple(name for name in dict.fromkeys(names) if (operator, name) in MODULES)
 
 
 def measured(device: torch.device) -> dict[str, str]:
@@ -164,12 +177,12 @@ def measured(device: torch.device) -> dict[str, str]:
 def _measured() -> dict[str, dict[str, str]]:
     if not MEASURED.is_file():
         return {}
-    found: dict[str, dict[str, str]] = json.loads(MEASURED.read_text(encoding="utf-8"))
-    return found
+    records: dict[str, dict[str, str]] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return records
 
 
 def _architecture(device: torch.device) -> str:
-    """ "sm_90", "gfx942" or "" for what has no name of this kind."""
+    """ "sm_90" or "gfx942"; "" for a device that is no GPU."""
     if device.type != "cuda":
         return ""
     if torch.version.hip is not None:
@@ -185,7 +198,7 @@ def _best(operator: str, device: torch.device) -> str:
 
 
 def _warn_of_better_than(chosen_name: str, operator: str, device: torch.device) -> None:
-    """Say once per process what the device goes without; silence was asked for by NO_JIT."""
+    """Say once per process what would be faster, except of what DOGE_FAST_NO_JIT turned off."""
     for name in preference(operator, device):
         if name == chosen_name:
             return
@@ -204,79 +217,18 @@ def _warn_of_better_than(chosen_name: str, operator: str, device: torch.device) 
 def _obstacle(name: str, device: torch.device) -> str | None:
     key = (name, device)
     if key not in _obstacles:
-        _obstacles[key] = _FINDERS[name](device) if name in _FINDERS else None
+        _obstacles[key] = OBSTACLES[name](device)
     return _obstacles[key]
 
 
-def _cpp_obstacle(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"It works on CPU memory, not on {device}."
-    try:
-        load_cpp()
-        # It refuses a level that it was asked for and that the CPU does not have.
-        getattr(torch.ops, CPP_NAMESPACE).level()
-    except BuildError as error:
-        return str(error)
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return None
-
-
-def _triton_obstacle(device: torch.device) -> str | None:
-    if device.type not in ("cpu", "cuda"):
-        return f"It drives GPUs of NVIDIA and AMD, not {device}."
-    if not is_installed():
-        return "The package triton is not installed."
-    if is_interpreted() != (device.type == "cpu"):
-        return (
-            "Triton reaches CPU memory in its interpreter alone; start with TRITON_INTERPRET=1."
-            if device.type == "cpu"
-            else "TRITON_INTERPRET=1 is set, and its interpreter reaches CPU memory alone."
-        )
-    return None if device.type == "cpu" else _triton_failure(device)
-
-
-def _triton_failure(device: torch.device) -> str | None:
-    """What a first small product says: old GPUs and missing compilers show only there."""
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "It needs bfloat16 matrix units, compute capability 8.0 or later."
-    try:
-        _python("gram", "triton")([torch.ones(1, 16, device=device)])
-    except Exception as error:
-        return f"Its first kernel failed: {type(error).__name__}: {error}"
-    return None
-
-
-# Plain torch meets no obstacle.
-_FINDERS = {"cpp": _cpp_obstacle, "triton": _triton_obstacle, "cuda": why_not_cuda}
-
-
-def _guarded(operator: str, name: str) -> Run:
-    if name == "cpp":
-        namespace = getattr(torch.ops, CPP_NAMESPACE)
-        return _explained(getattr(namespace, operator).default, _CHECKS[operator])
-    return _checked(_python(operator, name), _CHECKS[operator])
-
-
-def _python(operator: str, name: str) -> Run:
-    if name == "torch":
-        return _TORCH[operator]
+def _checked(operator: str, name: str) -> Run:
     # By name: what drives a GPU is imported where it runs.
-    module = importlib.import_module(f"doge_fast.kernels.{operator}.{_MODULES[name]}")
-    run: Run = getattr(module, operator)
-    return run
+    run: Run = getattr(importlib.import_module(MODULES[operator, name]), operator)
+    check = _CHECKS[operator]
 
-
-def _checked(run: Run, check: Run) -> Run:
     def run_checked(*args: Any) -> Any:
         check(*args)
         return run(*args)
-
-    return run_checked
-
-
-def _explained(run: Run, check: Run) -> Run:
-    """Compiled code checks for itself, at a tenth of the price; its refusals are worded here."""
 
     def run_explained(*args: Any) -> Any:
         try:
@@ -285,4 +237,5 @@ def _explained(run: Run, check: Run) -> Run:
             check(*args)
             raise
 
-    return run_explained
+    # C++ checks for itself, at a tenth of the price; the sentence of a refusal is made here.
+    return run_explained if name == "cpp" else run_checked

@@ -4,7 +4,6 @@ Opaque to `torch.compile` (a schema and a fake kernel each), so they trace with
 `fullgraph=True`; `torch.library.opcheck` passes. Not differentiable: gradients are their data.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from doge_fast.kernels.dispatch import choose
-from doge_fast.kernels.reweight.packing import Step, num_domains_of, step_views
+from doge_fast.kernels.reweight.packing import LastStep, num_domains_of, step_views
 from doge_fast.kernels.schema import (
     NAMESPACE,
     SIGNATURES,
@@ -163,17 +162,10 @@ def reweight(
     *,
     tau_R: Tensor,
     present_R: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor,
-    mu: float,
+    settings_C: Tensor,
     full_RR: Tensor | None = None,
-    scale_by_mean_norm: bool = False,
-    bounds: tuple[float, float] = (-math.inf, math.inf),
-    domain_max_grad_norm: float = math.inf,
-    max_grad_norm: float = math.inf,
-    smoothing: float = 0.0,
     implementation: str | None = None,
-) -> Step:
+) -> LastStep:
     """The K x K step: from the Gram matrix to new domain weights, in one launch.
 
     s_r       =  min(1, domain_max_grad_norm / (||g_r|| + 1e-6))
@@ -193,41 +185,20 @@ def reweight(
         state_S: [3 K + 2] float64, as `packing.new_state` makes it; K <= 512 on a GPU.
         tau_R: [R] float64 >= 0, the objective.
         present_R: [R] bool.
-        lr: float64 scalar, eta of this step.
-        grad_scale: float64 scalar, the factor that gradients carry.
-        mu: > 0, Bregman coefficient.
+        settings_C: [9] float64, lr, mu and what else `packing.Settings` names, as
+            `packing.new_settings` makes it. Their ranges are not checked here.
         full_RR: as `gram_RR`, over all columns: for norms and clipping; None: the same.
-        scale_by_mean_norm: divide W by the mean norm of the present training rows
-            (published code).
-        bounds: what W is cut to (published code).
-        domain_max_grad_norm: norm to which each row is cut; infinite: none is.
-        max_grad_norm: norm to which the combined gradient is cut; infinite: it is not.
-        smoothing: in [0, 1), mixture with uniform.
-        implementation: "torch", "cpp", "triton" or "cuda"; None leaves it to the dispatcher.
+        implementation: "torch", "triton" or "cuda"; None leaves it to the dispatcher.
 
     Raises:
-        ValueError: a tensor of another shape, dtype or device; mu is not positive.
+        ValueError: a tensor of another shape, dtype or device.
         RuntimeError: the forced implementation cannot run.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
-    if not mu > 0:
-        raise ValueError(f"mu must be positive; got {mu}.")
+    full_RR = gram_RR if full_RR is None else full_RR
     outputs = _reweight_op(
-        gram_RR,
-        gram_RR if full_RR is None else full_RR,
-        state_S,
-        tau_R,
-        present_R,
-        lr,
-        grad_scale,
-        mu,
-        scale_by_mean_norm,
-        *bounds,
-        domain_max_grad_norm,
-        max_grad_norm,
-        smoothing,
-        implementation=implementation,
+        gram_RR, full_RR, state_S, tau_R, present_R, settings_C, implementation=implementation
     )
     return step_views(*outputs, len(tau_R), num_domains_of(state_S))
 

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from doge_fast.kernels.reweight.packing import num_domains_of, num_values
+from doge_fast.kernels.reweight.packing import Settings, num_domains_of, num_values
 
 NAMESPACE = "doge_fast"
-# The same operators without `implementation`, as compiled from csrc/cpu.
-CPP_NAMESPACE = "doge_fast_cpp"
 
 SIGNATURES: dict[str, str] = {
     "gram": "(Tensor[] blocks, *, str? implementation=None) -> Tensor",
@@ -28,9 +26,8 @@ SIGNATURES: dict[str, str] = {
     ),
     "reweight": (
         "(Tensor gram_RR, Tensor full_RR, Tensor(a!) state_S, Tensor tau_R, Tensor present_R, "
-        "Tensor lr, Tensor grad_scale, float mu, bool scale_by_mean_norm, float low, float high, "
-        "float domain_max_grad_norm, float max_grad_norm, float smoothing, *, "
-        "str? implementation=None) -> (Tensor values_V, Tensor skipped, Tensor found_inf)"
+        "Tensor settings_C, *, str? implementation=None) "
+        "-> (Tensor values_V, Tensor skipped, Tensor found_inf)"
     ),
 }
 
@@ -106,9 +103,7 @@ def check_reweight(
     state_S: Tensor,
     tau_R: Tensor,
     present_R: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor,
-    *_: float,
+    settings_C: Tensor,
 ) -> None:
     """Raise ValueError unless all are of R rows and K <= R domains, on one device."""
     num_rows, num_domains = len(tau_R), num_domains_of(state_S)
@@ -124,8 +119,7 @@ def check_reweight(
         "state_S": (state_S, tuple(state_S.shape), torch.float64),
         "tau_R": (tau_R, (num_rows,), torch.float64),
         "present_R": (present_R, (num_rows,), torch.bool),
-        "lr": (lr, (), torch.float64),
-        "grad_scale": (grad_scale, (), torch.float64),
+        "settings_C": (settings_C, (len(Settings._fields),), torch.float64),
     }
     for name, (tensor, shape, dtype) in expected.items():
         is_right = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()

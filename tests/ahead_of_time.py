@@ -22,15 +22,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from doge_fast.kernels.accumulate import launch as accumulate_launch
-from doge_fast.kernels.accumulate import triton_kernel as accumulate_kernel
-from doge_fast.kernels.gram import launch as gram_launch
-from doge_fast.kernels.gram import triton_kernel as gram_kernel
-from doge_fast.kernels.reweight import launch as reweight_launch
-from doge_fast.kernels.reweight import triton_kernel as reweight_kernel
+from doge_fast.kernels.accumulate import triton_ as accumulate
+from doge_fast.kernels.gram import triton_ as gram
+from doge_fast.kernels.gram import tuning
+from doge_fast.kernels.reweight import triton_ as reweight
 from doge_fast.kernels.triton_support import sum_dtype, triton_dtype
-from doge_fast.kernels.weighted_sum import launch as weighted_sum_launch
-from doge_fast.kernels.weighted_sum import triton_kernel as weighted_sum_kernel
+from doge_fast.kernels.weighted_sum import triton_ as weighted_sum
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Compute capabilities: A100, and H100 or H200.
@@ -39,7 +36,7 @@ POINTERS = {
     **dict.fromkeys(["table"], "*i64"),
     **dict.fromkeys(["skipped", "present"], "*i1"),
     **dict.fromkeys(["found_inf"], "*fp32"),
-    **dict.fromkeys(["partials", "gram", "full", "state", "tau", "lr", "grad_scale"], "*fp64"),
+    **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
     **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
 }
 
@@ -74,8 +71,8 @@ class Case(NamedTuple):
 
 
 def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[Case]:
-    """As the launches of gram/launch.py give them."""
-    launch = gram_launch.pick(num_rows, dtype)
+    """As gram/triton_.py launches them."""
+    sizes = tuning.pick(num_rows, dtype)
     name = f"gram of {num_rows} rows, {dtype}, {'aligned' if is_aligned else 'ragged'}"
     constants = {
         "R": num_rows,
@@ -83,79 +80,77 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         "SUM": triton_dtype(sum_dtype(dtype)),
         "ALIGNED": is_aligned,
     }
-    options = {"num_warps": launch.num_warps}
-    if isinstance(launch, gram_launch.PairsLaunch):
-        constants |= gram_launch.columns_of(launch, dtype, is_aligned)
-        constants |= {"SQUARE": gram_launch.square_entries(num_rows)}
+    options = {"num_warps": sizes.num_warps}
+    if isinstance(sizes, tuning.Pairs):
+        constants |= tuning.columns_of(sizes, dtype, is_aligned)
+        constants |= {"SQUARE": tuning.square_entries(num_rows)}
         # Every row in loads of 16 bytes of every thread.
-        wide = num_rows * launch.block * dtype.itemsize // (16 * 32 * launch.num_warps)
-        yield Case(name, gram_kernel.gram_pairs, constants, options, wide * is_aligned)
+        wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
+        yield Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
         return
-    tiles = -(-num_rows // launch.tile)
-    product, precision = gram_launch.product_of(dtype, tiles)
+    tiles = -(-num_rows // sizes.tile)
+    product, precision = tuning.product_of(dtype, tiles)
     constants |= {
         "TILES": tiles,
-        "TILE": launch.tile,
-        "BLOCK": launch.block,
+        "TILE": sizes.tile,
+        "BLOCK": sizes.block,
         "PRODUCT": triton_dtype(product),
         "PRECISION": precision,
     }
-    options |= {"num_stages": launch.num_stages}
-    wide = launch.tile * launch.block * dtype.itemsize // (16 * 32 * launch.num_warps)
-    yield Case(name, gram_kernel.gram_tiles, constants, options, wide * is_aligned, True)
+    options |= {"num_stages": sizes.num_stages}
+    wide = sizes.tile * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
+    yield Case(name, gram.gram_tiles, constants, options, wide * is_aligned, True)
 
 
 def reduce_cases(num_rows: int, is_folded: bool) -> Iterator[Case]:
-    launch = gram_launch.reduce_launch(num_rows)
+    sizes = tuning.reduction(num_rows)
     constants = {
         "R": num_rows,
         "SIDE": num_rows,
         "STRIDE": num_rows**2,
-        "PROGRAMS": launch.programs,
-        "BLOCK": launch.block,
+        "PROGRAMS": sizes.programs,
+        "BLOCK": sizes.block,
         "FOLDED": is_folded,
         "ADD": True,
     }
     name = f"gram_reduce of {num_rows} rows{', folded' if is_folded else ''}"
-    options = {"num_warps": launch.num_warps}
-    yield Case(name, gram_kernel.gram_reduce, constants, options)
+    options = {"num_warps": sizes.num_warps}
+    yield Case(name, gram.gram_reduce, constants, options)
 
 
 def weighted_sum_cases(
     num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool
 ) -> Iterator[Case]:
-    launch = weighted_sum_launch.pick(num_rows)
-    constants = weighted_sum_launch.constants_of(num_rows, dtype, out_dtype)
+    sizes = weighted_sum.pick(num_rows)
+    constants = weighted_sum.constants_of(num_rows, dtype, out_dtype)
     yield Case(
         f"weighted_sum of {num_rows} rows, {dtype} to {out_dtype}, "
         f"{'aligned' if is_aligned else 'ragged'}",
-        weighted_sum_kernel.weighted_sum,
+        weighted_sum.sum_chunk,
         constants | {"ALIGNED": is_aligned},
-        {"num_warps": launch.num_warps},
-        launch.group * is_aligned,
+        {"num_warps": sizes.num_warps},
+        sizes.group * is_aligned,
     )
 
 
 def accumulate_cases(
     grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool, is_aligned: bool
 ) -> Iterator[Case]:
-    constants = accumulate_launch.constants_of(grad_dtype, row_dtype, add)
+    constants = accumulate.constants_of(grad_dtype, row_dtype, add)
     yield Case(
         f"accumulate of {grad_dtype} {'to' if add else 'as'} {row_dtype}, "
         f"{'aligned' if is_aligned else 'ragged'}",
-        accumulate_kernel.accumulate,
+        accumulate.accumulate_chunk,
         constants | {"ALIGNED": is_aligned},
-        {"num_warps": accumulate_launch.LAUNCH.num_warps},
+        {"num_warps": accumulate.NUM_WARPS},
         (1 + add) * is_aligned,
     )
 
 
 def reweight_cases(num_rows: int) -> Iterator[Case]:
-    constants = reweight_launch.constants_of(
-        num_rows, max(1, num_rows - 1), 0.01, True, 0.0, 5.0, 5.0, 1.0, 0.1
-    )
-    options = {"num_warps": reweight_launch.NUM_WARPS}
-    yield Case(f"reweight of {num_rows} rows", reweight_kernel.reweight, constants, options)
+    constants = reweight.constants_of(num_rows, max(1, num_rows - 1))
+    options = {"num_warps": reweight.NUM_WARPS}
+    yield Case(f"reweight of {num_rows} rows", reweight.reweight_once, constants, options)
 
 
 def some_cases() -> Iterator[Case]:

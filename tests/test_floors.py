@@ -12,16 +12,23 @@ FLOORS = [
     line.split()
     for line in """
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
-        doge_fast.sampling doge_fast.changes doge_fast.weights_file
-    doge_fast.kernels doge_fast.rows doge_fast.wrapper
-    doge_fast.mixture doge_fast.flat_buffer doge_fast.parameters doge_fast.objective \
-        doge_fast.info doge_fast.example_norms
+        doge_fast.weights_file
+    doge_fast.kernels doge_fast.wrapper
+    doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info \
+        doge_fast.example_norms
     doge_fast.reweighting doge_fast.subset doge_fast.cancellation doge_fast.distributed
     doge_fast.stacked doge_fast.combining
     doge_fast.step doge_fast.losses
     doge_fast.checkpoint
     doge_fast.optimizer doge_fast.reference
-    doge_fast.integrations
+    doge_fast.mixture.permutation doge_fast.mixture.changes
+    doge_fast.mixture.counts doge_fast.mixture.rows
+    doge_fast.mixture.steering
+    doge_fast.mixture.samplers doge_fast.mixture.state
+    doge_fast.mixture.dataset
+    doge_fast.integrations.domain_data
+    doge_fast.integrations.causal_lm
+    doge_fast.integrations.transformers
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \

@@ -21,15 +21,19 @@ constexpr int MAX_WARPS = MANY_THREADS / LANES;
 constexpr int SHARED_VECTORS = 4;
 constexpr int64_t MAX_ROWS = 1024;
 
-struct Rule {
+// In the order of kernels/reweight/packing.py.
+struct Settings {
+  double lr;
   double mu;
-  bool scale_by_mean_norm;
+  double grad_scale;
+  double scale_by_mean_norm;
   double low;
   double high;
   double domain_max_grad_norm;
   double max_grad_norm;
   double smoothing;
 };
+constexpr int64_t NUM_SETTINGS = sizeof(Settings) / sizeof(double);
 
 struct Problem {
   int num_rows;
@@ -38,8 +42,7 @@ struct Problem {
   const double* full_RR;
   const double* tau_R;
   const bool* present_R;
-  const double* lr;
-  const double* grad_scale;
+  const Settings* settings;
   // alpha[K] | alpha_mean[K] | gain[K] | num_steps | num_skipped
   double* state_S;
   // gram[R, R] | coefficients[R] | norms[R] | gain[K] | influence[K] | difficulty[K] | alpha[K] | norm
@@ -49,7 +52,6 @@ struct Problem {
 };
 
 __device__ __forceinline__ double clip_factor(double norm, double max_norm) {
-  if (max_norm == INFINITY) return 1;
   const double factor = max_norm / (norm + NORM_FLOOR);
   // Written so that a NaN stays one.
   return factor > 1 ? 1 : factor;
@@ -89,7 +91,7 @@ __device__ __forceinline__ double block_sum(double x) { return block_reduce(x, 0
 __device__ __forceinline__ double block_max(double x) { return block_reduce(x, -INFINITY, Larger{}); }
 __device__ __forceinline__ bool block_any(bool x) { return block_max(x ? 1 : 0) > 0; }
 
-__global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of, const Rule rule) {
+__global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of) {
   const int R = of.num_rows;
   const int K = of.num_domains;
   const int thread = threadIdx.x;
@@ -112,15 +114,16 @@ __global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of, const
   double* const alpha_mean_K = alpha_K + K;
   double* const carried_K = alpha_mean_K + K;
   double* const counts = carried_K + K;
-  const double unit = 1 / (*of.grad_scale * *of.grad_scale);
-  const double rate = *of.lr / rule.mu;
+  const Settings& settings = *of.settings;
+  const double unit = 1 / (settings.grad_scale * settings.grad_scale);
+  const double rate = settings.lr / settings.mu;
   bool is_bad = false;
 
   // Norms over all columns, and what clipping leaves of each row.
   for (int r = thread; r < R; r += num_threads) {
     const double norm = sqrt(of.full_RR[static_cast<int64_t>(r) * (R + 1)] * unit);
     norms_out_R[r] = norm;
-    clip_R[r] = clip_factor(norm, rule.domain_max_grad_norm);
+    clip_R[r] = clip_factor(norm, settings.domain_max_grad_norm);
     is_bad = is_bad || !is_finite(norm);
   }
   __syncthreads();
@@ -153,12 +156,12 @@ __global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of, const
     }
   }
   double divisor = 1;
-  if (rule.scale_by_mean_norm) {
+  if (settings.scale_by_mean_norm != 0) {
     norm_sum = block_sum(norm_sum);
     norm_count = block_sum(norm_count);
     divisor = norm_sum / (norm_count > 1 ? norm_count : 1) + NORM_FLOOR;
   }
-  // Without a measured row that the objective needs, nobody's W is whole.
+  // Where a target row is absent, every W lacks a term.
   bool is_missing = false;
   for (int r = K + thread; r < R; r += num_threads)
     is_missing = is_missing || (!of.present_R[r] && of.tau_R[r] != 0);
@@ -167,7 +170,7 @@ __global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of, const
   // The mirror step, as a softmax of logarithms.
   double largest = -INFINITY;
   for (int k = thread; k < K; k += num_threads) {
-    const double score = cut(gain_K[k] / divisor, rule.low, rule.high);
+    const double score = cut(gain_K[k] / divisor, settings.low, settings.high);
     gain_K[k] = of.present_R[k] && is_whole ? score : carried_K[k];
     gain_out_K[k] = gain_K[k];
     moved_K[k] = log(alpha_K[k]) + rate * gain_K[k];
@@ -184,7 +187,7 @@ __global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of, const
     double coefficient = 0;
     if (r < K) {
       double moved = moved_K[r] / sum;
-      if (rule.smoothing > 0) moved = (1 - rule.smoothing) * moved + rule.smoothing / K;
+      moved = (1 - settings.smoothing) * moved + settings.smoothing / K;
       moved_K[r] = moved;
       is_bad = is_bad || !is_finite(moved);
       if (of.present_R[r]) coefficient = moved * clip_R[r];
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of, const
   const bool is_skipped = block_any(is_bad);
 
   // NaN, so that a scaler or a clipping loop sees the overflow too.
-  const double factor = is_skipped ? NAN : clip_factor(combined_norm, rule.max_grad_norm);
+  const double factor = is_skipped ? NAN : clip_factor(combined_norm, settings.max_grad_norm);
   for (int r = thread; r < R; r += num_threads) coefficients_out_R[r] = coefficients_R[r] * factor;
   const double num_steps = counts[0] + 1;
   for (int k = thread; k < K; k += num_threads) {
@@ -237,9 +240,7 @@ void check(const Tensor& tensor, const char* name_of, ScalarType dtype, int64_t 
 }
 
 std::tuple<Tensor, Tensor, Tensor> run(Tensor gram_RR, Tensor full_RR, Tensor state_S, Tensor tau_R,
-                                       Tensor present_R, Tensor lr, Tensor grad_scale, double mu,
-                                       bool scale_by_mean_norm, double low, double high,
-                                       double domain_max_grad_norm, double max_grad_norm, double smoothing) {
+                                       Tensor present_R, Tensor settings_C) {
   const int64_t num_rows = tau_R.numel();
   const int64_t num_domains = (state_S.numel() - 2) / 3;
   DOGE_CHECK(1 <= num_domains && num_domains <= num_rows && num_rows <= MAX_ROWS,
@@ -250,8 +251,7 @@ std::tuple<Tensor, Tensor, Tensor> run(Tensor gram_RR, Tensor full_RR, Tensor st
   check(state_S, "state_S", ScalarType::Double, 3 * num_domains + 2);
   check(tau_R, "tau_R", ScalarType::Double, num_rows);
   check(present_R, "present_R", ScalarType::Bool, num_rows);
-  check(lr, "lr", ScalarType::Double, 1);
-  check(grad_scale, "grad_scale", ScalarType::Double, 1);
+  check(settings_C, "settings_C", ScalarType::Double, NUM_SETTINGS);
 
   const Launcher launch(gram_RR);
   const int64_t num_values = num_rows * num_rows + 2 * num_rows + 4 * num_domains + 1;
@@ -264,24 +264,20 @@ std::tuple<Tensor, Tensor, Tensor> run(Tensor gram_RR, Tensor full_RR, Tensor st
                         static_cast<const double*>(full_RR.const_data_ptr()),
                         static_cast<const double*>(tau_R.const_data_ptr()),
                         static_cast<const bool*>(present_R.const_data_ptr()),
-                        static_cast<const double*>(lr.const_data_ptr()),
-                        static_cast<const double*>(grad_scale.const_data_ptr()),
+                        static_cast<const Settings*>(settings_C.const_data_ptr()),
                         static_cast<double*>(state_S.mutable_data_ptr()),
                         static_cast<double*>(values_V.mutable_data_ptr()),
                         static_cast<bool*>(skipped.mutable_data_ptr()),
                         static_cast<float*>(found_inf.mutable_data_ptr())};
-  const Rule rule{mu, scale_by_mean_norm, low, high, domain_max_grad_norm, max_grad_norm, smoothing};
   launch(reweight, 1, 1, num_rows <= FEW_ROWS ? FEW_THREADS : MANY_THREADS,
-         SHARED_VECTORS * num_rows * sizeof(double), problem, rule);
+         SHARED_VECTORS * num_rows * sizeof(double), problem);
   return {values_V, skipped, found_inf};
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(DOGE_LIBRARY, library) {
   library.def(
       "reweight(Tensor gram_RR, Tensor full_RR, Tensor(a!) state_S, Tensor tau_R, Tensor present_R, "
-      "Tensor lr, Tensor grad_scale, float mu, bool scale_by_mean_norm, float low, float high, "
-      "float domain_max_grad_norm, float max_grad_norm, float smoothing) "
-      "-> (Tensor values_V, Tensor skipped, Tensor found_inf)");
+      "Tensor settings_C) -> (Tensor values_V, Tensor skipped, Tensor found_inf)");
 }
 STABLE_TORCH_LIBRARY_IMPL(DOGE_LIBRARY, CompositeExplicitAutograd, library) {
   library.impl("reweight", TORCH_BOX(&run));

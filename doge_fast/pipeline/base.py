@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import domains, records, training
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import BaseBatches, Corpus
-from doge_fast.pipeline.sampling import Stage
 from doge_fast.pipeline.training import RecordedTrainer, Task
 
 
@@ -41,16 +41,16 @@ def train_base(config: BaseConfig) -> Path:
     if records.check_run(config.out, stage="base", config=config) and training.closed(config.out):
         return config.out
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
-    stages = resolve_stages(config, corpus)
+    phases = resolve_phases(config, corpus)
     model = training.fresh_model(config.model, config.training, corpus)
     records.open_run(config.out, stage="base", config=config, **corpus.recorded())
-    records.write_weights(config.out, _weights_record(config, corpus, stages))
+    records.write_weights(config.out, _weights_record(config, corpus, phases))
     task = Task(
         out=config.out,
         model=model,
         trainer=RecordedTrainer,
-        batches=partial(_batches, config, corpus, stages),
-        measure=partial(_measure, _batches(config, corpus, stages, 0)),
+        batches=partial(_batches, config, corpus, phases),
+        measure=partial(_measure, _batches(config, corpus, phases, 0)),
         first_line=None,
         held_out=corpus.validation,
         log_every=config.log_every,
@@ -60,33 +60,33 @@ def train_base(config: BaseConfig) -> Path:
     return config.out
 
 
-def resolve_stages(config: BaseConfig, corpus: Corpus) -> tuple[Stage, ...]:
+def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
     """The weights and the steps at which they change, from a baseline's name, a file or a run.
 
     Raises:
         ValueError: the file is not weights of exactly these domains, or a curriculum is asked
-            for and the run has no steps for one of its stages.
+            for and the run has no steps for one of its phases.
     """
     # A resumed run keeps the weights it began with, whatever became of their source.
     used = config.out / records.WEIGHTS
     if config.weights in BASELINES and not used.exists():
         tokens = {name: corpus.train_tokens[name] for name in corpus.names}
-        return (Stage(0, BASELINES[config.weights](tokens)),)
+        return (Phase(0, BASELINES[config.weights](tokens)),)
     source = used if used.exists() else Path(config.weights)
     record = records.read_weights(source, domains=corpus.names)
     if used.exists() and "stages" in record:
-        return tuple(Stage(each["first_step"], each["weights"]) for each in record["stages"])
+        return tuple(Phase(phase["first_step"], phase["weights"]) for phase in record["stages"])
     if config.stages > 1:
         return _curriculum(config, corpus)
-    return (Stage(0, records.weights_by_name(record)),)
+    return (Phase(0, records.weights_by_name(record)),)
 
 
-def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Stage, ...]:
+def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
     """Means of the proxy's weights over equal parts of its run, at equal parts of this one."""
     run = Path(config.weights)
     lines = [line for line in records.read_metrics(run, kind="train") if line["step"] > 0]
     last = max((line["step"] for line in lines), default=0)
-    stages = []
+    phases = []
     for part in range(config.stages):
         first, end = (last * each // config.stages for each in (part, part + 1))
         found = [line["alpha"] for line in lines if first < line["step"] <= end]
@@ -98,8 +98,8 @@ def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Stage, ...]:
         sums = {name: sum(alpha[name] for alpha in found) for name in corpus.names}
         total = sum(sums.values())
         weights = {name: value / total for name, value in sums.items()}
-        stages.append(Stage(config.training.steps * part // config.stages, weights))
-    return tuple(stages)
+        phases.append(Phase(config.training.steps * part // config.stages, weights))
+    return tuple(phases)
 
 
 def _check(config: BaseConfig) -> None:
@@ -125,11 +125,11 @@ def _check(config: BaseConfig) -> None:
 
 
 def _batches(
-    config: BaseConfig, corpus: Corpus, stages: Sequence[Stage], start_step: int
+    config: BaseConfig, corpus: Corpus, phases: Sequence[Phase], start_step: int
 ) -> BaseBatches:
     return BaseBatches(
         corpus,
-        weights=stages,
+        weights=phases,
         batch_size=config.batch_size,
         seed=config.training.seed,
         start_step=start_step,
@@ -143,18 +143,18 @@ def _measure(batches: BaseBatches, trainer: RecordedTrainer, step: int) -> dict[
     return {"loss": trainer.step_loss, "tokens": tokens}
 
 
-def _weights_record(config: BaseConfig, corpus: Corpus, stages: Sequence[Stage]) -> dict[str, Any]:
-    """What was used: the mean over the run's steps, and of a curriculum its stages."""
-    ends = [*(stage.first_step for stage in stages[1:]), config.training.steps]
+def _weights_record(config: BaseConfig, corpus: Corpus, phases: Sequence[Phase]) -> dict[str, Any]:
+    """What was used: the mean over the run's steps, and of a curriculum its phases."""
+    ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
     shares = [
-        (end - stage.first_step) / config.training.steps
-        for stage, end in zip(stages, ends, strict=True)
+        (end - phase.first_step) / config.training.steps
+        for phase, end in zip(phases, ends, strict=True)
     ]
     entries = [
         {
             "name": name,
             "weight": sum(
-                stage.weights[name] * share for stage, share in zip(stages, shares, strict=True)
+                phase.weights[name] * share for phase, share in zip(phases, shares, strict=True)
             ),
             **corpus.sizes(name),
         }
@@ -168,8 +168,8 @@ def _weights_record(config: BaseConfig, corpus: Corpus, stages: Sequence[Stage])
         "block_size": corpus.block_size,
         "versions": records.versions(),
     }
-    if len(stages) > 1:
+    if len(phases) > 1:
         record["stages"] = [
-            {"first_step": stage.first_step, "weights": dict(stage.weights)} for stage in stages
+            {"first_step": phase.first_step, "weights": dict(phase.weights)} for phase in phases
         ]
     return record

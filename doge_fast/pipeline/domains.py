@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
+from doge_fast.mixture.counts import Phase
+from doge_fast.mixture.permutation import Ints
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.packing import Packed, open_tokenizer, pack, tokenizer_sha256
-from doge_fast.pipeline.sampling import Ints, Mixture, Stage, domain_blocks
+from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
 from doge_fast.pipeline.sources import check_parts, find_parts
 
 _log = logging.getLogger("doge_fast")
@@ -322,11 +324,11 @@ class ProxyBatches(IterableDataset[dict[str, Batch]]):
         self.steps = _Steps(steps, start_step)
         self.mixture = self._uniform(corpus.mix) if corpus.mix is not None else None
 
-    def _uniform(self, mix: Mapping[str, datasets.Dataset]) -> Mixture:
+    def _uniform(self, mix: Mapping[str, datasets.Dataset]) -> BlockSampler:
         """What mix batches are drawn by."""
         num_blocks = {name: len(blocks) for name, blocks in mix.items()}
         uniform = dict.fromkeys(mix, 1 / len(mix))
-        return Mixture(self.seed, uniform, self.size, num_blocks, stream=MIX)
+        return BlockSampler(self.seed, uniform, self.size, num_blocks, stream=MIX)
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The batches from `start_step` on."""
@@ -358,7 +360,7 @@ class BaseBatches(IterableDataset[Batch]):
 
     Args:
         corpus: the blocks.
-        weights: {domain: weight} of the corpus's names, or a curriculum of `Stage`s.
+        weights: {domain: weight} of the corpus's names, or a curriculum of `Phase`s.
         batch_size: > 0; blocks in a batch.
         seed: decides the mixture's rounding and the order of the blocks.
         steps: batches of the whole run; None: endless.
@@ -373,7 +375,7 @@ class BaseBatches(IterableDataset[Batch]):
         self,
         corpus: Corpus,
         *,
-        weights: Mapping[str, float] | Sequence[Stage],
+        weights: Mapping[str, float] | Sequence[Phase],
         batch_size: int,
         seed: int,
         steps: int | None = None,
@@ -386,7 +388,7 @@ class BaseBatches(IterableDataset[Batch]):
         self.steps = _Steps(steps, start_step)
         self.domain_ids = domain_ids
         num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
-        self.mixture = Mixture(seed, weights, batch_size, num_blocks)
+        self.mixture = BlockSampler(seed, weights, batch_size, num_blocks)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches from `start_step` on."""

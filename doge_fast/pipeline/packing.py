@@ -22,9 +22,9 @@ import pyarrow as pa
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from doge_fast.mixture.permutation import Ints
 from doge_fast.pipeline import cache
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.sampling import Ints
 from doge_fast.pipeline.sources import Part, by_part, progress
 
 END_OF_TEXT = "<|endoftext|>"

@@ -46,7 +46,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class WeightsSummary:
     """Weights with what they mean."""
 
     domains: tuple[Share, ...]
@@ -59,7 +59,7 @@ def describe(
     *,
     budget_tokens: float | None = None,
     tokens: Mapping[str, float] | None = None,
-) -> Mixture:
+) -> WeightsSummary:
     """What the weights of a record mean.
 
     ratio_j   =  weight_j / prior_j
@@ -96,7 +96,7 @@ def describe(
         )
         for name, weight in weights.items()
     )
-    return Mixture(shares, effective_domains(weights))
+    return WeightsSummary(shares, effective_domains(weights))
 
 
 def _priors(tokens: Mapping[str, float | None]) -> dict[str, float]:

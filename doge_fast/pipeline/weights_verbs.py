@@ -22,7 +22,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
 from doge_fast.pipeline.reporting.wording import as_ascii, count_text, listed, plural
-from doge_fast.pipeline.weights import Mixture, Share
+from doge_fast.pipeline.weights import Share, WeightsSummary
 from doge_fast.pipeline.weights_fields import SCHEDULES
 
 WIDTH = 80
@@ -297,7 +297,7 @@ def _differences(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 # Tables.
 
 
-def _full_table(mixture: Mixture, is_sorted: bool) -> str:
+def _full_table(mixture: WeightsSummary, is_sorted: bool) -> str:
     """One file: every column of which somebody knows something."""
     columns: dict[str, Callable[[Share], str]] = {
         "weight": lambda share: _weight(share.weight),
@@ -320,7 +320,10 @@ def _in_order(shares: Sequence[Share], is_sorted: bool) -> list[Share]:
 
 
 def _side_by_side(
-    letters: Sequence[str], mixtures: Sequence[Mixture], budget: float | None, is_sorted: bool
+    letters: Sequence[str],
+    mixtures: Sequence[WeightsSummary],
+    budget: float | None,
+    is_sorted: bool,
 ) -> list[str]:
     """Several files: weights, then epochs; as many columns below each other as fit."""
     by_file = [{share.name: share for share in mixture.domains} for mixture in mixtures]
@@ -349,7 +352,9 @@ def _side_by_side(
     return lines
 
 
-def _bounds_table(before: Mapping[str, float], after: Mixture, bound: Mapping[str, str]) -> str:
+def _bounds_table(
+    before: Mapping[str, float], after: WeightsSummary, bound: Mapping[str, str]
+) -> str:
     rows = [["domain", "before", "after", "after / before", "bound by", "epochs"]]
     for share in after.domains:
         old = before[share.name]
@@ -387,7 +392,7 @@ def _what_is_lost(record: Mapping[str, Any]) -> list[str]:
     return [f"Left out, being those of the weights before: {listed(lost)}."] if lost else []
 
 
-def _remarks(mixture: Mixture, budget: float | None) -> list[str]:
+def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
     lines = [_total(mixture)]
     if budget is None:
         return lines
@@ -419,7 +424,7 @@ def _some(words: Sequence[str]) -> str:
     return listed([*words[: _NAMED - 1], f"{len(words) - _NAMED + 1} more"])
 
 
-def _total(mixture: Mixture) -> str:
+def _total(mixture: WeightsSummary) -> str:
     zeros = [share.name for share in mixture.domains if share.weight == 0]
     text = (
         f"Effective domains, exp of the entropy: {mixture.effective_domains:.2f} of "

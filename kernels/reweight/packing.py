@@ -1,8 +1,9 @@
-"""What the K x K step keeps and what it yields, each as one float64 vector with named views.
+"""The vectors of the K x K step: its settings, what it keeps and what it yields, and their order.
 
-One vector is one allocation and one write of one kernel; the names are views of it.
+Each is one float64 vector, so one allocation and one address for a kernel; the names are views.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,31 @@ from torch import Tensor
 # Vectors of K that the state and the values begin with, and scalars that they end with.
 STATE_VECTORS, STATE_SCALARS = 3, 2
 VALUE_VECTORS, VALUE_SCALARS = 4, 1
+
+
+class Settings(NamedTuple):
+    """The entries of `settings_C`, [9], in their order; as numbers, or as 0-dim views of it.
+
+    csrc/cuda/reweight.cu has a struct of the same order.
+    """
+
+    lr: float | Tensor
+    """>= 0, eta of this step."""
+    mu: float | Tensor
+    """> 0, Bregman coefficient."""
+    grad_scale: float | Tensor = 1.0
+    """The factor that gradients carry."""
+    scale_by_mean_norm: float | Tensor = 0.0
+    """1: divide W by the mean norm of the present training rows (published code); 0: do not."""
+    low: float | Tensor = -math.inf
+    """The score is cut to [low, high] (published code)."""
+    high: float | Tensor = math.inf
+    domain_max_grad_norm: float | Tensor = math.inf
+    """Norm to which each row is cut; infinite: none is."""
+    max_grad_norm: float | Tensor = math.inf
+    """Norm to which the combined gradient is cut; infinite: it is not."""
+    smoothing: float | Tensor = 0.0
+    """In [0, 1), mixture with uniform."""
 
 
 class State(NamedTuple):
@@ -28,22 +54,24 @@ class State(NamedTuple):
     """Scalar: steps skipped, because a gradient was not finite."""
 
 
-class Step(NamedTuple):
-    """What one K x K step yields; float64 unless said, on the device of the Gram matrix.
+class LastStep(NamedTuple):
+    """What one K x K step saw and did; float64 unless said, on the device of the Gram matrix.
 
-    Gradients are in unscaled units and, except for `norms`, after per-domain clipping.
+    Gradients are in unscaled units and, except for `grad_norms`, after per-domain clipping. As
+    `optimizer.last`, `gram` has the rows of `optimizer.rows`: training domains, then measured-only
+    ones.
     """
 
     gram: Tensor
     """[R, R] inner products over the columns that enter W."""
     coefficients: Tensor
     """[R] of the rows in the weighted sum: alpha, per-domain and global clipping; NaN to skip."""
-    norms: Tensor
-    """[R] of the rows, before any clipping."""
+    grad_norms: Tensor
+    """[R] norms of the rows before any clipping; over the columns of `full_RR`."""
     gain: Tensor
-    """[K] the scores that moved the weights."""
+    """[K] the scores that moved the weights: W, or its published variant."""
     influence: Tensor
-    """[K] W less the difficulty, eq. (ge-decompose)."""
+    """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
     difficulty: Tensor
     """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
     alpha: Tensor
@@ -54,6 +82,21 @@ class Step(NamedTuple):
     """Bool scalar: something was not finite, the state stays."""
     found_inf: Tensor
     """Float32 scalar: one if skipped, as fused optimizers take it."""
+    lr: float | Tensor | None = None
+    """eta of this step, as the optimizer had it; None: not said."""
+
+
+def new_settings(settings: Settings, device: torch.device | str | None = None) -> Tensor:
+    """[9] float64 `settings_C` of numbers, on a device.
+
+    Copying it there waits for a GPU: keep it, and `fill_` the entry that changes.
+
+    Raises:
+        ValueError: mu is not positive.
+    """
+    if not settings.mu > 0:
+        raise ValueError(f"mu must be positive; got {settings.mu}.")
+    return torch.tensor(settings, dtype=torch.float64, device=device)
 
 
 def num_domains_of(state_S: Tensor) -> int:
@@ -81,15 +124,15 @@ def num_values(num_rows: int, num_domains: int) -> int:
 
 def step_views(
     values_V: Tensor, skipped: Tensor, found_inf: Tensor, num_rows: int, num_domains: int
-) -> Step:
+) -> LastStep:
     """The parts of a step's values, by name."""
     sizes = [num_rows**2, num_rows, num_rows, VALUE_VECTORS * num_domains, VALUE_SCALARS]
     gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)
     gain, influence, difficulty, alpha = vectors.view(VALUE_VECTORS, num_domains).unbind()
-    return Step(
+    return LastStep(
         gram=gram.view(num_rows, num_rows),
         coefficients=coefficients,
-        norms=norms,
+        grad_norms=norms,
         gain=gain,
         influence=influence,
         difficulty=difficulty,

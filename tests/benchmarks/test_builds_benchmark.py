@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import builds
 from benchmarks.problems import MATRIX, Arena
-from doge_fast.kernels import build, implementations
+from doge_fast.kernels import compilers, implementations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_working_tree_is_built_under_another_name_and_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "_LEVELS", {})
+    monkeypatch.setattr(compilers, "_LEVELS", {})
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path))
     monkeypatch.delenv("DOGE_FAST_CPU_LEVEL", raising=False)
     small = ["--megabytes", "4", "--rows", "3", "--dtypes", "float32", "--shapes", MATRIX]

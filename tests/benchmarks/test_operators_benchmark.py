@@ -217,7 +217,8 @@ def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert max(map(len, printed.split("bars met")[0].splitlines())) <= 100
     record = json.loads(out.read_text())
-    assert {row["operator"] for row in record["rows"]} == set(operators.OPERATORS)
+    # Of the K x K step a CPU has plain torch alone.
+    assert {row["operator"] for row in record["rows"]} == {*operators.OPERATORS} - {"reweight"}
     assert {"device", "threads", "torch", "commit"} <= record.keys()
     for row in record["rows"]:
         assert row["error"] <= row["tolerance"]

@@ -18,8 +18,8 @@ def run(monkeypatch, capsys, *arguments: str) -> dict[str, float]:
     """Shares of the domains in what was drawn, as printed."""
     monkeypatch.setattr(sys, "argv", [EXAMPLE.name, "--steps", "80", *arguments])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    found = re.findall(r"^(\w+) +(\d\.\d{3}) of the rows drawn$", capsys.readouterr().out, re.M)
-    return {name: float(share) for name, share in found}
+    printed = re.findall(r"^(\w+) +(\d\.\d{3}) of the rows drawn$", capsys.readouterr().out, re.M)
+    return {name: float(share) for name, share in printed}
 
 
 def test_the_base_model_reads_what_the_proxy_finds(monkeypatch, capsys, tmp_path):

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from doge_fast import DoGEOptimizer
-from doge_fast.integrations.transformers import PLAIN_HEADS, STACKABLE
+from doge_fast.integrations.causal_lm import PLAIN_HEADS, STACKABLE
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from tests.grids import grid
 

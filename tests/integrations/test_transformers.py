@@ -19,8 +19,10 @@ from transformers import (
     get_scheduler,
 )
 
-from doge_fast.integrations import transformers as hosts
-from doge_fast.integrations.transformers import DoGETrainer, DomainStream, DomainZip
+from doge_fast.integrations import causal_lm, domain_data
+from doge_fast.integrations import transformers as host
+from doge_fast.integrations.domain_data import DomainStream, DomainZip
+from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
 
 DOMAINS = ["ab", "cd", "ef"]
@@ -54,8 +56,8 @@ def tokens(step: int, domain: int, rows: int = 4) -> torch.Tensor:
 
 
 def batch_of(step: int, names: list[str], rows: int = 4) -> dict[str, dict[str, torch.Tensor]]:
-    found = {name: tokens(step, domain, rows) for domain, name in enumerate(names)}
-    return {name: {"input_ids": ids, "labels": ids.clone()} for name, ids in found.items()}
+    rows_of = {name: tokens(step, domain, rows) for domain, name in enumerate(names)}
+    return {name: {"input_ids": ids, "labels": ids.clone()} for name, ids in rows_of.items()}
 
 
 class Batches(IterableDataset[Any]):
@@ -94,10 +96,13 @@ def arguments(out: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**(options | changes))
 
 
+AS_IN_THE_PAPER: dict[str, Any] = {"mu": 0.005, "domain_max_grad_norm": None}
+
+
 def trainer_for(out: Path, *, names: list[str] = DOMAINS, **changes: Any) -> DoGETrainer:
     doge: dict[str, Any] = {
         "domains": names,
-        "mu": 0.005,
+        **AS_IN_THE_PAPER,
         "mode": changes.pop("mode", "sequential"),
     }
     start = changes.pop("start", 0)
@@ -120,7 +125,7 @@ def parameters(model: torch.nn.Module) -> torch.Tensor:
 def by_hand(model: GPT2LMHeadModel, args: TrainingArguments, **doge: Any) -> DoGEOptimizer:
     """The same training with three lines of DoGE in an ordinary loop."""
     groups = Trainer(model=model, args=args).create_optimizer()
-    optimizer = DoGEOptimizer(groups, max_grad_norm=args.max_grad_norm, mu=0.005, **doge)
+    optimizer = DoGEOptimizer(groups, max_grad_norm=args.max_grad_norm, **AS_IN_THE_PAPER, **doge)
     schedule = get_scheduler("linear", optimizer, 0, args.max_steps)
     model.train()
     for step in range(args.max_steps):
@@ -198,11 +203,13 @@ def test_many_logits_come_one_domain_at_a_time(
     """The same weights, to the rounding of the products."""
     naive = trainer_for(tmp_path / "a", mode="stacked", bf16=bf16)
     naive.train()
-    monkeypatch.setattr(hosts, "MOST_LOGITS_BYTES", {"cpu": 0})
+    monkeypatch.setattr(causal_lm, "MOST_LOGITS_BYTES", {"cpu": 0})
     called = []
-    fused = hosts.linear_domain_losses
+    fused = causal_lm.linear_domain_losses
     monkeypatch.setattr(
-        hosts, "linear_domain_losses", lambda *args, **kw: called.append(1) or fused(*args, **kw)
+        causal_lm,
+        "linear_domain_losses",
+        lambda *args, **kw: called.append(1) or fused(*args, **kw),
     )
     trainer = trainer_for(tmp_path / "b", mode="stacked", bf16=bf16)
     trainer.train()
@@ -252,7 +259,7 @@ def test_a_step_may_have_a_few_of_the_domains(tmp_path: Path, micro: int) -> Non
 
 def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
     trainer.create_optimizer()
-    return trainer._is_to_be_stacked(trainer.model, inputs)
+    return trainer._is_to_be_stacked(inputs)
 
 
 def test_auto_stacks_small_batches_of_known_architectures(
@@ -261,10 +268,10 @@ def test_auto_stacks_small_batches_of_known_architectures(
     trainer = trainer_for(tmp_path, mode="auto")
     batch = batch_of(0, DOMAINS)
     assert stackable(trainer, batch)
-    monkeypatch.setattr(hosts, "MOST_TOKENS", {"cpu": 4 * LENGTH - 1})
+    monkeypatch.setattr(causal_lm, "MOST_TOKENS", {"cpu": 4 * LENGTH - 1})
     assert not stackable(trainer, batch)
     monkeypatch.undo()
-    monkeypatch.setattr(hosts, "MOST_TOKENS_TOGETHER", 3 * 4 * LENGTH - 1)
+    monkeypatch.setattr(causal_lm, "MOST_TOKENS_TOGETHER", 3 * 4 * LENGTH - 1)
     assert not stackable(trainer, batch)
     monkeypatch.undo()
     monkeypatch.setattr(trainer.model.config, "model_type", "abacus")
@@ -547,7 +554,7 @@ class _Flat(IterableDataset[Any]):
             yield batch_of(0, ["ab"])["ab"]
 
 
-# Scripts as people have them: one data set, a column that says where each example is from.
+# Scripts as most users have them: one data set, with a column that names an example's domain.
 
 
 def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
@@ -564,7 +571,7 @@ def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
 
 
 class Examples(Dataset[Any]):
-    """A torch dataset that is nobody's but the user's."""
+    """A torch dataset of the user's own."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = list(rows)
@@ -636,8 +643,8 @@ def test_a_mixed_stream_is_grouped_as_it_comes(tmp_path: Path) -> None:
     assert len(seen) == min(COUNTS.values()) // 2
     for name in COUNTS:
         expected = [row["input_ids"] for row in dataset if row["domain"] == name]
-        found = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
-        assert found == expected[: len(found)]
+        rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
+        assert rows_seen == expected[: len(rows_seen)]
     trainer.train()
     assert trainer.doge.num_steps == 2
 
@@ -651,8 +658,8 @@ def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
     # The longest has eight; the others start again.
     assert len(seen) == 4
     for name, rows in apart.items():
-        found = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
-        assert found == (rows["input_ids"][:] * 2)[:8]
+        rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
+        assert rows_seen == (rows["input_ids"][:] * 2)[:8]
     trainer.train()
     assert trainer.doge.num_steps == 2
     with pytest.raises(ValueError, match=r"got streams for \['ab'\] of \['ab', 'cd', 'ef'\]"):
@@ -692,14 +699,14 @@ def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, worke
         assert sorted(passes[0]) == sorted(passes[1])
 
 
-def test_a_stream_drops_a_surplus_and_speaks_of_what_it_lacks(
+def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def grouped(names: list[str]) -> list[Any]:
         stream: Any = [{"domain": name, "number": i} for i, name in enumerate(names)]
         return list(DomainStream(stream, "domain", ["a", "b"], batch_size=1, collate=list))
 
-    monkeypatch.setattr(hosts, "WAITING_STEPS", 2)
+    monkeypatch.setattr(domain_data, "WAITING_STEPS", 2)
     batches = grouped(["a", "a", "a", "a", "b", "b", "b", "a", "b"])
     assert [[batch[name][0]["number"] for name in ("a", "b")] for batch in batches] == [
         [0, 4],
@@ -710,13 +717,13 @@ def test_a_stream_drops_a_surplus_and_speaks_of_what_it_lacks(
         grouped(["a", "c"])
     with pytest.raises(ValueError, match=r"2 examples of the stream did not have them for \['b'\]"):
         grouped(["a", "a"])
-    monkeypatch.setattr(hosts, "MOST_EXAMPLES_WITHOUT", 3)
+    monkeypatch.setattr(domain_data, "MOST_EXAMPLES_WITHOUT", 3)
     with pytest.raises(ValueError, match=r"3 examples of the stream did not have"):
         grouped(["a", "b", "a", "a", "a", "b"])
 
 
 def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
-    """As most scripts have it; what is padded counts for nobody."""
+    """As in most scripts; padding is no target of any domain."""
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         assert all(set(example) == {"input_ids"} for example in examples)
@@ -769,15 +776,13 @@ def test_the_cache_is_emptied_as_often_as_asked(
 ) -> None:
     steps: list[int] = []
     trainer = trainer_for(tmp_path, torch_empty_cache_steps=2)
-    monkeypatch.setattr(
-        hosts, "clear_device_cache", lambda: steps.append(trainer.state.global_step)
-    )
+    monkeypatch.setattr(host, "clear_device_cache", lambda: steps.append(trainer.state.global_step))
     trainer.train()
     assert steps == [0, 2, 4]
 
 
 def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
-    """Exactly once, whoever cuts: the trainer's optimizer, a ready one, or the loop."""
+    """Exactly once: by the trainer's optimizer, by one of the user's, or by the loop."""
     norms: dict[str, list[float]] = {}
     for kind, limit in (("trainer", None), ("ready", 0.25), ("loop", None)):
         model = tiny_model()
@@ -791,8 +796,8 @@ def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
             domains=DOMAINS if kind == "trainer" else (),
             optimizers=(inner, None),
         )
-        found = norms[kind] = []
-        trainer.add_callback(_Norms(model, found))
+        measured = norms[kind] = []
+        trainer.add_callback(_Norms(model, measured))
         trainer.train()
         assert trainer.doge.inner.param_groups[0]["lr"] == 0
     # c n / (n + 1e-6), in float32.
@@ -804,12 +809,12 @@ def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
 class _Norms(TrainerCallback):
     """The norm of what the optimizer steps with."""
 
-    def __init__(self, model: torch.nn.Module, found: list[float]) -> None:
-        self.model, self.found = model, found
+    def __init__(self, model: torch.nn.Module, norms: list[float]) -> None:
+        self.model, self.norms = model, norms
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         grads = [parameter.grad for parameter in self.model.parameters()]
-        self.found.append(float(torch.cat([grad.flatten() for grad in grads]).norm()))
+        self.norms.append(float(torch.cat([grad.flatten() for grad in grads]).norm()))
 
 
 def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
@@ -824,7 +829,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
         ValueError, match=r"\['y', 'x'\] and the DoGEOptimizer's \['x', 'y'\] differ"
     ):
         DoGETrainer(**options, optimizers=(ready(), None), domains=["y", "x"])
-    with pytest.raises(ValueError, match="mu, absent would not be heard"):
+    with pytest.raises(ValueError, match="mu, absent would have no effect"):
         DoGETrainer(**options, optimizers=(ready(), None), mu=1.0, absent="keep")
 
 

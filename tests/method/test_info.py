@@ -64,7 +64,8 @@ def test_a_measured_preference_names_its_record(monkeypatch: pytest.MonkeyPatch)
         "implementation": "torch",
         "reason": "the first that can run of torch, cpp (measured: results/abacus.json)",
     }
-    assert operators["reweight"]["reason"] == "the first that can run of cpp, torch"
+    assert operators["accumulate"]["reason"] == "the first that can run of cpp, torch"
+    assert operators["reweight"]["reason"] == "the first that can run of torch"
 
 
 def test_a_cache_that_is_not_there_is_empty(

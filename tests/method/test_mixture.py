@@ -3,7 +3,7 @@
 import json
 import pickle
 from collections import Counter
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from doge_fast.mixture import DomainMixture
-from doge_fast.pipeline.sampling import Mixture
+from doge_fast.pipeline.sampling import BlockSampler
 
-# Rows say which domain they are of: a thousand numbers each.
+# A row is a number; its thousands are its domain.
 SIZES = {"web": 60, "code": 25, "books": 7}
 FIRST = {"web": 0, "code": 1000, "books": 2000}
 START = {"web": 0.5, "code": 0.3, "books": 0.2}
@@ -23,8 +23,8 @@ THEN = {"web": 0.1, "code": 0.2, "books": 0.7}
 SHARDED = [(1, 0), (1, 1), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2)]
 
 
-class Counting(IterableDataset[int]):
-    """A stream; a loader's workers would read every other row of it, as careful streams do."""
+class Counting:
+    """A stream of numbers, the same in every process."""
 
     def __init__(self, first: int, size: int) -> None:
         self.first, self.size, self.epoch = first, size, 0
@@ -33,11 +33,19 @@ class Counting(IterableDataset[int]):
         self.epoch = epoch
 
     def __iter__(self):
-        info = get_worker_info()
-        skip, stride = (info.id, info.num_workers) if info else (0, 1)
         rows = range(self.first, self.first + self.size)
         # Backwards in odd epochs.
-        yield from rows[::-1][skip::stride] if self.epoch % 2 else rows[skip::stride]
+        return iter(rows[::-1] if self.epoch % 2 else rows)
+
+
+class Divided(Counting, IterableDataset[int]):
+    """Every worker of a loader reads other rows of it, as torch advises."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return islice(
+            super().__iter__(), info.id if info else 0, None, info.num_workers if info else 1
+        )
 
 
 def sized(**changed) -> DomainMixture:
@@ -90,20 +98,20 @@ def test_ranks_and_workers_together_see_the_batches_of_one_process(make, loader,
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_change_holds_from_the_step_it_names_whatever_the_workers(loader, workers):
     mixture = sized(steps=14)
-    found = []
+    seen = []
     for step, batch in enumerate(loader(mixture, 0, 1, workers)):
-        found.append(batch.tolist())
+        seen.append(batch.tolist())
         weights = {"web": 0.1 + 0.05 * step, "code": 0.2, "books": 0.7 - 0.05 * step}
         # Two workers take two batches each ahead of the loop.
         assert mixture.set_weights(weights, from_step=step + 6) == step + 6
     again = sized()
     for step, weights in mixture.history:
         again.set_weights(weights, from_step=step)
-    assert found == plain(again, 14)
+    assert seen == plain(again, 14)
     assert len(mixture.history) == 15
 
 
-def test_new_weights_hold_from_the_first_batch_that_nobody_has_taken():
+def test_new_weights_hold_from_the_first_batch_that_no_loader_has_taken():
     for workers, ahead in ((0, 0), (1, 2), (2, 4)):
         mixture = sized(steps=12)
         for step, _ in enumerate(by_sampler(mixture, 0, 1, workers)):
@@ -113,22 +121,22 @@ def test_new_weights_hold_from_the_first_batch_that_nobody_has_taken():
 
 
 def test_new_weights_reach_the_workers_of_a_stream():
-    """Where nobody names a step it is as soon as possible, and the history says which it was."""
+    """Without from_step they hold as soon as possible, and the history records the step."""
     mixture = streamed(steps=16)
-    found, firsts = [], []
+    seen, firsts = [], []
     for step, batch in enumerate(by_stream(mixture, 0, 1, 2)):
-        found.append(batch.tolist())
+        seen.append(batch.tolist())
         if step in (2, 5, 6):
             weights = {"web": 0.0, "code": 1 - step / 10, "books": step / 10}
             firsts.append(mixture.set_weights(weights))
             assert step < firsts[-1] <= step + 6
-    # Two that nobody has read yet may begin at one step; the later holds.
+    # Two changes that no worker has read yet may begin at one step; the later holds.
     assert [step for step, _ in mixture.history] == [0, *dict.fromkeys(firsts)]
     assert mixture.history[-1][1]["books"] == 0.6
     again = streamed()
     for step, weights in mixture.history:
         again.set_weights(weights, from_step=step)
-    assert found == plain(again, 16)
+    assert seen == plain(again, 16)
 
 
 @pytest.mark.parametrize("make", [sized, streamed])
@@ -166,7 +174,7 @@ def test_state_goes_through_torch_save(tmp_path):
 
 
 def test_weights_that_stand_still_give_the_batches_of_the_pipeline():
-    mixture, pipeline = sized(), Mixture(5, START, 12, SIZES)
+    mixture, pipeline = sized(), BlockSampler(5, START, 12, SIZES)
     for step in range(20):
         rows = {name: FIRST[name] + rows for name, rows in pipeline.blocks(step).items()}
         assert sorted(plain(mixture, 1, step)[0]) == sorted(np.concatenate(list(rows.values())))
@@ -182,16 +190,16 @@ PINNED = [1006, 23, 2004, 51, 34, 1010, 31, 2000, 1011, 24, 2003, 8]
 
 def test_counts_are_exact_in_expectation_before_and_after_a_change():
     seeds = 600
-    found = {2: np.zeros(3), 9: np.zeros(3)}
+    seen = {2: np.zeros(3), 9: np.zeros(3)}
     for seed in range(seeds):
         mixture = sized(seed=seed)
         mixture.set_weights(THEN, from_step=6)
-        for step, sums in found.items():
+        for step, sums in seen.items():
             sums += list(mixture.counts(step).values())
     for step, weights in ((2, START), (9, THEN)):
         share = 12 * np.array(list(weights.values()))
         # A count differs from its mean by less than one: five standard errors, at most.
-        assert np.abs(found[step] / seeds - share).max() < 5 * 0.5 / np.sqrt(seeds)
+        assert np.abs(seen[step] / seeds - share).max() < 5 * 0.5 / np.sqrt(seeds)
 
 
 @pytest.mark.parametrize("batch_size", [16, 30, 64])
@@ -202,7 +210,7 @@ def test_every_slice_of_a_batch_is_mixed_like_the_whole(batch_size):
         for pieces in (2, 4, 8):
             for piece in np.array_split(domains, pieces):
                 share = np.bincount(domains, minlength=3) * len(piece) / batch_size
-                # Turns by the golden ratio: of 64, any few in a row lie within two of even.
+                # The order turns by the golden ratio, whose discrepancy is below two rows here.
                 assert np.abs(np.bincount(piece, minlength=3) - share).max() < 2
 
 
@@ -216,7 +224,7 @@ def test_every_epoch_of_a_domain_shows_each_row_once_through_all_changes():
     drawn = np.concatenate(plain(mixture, 300))
     for name, size in SIZES.items():
         seen = drawn[drawn // 1000 == FIRST[name] // 1000] - FIRST[name]
-        # Within a batch epochs may overlap at their border, for it is spread; counts may not.
+        # A batch at the border of two epochs mixes them; the counts are exact.
         whole = len(seen) // size
         counts = np.bincount(seen, minlength=size)
         assert counts.min() >= whole
@@ -250,7 +258,7 @@ def test_streams_are_read_in_their_order_and_begun_again():
     assert np.isnan(mixture.epochs(6)["a"])
 
 
-class Lines(IterableDataset[int]):
+class Lines:
     """A stream from a file; processes that share it open share the place in it."""
 
     def __init__(self, path: Path) -> None:
@@ -267,10 +275,38 @@ def test_workers_do_not_share_an_open_file(tmp_path):
     path.write_text("".join(f"{line}\n" for line in range(50)))
     mixture = DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4, steps=6)
     expected = plain(DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4), 6)
-    # The file is open, and read up to the second batch, when the workers begin with that.
+    # The workers begin at the second batch, when this process has the file open at that place.
     assert plain(mixture, 1) == expected[:1]
     mixture.seek(1)
     assert united([by_stream(mixture, 0, 1, 2)]) == expected[1:]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_workers_refuse_a_stream_that_may_divide_its_rows_among_them(loader):
+    def mixture() -> DomainMixture:
+        return DomainMixture({"a": Divided(0, 50), "b": [99]}, batch_size=4, steps=6)
+
+    assert united([loader(mixture(), 0, 1, 0)]) == plain(mixture(), 6)
+    with pytest.raises(
+        ValueError, match=r"a is an IterableDataset of torch \(Divided\), which may"
+    ):
+        list(loader(mixture(), 0, 1, 1))
+
+
+def test_a_stream_that_failed_is_read_anew():
+    class Failing(Counting):
+        def __iter__(self):
+            yield from range(2)
+            if not self.epoch and fails:
+                raise OSError("the disk is gone")
+            yield from range(2, 5)
+
+    fails = [True]
+    mixture = DomainMixture({"a": Failing(0, 5)}, batch_size=3)
+    with pytest.raises(OSError, match="the disk is gone"):
+        plain(mixture, 1)
+    fails.clear()
+    assert plain(mixture, 2) == [[0, 1, 2], [3, 4, 0]]
 
 
 def test_a_domain_of_weight_zero_is_never_drawn_and_may_be_empty():
@@ -302,7 +338,7 @@ def test_rows_can_be_had_by_number():
         len(streamed())
 
 
-def test_a_loader_that_does_not_hear_the_weights_is_told():
+def test_a_loader_that_ignores_the_weights_is_warned_of():
     with pytest.warns(
         UserWarning, match=r"its weights decide nothing\. Pass batch_sampler="
     ) as told:
@@ -312,26 +348,24 @@ def test_a_loader_that_does_not_hear_the_weights_is_told():
 
 def test_rows_learn_the_number_of_their_domain():
     domains = {"a": [{"x": 1}] * 3, "b": [{"x": 2}] * 3}
-    mixture = DomainMixture(domains, batch_size=4, domain_key="domain")
-    for batch in DataLoader(mixture, batch_sampler=sized_sampler(mixture, 2)):
+    mixture = DomainMixture(domains, batch_size=4, domain_key="domain", steps=2)
+    for batch in DataLoader(mixture, batch_sampler=mixture.batches()):
         assert batch["domain"].tolist() == (batch["x"] - 1).tolist()
     with pytest.raises(ValueError, match="rows that are dicts; a has rows of type int"):
         DomainMixture({"a": [1]}, batch_size=1, domain_key="domain")[0]
 
 
-def sized_sampler(mixture: DomainMixture, steps: int):
-    mixture.steps = steps
-    return mixture.batches()
-
-
-def test_data_sets_of_hugging_face_are_domains():
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("format", [None, "torch", "numpy"])
+def test_data_sets_of_hugging_face_are_domains(loader, format):
     datasets = pytest.importorskip("datasets", reason="datasets is an optional dependency")
-    table = datasets.Dataset.from_dict({"x": list(range(8))})
-    stream = table.to_iterable_dataset(num_shards=2)
+    table = datasets.Dataset.from_dict({"x": list(range(8))}).with_format(format)
+    # Its __iter__ gives every worker one shard; a mixture needs both in each.
+    stream = table.to_iterable_dataset(num_shards=2).with_format(format)
     mixture = DomainMixture({"table": table, "stream": stream}, batch_size=4, steps=4)
     assert mixture.sizes == {"table": 8, "stream": None}
-    batches = [batch["x"].tolist() for batch in by_sampler(mixture, 0, 1, 2)]
-    expected = [[row["x"] for row in batch] for batch in plain(mixture, 4)]
+    batches = [batch["x"].tolist() for batch in loader(mixture, 0, 1, 2)]
+    expected = [[int(row["x"]) for row in batch] for batch in plain(mixture, 4)]
     assert batches == expected
     # Two epochs of both.
     assert Counter(np.concatenate(batches).tolist()) == dict.fromkeys(range(8), 2)
@@ -341,13 +375,13 @@ def test_a_loader_of_accelerate_shares_the_batches_out():
     accelerate = pytest.importorskip("accelerate", reason="accelerate is an optional dependency")
     mixture = sized(steps=6)
     loader = accelerate.Accelerator(cpu=True).prepare(by_sampler(mixture, 0, 1, 0))
-    found = []
+    seen = []
     for step, batch in enumerate(loader):
-        found.append(batch.tolist())
+        seen.append(batch.tolist())
         if step == 1:
             # Its loader is one batch ahead of the loop.
             assert mixture.set_weights(THEN) == 3
-    assert found == plain(mixture, 6)
+    assert seen == plain(mixture, 6)
     # In several processes it cuts the batches of our sampler as we do.
     shard = accelerate.data_loader.BatchSamplerShard
     for rank in range(2):
@@ -419,12 +453,12 @@ def test_spawned_workers_get_the_mixture_and_its_changes():
     loader = DataLoader(
         stream, batch_size=12, num_workers=1, multiprocessing_context="spawn", prefetch_factor=1
     )
-    found = []
+    seen = []
     for step, batch in enumerate(loader):
-        found.append(batch.tolist())
+        seen.append(batch.tolist())
         if step == 1:
             mixture.set_weights(THEN, from_step=5)
-    assert found == plain(mixture, 8)
+    assert seen == plain(mixture, 8)
 
 
 def test_a_mixture_can_be_copied_while_its_stream_is_open():
@@ -452,16 +486,16 @@ def test_the_file_of_a_stream_goes_with_it():
 def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(loader, workers):
     mixture = sized(steps=9)
     batches = loader(mixture, 0, 1, workers)
-    found = []
+    seen = []
     for batch in batches:
-        found.append(batch.tolist())
-        if len(found) == 4:
+        seen.append(batch.tolist())
+        if len(seen) == 4:
             break
     with pytest.raises(RuntimeError, match=r"Say mixture.seek\(step\) before another pass"):
         next(iter(batches))
     mixture.seek(4)
-    found += [batch.tolist() for batch in batches]
-    assert found == plain(sized(), 9)
+    seen += [batch.tolist() for batch in batches]
+    assert seen == plain(sized(), 9)
 
 
 def test_only_the_loop_knows_what_it_has_finished_where_workers_run_ahead():
@@ -482,7 +516,7 @@ def test_running_workers_do_not_follow_a_seek(monkeypatch):
     mixture = sized(steps=2)
     stream = mixture.stream()
     worker = SimpleNamespace(id=0, num_workers=1, seed=1)
-    monkeypatch.setattr("doge_fast.mixture.get_worker_info", lambda: worker)
+    monkeypatch.setattr("doge_fast.mixture.samplers.get_worker_info", lambda: worker)
     copied = pickle.loads(pickle.dumps(stream))
     assert len(list(copied)) == 24
     with pytest.raises(RuntimeError, match=r"up to step 2 .* Say mixture.seek\(step\)"):
@@ -495,7 +529,7 @@ def test_running_workers_do_not_follow_a_seek(monkeypatch):
 
 def with_worker_taking(mixture: DomainMixture) -> DomainMixture:
     mixture.kept = mixture.stream(0, 2)
-    mixture.kept.changes.take(3, num_workers=1, loading=1)
+    mixture.kept.changes.take(3, num_workers=1, pass_seed=1)
     return mixture
 
 
@@ -518,7 +552,7 @@ def state(**changed) -> dict:
         ),
         (lambda: DomainMixture({"a": {"x": 1}}, batch_size=1), "a is a dict"),
         (lambda: DomainMixture({"a": 3}, batch_size=1), "a is a int"),
-        (lambda: DomainMixture({"a": Counting(0, 0)}, batch_size=1)[0, 0], "a has none in epoch 1"),
+        (lambda: DomainMixture({"a": Counting(0, 0)}, batch_size=1)[0, 0], "a has none in epoch 0"),
         (lambda: sized().batches(2, 2), r"rank must be in \[0, world_size\); got 2 of 2"),
         (lambda: sized().stream(0, 5), "multiple of world_size; got 12 and 5"),
         (lambda: sized().counts(-1), "step >= 0; got -1"),

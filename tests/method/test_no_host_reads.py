@@ -87,7 +87,7 @@ def test_the_addresses_of_the_state_stay() -> None:
                 state_S.data_ptr(),
                 *(block.rows_RN.data_ptr() for block in blocks),
                 *(block.gradient().data_ptr() for block in blocks),
-                *(tensor.data_ptr() for _, tensor in optimizer._weights._scalars.values()),
+                optimizer._weights._settings_C.data_ptr(),
                 *(tensor.data_ptr() for _, tensor in optimizer._weights._constants.values()),
             )
         )

@@ -91,16 +91,23 @@ def test_cosine_has_ones_on_the_diagonal_and_zeros_for_zero_rows() -> None:
     torch.testing.assert_close(cosine_RR[0, 2], expected)
 
 
+def scored(gain_K: Tensor, norms_K: Tensor, present_K: Tensor, score: Score) -> Tensor:
+    low, high = score.bounds or (-math.inf, math.inf)
+    parts = {"scale_by_mean_norm": score.scale_by_mean_norm, "low": low, "high": high}
+    as_tensors = {name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}
+    return generalization.scored(gain_K, norms_K, present_K, **as_tensors)
+
+
 def test_scores_of_both_texts() -> None:
     gain_K = torch.tensor([-1.0, 2.0, 400.0], dtype=torch.float64)
     norms_K = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     present_K = torch.ones(3, dtype=torch.bool)
-    assert generalization.scored(gain_K, norms_K, present_K, PAPER) is gain_K
-    published = generalization.scored(gain_K, norms_K, present_K, PUBLISHED)
+    assert torch.equal(scored(gain_K, norms_K, present_K, PAPER), gain_K)
+    published = scored(gain_K, norms_K, present_K, PUBLISHED)
     expected = torch.tensor([0.0, 2 / (2 + 1e-6), 5.0], dtype=torch.float64)
     torch.testing.assert_close(published, expected, rtol=1e-15, atol=0)
     present_K[2] = False
-    scaled = generalization.scored(gain_K, norms_K, present_K, Score(scale_by_mean_norm=True))
+    scaled = scored(gain_K, norms_K, present_K, Score(scale_by_mean_norm=True))
     torch.testing.assert_close(scaled, gain_K / (1.5 + 1e-6), rtol=1e-15, atol=0)
 
 
@@ -112,7 +119,7 @@ def test_published_score_is_linear_in_the_scale_of_the_gradients() -> None:
             gram_RR = scale**2 * grads_RN @ grads_RN.T
             norms_K = gram_RR.diagonal()[:3].sqrt()
             gain_K = generalization.gain(gram_RR, TAU, 3)
-            scores.append(generalization.scored(gain_K, norms_K, torch.ones(3).bool(), score))
+            scores.append(scored(gain_K, norms_K, torch.ones(3).bool(), score))
         torch.testing.assert_close(scores[1], 10**power * scores[0], rtol=1e-9, atol=0)
 
 
@@ -283,5 +290,5 @@ def test_absent_domains_carry_their_score() -> None:
     partly = gains("acxy")
     assert partly[1] == 8
     torch.testing.assert_close(partly[::2], generalization.gain(gram_RR, TAU, 3)[::2])
-    # A measured row that the objective needs is missing: nobody's W is whole.
+    # The target's row y is absent, so every W lacks a term.
     assert gains("abcx").tolist() == [7.0, 8.0, 9.0]

@@ -3,22 +3,16 @@
 import numpy as np
 import pytest
 
-from doge_fast.sampling import (
-    MixtureCounts,
-    Stage,
-    SteeredCounts,
-    Tally,
-    mixture_counts,
-    permute,
-    round_keys,
-)
+from doge_fast.mixture.counts import BatchCounts, Phase, mixture_counts
+from doge_fast.mixture.permutation import permute, round_keys
+from doge_fast.mixture.steering import SteeredCounts, Totals
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 4097])
 def test_the_permutation_is_one(size):
     keys = round_keys("test", size)
-    found = permute(np.arange(size), size, keys)
-    assert sorted(found) == list(range(size))
+    images = permute(np.arange(size), size, keys)
+    assert sorted(images) == list(range(size))
 
 
 def test_the_permutation_mixes():
@@ -55,10 +49,10 @@ def moving(kind: str, num_steps: int, num_domains: int) -> np.ndarray:
 
 def steered(weights_TK: np.ndarray, batch_size: int, seed: int = 0) -> SteeredCounts:
     names = [str(k) for k in range(weights_TK.shape[1])]
-    start = Stage(0, dict(zip(names, weights_TK[0], strict=True)))
+    start = Phase(0, dict(zip(names, weights_TK[0], strict=True)))
     counts = SteeredCounts(seed, [start], batch_size, names)
     counts.first_steps = list(range(len(weights_TK)))
-    counts.weights_SK = list(weights_TK)
+    counts.weights_PK = list(weights_TK)
     return counts
 
 
@@ -70,8 +64,8 @@ KINDS = ["ramp", "noise", "wild", "domains that come and go", "in step with the 
 def test_what_was_drawn_stays_close_to_weights_that_move(kind, num_domains, batch_size):
     weights_TK = moving(kind, 6000, num_domains)
     counts = steered(weights_TK, batch_size)
-    tallies = [counts.tally(step) for step in range(0, 6001, 40)]
-    drawn = np.diff([tally.drawn_K for tally in tallies], axis=0)
+    kept = [counts.totals(step) for step in range(0, 6001, 40)]
+    drawn = np.diff([totals.drawn_K for totals in kept], axis=0)
     asked = (batch_size * weights_TK).reshape(-1, 40, num_domains).sum(axis=1)
     assert (drawn.sum(axis=1) == 40 * batch_size).all()
     # The limit of four, and the batch that reached it: it changes a surplus by less than a row.
@@ -81,7 +75,7 @@ def test_what_was_drawn_stays_close_to_weights_that_move(kind, num_domains, batc
 def test_weights_that_move_need_to_be_steered():
     """The rotation alone falls into step with a slow ramp, and strays from the weights."""
     weights_TK = moving("ramp", 6000, 40)
-    rotated_TK = MixtureCounts.counts(steered(weights_TK, 32), np.arange(6000))
+    rotated_TK = BatchCounts.counts(steered(weights_TK, 32), np.arange(6000))
     strayed_TK = np.cumsum(rotated_TK - 32 * weights_TK, axis=0)
     assert np.abs(strayed_TK).max() > 40
 
@@ -98,7 +92,7 @@ def test_steered_counts_are_within_one_of_their_share(kind):
 
 
 def test_weights_that_stand_still_are_not_steered():
-    """So a mixture whose weights nobody changes is the pipeline's."""
+    """A mixture whose weights are never changed is the pipeline's."""
     weights = [0.31, 0.02, 0.17, 0.5]
     counts_TK = steered(np.tile(weights, (3000, 1)), 24, seed=3).counts(np.arange(0, 3000, 7))
     expected = [mixture_counts(3, step, weights, 24) for step in range(0, 3000, 7)]
@@ -109,19 +103,19 @@ def test_counts_do_not_depend_on_what_was_asked_before():
     weights_TK = moving("noise", 2600, 7)
     forward = steered(weights_TK, 16)
     asked = [2599, 3, 1024, 1023, 1025, 2048, 0, 2047, 1500, 1499]
-    expected = {step: forward.tally(step) for step in sorted([*asked, *range(1000, 1100)])}
+    expected = {step: forward.totals(step) for step in sorted([*asked, *range(1000, 1100)])}
     backward = steered(weights_TK, 16)
     for step in asked:
-        found = backward.tally(step)
-        assert np.array_equal(found.drawn_K, expected[step].drawn_K)
-        assert np.array_equal(found.surplus_K, expected[step].surplus_K)
+        totals = backward.totals(step)
+        assert np.array_equal(totals.drawn_K, expected[step].drawn_K)
+        assert np.array_equal(totals.surplus_K, expected[step].surplus_K)
 
 
 def test_a_tally_stands_for_the_steps_before_it():
     weights_TK = moving("noise", 2600, 7)
     whole, resumed = steered(weights_TK, 16), steered(weights_TK, 16)
-    tally = whole.tally(1777)
-    resumed.start_from(Tally(1777, tally.drawn_K.copy(), tally.surplus_K.copy()))
+    totals = whole.totals(1777)
+    resumed.start_from(Totals(1777, totals.drawn_K.copy(), totals.surplus_K.copy()))
     for step in (1777, 1778, 2500, 400, 2100):
         assert np.array_equal(resumed.drawn(step), whole.drawn(step))
 
@@ -130,13 +124,13 @@ def test_a_change_leaves_earlier_steps_as_they_were():
     counts = steered(np.tile([0.5, 0.5], (1, 1)), 4)
     steps = [*range(0, 2990, 130), *range(2990, 3001)]
     before = {step: counts.drawn(step).tolist() for step in steps}
-    counts.set_weights(3000, counts.plan(3000, {"0": 1.0, "1": 0.0}))
+    counts.set_weights(3000, np.array([1.0, 0.0]))
     assert {step: counts.drawn(step).tolist() for step in steps} == before
     assert (counts.drawn(3010) - before[3000]).tolist() == [40, 0]
     # A change before a planned one holds until that.
-    counts.set_weights(2990, counts.plan(2990, {"0": 0.0, "1": 1.0}))
+    counts.set_weights(2990, np.array([0.0, 1.0]))
     assert (counts.drawn(3000) - before[2990]).tolist() == [0, 40]
     assert (counts.drawn(3001) - counts.drawn(3000)).tolist() == [4, 0]
-    counts.set_weights(3000, counts.plan(3000, {"0": 0.25, "1": 0.75}))
+    counts.set_weights(3000, np.array([0.25, 0.75]))
     assert counts.first_steps == [0, 2990, 3000]
     assert (counts.drawn(3004) - counts.drawn(3000)).tolist() == [4, 12]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import accumulate
-from doge_fast.kernels.accumulate import torch_kernel
+from doge_fast.kernels.accumulate import torch_
 from doge_fast.kernels.triton_support import is_interpreted
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -158,6 +158,6 @@ def test_few_launches_give_what_tiles_give(
     grads = [torch.randn(n).to(grad_dtype) for n in (1, 70_001)]
     rows = [torch.randn(n).to(row_dtype) for n in (1, 70_001)]
     others = [row.clone() for row in rows]
-    torch_kernel.accumulate(grads, rows, add)
-    torch_kernel._in_few_launches(grads, others, add)
+    torch_.accumulate(grads, rows, add)
+    torch_._in_few_launches(grads, others, add)
     assert all(map(torch.equal, rows, others))

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from doge_fast.kernels import build
+from doge_fast.kernels import build, compilers
+from doge_fast.kernels.compilers import BuildError, cpp_recipe, find_compiler, known_levels
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -36,7 +38,7 @@ case " $* " in
 *) echo link >> "$here/log" ;;
 esac
 [ -e "$here/slow" ] && sleep 0.5
-while [ -e "$here/hang" ]; do sleep 0.1; done
+while [ -e "$here/hang" ]; do sleep 0.1; [ -e "$here/hang" ] || touch "$here/went-on"; done
 if [ -e "$here/old" ]; then
   case " $* " in *" -mavx512bf16 "*) echo "error: unknown -mavx512bf16"; exit 1 ;; esac
 fi
@@ -47,10 +49,11 @@ exec c++ "$@"
 BUILD_ELSEWHERE = """
 import sys
 from pathlib import Path
-from doge_fast.kernels import build
+from doge_fast.kernels import build, compilers
+from doge_fast.kernels.compilers import BuildError, cpp_recipe, find_compiler, known_levels
 print("ready", flush=True)
 sys.stdin.readline()
-print(build.build_library(Path(sys.argv[1]), "tiny"), flush=True)
+print(build.build_library("tiny", Path(sys.argv[1]), build.compilers.cpp_recipe), flush=True)
 """
 
 
@@ -75,7 +78,7 @@ class Workshop:
         )
 
     def build(self) -> Path:
-        return build.build_library(self.sources, "tiny")
+        return build.build_library("tiny", self.sources, cpp_recipe)
 
     def switch(self, name: str, on: bool = True) -> None:
         file = self.compiler.parent / name
@@ -165,37 +168,37 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(workshop
     workshop.switch("old")
     workshop.build()
     assert workshop.calls() == ["compile"] * 4 + ["link"]
-    assert list(build.known_levels(build.find_compiler())) == ["baseline", "avx2", "avx512"]
+    assert list(known_levels(find_compiler())) == ["baseline", "avx2", "avx512"]
 
 
 @needs_compiler
 def test_a_damaged_library_is_built_again(workshop):
     library = workshop.build()
     library.write_bytes(library.read_bytes()[:100])
-    build._load(workshop.sources, "tiny")
+    build.load_library("tiny", workshop.sources, cpp_recipe)
     assert answer_of(library) == 42
 
 
 def test_a_compiler_that_is_not_there(workshop, monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/g++ -m64")
-    with pytest.raises(build.BuildError, match=r"CXX names /nonexistent/g\+\+.*not an executable"):
+    with pytest.raises(BuildError, match=r"CXX names /nonexistent/g\+\+.*not an executable"):
         workshop.build()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(workshop.cache))
-    with pytest.raises(build.BuildError, match=r"No C\+\+ compiler was found"):
+    with pytest.raises(BuildError, match=r"No C\+\+ compiler was found"):
         workshop.build()
 
 
 def test_a_compiler_that_is_none(workshop, monkeypatch):
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(build.BuildError, match="false does not answer to --version"):
+    with pytest.raises(BuildError, match="false does not answer to --version"):
         workshop.build()
 
 
 @needs_compiler
 def test_a_compiler_error_is_quoted(workshop):
     (workshop.sources / "tiny.cpp").write_text("int wrong( { }\n")
-    with pytest.raises(build.BuildError, match=r"failed: .*tiny\.cpp:1:.*error"):
+    with pytest.raises(BuildError, match=r"failed: .*tiny\.cpp:1:.*error"):
         workshop.build()
     assert list(workshop.cache.glob("*.so")) == []
     assert workshop.left_behind() == []
@@ -205,31 +208,50 @@ def test_a_compiler_error_is_quoted(workshop):
 def test_a_cache_that_cannot_be_written(workshop):
     # A file where the directory should be: refuses root, whom permissions do not stop.
     workshop.cache.write_text("")
-    with pytest.raises(build.BuildError, match=r"cannot be written .*set DOGE_FAST_CACHE"):
+    with pytest.raises(BuildError, match=r"cannot be written .*set DOGE_FAST_CACHE"):
         workshop.build()
 
 
 def test_no_jit(workshop, monkeypatch):
     monkeypatch.setenv("DOGE_FAST_NO_JIT", "1")
-    with pytest.raises(build.BuildError, match="DOGE_FAST_NO_JIT is set"):
+    with pytest.raises(BuildError, match="DOGE_FAST_NO_JIT is set"):
         workshop.build()
     assert workshop.calls() == []
     assert not workshop.cache.exists()
 
 
-def test_no_home_directory(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
+@pytest.mark.parametrize("package", ["ninja", "filelock", "platformdirs"])
+def test_a_package_that_is_not_installed(workshop, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BuildError, match=rf"need {package}, not .* pip install 'doge-fast\[kern"):
+        workshop.build()
+    assert workshop.calls() == []
 
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the variable is for Linux")
+def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.delenv("DOGE_FAST_CACHE", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(build.BuildError, match="no home directory"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert build.cache_dir() == tmp_path / "elsewhere" / "doge_fast"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build.cache_dir() == tmp_path / ".cache" / "doge_fast"
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "chosen"))
+    assert build.cache_dir() == tmp_path / "chosen"
+
+
+def test_no_home_directory(monkeypatch):
+    for name in ("DOGE_FAST_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # What os.path says of a user without one.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(BuildError, match="no home directory"):
         build.cache_dir()
 
 
 def test_a_headerless_torch(workshop, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    with pytest.raises(build.BuildError, match="without the headers of its stable ABI"):
+    monkeypatch.setattr(compilers, "TORCH_DIR", tmp_path / "torch")
+    with pytest.raises(BuildError, match="without the headers of its stable ABI"):
         workshop.build()
 
 
@@ -251,6 +273,29 @@ def test_a_killed_build_leaves_nothing_that_hangs(workshop):
 
 
 @needs_compiler
+def test_a_build_that_takes_too_long_is_ended(workshop, monkeypatch):
+    workshop.switch("hang")
+    monkeypatch.setattr(build, "_TIMEOUT_S", 1.0)
+    with pytest.raises(BuildError, match=r"compiler took longer than 1 s"):
+        workshop.build()
+    assert workshop.calls() == ["compile"]
+    assert workshop.left_behind() == []
+    workshop.switch("hang", on=False)
+    # A compiler that still ran would now see that, and go on.
+    time.sleep(0.5)
+    assert not (workshop.compiler.parent / "went-on").exists()
+
+
+@needs_compiler
+def test_paths_may_hold_anything(tmp_path, monkeypatch):
+    odd = Workshop(tmp_path / "it's $HOME, 2  spaces: a $ b")
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(odd.cache))
+    monkeypatch.setenv("CXX", shlex.quote(str(odd.compiler)))
+    monkeypatch.delenv("DOGE_FAST_NO_JIT", raising=False)
+    assert answer_of(odd.build()) == 42
+
+
+@needs_compiler
 def test_racing_processes_build_once(workshop):
     workshop.switch("slow")
     racers = [workshop.start_elsewhere() for _ in range(3)]
@@ -268,12 +313,12 @@ def test_the_reason_is_remembered_and_raised():
     program = (
         "import os, torch\n"
         "from doge_fast.kernels import build\n"
-        "reason = build.why_not_cpp()\n"
+        "reason = build.why_not(build.CPP)\n"
         "assert reason.startswith('CXX names /nonexistent'), reason\n"
         "del os.environ['CXX']\n"
-        "assert build.why_not_cpp() == reason\n"
+        "assert build.why_not(build.CPP) == reason\n"
         "try:\n"
-        "    build.load_cpp()\n"
+        "    build.operators(build.CPP)\n"
         "except build.BuildError as error:\n"
         "    assert str(error) == reason\n"
         "else:\n"
@@ -294,9 +339,8 @@ def test_the_reason_is_remembered_and_raised():
     os.environ.get("DOGE_FAST_NO_JIT", "0") not in ("", "0"), reason="DOGE_FAST_NO_JIT is set"
 )
 def test_the_operators_build_and_load():
-    build.load_cpp()
-    build.load_cpp()
-    assert build.why_not_cpp() is None
+    assert build.operators(build.CPP) is torch.ops.doge_fast_cpp
+    assert build.why_not(build.CPP) is None
     rows_RN = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     exact_RR = rows_RN.double() @ rows_RN.double().T
     assert torch.equal(torch.ops.doge_fast_cpp.gram([rows_RN]), exact_RR)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from doge_fast.kernels import build, build_cuda
+from doge_fast.kernels import build, compilers
 
+SOURCES = build.CSRC_DIR / "cuda"
 # Compute capabilities: A100, H100 and H200, and for later ones PTX.
 CAPABILITIES = ("8.0", "9.0+PTX")
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -33,8 +34,8 @@ class Kernel:
 def tool_folders() -> list[str]:
     """Where NVIDIA's disassembler may be: the toolkit, PATH, the package triton."""
     try:
-        folders = [str(Path(build_cuda.find_nvcc().path).resolve().parent)]
-    except build.BuildError:
+        folders = [str(Path(compilers.find_nvcc().path).resolve().parent)]
+    except compilers.BuildError:
         return []
     triton = importlib.util.find_spec("triton")
     for root in (triton.submodule_search_locations or []) if triton else []:
@@ -46,13 +47,13 @@ def tool_folders() -> list[str]:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All of csrc/cuda, as a machine without a GPU compiles it."""
     try:
-        nvcc = build_cuda.find_nvcc()
-        build.check_torch_headers()
-    except build.BuildError as error:
+        nvcc = compilers.find_nvcc()
+        build._check_possible()
+    except compilers.BuildError as error:
         pytest.skip(str(error))
-    flags = build_cuda.architecture_flags(CAPABILITIES, build_cuda._known_to(nvcc))
-    folder = tmp_path_factory.mktemp("cuda")
-    return build_cuda.compile_cuda(nvcc, [*build_cuda._NVCC_FLAGS, *flags], folder)
+    flags = compilers.architecture_flags(CAPABILITIES, compilers.known_to(nvcc))
+    recipe = compilers.nvcc_recipe(SOURCES, nvcc, flags)
+    return build.compile_into(tmp_path_factory.mktemp("cuda"), recipe)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def test_later_gpus_find_ptx(library: Path) -> None:
         pytest.skip("cuobjdump is neither in the toolkit nor with Triton")
     command = [cuobjdump, "--list-ptx", str(library)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    num_sources = len(list(build_cuda.SOURCES.glob("*.cu")))
+    num_sources = len(list(SOURCES.glob("*.cu")))
     assert len(re.findall(r"sm_90\.ptx", listed)) == num_sources
 
 

@@ -1,5 +1,6 @@
 """Which implementation runs, how one is forced, and what is said when one cannot."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from doge_fast import kernels
 from doge_fast.kernels import chosen, dispatch, explain, gram, implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS
+from doge_fast.kernels.triton_support import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 GRADS_KN = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -175,6 +178,26 @@ def test_a_forced_implementation_does_not_give_way(monkeypatch: pytest.MonkeyPat
         gram(GRADS_KN, implementation="cpp")
 
 
+def test_an_implementation_that_an_operator_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named in a call it is refused; named for all operators, plain torch takes its place."""
+    with pytest.raises(ValueError, match="reweight is not written in cpp, but in cuda, triton, to"):
+        dispatch.choose("reweight", torch.device("cpu"), "cpp")
+    monkeypatch.setenv("DOGE_FAST_BACKEND", "cpp")
+    assert chosen("cpu", "reweight") == "torch"
+    assert dispatch.preference("reweight", torch.device("cpu")) == ("torch",)
+
+
+def test_every_module_has_the_operator_under_its_name() -> None:
+    """And the folder of an operator does not hide the function of the same name."""
+    paths = (ROOT / "kernels").glob("*/*_.py")
+    files = {(path.parent.name, path.stem.removesuffix("_")) for path in paths}
+    assert files == set(dispatch.MODULES)
+    for (operator, name), module in dispatch.MODULES.items():
+        if name != "triton" or is_installed():
+            assert callable(getattr(importlib.import_module(module), operator))
+        assert callable(getattr(kernels, operator))
+
+
 def test_every_obstacle_is_a_sentence() -> None:
     for device in ("cpu", "meta"):
         reasons = implementations(device)
@@ -185,5 +208,7 @@ def test_every_obstacle_is_a_sentence() -> None:
 
 def test_explain_has_a_line_for_each() -> None:
     lines = explain("cpu").splitlines()
-    assert lines[0] == f"cpu: {chosen('cpu')} (chosen)"
+    others = [name for name in dispatch.OPERATORS if chosen("cpu", name) != chosen("cpu")]
+    told = ", ".join([chosen("cpu"), *(f"{name} {chosen('cpu', name)}" for name in others)])
+    assert lines[0] == f"cpu: {told} (chosen)"
     assert [line.split(":")[0].strip() for line in lines[1:]] == list(IMPLEMENTATIONS)

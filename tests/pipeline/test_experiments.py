@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, report, training
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -30,7 +31,6 @@ from doge_fast.pipeline.reporting.experiment import Measured, open_experiment
 from doge_fast.pipeline.reporting.findings import findings_of
 from doge_fast.pipeline.reporting.kinds import perplexity
 from doge_fast.pipeline.reporting.statistics import Difference
-from doge_fast.pipeline.sampling import Stage
 from tests.pipeline.written_runs import write_experiment
 
 Make = Callable[..., ExperimentConfig]
@@ -524,7 +524,7 @@ def test_a_curriculum_takes_the_proxys_means_stage_by_stage(
     learn_weights(source)
     lines = {line["step"]: line["alpha"] for line in records.read_metrics(source.out, kind="train")}
     config = base("curriculum", weights=str(source.out), steps=9, stages=3)
-    stages = stage_two.resolve_stages(config, load_corpus(config.corpus))
+    stages = stage_two.resolve_phases(config, load_corpus(config.corpus))
     assert [stage.first_step for stage in stages] == [0, 3, 6]
     for place, stage in enumerate(stages):
         first, second = lines[2 * place + 1], lines[2 * place + 2]
@@ -537,8 +537,8 @@ def test_a_curriculum_takes_the_proxys_means_stage_by_stage(
     for name, weight in records.weights_by_name(used).items():
         assert weight == pytest.approx(average[name], rel=1e-5)
     # A resumed run reads back what it used, to the bit.
-    again = stage_two.resolve_stages(config, load_corpus(config.corpus))
-    assert again == tuple(Stage(each.first_step, dict(each.weights)) for each in stages)
+    again = stage_two.resolve_phases(config, load_corpus(config.corpus))
+    assert again == tuple(Phase(each.first_step, dict(each.weights)) for each in stages)
 
 
 @pytest.mark.parametrize(

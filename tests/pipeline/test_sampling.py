@@ -3,13 +3,8 @@
 import numpy as np
 import pytest
 
-from doge_fast.pipeline.sampling import (
-    Mixture,
-    Stage,
-    domain_blocks,
-    mixture_blocks,
-    mixture_counts,
-)
+from doge_fast.mixture.counts import Phase, mixture_counts
+from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
 
 
 def test_every_epoch_shows_every_block_once_in_an_order_of_its_own():
@@ -78,7 +73,7 @@ def test_counts_are_exact_in_expectation_over_seeds(weights):
 def test_what_was_drawn_stays_close_to_the_weights(weights):
     num_blocks = {str(k): 100 for k in range(len(weights))}
     named = dict(zip(num_blocks, weights, strict=True))
-    mixture = Mixture(2, named, 13, num_blocks)
+    mixture = BlockSampler(2, named, 13, num_blocks)
     steps = np.arange(20_000)
     drawn = np.cumsum(mixture.counts(steps), axis=0)
     expected = 13.0 * (steps[:, None] + 1) * np.array(weights)
@@ -93,7 +88,7 @@ def test_mixtures_go_on_where_they_stopped():
     weights = {"c": 0.1, "a": 0.2, "b": 0.7}
     streams: dict[str, list[int]] = {name: [] for name in num_blocks}
     for step in range(30):
-        batch = mixture_blocks(5, step, weights, 10, num_blocks=num_blocks)
+        batch = BlockSampler(5, weights, 10, num_blocks).blocks(step)
         assert list(batch) == ["a", "b", "c"]
         assert sum(map(len, batch.values())) == 10
         for name, rows in batch.items():
@@ -105,7 +100,7 @@ def test_mixtures_go_on_where_they_stopped():
 
 def test_a_long_mixture_is_found_by_arithmetic():
     num_blocks = {"a": 50, "b": 60}
-    mixture = Mixture(0, {"a": 0.3, "b": 0.7}, 8, num_blocks)
+    mixture = BlockSampler(0, {"a": 0.3, "b": 0.7}, 8, num_blocks)
     steps = 3000
     drawn = mixture.counts(np.arange(steps)).sum(axis=0)
     assert (mixture.drawn(steps) == drawn).all()
@@ -116,10 +111,10 @@ def test_a_long_mixture_is_found_by_arithmetic():
 
 def test_a_curriculum_changes_weights_and_keeps_positions():
     num_blocks = {"a": 500, "b": 500}
-    stages = [Stage(0, {"a": 1.0, "b": 0.0}), Stage(10, {"a": 0.25, "b": 0.75})]
+    phases = [Phase(0, {"a": 1.0, "b": 0.0}), Phase(10, {"a": 0.25, "b": 0.75})]
     seen: dict[str, list[int]] = {"a": [], "b": []}
     for step in range(30):
-        batch = mixture_blocks(1, step, stages, 4, num_blocks=num_blocks)
+        batch = BlockSampler(1, phases, 4, num_blocks).blocks(step)
         assert len(batch["a"]) == (4 if step < 10 else 1)
         for name, rows in batch.items():
             seen[name].extend(rows)
@@ -140,11 +135,11 @@ def test_a_curriculum_changes_weights_and_keeps_positions():
         (lambda: domain_blocks(0, -1, domain="a", num_blocks=1, size=1), "step >= 0"),
         (lambda: domain_blocks(0, 0, domain="a", num_blocks=0, size=1), "a has no blocks"),
         (
-            lambda: mixture_blocks(0, 0, {"a": 1.0}, 1, num_blocks={"b": 1}),
+            lambda: BlockSampler(0, {"a": 1.0}, 1, {"b": 1}),
             "weighs exactly the domains b; from step 0 on it weighs a",
         ),
         (
-            lambda: mixture_blocks(0, 0, [Stage(1, {"a": 1.0})], 1, num_blocks={"a": 1}),
+            lambda: BlockSampler(0, [Phase(1, {"a": 1.0})], 1, {"a": 1}),
             "begin at step 0 and go up; they begin at \\[1\\]",
         ),
     ],

@@ -1,16 +1,13 @@
-"""The K x K step in plain torch: some thirty small operations, on any device.
+"""The K x K step in plain torch: some forty small operations, on any device.
 
 Nothing reads a value on the host, so that a device never waits.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
 from doge_fast import generalization, simplex
-from doge_fast.generalization import Score
-from doge_fast.kernels.reweight.packing import num_domains_of, state_views
+from doge_fast.kernels.reweight.packing import Settings, num_domains_of, state_views
 
 
 def reweight(
@@ -19,45 +16,42 @@ def reweight(
     state_S: Tensor,
     tau_R: Tensor,
     present_R: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor,
-    mu: float,
-    scale_by_mean_norm: bool,
-    low: float,
-    high: float,
-    domain_max_grad_norm: float,
-    max_grad_norm: float,
-    smoothing: float,
+    settings_C: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clip, estimate, score, move, commit: lines 7 and 8 of Algorithm 1, and the average."""
     num_domains = num_domains_of(state_S)
     state = state_views(state_S)
-    full_RR = full_RR / grad_scale**2
+    settings = Settings(*settings_C.unbind())
+    full_RR = full_RR / settings.grad_scale**2
     norms_R = full_RR.diagonal().sqrt()
-    clip_R = generalization.clip_factors(norms_R, _or_none(domain_max_grad_norm))
-    clipped_RR = clip_R[:, None] * (gram_RR / grad_scale**2) * clip_R
+    clip_R = generalization.clip_factors(norms_R, settings.domain_max_grad_norm)
+    clipped_RR = clip_R[:, None] * (gram_RR / settings.grad_scale**2) * clip_R
 
     raw_K = generalization.gain(clipped_RR, tau_R, num_domains)
     difficulty_K = generalization.difficulty(clipped_RR, tau_R, num_domains)
     present_K = present_R[:num_domains]
-    norms_K = clipped_RR.diagonal()[:num_domains].sqrt()
-    gain_K = generalization.scored(
-        raw_K, norms_K, present_K, Score(scale_by_mean_norm, bounds=(low, high))
+    score_K = generalization.scored(
+        raw_K,
+        clipped_RR.diagonal()[:num_domains].sqrt(),
+        present_K,
+        scale_by_mean_norm=settings.scale_by_mean_norm,
+        low=settings.low,
+        high=settings.high,
     )
-    # Without a measured row that the objective needs, nobody's W is whole.
+    # Where a target row is absent, every W lacks a term.
     has_targets = (present_R | (tau_R == 0))[num_domains:].all()
-    gain_K = torch.where(present_K & has_targets, gain_K, state.gain)
-    moved_K = simplex.mirror_step(state.alpha, gain_K, lr=lr, mu=mu)
-    alpha_K = simplex.smooth(moved_K, smoothing)
+    gain_K = torch.where(present_K & has_targets, score_K, state.gain)
+    moved_K = simplex.mirror_step(state.alpha, gain_K, lr=settings.lr, mu=settings.mu)
+    alpha_K = simplex.smooth(moved_K, settings.smoothing)
 
     coefficients_R = torch.zeros_like(tau_R)
     coefficients_R[:num_domains] = alpha_K * clip_R[:num_domains] * present_K
     combined_norm = generalization.combined_norm(full_RR, coefficients_R)
-    # A learning rate of NaN would spoil the weights where no gradient is to blame.
+    # The weights too: a learning rate of NaN spoils them though every gradient is finite.
     finite = norms_R.isfinite().all() & alpha_K.isfinite().all()
     # NaN, so that a scaler or a clipping loop sees the overflow too.
     factor = torch.where(finite, 1.0, torch.nan).to(coefficients_R)
-    factor = factor * generalization.clip_factors(combined_norm, _or_none(max_grad_norm))
+    factor = factor * generalization.clip_factors(combined_norm, settings.max_grad_norm)
 
     num_steps = state.num_steps + finite
     mean_K = simplex.running_mean(state.alpha_mean, alpha_K, num_steps.clamp(min=1))
@@ -79,7 +73,3 @@ def reweight(
         ]
     )
     return values_V, ~finite, (~finite).to(torch.float32)
-
-
-def _or_none(bound: float) -> float | None:
-    return None if math.isinf(bound) else bound

@@ -1,4 +1,4 @@
-"""The builder of the CUDA operators: what it compiles for, and a sentence for every obstacle."""
+"""nvcc and what it compiles for, and a sentence for every obstacle to the CUDA operators."""
 
 import os
 import stat
@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from doge_fast.kernels import build, build_cuda
-from doge_fast.kernels.build import BuildError
-from doge_fast.kernels.build_cuda import (
+from doge_fast.kernels import build, compilers
+from doge_fast.kernels.compilers import (
+    USUAL_CAPABILITIES,
+    BuildError,
     Nvcc,
     architecture_flags,
     capabilities,
     check_release,
     find_nvcc,
-    why_not_cuda,
+    nvcc_recipe,
 )
+from doge_fast.kernels.obstacles import of_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -45,7 +47,7 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been tried yet."""
-    monkeypatch.setattr(build_cuda, "_outcomes", {})
+    monkeypatch.setattr(build, "_outcomes", {})
 
 
 @pytest.mark.usefixtures("no_toolkit")
@@ -84,7 +86,7 @@ def test_an_nvcc_that_is_none_is_said(
 
 @pytest.mark.usefixtures("no_toolkit")
 def test_no_nvcc_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_cuda.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compilers.shutil, "which", lambda _: None)
     with pytest.raises(BuildError, match=r"No CUDA compiler .*; install the CUDA toolkit"):
         find_nvcc()
 
@@ -114,11 +116,11 @@ def test_without_a_list_it_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: [(9, 0), (8, 0), (9, 0)][i])
     assert capabilities() == ("8.0", "9.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert capabilities() == build_cuda.USUAL_CAPABILITIES
+    assert capabilities() == USUAL_CAPABILITIES
 
 
 def test_a_gpu_younger_than_nvcc_gets_ptx() -> None:
-    known = ("75", "80", "90")
+    known = (75, 80, 90)
     assert architecture_flags(("8.0", "9.0+PTX"), known) == [
         "-gencode=arch=compute_80,code=[sm_80]",
         "-gencode=arch=compute_90,code=[sm_90,compute_90]",
@@ -126,24 +128,22 @@ def test_a_gpu_younger_than_nvcc_gets_ptx() -> None:
     assert architecture_flags(("12.0",), known) == ["-gencode=arch=compute_90,code=[compute_90]"]
     assert architecture_flags(("9.0a",), known) == ["-gencode=arch=compute_90,code=[sm_90]"]
     with pytest.raises(BuildError, match="knows 90, 100, not 80"):
-        architecture_flags(("8.0",), ("90", "100"))
+        architecture_flags(("8.0",), (90, 100))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_said() -> None:
-    reason = why_not_cuda(GPU)
+    reason = of_cuda(GPU)
     assert reason is not None
     assert "was built without CUDA" in reason or "Torch finds no GPU" in reason
-    with pytest.raises(BuildError):
-        build_cuda.load_cuda()
     assert "AMD" in str(why_not_on_amd())
-    assert "not mps" in str(why_not_cuda(torch.device("mps")))
+    assert "not mps" in str(of_cuda(torch.device("mps")))
 
 
 def why_not_on_amd() -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.2")
-        return why_not_cuda(GPU)
+        return of_cuda(GPU)
 
 
 @pytest.mark.usefixtures("fresh", "no_toolkit")
@@ -153,49 +153,49 @@ def test_a_gpu_without_a_toolkit_is_said_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(build_cuda.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compilers.shutil, "which", lambda _: None)
     monkeypatch.delenv("DOGE_FAST_NO_JIT", raising=False)
-    reason = why_not_cuda(GPU)
+    reason = of_cuda(GPU)
     assert reason is not None
     assert reason.endswith("install the CUDA toolkit of torch's version 12.8.")
-    monkeypatch.setattr(build_cuda, "find_nvcc", lambda: pytest.fail("a second try"))
-    assert why_not_cuda(GPU) == reason
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: pytest.fail("a second try"))
+    assert of_cuda(GPU) == reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    assert "compute capability 8.0 or later" in str(why_not_cuda(GPU))
+    assert "compute capability 8.0 or later" in str(of_cuda(GPU))
 
 
 @pytest.mark.usefixtures("fresh")
 def test_nothing_is_compiled_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOGE_FAST_NO_JIT", "1")
-    with pytest.raises(BuildError, match="DOGE_FAST_NO_JIT is set"):
-        build_cuda.build_cuda_library()
-    with pytest.raises(BuildError, match="DOGE_FAST_NO_JIT is set"):
-        build_cuda.build_emulated_library()
+    for name in (build.CUDA, build.EMULATED):
+        with pytest.raises(BuildError, match="DOGE_FAST_NO_JIT is set"):
+            build.build_library(name, *build._LIBRARIES[name])
 
 
 def test_the_emulator_is_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOGE_FAST_CUDA_EMULATE", "0")
-    assert "DOGE_FAST_CUDA_EMULATE=1" in str(why_not_cuda(CPU))
+    assert "DOGE_FAST_CUDA_EMULATE=1" in str(of_cuda(CPU))
 
 
 def test_a_broken_nvcc_says_its_first_error(tmp_path: Path) -> None:
     path = make_nvcc(tmp_path, "gram.cu(3): error: no such thing", 2)
     (tmp_path / "scratch").mkdir()
-    with pytest.raises(BuildError, match="error: no such thing"):
-        build_cuda.compile_cuda(Nvcc(str(path), (13, 0)), [], tmp_path / "scratch")
+    recipe = nvcc_recipe(build.CSRC_DIR / "cuda", Nvcc(str(path), (13, 0)), [])
+    with pytest.raises(BuildError, match=r"nvcc failed: gram.cu\(3\): error: no such thing"):
+        build.compile_into(tmp_path / "scratch", recipe)
 
 
 def test_importing_compiles_nothing(tmp_path: Path) -> None:
-    code = "import doge_fast.kernels.build_cuda as b; assert not b._outcomes"
+    code = "import doge_fast.kernels.build as b; assert not b._outcomes"
     environment = os.environ | {"DOGE_FAST_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_emulated_kernels_want_one_copy_in_a_process() -> None:
-    reason = why_not_cuda(CPU)
+    reason = of_cuda(CPU)
     if reason is not None:
         pytest.skip(reason)
-    build_cuda._outcomes.pop(build_cuda.EMULATED_NAMESPACE)
-    build_cuda.load_emulated()
+    build._outcomes.pop(build.EMULATED)
+    assert build.why_not(build.EMULATED) is None
     assert build.cache_dir().is_dir()

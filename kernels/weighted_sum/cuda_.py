@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from doge_fast.kernels.build_cuda import operators
+from doge_fast.kernels.build import cuda_operators
 from doge_fast.kernels.chunks import Span, by_dtype, chunk_tables
 
 FIELDS = ("source", "row_stride", "length", "target")
@@ -14,7 +14,7 @@ CHUNK_COLUMNS = 4096
 
 def weighted_sum(blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]) -> None:
     """outs[p] = sum_r c_r blocks[p][r]: one launch for each pair of dtypes and alignment."""
-    run = operators(coefficients_R.device.type).weighted_sum
+    run = cuda_operators(coefficients_R.device.type).weighted_sum
     coefficients_R = coefficients_R.contiguous()
     for (dtype, out_dtype), group in by_dtype(zip(blocks, outs, strict=True)):
         spans = [Span.of(*tensors) for tensors in group]

@@ -1,10 +1,10 @@
-"""The Gram matrix on a GPU: device code only.
+"""The Gram matrix on a GPU, through Triton.
 
 Rows come through a chunk table, [num_chunks, 3] int64: address of the chunk's first element in
 row 0, distance between rows in elements, number of columns. Program p takes chunks
 p, p + P, p + 2P, ...; sums are float32 within a chunk and float64 across chunks; a second
 kernel adds the programs' partial results in a fixed order. P depends on nothing but the
-table's length and the launch configuration, so results are bitwise reproducible.
+table's length and the tuning, so results are bitwise reproducible.
 
 Reads each row once (K*N elements); with more rows than a tile holds, once per tile column.
 Writes one float64 square per program, reads it once more to reduce; `gram_tiles` adds to its
@@ -12,10 +12,133 @@ square after every chunk, which the second-level cache holds.
 """
 
 # Triton's own compiler types device code.
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from doge_fast.kernels.chunks import ChunkTable, Span, by_dtype, chunk_tables
+from doge_fast.kernels.gram.tuning import (
+    FOLDED,
+    MAX_PARTIAL_ENTRIES,
+    Pairs,
+    Tiles,
+    columns_of,
+    pick,
+    product_of,
+    reduction,
+    square_entries,
+)
+from doge_fast.kernels.schema import gram_shape
+from doge_fast.kernels.triton_support import on_device, sum_dtype, triton_dtype
+
+FIELDS = ("source", "row_stride", "length")
+
+
+def gram(blocks: Sequence[Tensor]) -> Tensor:
+    """sum_p B_p B_p^T, [R, R] float64, through Triton."""
+    gram_RR: Tensor = gram_shape(blocks)
+    is_first = True
+    for (dtype,), group in by_dtype([block] for block in blocks):
+        spans = [Span.of(*tensors) for tensors in group]
+        tuning = pick(len(gram_RR), dtype)
+        tables = chunk_tables(spans, FIELDS, tuning.chunk_columns, gram_RR.device)
+        if tables:
+            with on_device(gram_RR.device):
+                if isinstance(tuning, Pairs):
+                    _add_pairs(tuning, tables, dtype, gram_RR, is_first)
+                else:
+                    _add_tiles(tuning, tables, dtype, gram_RR, is_first)
+            is_first = False
+    return gram_RR.zero_() if is_first else gram_RR
+
+
+def _add_pairs(
+    tuning: Pairs,
+    tables: Sequence[ChunkTable],
+    dtype: torch.dtype,
+    gram_RR: Tensor,
+    is_first: bool,
+) -> None:
+    num_rows = len(gram_RR)
+    square = square_entries(num_rows)
+    programs = [min(tuning.num_programs, table.num_chunks) for table in tables]
+    partials = gram_RR.new_empty((sum(programs), square))
+    for table, part in zip(tables, torch.split(partials, programs), strict=True):
+        gram_pairs[(len(part),)](
+            table.table,
+            part,
+            table.num_chunks,
+            R=num_rows,
+            SQUARE=square,
+            **columns_of(tuning, dtype, table.is_aligned),
+            STORAGE=triton_dtype(dtype),
+            SUM=triton_dtype(sum_dtype(dtype)),
+            ALIGNED=table.is_aligned,
+            num_warps=tuning.num_warps,
+            enable_fp_fusion=True,
+        )
+    _reduce(partials, gram_RR, side=num_rows, is_folded=False, is_first=is_first)
+
+
+def _add_tiles(
+    tuning: Tiles,
+    tables: Sequence[ChunkTable],
+    dtype: torch.dtype,
+    gram_RR: Tensor,
+    is_first: bool,
+) -> None:
+    num_rows = len(gram_RR)
+    num_tiles = -(-num_rows // tuning.tile)
+    side = num_tiles * tuning.tile
+    most_programs = max(1, min(tuning.num_programs, MAX_PARTIAL_ENTRIES // (side * side)))
+    programs = [min(most_programs, table.num_chunks) for table in tables]
+    partials = gram_RR.new_empty((sum(programs), side * side))
+    product_dtype, precision = product_of(dtype, num_tiles)
+    for table, part in zip(tables, torch.split(partials, programs), strict=True):
+        gram_tiles[(len(part), num_tiles * (num_tiles + 1) // 2)](
+            table.table,
+            part,
+            table.num_chunks,
+            R=num_rows,
+            TILES=num_tiles,
+            TILE=tuning.tile,
+            BLOCK=tuning.block,
+            STORAGE=triton_dtype(dtype),
+            PRODUCT=triton_dtype(product_dtype),
+            SUM=triton_dtype(sum_dtype(dtype)),
+            PRECISION=precision,
+            ALIGNED=table.is_aligned,
+            num_warps=tuning.num_warps,
+            num_stages=tuning.num_stages,
+            enable_fp_fusion=True,
+        )
+    _reduce(partials, gram_RR, side=side, is_folded=precision == FOLDED, is_first=is_first)
+
+
+def _reduce(
+    partials: Tensor, gram_RR: Tensor, *, side: int, is_folded: bool, is_first: bool
+) -> None:
+    num_partials, stride = partials.shape
+    tuning = reduction(len(gram_RR))
+    gram_reduce[(-(-gram_RR.numel() // tuning.block),)](
+        partials,
+        gram_RR,
+        num_partials,
+        R=len(gram_RR),
+        SIDE=side,
+        STRIDE=stride,
+        PROGRAMS=tuning.programs,
+        BLOCK=tuning.block,
+        FOLDED=is_folded,
+        ADD=not is_first,
+        num_warps=tuning.num_warps,
+        enable_fp_fusion=True,
+    )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""How new domain weights reach the workers of a stream, which run ahead of the loop that sets them.
+"""How new weights reach the workers of a stream, which run ahead of the loop that sets them.
 
-A small file: who has taken which step, then one line per change. Whoever reads or writes holds its
-lock, so a change is either known to a worker before it makes a batch or refused to the loop.
+A small file: how far the workers are, then one line per change. A process locks the file while it
+reads or writes. So a worker knows a change before it makes a batch, or the change is refused.
 """
 
 import json
@@ -22,16 +22,16 @@ Change = tuple[int, list[float]]
 """First step, and weights in the order of the domains."""
 
 
-class Taken(NamedTuple):
+class WorkerProgress(NamedTuple):
     """How far the workers are."""
 
     end: int
     """No batch from this step on has been begun."""
     num_workers: int
-    """Processes that make them; 0: nobody has begun."""
-    loading: int
-    """Which pass over the loader they belong to."""
-    lineage: int
+    """Processes that make the batches; 0: none has begun."""
+    pass_seed: int
+    """Which pass over the loader the workers belong to."""
+    num_rewinds: int
     """How often the mixture was told where to begin."""
 
 
@@ -45,20 +45,20 @@ class Changes:
         descriptor, self.path = tempfile.mkstemp(prefix="doge_fast_weights_")
         os.close(descriptor)
         weakref.finalize(self, _remove, self.path, os.getpid())
-        self._lineage = 0
+        self._num_rewinds = 0
         self.rewind(start)
 
     def rewind(self, start: int) -> None:
-        """Nobody has begun anything; the next pass begins at this step, knowing all changes."""
-        self._lineage += 1
+        """Let the next pass begin at this step; its workers know all earlier changes."""
+        self._num_rewinds += 1
         with self.locked() as file:
             os.ftruncate(file, 0)
-            _write_header(file, Taken(start, 0, 0, self._lineage))
+            _write_header(file, WorkerProgress(start, 0, 0, self._num_rewinds))
         self._read_up_to = _HEADER.size
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """The file, opened and held. Each process opens it: a fork would share the lock."""
+        """The file, opened and locked. Each process opens it: a fork would share the lock."""
         file = os.open(self.path, os.O_RDWR)
         try:
             if fcntl is not None:
@@ -67,20 +67,28 @@ class Changes:
         finally:
             os.close(file)
 
-    def taken(self, file: int) -> Taken:
-        """How far the workers are, of the held file."""
-        return Taken(*_HEADER.unpack(os.pread(file, _HEADER.size, 0)))
+    def progress(self) -> WorkerProgress:
+        """How far the workers are now."""
+        with self.locked() as file:
+            return self.progress_in(file)
+
+    def progress_in(self, file: int) -> WorkerProgress:
+        """How far the workers are. While `file` is locked they wait."""
+        return WorkerProgress(*_HEADER.unpack(os.pread(file, _HEADER.size, 0)))
 
     def post(self, file: int, change: Change) -> None:
-        """Append a change to the held file."""
+        """Append a change to the locked file."""
         line = (json.dumps(change) + "\n").encode()
         end = os.lseek(file, 0, os.SEEK_END)
         os.write(file, line)
-        # Whoever posts knows what was posted, and so do the workers forked from it later.
+        # The process that posts knows the change, and so do workers forked from it later.
         self._read_up_to = end + len(line)
 
-    def take(self, step: int, *, num_workers: int, loading: int) -> list[Change]:
-        """A worker begins batch `step`: what has changed since it began one before.
+    def take(self, step: int, *, num_workers: int, pass_seed: int) -> list[Change]:
+        """Begin batch `step` in a worker.
+
+        Returns:
+            The changes since this worker began its last batch.
 
         Raises:
             RuntimeError: another pass has begun before, the mixture was told to begin elsewhere
@@ -92,17 +100,17 @@ class Changes:
                 "does not have. Use DataLoader(num_workers=0) or DomainMixture.batches()."
             )
         with self.locked() as file:
-            taken = self.taken(file)
-            self.check_lineage(taken)
-            if taken.num_workers and taken.loading != loading:
-                raise RuntimeError(already_begun(taken.end))
-            end = max(taken.end, step + 1)
-            _write_header(file, Taken(end, num_workers, loading, self._lineage))
+            progress = self.progress_in(file)
+            self.check_not_rewound(progress)
+            if progress.num_workers and progress.pass_seed != pass_seed:
+                raise RuntimeError(already_begun(progress.end))
+            end = max(progress.end, step + 1)
+            _write_header(file, WorkerProgress(end, num_workers, pass_seed, self._num_rewinds))
             return self._unread(file)
 
-    def check_lineage(self, taken: Taken) -> None:
+    def check_not_rewound(self, progress: WorkerProgress) -> None:
         """Raise RuntimeError where the mixture was told to begin elsewhere since this copy."""
-        if taken.lineage != self._lineage:
+        if progress.num_rewinds != self._num_rewinds:
             raise RuntimeError(
                 "seek() and load_state_dict() do not reach workers that are running. Begin "
                 "another pass over the loader after them, and leave persistent_workers off."
@@ -116,7 +124,7 @@ class Changes:
 
 
 def already_begun(end: int) -> str:
-    """What to say to a second pass."""
+    """Why a second pass is refused, and what to do."""
     return (
         f"This mixture was passed over already, and gave its batches up to step {end} to the "
         "loader, which may have used fewer. Say mixture.seek(step) before another pass, with the "
@@ -124,11 +132,11 @@ def already_begun(end: int) -> str:
     )
 
 
-def _write_header(file: int, taken: Taken) -> None:
-    os.pwrite(file, _HEADER.pack(*taken), 0)
+def _write_header(file: int, progress: WorkerProgress) -> None:
+    os.pwrite(file, _HEADER.pack(*progress), 0)
 
 
 def _remove(path: str, process: int) -> None:
-    # A forked worker that ends takes its copy with it, not the file.
+    # A forked worker that ends discards its copy of the object; the file is the parent's.
     if os.getpid() == process and os.path.exists(path):
         os.unlink(path)

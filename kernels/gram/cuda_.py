@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from doge_fast.kernels.build_cuda import operators
+from doge_fast.kernels.build import cuda_operators
 from doge_fast.kernels.chunks import Span, by_dtype, chunk_tables
 from doge_fast.kernels.schema import gram_shape
 
@@ -16,7 +16,7 @@ CHUNK_COLUMNS = 4096
 def gram(blocks: Sequence[Tensor]) -> Tensor:
     """sum_p B_p B_p^T, [R, R] float64: two launches for each dtype and alignment."""
     gram_RR: Tensor = gram_shape(blocks)
-    run = operators(gram_RR.device.type).gram
+    run = cuda_operators(gram_RR.device.type).gram
     is_first = True
     for (dtype,), group in by_dtype([block] for block in blocks):
         spans = [Span.of(*tensors) for tensors in group]

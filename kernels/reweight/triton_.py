@@ -1,29 +1,83 @@
-"""The K x K step on a GPU: device code only.
+"""The K x K step on a GPU, through Triton: one program, whatever the number of rows.
 
-One program does it all: clipping factors, W, score, mirror step, averages, combined norm, overflow
-flag and the commit of the new state. Reads two R x R matrices of float64 (one twice), writes one.
-The square passes through in slabs of BLOCK_R rows; vectors that later slabs need stand in the
-values that are written anyway, behind a barrier.
+It computes clipping factors, W, score, mirror step, averages, combined norm and overflow flag, and
+commits the new state. Reads two R x R matrices of float64 (one twice), writes one. The square
+passes through in slabs of BLOCK_R rows; vectors that later slabs need stand in the values that are
+written anyway, behind a barrier.
 """
 
 # Triton's own compiler types device code.
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from doge_fast.kernels.reweight.packing import Settings, num_domains_of
+from doge_fast.kernels.schema import reweight_outputs
+from doge_fast.kernels.triton_support import on_device
+
+# Float64 elements of a slab of rows; 128 threads then hold 32 each, 64 registers.
+SLAB = 4096
+NUM_WARPS = 4
 # What torch.nn.utils.clip_grad_norm_ adds to the norm it divides by.
 NORM_FLOOR = tl.constexpr(1e-6)
+# Where the settings stand. In memory: as arguments of a launch they would be rounded to float32.
+_ORDER = Settings._fields.index
+LR = tl.constexpr(_ORDER("lr"))
+MU = tl.constexpr(_ORDER("mu"))
+GRAD_SCALE = tl.constexpr(_ORDER("grad_scale"))
+SCALE_BY_MEAN_NORM = tl.constexpr(_ORDER("scale_by_mean_norm"))
+LOW = tl.constexpr(_ORDER("low"))
+HIGH = tl.constexpr(_ORDER("high"))
+DOMAIN_MAX = tl.constexpr(_ORDER("domain_max_grad_norm"))
+TOTAL_MAX = tl.constexpr(_ORDER("max_grad_norm"))
+SMOOTHING = tl.constexpr(_ORDER("smoothing"))
+
+
+def reweight(
+    gram_RR: Tensor,
+    full_RR: Tensor,
+    state_S: Tensor,
+    tau_R: Tensor,
+    present_R: Tensor,
+    settings_C: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clip, estimate, score, move, commit: lines 7 and 8 of Algorithm 1, and the average."""
+    values_V, skipped, found_inf = reweight_outputs(gram_RR, state_S)
+    with on_device(gram_RR.device):
+        reweight_once[(1,)](
+            gram_RR,
+            full_RR,
+            state_S,
+            tau_R,
+            present_R,
+            settings_C,
+            values_V,
+            skipped,
+            found_inf,
+            **constants_of(len(tau_R), num_domains_of(state_S)),
+            num_warps=NUM_WARPS,
+        )
+    return values_V, skipped, found_inf
+
+
+def constants_of(num_rows: int, num_domains: int) -> dict[str, int]:
+    """Compile-time arguments."""
+    padded = max(2, 1 << (num_rows - 1).bit_length())
+    return {
+        "R": num_rows,
+        "K": num_domains,
+        "PADDED_R": padded,
+        "BLOCK_R": max(1, min(padded, SLAB // padded)),
+    }
 
 
 @triton.jit
-def clip_factor(norm, MAX: tl.constexpr, IS_CUT: tl.constexpr):
-    """min(1, MAX / (norm + 1e-6)); a NaN stays one."""
-    factor = norm * 0 + 1
-    if IS_CUT:
-        factor = MAX / (norm + NORM_FLOOR)
-        factor = tl.where(factor > 1, 1.0, factor)
-    return factor
+def clip_factor(norm, max_norm):
+    """min(1, max_norm / (norm + 1e-6)); a NaN stays one."""
+    factor = max_norm / (norm + NORM_FLOOR)
+    return tl.where(factor > 1, 1.0, factor)
 
 
 @triton.jit
@@ -33,14 +87,13 @@ def is_finite(x):
 
 
 @triton.jit
-def reweight(
+def reweight_once(
     gram,
     full,
     state,
     tau,
     present,
-    lr,
-    grad_scale,
+    settings,
     values,
     skipped,
     found_inf,
@@ -48,17 +101,6 @@ def reweight(
     K: tl.constexpr,
     PADDED_R: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    MU: tl.constexpr,
-    SCALE_BY_MEAN_NORM: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    DOMAIN_MAX: tl.constexpr,
-    CUTS_DOMAINS: tl.constexpr,
-    TOTAL_MAX: tl.constexpr,
-    CUTS_TOTAL: tl.constexpr,
-    SMOOTHING: tl.constexpr,
 ):
     """state moves; values, skipped and found_inf are written."""
     coefficients = values + R * R
@@ -68,15 +110,16 @@ def reweight(
     difficulties = influences + K
     alphas = difficulties + K
 
-    scale = tl.load(grad_scale)
+    scale = tl.load(settings + GRAD_SCALE)
     unit = 1 / (scale * scale)
+    domain_max = tl.load(settings + DOMAIN_MAX)
     # [PADDED_R]; what is past R or K is masked wherever it would count
     r = tl.arange(0, PADDED_R)
     is_row = r < R
     is_domain = r < K
     squares_R = tl.load(full + r * (R + 1), mask=is_row, other=0.0) * unit
     norms_R = tl.sqrt(squares_R)
-    clip_R = clip_factor(norms_R, DOMAIN_MAX, CUTS_DOMAINS)
+    clip_R = clip_factor(norms_R, domain_max)
     tau_R = tl.load(tau + r, mask=is_row, other=0.0)
     present_R = tl.load(present + r, mask=is_row, other=0) != 0
     tl.store(norms + r, norms_R, mask=is_row)
@@ -88,7 +131,7 @@ def reweight(
         # [BLOCK_R, PADDED_R]
         is_entry = is_slab[:, None] & is_row[None, :]
         norm_i = tl.sqrt(tl.load(full + i * (R + 1), mask=is_slab, other=0.0) * unit)
-        clip_i = clip_factor(norm_i, DOMAIN_MAX, CUTS_DOMAINS)
+        clip_i = clip_factor(norm_i, domain_max)
         square = tl.load(gram + entries, mask=is_entry, other=0.0) * unit
         square = clip_i[:, None] * square * clip_R[None, :]
         tl.store(values + entries, square, mask=is_entry)
@@ -101,17 +144,16 @@ def reweight(
     difficulty_K = tau_R * own_K
     tl.store(difficulties + r, difficulty_K, mask=is_domain)
     tl.store(influences + r, w_K - difficulty_K, mask=is_domain)
-    score_K = w_K
-    if SCALE_BY_MEAN_NORM:
-        counts = is_domain & present_R
-        total = tl.sum(tl.where(counts, tl.sqrt(own_K), 0.0), axis=0)
-        count = tl.maximum(tl.sum(counts.to(tl.int32), axis=0), 1)
-        score_K = score_K / (total / count.to(tl.float64) + NORM_FLOOR)
-    if HAS_LOW:
-        score_K = tl.where(score_K < LOW, LOW, score_K)
-    if HAS_HIGH:
-        score_K = tl.where(score_K > HIGH, HIGH, score_K)
-    # Without a measured row that the objective needs, nobody's W is whole.
+    counts = is_domain & present_R
+    total = tl.sum(tl.where(counts, tl.sqrt(own_K), 0.0), axis=0)
+    count = tl.maximum(tl.sum(counts.to(tl.int32), axis=0), 1)
+    is_scaled = tl.load(settings + SCALE_BY_MEAN_NORM) != 0
+    score_K = w_K / tl.where(is_scaled, total / count.to(tl.float64) + NORM_FLOOR, 1.0)
+    low = tl.load(settings + LOW)
+    high = tl.load(settings + HIGH)
+    score_K = tl.where(score_K < low, low, score_K)
+    score_K = tl.where(score_K > high, high, score_K)
+    # Where a target row is absent, every W lacks a term.
     is_missing = is_row & (r >= K) & (present_R == 0) & (tau_R != 0)
     is_whole = tl.max(is_missing.to(tl.int32), axis=0) == 0
     carried_K = tl.load(state + 2 * K + r, mask=is_domain, other=0.0)
@@ -119,13 +161,14 @@ def reweight(
 
     alpha_K = tl.load(state + r, mask=is_domain, other=0.0)
     # A weight of zero stays zero.
-    logs_K = tl.log(tl.where(alpha_K == 0, 1.0, alpha_K)) + tl.load(lr) / MU * gain_K
+    rate = tl.load(settings + LR) / tl.load(settings + MU)
+    logs_K = tl.log(tl.where(alpha_K == 0, 1.0, alpha_K)) + rate * gain_K
     logs_K = tl.where(is_domain & (alpha_K != 0), logs_K, -float("inf"))
     raised_K = tl.exp(logs_K - tl.max(logs_K, axis=0))
     raised_K = tl.where(is_domain, raised_K, 0.0)
     moved_K = raised_K / tl.sum(raised_K, axis=0)
-    if SMOOTHING > 0:
-        moved_K = (1 - SMOOTHING) * moved_K + SMOOTHING / K
+    smoothing = tl.load(settings + SMOOTHING)
+    moved_K = (1 - smoothing) * moved_K + smoothing / K
 
     # Every thread has read what stands there.
     tl.debug_barrier()
@@ -151,7 +194,7 @@ def reweight(
     is_bad = (is_row & (is_finite(norms_R) == 0)) | (is_domain & (is_finite(moved_K) == 0))
     is_skipped = tl.max(is_bad.to(tl.int32), axis=0)
     is_taken = is_skipped == 0
-    factor = clip_factor(combined_norm, TOTAL_MAX, CUTS_TOTAL)
+    factor = clip_factor(combined_norm, tl.load(settings + TOTAL_MAX))
     # NaN, so that a scaler or a clipping loop sees the overflow too.
     factor = tl.where(is_taken, factor, float("nan"))
     tl.debug_barrier()

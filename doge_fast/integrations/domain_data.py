@@ -1,0 +1,308 @@
+"""Data by domain for hosts that read one data set: as a mapping, a column, or a stream.
+
+It needs torch and numpy alone; what it knows of Hugging Face's data sets are their method names.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+Batch = dict[str, Any]
+"""What a model takes: `input_ids`, `labels` and so on."""
+
+Collate = Callable[[list[Any]], Batch]
+"""Makes a batch of examples."""
+
+# Examples whose domains are read at once from a data set with a column that names them.
+ROWS_AT_ONCE = 100_000
+# A domain of a mixed stream waits for the others with at most this many steps' worth of examples;
+# further ones are skipped.
+WAITING_STEPS = 64
+# Examples of a mixed stream among which every domain must occur.
+MOST_EXAMPLES_WITHOUT = 1_000_000
+
+
+def by_domain(dataset: Any, column: str, rows: Sequence[str]) -> Any:
+    """A training data set by domain: one stream, or a mapping from domains to datasets.
+
+    A dataset whose examples do not name a domain is returned unchanged. Arguments as
+    `split_by_domain` takes them.
+
+    Raises:
+        ValueError: a mapping is to datasets and to streams, or what `split_by_domain` refuses.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset
+    if isinstance(dataset, Mapping):
+        return StreamsInTurn(dataset, column) if _are_streams(dataset) else dataset
+    return split_by_domain(dataset, column, rows) if _has_column(dataset, column) else dataset
+
+
+def _has_column(dataset: Any, column: str) -> bool:
+    if (columns := getattr(dataset, "column_names", None)) is not None:
+        return column in columns
+    return len(dataset) > 0 and _names_a_domain(dataset[0], column)
+
+
+def _are_streams(datasets: Mapping[str, Any]) -> bool:
+    streams = [name for name, rows in datasets.items() if isinstance(rows, IterableDataset)]
+    if streams and len(streams) < len(datasets):
+        raise ValueError(
+            f"train_dataset must map to datasets or to streams, not to both; got streams for "
+            f"{streams} of {list(datasets)}. Dataset.to_iterable_dataset() makes a stream of one."
+        )
+    return bool(streams)
+
+
+class DomainZip(Dataset[dict[str, Any]]):
+    """Datasets by domain as one dataset whose examples are `{domain: example}`.
+
+    Example i holds example i mod n_d of every domain d, so the length is the longest domain's
+    and the shorter ones repeat.
+
+    Raises:
+        ValueError: there is no domain, or one is empty.
+    """
+
+    def __init__(self, datasets: Mapping[str, Any]) -> None:
+        empty = [name for name, rows in datasets.items() if len(rows) == 0]
+        if empty or not datasets:
+            raise ValueError(
+                "A mapping of training datasets needs at least one example for every domain; got "
+                f"{list(datasets)} of which {empty} hold none. Leave the empty ones out of both "
+                "train_dataset and domains."
+            )
+        self.datasets = dict(datasets)
+
+    def __len__(self) -> int:
+        return max(len(rows) for rows in self.datasets.values())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: rows[index % len(rows)] for name, rows in self.datasets.items()}
+
+
+def split_by_domain(dataset: Any, column: str, rows: Sequence[str]) -> dict[str, Any]:
+    """The examples of a mixed dataset by domain, in their order; nothing is copied.
+
+    Args:
+        dataset: a `datasets.Dataset` with the column, or a torch dataset whose examples have the
+            key; of the latter every example is read.
+        column: names an example's domain; text, or a class label.
+        rows: the domains that there must be, no more and no less.
+
+    Returns:
+        {domain: dataset}, in the order of `rows`.
+
+    Raises:
+        ValueError: some row has no example, or some examples belong to no row.
+    """
+    number_of: dict[str, int] = {}
+    numbers_E = np.fromiter(
+        (number_of.setdefault(name, len(number_of)) for name in _domains_of(dataset, column)),
+        dtype=np.int32,
+    )
+    if number_of.keys() != set(rows):
+        raise ValueError(
+            f"column {column!r} must name {list(rows)}, the domains and targets, and nothing else; "
+            f"it lacks {sorted(set(rows) - number_of.keys())} and names "
+            f"{sorted(number_of.keys() - set(rows))} besides. Name the latter in domains= (trained "
+            "on) or target= (measured only), or filter them out of the dataset."
+        )
+    indices = {name: np.flatnonzero(numbers_E == number_of[name]) for name in rows}
+    if hasattr(dataset, "select"):
+        return {name: dataset.select(chosen) for name, chosen in indices.items()}
+    return {name: Subset(dataset, chosen.tolist()) for name, chosen in indices.items()}
+
+
+def _domains_of(dataset: Any, column: str) -> Iterator[str]:
+    """The domain of every example."""
+    if not hasattr(dataset, "select_columns"):
+        yield from (str(dataset[index][column]) for index in range(len(dataset)))
+        return
+    # Only this column is read: the tokens beside it may be large.
+    narrow = dataset.select_columns([column]).with_format(None)
+    to_text = getattr(dataset.features[column], "int2str", str)
+    for first in range(0, len(narrow), ROWS_AT_ONCE):
+        yield from map(to_text, narrow[first : first + ROWS_AT_ONCE][column])
+
+
+class StreamsInTurn(IterableDataset[dict[str, Any]]):
+    """Streams by domain as one stream: an example of every domain, in turn, naming its domain.
+
+    It ends with the longest; those that end sooner start again.
+
+    Args:
+        streams: {domain: iterable dataset of examples}.
+        column: the key under which an example names its domain.
+
+    Raises:
+        ValueError: a stream holds nothing.
+    """
+
+    def __init__(self, streams: Mapping[str, IterableDataset[Any]], column: str) -> None:
+        self.streams = dict(streams)
+        self.column = column
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the streams the number of the next pass: some shuffle by it."""
+        for stream in self.streams.values():
+            _set_epoch(stream, epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """One pass over the longest stream."""
+        running = {name: iter(stream) for name, stream in self.streams.items()}
+        unfinished = set(running)
+        while True:
+            for name, stream in self.streams.items():
+                example = next(running[name], None)
+                if example is None:
+                    unfinished.discard(name)
+                    if not unfinished:
+                        return
+                    running[name] = iter(stream)
+                    example = next(running[name], None)
+                if example is None:
+                    raise ValueError(
+                        f"the stream of {name!r} holds no example for this loader. Leave the "
+                        "domain out, or use no more dataloader_num_workers than it has shards."
+                    )
+                yield {**example, self.column: name}
+
+
+class DomainStream(IterableDataset[dict[str, Batch]]):
+    """A stream of examples that name their domain as one of batches `{domain: batch}`.
+
+    The examples of a domain wait until every domain has `batch_size` of them. At most
+    `WAITING_STEPS` such batches of a domain wait; further examples are skipped. At the end of the
+    stream an incomplete batch is left out. Batches that are by domain already pass unchanged.
+
+    Args:
+        stream: examples with the key `column`, or finished batches `{domain: batch}`.
+        column: the key.
+        rows: the domains that a batch has.
+        batch_size: examples of every domain in a batch.
+        collate: makes a batch of examples.
+
+    Raises:
+        ValueError: an example names none of the domains, or a domain does not occur.
+    """
+
+    def __init__(
+        self,
+        stream: IterableDataset[Any],
+        column: str,
+        rows: Sequence[str],
+        *,
+        batch_size: int,
+        collate: Collate,
+    ) -> None:
+        self.stream = stream
+        self.column = column
+        self.rows = tuple(rows)
+        self.batch_size = batch_size
+        self.collate = collate
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream the number of the next pass: some shuffle by it."""
+        _set_epoch(self.stream, epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Batch]]:
+        """One pass over the stream."""
+        waiting: dict[str, list[Any]] = {name: [] for name in self.rows}
+        num_waited, num_batches = 0, 0
+        for example in self.stream:
+            if not _names_a_domain(example, self.column):
+                yield example
+                num_batches += 1
+                continue
+            self._put(example, waiting)
+            num_waited += 1
+            if all(len(examples) >= self.batch_size for examples in waiting.values()):
+                yield {name: self._take(examples) for name, examples in waiting.items()}
+                num_waited, num_batches = 0, num_batches + 1
+            elif num_waited >= MOST_EXAMPLES_WITHOUT:
+                self._refuse(waiting, num_waited)
+        if num_waited and not num_batches:
+            self._refuse(waiting, num_waited)
+
+    def _put(self, example: Mapping[str, Any], waiting: dict[str, list[Any]]) -> None:
+        name = example[self.column]
+        if name not in waiting:
+            raise ValueError(
+                f"an example's {self.column!r} is {name!r}, which is none of {list(self.rows)}. "
+                "Name it in domains= (trained on) or target= (measured only), or filter it out of "
+                "the stream."
+            )
+        if len(waiting[name]) < WAITING_STEPS * self.batch_size:
+            waiting[name].append(_without(example, self.column))
+
+    def _take(self, examples: list[Any]) -> Batch:
+        taken, examples[:] = examples[: self.batch_size], examples[self.batch_size :]
+        return self.collate(taken)
+
+    def _refuse(self, waiting: Mapping[str, list[Any]], count: int) -> None:
+        lacking = [name for name, rows in waiting.items() if len(rows) < self.batch_size]
+        raise ValueError(
+            f"a step takes {self.batch_size} examples of every domain, and {count} examples of the "
+            f"stream did not have them for {lacking}. Leave out the domains it lacks, shuffle the "
+            "stream, or pass train_dataset as a mapping from domains to datasets."
+        )
+
+
+class StreamLoader(DataLoader[Any]):
+    """A loader that passes the number of the next pass on to its stream."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream the number of the next pass."""
+        _set_epoch(self.dataset, epoch)
+
+
+def _set_epoch(stream: Any, epoch: int) -> None:
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(epoch)
+
+
+class CollateByDomain:
+    """Collates examples `{domain: example}` into `{domain: batch}`, without the key `column`."""
+
+    def __init__(self, collate: Collate, column: str) -> None:
+        self.collate = collate
+        self.column = column
+
+    def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Batch]:
+        """The examples' batches by domain."""
+        return {
+            name: self.collate([self._unnamed(example[name]) for example in examples])
+            for name in checked_batch(examples[0])
+        }
+
+    def _unnamed(self, example: Any) -> Any:
+        return _without(example, self.column) if _names_a_domain(example, self.column) else example
+
+
+def _without(example: Mapping[str, Any], column: str) -> dict[str, Any]:
+    return {key: example[key] for key in example if key != column}
+
+
+def _names_a_domain(example: Any, column: str) -> bool:
+    """Whether this is an example that names its domain; `{domain: example}` has a mapping there."""
+    return isinstance(example, Mapping) and isinstance(example.get(column), str)
+
+
+def checked_batch(batch: Any) -> dict[str, Any]:
+    """The batch itself.
+
+    Raises:
+        ValueError: it is not `{domain: batch}`.
+    """
+    if isinstance(batch, Mapping) and all(isinstance(rows, Mapping) for rows in batch.values()):
+        return cast("dict[str, Any]", batch)
+    got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+    raise ValueError(
+        'DoGETrainer takes batches by domain, {"arxiv": {"input_ids": ..., "labels": ...}, ...}; '
+        f"got {got}. Pass a train_dataset with a column that names the domain "
+        "(domain_column=), a mapping from domains to datasets, or an iterable dataset of such "
+        "batches."
+    )

@@ -1,0 +1,223 @@
+"""Where rows come from: sized data sets in shuffled epochs, streams in their own order.
+
+Both are asked for positions of an endless sequence, so a mixture need not know which it has.
+"""
+
+import functools
+import itertools
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from doge_fast.mixture.permutation import shuffled
+
+Draw = tuple[int, int]
+"""A domain by its number, and a position in the endless sequence of its rows."""
+
+
+class DomainRows:
+    """The rows of all domains, read a batch at a time.
+
+    Args:
+        domains: {name: rows}.
+        label_key: rows, which must be dicts, get the number of their domain under this key;
+            None: rows stay as they are.
+
+    Raises:
+        ValueError: a domain can be read neither by number nor repeatedly.
+    """
+
+    def __init__(self, domains: Mapping[str, Any], label_key: str | None) -> None:
+        self.label_key = label_key
+        self._domains = [_rows_of(name, rows) for name, rows in domains.items()]
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Rows of each domain; None where it is a stream."""
+        return {rows.name: rows.size for rows in self._domains}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, indices: Sequence[int | Draw], seed: int) -> list[Any]:
+        """Rows by their draws, or by their numbers among the rows of all domains.
+
+        Every domain is read once, in ascending order.
+
+        Raises:
+            IndexError: there is no row of this number.
+            TypeError: a number, and a domain is a stream.
+            ValueError: a row is to be labelled and is no dict, or a stream has no rows.
+        """
+        batch: list[Any] = [None] * len(indices)
+        groups: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        for place, index in enumerate(indices):
+            is_draw = isinstance(index, tuple)
+            domain, position = index if isinstance(index, tuple) else self._by_number(index)
+            groups.setdefault((domain, is_draw), []).append((position, place))
+        for (domain, is_draw), group in groups.items():
+            positions, places = zip(*sorted(group), strict=True)
+            source = self._domains[domain]
+            if is_draw:
+                rows = source.at(positions, seed)
+            else:
+                assert isinstance(source, SizedRows)
+                rows = source.numbered(positions)
+            for place, row in zip(places, rows, strict=True):
+                batch[place] = self._labelled(row, domain)
+        return batch
+
+    def check_weights(self, weights_K: Sequence[float]) -> None:
+        """Raise ValueError where a domain without rows has a weight."""
+        weighted = zip(self.sizes.items(), weights_K, strict=True)
+        if empty := [name for (name, size), weight in weighted if size == 0 and weight > 0]:
+            raise ValueError(
+                f"A domain with a weight needs rows; {', '.join(empty)} has none. "
+                "Give it the weight 0 or leave it out."
+            )
+
+    def _labelled(self, row: Any, domain: int) -> Any:
+        if self.label_key is None:
+            return row
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"domain_key={self.label_key!r} needs rows that are dicts; "
+                f"{self._domains[domain].name} has rows of type {type(row).__name__}."
+            )
+        return {**row, self.label_key: domain}
+
+    def _by_number(self, index: int) -> Draw:
+        """Domain and row of a number among the rows of all domains."""
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"a mixture of {len(self)} rows has no row {index}.")
+        domain = bisect_right(self._ends, number)
+        return domain, number - (self._ends[domain - 1] if domain else 0)
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """Sums of the sizes of the first domains: one, two, ..., all of them."""
+        sizes = [rows.size for rows in self._domains if rows.size is not None]
+        if len(sizes) < len(self._domains):
+            streams = [name for name, size in self.sizes.items() if size is None]
+            raise TypeError(
+                f"a mixture with streams has no length, and no rows by number; {', '.join(streams)}"
+                " cannot be counted. Draw batches with batches() or stream()."
+            )
+        return list(itertools.accumulate(sizes))
+
+
+def _rows_of(name: str, domain: Any) -> "SizedRows | StreamRows":
+    is_sequence = hasattr(domain, "__len__") and hasattr(domain, "__getitem__")
+    if is_sequence and not isinstance(domain, IterableDataset | Mapping | str | bytes):
+        return SizedRows(name, domain)
+    is_stream = hasattr(domain, "__iter__") and not isinstance(domain, Mapping | str | bytes)
+    if is_stream and not isinstance(domain, Iterator):
+        return StreamRows(name, domain)
+    raise ValueError(
+        f"A domain must have rows by number (a list, a Dataset) or be readable from its beginning "
+        f"again and again (an IterableDataset, not an iterator); {name} is a "
+        f"{type(domain).__name__}."
+    )
+
+
+class SizedRows:
+    """Rows that can be read by number; every epoch shows each once, in an order of its own."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name = name
+        self.dataset = dataset
+        self.size: int | None = len(dataset)
+
+    def at(self, positions: Sequence[int], seed: int) -> list[Any]:
+        """The rows at these positions of the endless sequence."""
+        assert self.size is not None
+        # The pipeline draws from a stream of this name, so one seed gives both the same order.
+        numbers = shuffled(seed, ("train", self.name), np.asarray(positions), self.size)
+        return self.numbered(numbers.tolist())
+
+    def numbered(self, numbers: Sequence[int]) -> list[Any]:
+        """The rows of these numbers, in one call where the data set can read several at once."""
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(list(numbers)))
+        return [self.dataset[number] for number in numbers]
+
+
+class StreamRows:
+    """Rows that can only be read one after another; begun again at the end.
+
+    Every process reads the stream from its beginning and skips the rows of other processes. So
+    the row at a position does not depend on how many processes there are, and a process that
+    starts at a later position reads up to it first.
+    """
+
+    size: int | None = None
+
+    def __init__(self, name: str, stream: Iterable[Any]) -> None:
+        self.name = name
+        self.stream = stream
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._rows = self._endless()
+        self._next_position = 0
+        self._process = os.getpid()
+
+    def at(self, positions: Sequence[int], seed: int) -> list[Any]:
+        """The rows at these ascending positions of the endless sequence."""
+        # A forked process shares open files with its parent, and their place in them.
+        if self._process != os.getpid():
+            self._rewind()
+        try:
+            return [self._row(position) for position in positions]
+        except Exception:
+            # A generator that raised is exhausted; the next call reads the stream anew.
+            self._rewind()
+            raise
+
+    def _row(self, position: int) -> Any:
+        if position < self._next_position:
+            self._rewind()
+        num_skipped = position - self._next_position
+        self._next_position = position + 1
+        return next(itertools.islice(self._rows, num_skipped, None))
+
+    def _endless(self) -> Iterator[Any]:
+        for epoch in itertools.count():
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)
+            is_empty = True
+            for row in self._all_rows():
+                is_empty = False
+                yield row
+            if is_empty:
+                raise ValueError(
+                    f"A stream must have rows; {self.name} has none in epoch {epoch}. It must be "
+                    "readable from its beginning again and again."
+                )
+
+    def _all_rows(self) -> Iterable[Any]:
+        """One pass over the stream, whole also in a loader's worker."""
+        if get_worker_info() is None or not isinstance(self.stream, IterableDataset):
+            return self.stream
+        if hasattr(self.stream, "iter"):
+            # Hugging Face's: its __iter__ divides the rows among workers, its iter() does not.
+            batches = self.stream.iter(batch_size=1)
+            return ({key: values[0] for key, values in batch.items()} for batch in batches)
+        raise ValueError(
+            f"Every worker must read all rows of a stream; {self.name} is an IterableDataset of "
+            f"torch ({type(self.stream).__name__}), which may divide its rows among the workers. "
+            "Use num_workers=0, or pass an object of another class whose __iter__ yields all rows "
+            "in every process."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the open stream, which cannot be sent to another process."""
+        return {"name": self.name, "stream": self.stream}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["name"], state["stream"])  # type: ignore[misc]
