@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from benchmarks import cases, gpu, prefer
 from benchmarks.gpu import Session
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Session(torch.device("cpu"), quick=True)
@@ -128,18 +128,14 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 
-def printed_by(script: Path, **variables: str) -> str:
+def help_of(script: Path, **variables: str) -> str:
     """What it prints when it is asked for help, on a PATH whose python3 need not have torch."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"} | variables
-    done = subprocess.run(
-        ["bash", script, "--help"], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    return printed_by("bash", script, "--help", env=environment | variables)
 
 
 def test_the_shell_script_is_one() -> None:
-    assert "--quick" in printed_by(SCRIPT, PYTHON=sys.executable)
+    assert "--quick" in help_of(SCRIPT, PYTHON=sys.executable)
 
 
 def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> None:
@@ -150,7 +146,7 @@ def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> No
     for python in ("bin/python3", ".venv/bin/python"):
         (tmp_path / python).write_text(f'#!/bin/sh\necho "{python} $*"\n')
         (tmp_path / python).chmod(0o755)
-        assert printed_by(script, PATH=path) == f"{python} -m benchmarks.gpu --help\n"
+        assert help_of(script, PATH=path) == f"{python} -m benchmarks.gpu --help\n"
 
 
 def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
