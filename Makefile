@@ -7,7 +7,7 @@ CONSTRAINTS := .ci/constraints.txt
 # One stamp per set of extras and torch, so that another TORCH= installs again.
 STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
 
-.PHONY: help demo test soak bench docs lint typecheck format check-wheel clean
+.PHONY: help demo test test-all soak bench docs lint typecheck format check-wheel clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,13 +25,18 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 demo: $(call STAMP,pipeline)  ## the whole story on text found on this machine, in minutes
 	$(BIN)/python -m doge_fast demo
 
-# Processes that share the tests.
+# Processes that share the tests. worksteal: the tests of a file stay together, so that what a file
+# makes once is made once, and no process waits for another at the end.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+SHARED = -n $(WORKERS) --dist worksteal
 
-test: $(call STAMP,all)  ## the test suite, under 15 minutes on two cores
-	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS)
+test: $(call STAMP,all)  ## tests of every part, under 8 minutes on two busy cores
+	$(BIN)/python -m pytest -m 'not exhaustive and not soak' $(SHARED)
 
-soak: $(call STAMP,all)  ## the slow tests too
+test-all: $(call STAMP,all)  ## every test that takes no minutes by itself
+	$(BIN)/python -m pytest -m 'not soak' $(SHARED)
+
+soak: $(call STAMP,all)  ## the tests of minutes too
 	$(BIN)/python -m pytest
 
 bench: $(call STAMP,all)  ## operators, steps and peers on this machine, in minutes

@@ -1,5 +1,6 @@
 """What every test runs on: a device, a seed, memory that starts as NaN, quiet operators."""
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,20 @@ def pytest_configure() -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         choose("gram", default_device(), None)
         choose("gram", torch.device("cpu"), None)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of what the garbage collector looks through.
+
+    Accelerate collects at the end of every training, which is 0.4 s of a test of 0.9 s here.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Give it back: libraries count what is left when the process ends."""
+    gc.unfreeze()
 
 
 def default_device() -> torch.device:

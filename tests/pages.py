@@ -21,7 +21,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -33,6 +32,7 @@ import pytest
 import yaml
 
 from doge_fast import cli
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -217,7 +217,7 @@ def _python(words: list[str]) -> str:
 
 
 def _run(words: list[str]) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return printed_by(*words)
 
 
 def _program(words: list[str]) -> str:

@@ -18,6 +18,7 @@ import torch
 
 import doge_fast
 from doge_fast import cli
+from tests.grids import grid
 from tests.pages import ROOT, Reader, assert_alike, blocks_of, copy_workplace
 
 DOCS = ROOT / "docs"
@@ -57,7 +58,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    # The tutorial is a whole study.
+    grid(PAGES, some=lambda page: page.name != "tutorial.md"),
+    ids=lambda page: page.relative_to(DOCS).as_posix(),
+)
 def test_what_a_page_shows_runs(
     page: Path,
     workplace: Path,
@@ -159,6 +165,7 @@ def test_command_line_reference_has_every_option(
         assert flags == set(shown) - {"--help"}, name
 
 
+@pytest.mark.exhaustive
 def test_site_builds_and_holds_together(tmp_path: Path) -> None:
     """One test, so that processes that share the tests build the pages once."""
     pytest.importorskip("sphinx", reason="the generator of the documentation is not installed")

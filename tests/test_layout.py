@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import printed_by
+
 ROOT = Path(__file__).resolve().parents[1]
 
 PIP_INSTALL = [
@@ -65,42 +67,27 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(source: Path, kind: str, out: Path) -> Path:
     # Without isolation: setuptools is installed, and nothing is fetched.
-    subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", out, source],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    printed_by(sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", out, source)
     (built,) = out.iterdir()
     return built
 
 
 def install(where: Path, *what: str | Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", *PIP_INSTALL, "--target", where, *what],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    printed_by(sys.executable, "-m", "pip", *PIP_INSTALL, "--target", where, *what)
 
 
-def probe(path: Path, cwd: Path) -> Path:
-    """Import from `path`, ahead of any installed copy; where the package was found."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", PROBE],
-        cwd=cwd,
-        env={"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin", "DOGE_FAST_NO_JIT": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip().splitlines()[-1])
+def probe(cwd: Path, path: Path | None = None, python: str | Path = sys.executable) -> Path:
+    """Where the package is found, from `path` ahead of any installed copy."""
+    environment = {"PATH": "/usr/bin:/bin", "DOGE_FAST_NO_JIT": "1"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    output = printed_by(python, "-P", "-c", PROBE, cwd=cwd, env=environment)
+    return Path(output.strip().splitlines()[-1])
 
 
 def test_wheel(wheel: Path, tmp_path: Path) -> None:
     install(tmp_path / "site", wheel)
-    assert probe(tmp_path / "site", tmp_path).is_relative_to(tmp_path / "site")
+    assert probe(tmp_path, tmp_path / "site").is_relative_to(tmp_path / "site")
 
 
 def test_wheel_carries_sources_and_nothing_at_top_level(wheel: Path) -> None:
@@ -117,6 +104,7 @@ def test_wheel_carries_sources_and_nothing_at_top_level(wheel: Path) -> None:
         assert sources <= carried, sources - carried
 
 
+@pytest.mark.exhaustive
 def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build(checkout, "--sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
@@ -126,36 +114,22 @@ def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path
     assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.exhaustive
 def test_editable(checkout: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    printed_by(sys.executable, "-m", "venv", "--without-pip", venv)
     (site,) = venv.glob("lib/python*/site-packages")
     # torch, numpy and setuptools of this environment, ours not.
     here = [p for p in sys.path if p.endswith("site-packages")]
     (site / "outer.pth").write_text("\n".join(here) + "\n")
-    subprocess.run(
-        [
-            *[sys.executable, "-m", "pip", "--python", venv / "bin/python", *PIP_INSTALL],
-            *["--ignore-installed", "--editable", checkout],
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    done = subprocess.run(
-        [venv / "bin/python", "-P", "-c", PROBE],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "DOGE_FAST_NO_JIT": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip().splitlines()[-1]).is_relative_to(checkout)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", *PIP_INSTALL]
+    printed_by(*pip, "--ignore-installed", "--editable", checkout)
+    assert probe(tmp_path, python=venv / "bin/python").is_relative_to(checkout)
 
 
+@pytest.mark.exhaustive
 def test_plain_checkout(checkout: Path, tmp_path: Path) -> None:
-    assert probe(checkout, tmp_path).is_relative_to(checkout)
+    assert probe(tmp_path, checkout).is_relative_to(checkout)
 
 
 def test_packages_are_all_listed() -> None:
@@ -175,10 +149,7 @@ def test_library_needs_torch_numpy_and_einops_only() -> None:
         "heavy = {'transformers', 'datasets', 'accelerate', 'triton', 'matplotlib', 'tyro'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.strip() == "[]", done.stdout
+    assert printed_by(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert {d.split(">")[0] for d in project["project"]["dependencies"]} == {
         "torch",
@@ -212,4 +183,4 @@ optimizer.step()
 assert table.table.tolist() == [[256, 36]]
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DOGE_FAST_BACKEND": "torch"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=ROOT)
+    printed_by(sys.executable, "-c", code, env=environment, cwd=ROOT)

@@ -53,6 +53,17 @@ def test_contributing_draws_what_is_there() -> None:
         assert (ROOT / folder).is_dir()
 
 
+def test_make_has_what_is_asked_of_it() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    for page in ("README.md", "Makefile", "pyproject.toml", ".ci/run"):
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / page).read_text("utf-8"), re.M)
+        assert named, page
+        assert set(named) <= targets, page
+    # What a change must pass leaves nothing out but the soak.
+    assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "name",
     [m.name for m in pkgutil.walk_packages(doge_fast.__path__, "doge_fast.")],

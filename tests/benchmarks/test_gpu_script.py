@@ -1,7 +1,9 @@
 """The script for GPUs, here on the CPU with tiny problems, and what comes of its record."""
 
 import json
-import subprocess
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import torch
 
 from benchmarks import cases, gpu, prefer
 from benchmarks.gpu import Session
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Session(torch.device("cpu"), quick=True)
 
 
+@pytest.mark.exhaustive
 def test_everything_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--commit", "abc"])
     (path,) = tmp_path.glob("gpu-*-abc.json")
@@ -121,15 +125,28 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "sees no GPU" in capsys.readouterr().err
 
 
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+
+
+def help_of(script: Path, **variables: str) -> str:
+    """What it prints when it is asked for help, on a PATH whose python3 need not have torch."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    return printed_by("bash", script, "--help", env=environment | variables)
+
+
 def test_the_shell_script_is_one() -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--quick" in done.stdout
+    assert "--quick" in help_of(SCRIPT, PYTHON=sys.executable)
+
+
+def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> None:
+    for folder in ("benchmarks", "bin", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    script = Path(shutil.copy(SCRIPT, tmp_path / "benchmarks"))
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    for python in ("bin/python3", ".venv/bin/python"):
+        (tmp_path / python).write_text(f'#!/bin/sh\necho "{python} $*"\n')
+        (tmp_path / python).chmod(0o755)
+        assert help_of(script, PATH=path) == f"{python} -m benchmarks.gpu --help\n"
 
 
 def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:

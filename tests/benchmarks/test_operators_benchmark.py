@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from benchmarks import cases, operators, problems
 from benchmarks.problems import BLOCKS, MATRIX, Arena
 from benchmarks.protocol import Call
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BYTES = 4_000_000
@@ -209,6 +209,7 @@ def test_the_roof_is_the_slower_of_memory_and_arithmetic(
     assert (below["roof"], below["fraction"][0]) == ("both", 0.25)
 
 
+@pytest.mark.exhaustive
 def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "operators.json"
     arguments = f"--device cpu --megabytes 1 --rows 7 --rounds 3 --seconds 0.02 --json {out}"
@@ -226,25 +227,19 @@ def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert row["plain_formulations"][row["plain"]]["ms"] > 0
 
 
+@pytest.mark.exhaustive
 def test_pytest_benchmark_runs_them(tmp_path: Path) -> None:
     out = tmp_path / "benchmark.json"
     command = [sys.executable, "-m", "pytest", "benchmarks/test_operators.py", "-q"]
     command += ["--device", "cpu", "--megabytes", "4", "--rounds", "1"]
     command += ["-k", "float32 and (128 or add) or reweight and 7"]
-    done = subprocess.run(
-        [*command, "--benchmark-json", str(out)],
-        cwd=ROOT,
-        # An interpreter's time is nobody's business, and this process may be one of several.
-        env={
-            key: value
-            for key, value in os.environ.items()
-            if key != "TRITON_INTERPRET" and not key.startswith("PYTEST_XDIST")
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    # The time of Triton's interpreter says nothing, and this process may be one of several.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key != "TRITON_INTERPRET" and not key.startswith("PYTEST_XDIST")
+    }
+    printed_by(*command, "--benchmark-json", out, cwd=ROOT, env=environment)
     found = json.loads(out.read_text())["benchmarks"]
     operators_found = {each["name"].split("[")[0] for each in found}
     assert operators_found == {f"test_{name}" for name in operators.OPERATORS}

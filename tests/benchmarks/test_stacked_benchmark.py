@@ -32,6 +32,7 @@ def test_both_heads_give_the_same_gradients() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_and_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

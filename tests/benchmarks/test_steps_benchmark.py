@@ -144,6 +144,7 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer_step.measure(PROBLEM, "cpu", pairs=2)
 
 
+@pytest.mark.exhaustive
 def test_the_command_measures_what_it_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_checkout_without_a_trainer_is_refused(checkout: Path) -> None:
         published.load(checkout)
 
 
+@pytest.mark.exhaustive
 def test_peers_memory_and_record(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     sizes = "--layers 1 --width 64 --vocabulary 256 --sequence 16 --domains 2 --sequences 2"

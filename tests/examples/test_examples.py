@@ -7,7 +7,6 @@ process of its own shows that they need nothing else.
 import json
 import re
 import runpy
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -20,16 +19,17 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from doge_fast import DoGEOptimizer
+from tests.processes import printed_by
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 Run = Callable[..., str]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs an example with a command line, in an empty folder; gives what it printed."""
     monkeypatch.chdir(tmp_path)
 
@@ -40,11 +40,7 @@ def run(
             runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 
-    # Models this small are slower on two threads.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield call
-    torch.set_num_threads(before)
+    return call
 
 
 def weights_in(folder: Path) -> dict[str, float]:
@@ -150,15 +146,10 @@ def last_object(output: str) -> Any:
     return json.loads(output[output.rindex('{\n "weights"') :])
 
 
+@pytest.mark.exhaustive
 def test_an_example_runs_by_itself_anywhere(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", EXAMPLES / "plain_loop.py", "--steps", "3"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("-W", "error::UserWarning", EXAMPLES / "plain_loop.py", "--steps", "3")
+    printed_by(sys.executable, *words, cwd=tmp_path)
     assert set(weights_in(tmp_path / "plain_loop")) == {"stranger", "half", "kin"}
 
 

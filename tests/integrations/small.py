@@ -24,6 +24,10 @@ def adamw(model: nn.Module, **options: Any) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), **({"lr": 0.05} | options))
 
 
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
 def wrapped(
     inner: Callable[[nn.Module], Optimizer] = adamw,
     model: nn.Module | None = None,

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from doge_fast import DoGEOptimizer
 from doge_fast.integrations.causal_lm import PLAIN_HEADS, STACKABLE
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
+from tests.grids import grid
 
 VOCABULARY, LENGTH = 61, 10
 SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}
@@ -110,20 +111,30 @@ def assert_same(ours: Rows, expected: Rows) -> None:
         assert error <= 2e-14, f"{name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("attention", [None, "eager"], ids=["its own", "eager"])
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("kind", STACKABLE)
+# One with learned positions, one with rotary ones and grouped heads.
+SOME = ("gpt2", "llama")
+
+
+@pytest.mark.parametrize(
+    ("kind", "padding", "attention"),
+    grid(
+        STACKABLE,
+        ("full", "padded"),
+        ("its own", "eager"),
+        some=lambda kind, padding, attention: kind in SOME and attention == "its own",
+    ),
+)
 def test_rows_are_those_of_one_domain_after_another(
-    kind: str, padded: bool, attention: str | None
+    kind: str, padding: str, attention: str
 ) -> None:
-    model = tiny(kind, attention)
-    inputs, labels_BL = batch(padded=padded)
+    model = tiny(kind, None if attention == "its own" else attention)
+    inputs, labels_BL = batch(padded=padding == "padded")
     expected = sequential(model, inputs, labels_BL)
     assert len(expected) == sum(1 for _ in model.parameters())
     assert_same(stacked(model, inputs, labels_BL), expected)
 
 
-@pytest.mark.parametrize("kind", PLAIN_HEADS)
+@pytest.mark.parametrize("kind", grid(PLAIN_HEADS, some=lambda kind: kind in SOME))
 def test_a_plain_head_is_the_product_that_the_fused_loss_takes(kind: str) -> None:
     model = tiny(kind)
     inputs, labels_BL = batch(padded=True)
@@ -133,19 +144,21 @@ def test_a_plain_head_is_the_product_that_the_fused_loss_takes(kind: str) -> Non
 
 # The name that works in all versions that we accept is on its way out in the latest.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
-@pytest.mark.parametrize("kind", STACKABLE)
-def test_with_activation_checkpointing(kind: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    grid(STACKABLE, ("saved", "reentrant"), some=lambda kind, way: kind in SOME),
+)
+def test_with_activation_checkpointing(kind: str, way: str) -> None:
     model = tiny(kind)
     inputs, labels_BL = batch(padded=False)
     expected = sequential(model, inputs, labels_BL)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
+    model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+    if way == "reentrant":
         model.enable_input_require_grads()
     assert_same(stacked(model, inputs, labels_BL), expected)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", SOME)
 def test_dropout_draws_the_masks_of_the_whole_batch(kind: str) -> None:
     """Other masks than domain after domain; with the same ones rows add up to plain training's."""
     changes = {"attention_dropout": 0.3} if kind == "llama" else {}

@@ -35,6 +35,7 @@ from tests.integrations.small import (
     assert_same,
     collect,
     everything,
+    sgd,
     small_model,
     train,
     train_plainly,
@@ -63,10 +64,6 @@ def groups(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 def stateless(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -75,7 +72,7 @@ RUNS: dict[str, Build] = {
     "adamw": lambda: wrapped(adamw, absent="keep"),
     "groups": lambda: wrapped(groups, target={"a": 1.0, "far": 2.0}, absent="keep"),
     "draws": lambda: wrapped(adamw, domains_per_step=2, absent="keep"),
-    "momentum": lambda: wrapped(momentum, absent="keep"),
+    "momentum": lambda: wrapped(sgd, absent="keep"),
     "stateless": lambda: wrapped(stateless, absent="keep"),
 }
 

@@ -28,6 +28,7 @@ from tests.integrations.small import (
     collect,
     everything,
     loss_of,
+    sgd,
     small_model,
     train,
     train_plainly,
@@ -37,10 +38,6 @@ from tests.integrations.small import (
 STEPS = 9
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 # Schedulers.
@@ -689,6 +686,7 @@ def check_compiled(backend: str) -> None:
     assert_same(everything(model, optimizer), everything(twin, plain))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["eager"])
 def test_compiled_steps(backend: str) -> None:
     isolated(check_compiled, backend)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from doge_fast import cli
 from doge_fast.info import info, text
 from doge_fast.kernels import dispatch
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
+from tests.processes import printed_by
 
 
 def test_every_device_says_what_runs_and_why_not() -> None:
@@ -84,6 +84,7 @@ def test_all_that_is_in_the_cache_counts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert info()["cache"] == {"path": str(tmp_path), "files": 2, "libraries": 1, "bytes": 10}
 
 
+@pytest.mark.exhaustive
 def test_nothing_compiled_and_no_transformers_is_no_error(tmp_path: Path) -> None:
     """In a process of its own: what was loaded once stays."""
     code = (
@@ -98,9 +99,6 @@ def test_nothing_compiled_and_no_transformers_is_no_error(tmp_path: Path) -> Non
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     environment.pop("DOGE_FAST_BACKEND", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"gram +torch +the first that can run of cpp, torch", done.stdout)
-    assert re.search(r"cpp cannot run: .*none", done.stdout)
+    output = printed_by(sys.executable, "-c", code, env=environment)
+    assert re.search(r"gram +torch +the first that can run of cpp, torch", output)
+    assert re.search(r"cpp cannot run: .*none", output)

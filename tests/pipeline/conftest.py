@@ -90,40 +90,42 @@ def settings(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def proxy(settings: dict[str, Any], tmp_path: Path) -> Callable[..., ProxyConfig]:
-    """Makes a ProxyConfig; keywords replace settings, those of `training` by name."""
+def configured(settings: dict[str, Any], tmp_path: Path) -> Callable[..., Callable[..., Any]]:
+    """Of a stage's class: what makes its configuration, in a directory of the test's.
 
-    def make(out: str = "proxy", **changes: Any) -> ProxyConfig:
-        return ProxyConfig(
-            out=tmp_path / out, **_changed(settings, {"sequences_per_domain": 2} | changes)
-        )
+    Keywords replace its settings, those of corpus, model and training by their own names.
+    """
 
-    return make
+    def configured(stage: type, **defaults: Any) -> Callable[..., Any]:
+        name = stage.__name__.removesuffix("Config").lower()
+
+        def make(out: str = name, **changes: Any) -> Any:
+            return stage(out=tmp_path / out, **_changed(settings, defaults | changes))
+
+        return make
+
+    return configured
 
 
 @pytest.fixture
-def base(settings: dict[str, Any], tmp_path: Path) -> Callable[..., BaseConfig]:
-    """Makes a BaseConfig, likewise."""
+def proxy(configured: Callable[..., Callable[..., Any]]) -> Callable[..., ProxyConfig]:
+    """Makes a ProxyConfig."""
+    return configured(ProxyConfig, sequences_per_domain=2)
 
-    def make(out: str = "base", **changes: Any) -> BaseConfig:
-        return BaseConfig(
-            out=tmp_path / out, **_changed(settings, {"batch_size": 8, "log_every": 1} | changes)
-        )
 
-    return make
+@pytest.fixture
+def base(configured: Callable[..., Callable[..., Any]]) -> Callable[..., BaseConfig]:
+    """Makes a BaseConfig."""
+    return configured(BaseConfig, batch_size=8, log_every=1)
 
 
 def _changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the nested dataclasses are named by their own names."""
-    changed = dict(settings)
-    for part in ("corpus", "model", "training"):
-        fields = {key: changes.pop(key) for key in list(changes) if key in _fields(settings[part])}
-        changed[part] = type(settings[part])(**(vars(settings[part]) | fields))
-    return changed | changes
-
-
-def _fields(config: Any) -> frozenset[str]:
-    return frozenset(vars(config))
+    """Settings with others, and what is none of theirs."""
+    rest, parts = dict(changes), {}
+    for part, values in settings.items():
+        fields = {key: rest.pop(key) for key in changes if key in vars(values)}
+        parts[part] = replace(values, **fields)
+    return parts | rest
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Stage two trains at the weights it was given, whoever gave them, and survives being killed."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,9 @@ from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.training import RecordedTrainer
+from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, write_weights
 
-NAMES = ["code", "prose", "table", "verse"]
 Make = Callable[..., BaseConfig]
-
-
-def write_weights(path: Path, weights: dict[str, float]) -> Path:
-    entries = [{"name": name, "weight": weight} for name, weight in weights.items()]
-    path.write_text(json.dumps({"schema_version": 1, "domains": entries}))
-    return path
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in line.items() if key != "seconds"}
-        for line in records.read_metrics(run)
-    ]
 
 
 def test_a_run_leaves_records_the_weights_used_and_a_model(base: Make) -> None:
@@ -98,31 +84,6 @@ def test_the_seed_gives_the_run_and_the_weights_matter(base: Make, tmp_path: Pat
     assert lines_of(one) != lines_of(other)
 
 
-class Killed(BaseException):
-    """Not an Exception: nothing on the way may swallow it."""
-
-
-def train_until_killed(config: BaseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train, and die in the sixth step."""
-    original, steps = RecordedTrainer.training_step, iter(range(1, 1000))
-
-    def dying(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
-        if next(steps) == 6:
-            raise Killed
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordedTrainer, "training_step", dying)
-        with pytest.raises(Killed):
-            train_base(config)
-
-
-def assert_the_same_run(one: Path, two: Path) -> None:
-    assert lines_of(one) == lines_of(two)
-    model = "model/model.safetensors"
-    assert (one / model).read_bytes() == (two / model).read_bytes()
-
-
 def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
     base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -132,12 +93,13 @@ def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
     whole = base("whole", save_every=3, weights=str(source))
     cut = base("cut", save_every=3, weights=str(source))
     train_base(whole)
-    train_until_killed(cut, monkeypatch)
+    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+        train_base(cut)
     write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
     train_base(cut)
     # The head, which is the embedding, is not called missing.
     assert not [text for text in warned if "missing keys" in text]
-    assert_the_same_run(cut.out, whole.out)
+    assert_same_run(cut.out, whole.out)
     assert not (cut.out / training.CHECKPOINTS).exists()
 
 
@@ -149,9 +111,10 @@ def test_dropout_goes_on_where_it_stood(
     shape = {"model": str(folder), "num_layers": None, "embed_dim": None, "num_heads": None}
     whole, cut = (base(name, save_every=3, **shape) for name in ("whole", "cut"))
     train_base(whole)
-    train_until_killed(cut, monkeypatch)
+    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+        train_base(cut)
     train_base(cut)
-    assert_the_same_run(cut.out, whole.out)
+    assert_same_run(cut.out, whole.out)
 
 
 def test_pretraining_continues_from_a_run(base: Make, small_corpus: Path) -> None:

@@ -6,23 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, ReportConfig
-
-
-def flags(config: Any) -> list[str]:
-    """A proxy's or base's settings as one would type them."""
-    words = ["--out", str(config.out)]
-    for part in (config.corpus, config.model, config.training):
-        for key, value in vars(part).items():
-            if value not in (None, ()) and not isinstance(value, bool):
-                words += [f"--{key.replace('_', '-')}", str(value)]
-    return words
+from tests.pipeline.stages import words_of
 
 
 def fields_of(config: type) -> list[str]:
@@ -41,13 +32,13 @@ def test_the_verbs_run_one_after_the_other(
 ) -> None:
     learned, trained = proxy(), base()
     words = ["--target", "verse", "--sequences-per-domain", "2"]
-    assert cli.main(["proxy", *flags(learned), *words]) == 0
+    assert cli.main(["proxy", *words_of(learned), *words]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"{learned.out.name}, for verse: most goes to ")
     assert told.endswith(f"weights: {learned.out / 'weights.json'}\n")
     assert records.read_weights(learned.out)["target"] == {"verse": 1.0}
     words = ["--weights", str(learned.out), "--targets", "verse", "--batch-size", "8"]
-    assert cli.main(["base", *flags(trained), *words]) == 0
+    assert cli.main(["base", *words_of(trained), *words]) == 0
     assert capsys.readouterr().out == f"model: {trained.out / 'model'}\n"
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
@@ -133,6 +124,7 @@ def test_a_missing_extra_is_named(
     )
 
 
+@pytest.mark.exhaustive
 def test_python_m_is_the_same_program(tmp_path: Path) -> None:
     words = ["proxy", "--out", str(tmp_path / "x"), "--target", "universal", "verse"]
     done = subprocess.run(

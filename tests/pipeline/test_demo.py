@@ -40,6 +40,7 @@ def test_the_story_compares_at_equal_tokens_and_seeds(demo: DemoConfig) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_demo_ends_with_a_table_and_a_page(demo: DemoConfig) -> None:
     lines = tell(demo)
     page = Path(lines[-1].removeprefix("report: "))

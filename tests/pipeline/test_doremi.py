@@ -33,27 +33,12 @@ from doge_fast.pipeline.doremi import (
 )
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import learn_weights
+from tests.pipeline.stages import NAMES, assert_resumes, killed_at, words_of, write_weights
 
-NAMES = ["code", "prose", "table", "verse"]
 VARIANTS: tuple[Variant, ...] = ("doremi", "doge")
 Make = Callable[..., DoReMiConfig]
 # Sums of a few float64 numbers in another order.
 ULPS = 1e-14
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    """The records without what a clock says."""
-    return [
-        {key: value for key, value in line.items() if key != "seconds"}
-        for line in records.read_metrics(run)
-    ]
-
-
-def assert_same_run(run: Path, other: Path) -> None:
-    assert lines_of(run) == lines_of(other)
-    assert records.read_weights(run) == records.read_weights(other)
-    model = "model/model.safetensors"
-    assert (run / model).read_bytes() == (other / model).read_bytes()
 
 
 def start(alpha: list[float], excess: float = 0.0) -> DomainWeights:
@@ -224,23 +209,9 @@ def test_a_domain_without_tokens_has_no_mean() -> None:
 
 
 @pytest.fixture
-def doremi(
-    settings: dict[str, Any], base: Callable[..., BaseConfig], tmp_path: Path
-) -> Callable[..., DoReMiConfig]:
-    """Makes a DoReMiConfig against a reference of 30 steps; keywords as for `base`."""
-
-    def make(out: str = "doremi", **changes: Any) -> DoReMiConfig:
-        reference = changes.pop("reference", None) or tmp_path / "reference"
-        own = {
-            key: changes.pop(key)
-            for key in ("variant", "step_size", "smoothing", "log_every")
-            if key in changes
-        }
-        same = vars(base(out, **changes))
-        keys = ("out", "corpus", "model", "training", "targets", "batch_size")
-        return DoReMiConfig(reference=reference, **{key: same[key] for key in keys}, **own)
-
-    return make
+def doremi(configured: Callable[..., Make]) -> Make:
+    """Makes a DoReMiConfig against a reference that is named."""
+    return configured(DoReMiConfig, batch_size=8)
 
 
 @pytest.fixture(scope="session")
@@ -423,29 +394,13 @@ def test_the_variants_and_their_settings_matter(
     assert (record["variant"], record["step_size"], record["smoothing"]) == ("doge", 0.1, 0.0)
 
 
-class Killed(BaseException):
-    """Not an Exception: nothing on the way may swallow it."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> None:
-    """The given call of a method never returns."""
-    original, calls = getattr(DoReMiTrainer, method), iter(range(1, 1000))
-
-    def dying(self: DoReMiTrainer, *args: Any, **kwargs: Any) -> Any:
-        if next(calls) == count:
-            raise Killed
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(DoReMiTrainer, method, dying)
-
-
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        ("training_step", 2),
+        pytest.param("training_step", 2, marks=pytest.mark.exhaustive),
         ("training_step", 6),
-        ("_save_rng_state", 2),
-        ("evaluate_domains", 2),
+        pytest.param("_save_rng_state", 2, marks=pytest.mark.exhaustive),
+        pytest.param("evaluate_domains", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
@@ -461,16 +416,8 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
     # Once for all cuts; a complete run is left as it is.
     whole = replace(whole, out=trained["folder"] / "whole")
     learn_by_excess_loss(whole)
-    with monkeypatch.context() as patch:
-        kill_at(patch, method, count)
-        with pytest.raises(Killed):
-            learn_by_excess_loss(cut)
-    assert not training.is_finished(cut.out)
-    with (cut.out / records.METRICS).open("a") as torn:
-        torn.write('{"step": 7, "kind": "tr')
-    learn_by_excess_loss(cut)
-    assert_same_run(cut.out, whole.out)
-    assert not (cut.out / training.CHECKPOINTS).exists()
+    killed = killed_at(monkeypatch, DoReMiTrainer, method, count)
+    assert_resumes(learn_by_excess_loss, cut, whole.out, killed)
 
 
 def test_a_run_does_not_go_on_against_another_reference(
@@ -479,10 +426,8 @@ def test_a_run_does_not_go_on_against_another_reference(
     against = tmp_path / "reference"
     shutil.copytree(reference(), against)
     config = doremi(reference=against, save_every=3, batch_size=3)
-    with monkeypatch.context() as patch:
-        kill_at(patch, "training_step", 6)
-        with pytest.raises(Killed):
-            learn_by_excess_loss(config)
+    with killed_at(monkeypatch, DoReMiTrainer, "training_step", 6):
+        learn_by_excess_loss(config)
     # Half a run is reported as such; of a domain that is in no batch there is no loss to draw.
     page = report.write_report(ReportConfig(runs=(config.out,)))
     assert "not complete, its records end at step 5 of 8" in page.read_text(encoding="utf-8")
@@ -551,9 +496,8 @@ def test_a_reference_is_a_finished_base_run_with_every_domain(
     assert "reference must be a complete run" in refusal(cut)
     learned = learn_weights(proxy(steps=2))
     assert "reference must be a base run" in refusal(learned)
-    file = tmp_path / "weights.json"
-    entries = [{"name": n, "weight": w} for n, w in zip(NAMES, (0.5, 0.3, 0.2, 0), strict=True)]
-    records.write_weights(file, {"domains": entries})
+    some = dict(zip(NAMES, (0.5, 0.3, 0.2, 0), strict=True))
+    file = write_weights(tmp_path / "weights.json", some)
     partial = train_base(base("partial", weights=str(file), steps=2))
     assert "has none for verse" in refusal(partial)
 
@@ -579,11 +523,7 @@ def test_the_verb(
     doremi: Make, reference: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = doremi(reference=reference())
-    words = ["doremi", "--out", str(config.out), "--reference", str(config.reference)]
-    for part in (config.corpus, config.model, config.training):
-        for key, value in vars(part).items():
-            if value not in (None, ()) and not isinstance(value, bool):
-                words += [f"--{key.replace('_', '-')}", str(value)]
+    words = ["doremi", *words_of(config), "--reference", str(config.reference)]
     assert cli.main([*words, "--batch-size", "8", "--variant", "doge"]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"{config.out.name}, for all domains: most goes to ")

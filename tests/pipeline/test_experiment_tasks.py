@@ -32,6 +32,7 @@ def refused(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("what was done is done again")
 
 
+@pytest.mark.exhaustive
 def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     experiment: Callable[..., ExperimentConfig],
     task_data: Path,

@@ -105,19 +105,30 @@ class StopAfter:
     ("name", "changes", "words"),
     [
         ("ood", {"targets": ("verse",)}, ["Perplexity on the target", "oracle", "for verse"]),
-        (
+        pytest.param(
             "wiki40b",
             {"targets": ("verse",), "domains": ("code", "prose")},
             ["DoGE, fine-tuned", "for verse"],
+            marks=pytest.mark.exhaustive,
         ),
-        ("scales", {}, ["mean absolute difference from mini", "small"]),
+        pytest.param(
+            "scales",
+            {},
+            ["mean absolute difference from mini", "small"],
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             "doremi",
             {"doremi_steps": (4,)},
             ["DoGE authors' variant", "FLOPs, against DoGE"],
             marks=pytest.mark.soak,
         ),
-        ("curriculum", {"base_steps": 10, "proxy_steps": 10}, ["K = 10", "global average"]),
+        pytest.param(
+            "curriculum",
+            {"base_steps": 10, "proxy_steps": 10},
+            ["K = 10", "global average"],
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             "early",
             {"base_steps": 8},
@@ -131,7 +142,9 @@ class StopAfter:
             ["mu x 16", "DoGE, average from 1/3", "score published", "learning rate and mu / 2"],
             marks=pytest.mark.soak,
         ),
-        ("selection", {}, ["columns left out", "low5", "high10"]),
+        pytest.param(
+            "selection", {}, ["columns left out", "low5", "high10"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_every_experiment_runs_and_a_second_call_trains_nothing(
@@ -211,6 +224,7 @@ def test_an_arm_of_another_corpus_is_refused(
         run_experiment(config)
 
 
+@pytest.mark.exhaustive
 def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) -> None:
     config = experiment("proxy_vs_base")
     (table, _) = run_experiment(config)

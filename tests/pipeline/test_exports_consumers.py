@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import shlex
-import subprocess
 import types
 import warnings
 from collections import Counter
@@ -23,6 +22,7 @@ import torch
 import yaml
 
 from doge_fast.pipeline.exports import export
+from tests.processes import printed_by
 
 # The text of a document says its domain; those of book are ten times as long.
 WEIGHTS = {"book": 0.5, "code": 0.2, "web": 0.3, "junk": 0.0}
@@ -193,9 +193,7 @@ def words_of(target: str) -> list[str]:
     if target == "megatron":
         return shlex.split(text)[1:]
     if target == "curator":
-        text = subprocess.run(
-            ["bash", "-c", text], capture_output=True, text=True, check=True
-        ).stdout
+        text = printed_by("bash", "-c", text)
     return text.split()
 
 
@@ -251,9 +249,7 @@ def test_phases_are_arrays_that_a_shell_hands_over(phase: int, megatron: Any) ->
     }
     text = export(record, to="megatron-phases", paths=PREFIXES, valid_paths=PREFIXES).text
     script = f'{text}\nprintf "%s\\n" "${{PHASE_{phase}[@]}}"'
-    words = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, check=True
-    ).stdout.split()
+    words = printed_by("bash", "-c", script).split()
     assert words[:2] == ["--phase-transition-iterations", "50"]
     first = words.index("--train-data-path") + 1
     blend = megatron.blend(words[first : words.index("--valid-data-path")])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from doge_fast.pipeline import local_corpus, packing
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.local_corpus import LocalDomain
+from tests.processes import printed_by
 
 ALL = ("docstrings", "headers", "metadata", "packages", "reference", "stdlib", "tests")
 
@@ -125,9 +125,9 @@ def test_the_same_environment_gives_the_same_text(roots):
         "found = local_corpus.load(stdlib=stdlib, site=site)\n"
         "print(json.dumps({n: [d.train, d.validation] for n, d in found.items()}))\n"
     )
-    arguments = [sys.executable, "-c", program, str(roots["stdlib"]), str(roots["site"])]
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    output = subprocess.run(arguments, capture_output=True, check=True, env=environment).stdout
+    words = (program, roots["stdlib"], roots["site"])
+    output = printed_by(sys.executable, "-c", *words, env=environment)
     here = {
         name: [list(domain.train), list(domain.validation)]
         for name, domain in local_corpus.load(**roots).items()

@@ -86,6 +86,7 @@ def test_other_precisions_and_models(tmp_path: Path) -> None:
         assert measured.num_parameters == 16 * (2 * 64 + 4 * 16 + 3 * 32 + 3)
 
 
+@pytest.mark.exhaustive
 def test_memory_is_that_of_the_rows() -> None:
     """Of the size of the rows, measured in other processes; tens of percent at this size."""
     measured = profile(

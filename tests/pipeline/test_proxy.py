@@ -26,24 +26,17 @@ from doge_fast.pipeline.proxy import (
 )
 from doge_fast.pipeline.reporting.runs import open_runs
 from tests.pipeline.corpora import texts, write_jsonl
+from tests.pipeline.stages import (
+    NAMES,
+    assert_resumes,
+    assert_same_run,
+    killed_at,
+    lines_of,
+    words_of,
+    write_weights,
+)
 
-NAMES = ["code", "prose", "table", "verse"]
 Make = Callable[..., ProxyConfig]
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    """The records without what a clock says."""
-    return [
-        {key: value for key, value in line.items() if key != "seconds"}
-        for line in records.read_metrics(run)
-    ]
-
-
-def assert_same_run(run: Path, other: Path) -> None:
-    assert lines_of(run) == lines_of(other)
-    assert records.read_weights(run) == records.read_weights(other)
-    model = "model/model.safetensors"
-    assert (run / model).read_bytes() == (other / model).read_bytes()
 
 
 def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path) -> None:
@@ -224,16 +217,10 @@ def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -
     assert all(0 < gains[0][name] < gains[1][name] for name in NAMES)
 
 
-def write_start(path: Path, weights: dict[str, float]) -> Path:
-    entries = [{"name": name, "weight": weight} for name, weight in weights.items()]
-    records.write_weights(path, {"method": "doge", "domains": entries})
-    return path
-
-
 def test_a_warm_start_carries_weights_by_name(proxy: Make, tmp_path: Path) -> None:
     """speech is gone, prose was split, code and table are kept, nothing is new."""
     start = {"speech": 0.2, "table": 0.1, "old": 0.4, "code": 0.3}
-    file = write_start(tmp_path / "start.json", start)
+    file = write_weights(tmp_path / "start.json", start)
     config = proxy(init_weights=file, split=("old=prose,verse",), mu=1e6)
     learn_weights(config)
     corpus = records.read_config(config.out)["corpus"]["domains"]
@@ -264,7 +251,7 @@ def test_a_start_at_zero_stays_there_and_says_so(
     proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
     start = dict(zip(NAMES, (0.5, 0.5, 0.0, 0.0), strict=True))
-    config = proxy(init_weights=write_start(tmp_path / "start.json", start), mode=mode)
+    config = proxy(init_weights=write_weights(tmp_path / "start.json", start), mode=mode)
     with caplog.at_level("WARNING", logger="doge_fast"):
         learn_weights(config)
     assert (
@@ -283,7 +270,7 @@ def test_smoothing_lifts_a_zero(
     proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = dict(zip(NAMES, (0.5, 0.5, 0.0, 0.0), strict=True))
-    file = write_start(tmp_path / "start.json", start)
+    file = write_weights(tmp_path / "start.json", start)
     config = proxy(init_weights=file, smoothing=0.1, steps=2)
     with caplog.at_level("WARNING", logger="doge_fast"):
         learn_weights(config)
@@ -295,44 +282,28 @@ def test_smoothing_lifts_a_zero(
 def test_a_killed_warm_start_resumes_whatever_became_of_the_file(
     proxy: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_start(tmp_path / "start.json", dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True)))
+    file = write_weights(
+        tmp_path / "start.json", dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True))
+    )
     whole, cut = (proxy(out, init_weights=file, save_every=3) for out in ("whole", "cut"))
     learn_weights(whole)
     # Before the first checkpoint, and after it.
     for count in (2, 6):
-        with monkeypatch.context() as patch:
-            kill_at(patch, "training_step", count)
-            with pytest.raises(Killed):
-                learn_weights(cut)
+        with killed_at(monkeypatch, ProxyTrainer, "training_step", count):
+            learn_weights(cut)
         file.unlink(missing_ok=True)
     learn_weights(cut)
     assert_same_run(cut.out, whole.out)
 
 
-class Killed(BaseException):
-    """Not an Exception: nothing on the way may swallow it."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> None:
-    """The given call of a method never returns."""
-    original, calls = getattr(ProxyTrainer, method), iter(range(1, 1000))
-
-    def dying(self: ProxyTrainer, *args: Any, **kwargs: Any) -> Any:
-        if next(calls) == count:
-            raise Killed
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(ProxyTrainer, method, dying)
-
-
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        ("training_step", 2),
+        pytest.param("training_step", 2, marks=pytest.mark.exhaustive),
         ("training_step", 6),
         ("_save_optimizer_and_scheduler", 2),
-        ("_save_rng_state", 1),
-        ("evaluate_domains", 2),
+        pytest.param("_save_rng_state", 1, marks=pytest.mark.exhaustive),
+        pytest.param("evaluate_domains", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
@@ -341,26 +312,15 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
     changes: dict[str, Any] = {"save_every": 3, "eval_every": 4, "target": ("verse", "mix")}
     whole, cut = proxy("whole", **changes), proxy("cut", **changes)
     learn_weights(whole)
-    with monkeypatch.context() as patch:
-        kill_at(patch, method, count)
-        with pytest.raises(Killed):
-            learn_weights(cut)
-    assert not training.is_finished(cut.out)
-    with (cut.out / records.METRICS).open("a") as torn:
-        torn.write('{"step": 7, "kind": "tr')
-    learn_weights(cut)
-    assert_same_run(cut.out, whole.out)
-    assert not (cut.out / training.CHECKPOINTS).exists()
+    killed = killed_at(monkeypatch, ProxyTrainer, method, count)
+    assert_resumes(learn_weights, cut, whole.out, killed)
 
 
+@pytest.mark.exhaustive
 def test_a_process_killed_at_any_moment_resumes_too(proxy: Make) -> None:
     changes: dict[str, Any] = {"steps": 200, "save_every": 5, "log_every": 7}
     whole, cut = proxy("whole", **changes), proxy("cut", **changes)
-    command = [sys.executable, "-m", "doge_fast", "proxy", "--out", str(cut.out)]
-    for part in (cut.corpus, cut.model, cut.training):
-        for key, value in vars(part).items():
-            if value not in (None, ()) and not isinstance(value, bool):
-                command += [f"--{key.replace('_', '-')}", str(value)]
+    command = [sys.executable, "-m", "doge_fast", "proxy", *words_of(cut)]
     command += ["--sequences-per-domain", "2", "--log-every", "7"]
     process = subprocess.Popen(
         command,
@@ -438,6 +398,7 @@ def test_another_configuration_does_not_overwrite_a_run(proxy: Make) -> None:
         learn_weights(proxy(mu=0.5))
 
 
+@pytest.mark.exhaustive
 def test_the_default_mu_grows_with_the_learning_rate_and_the_targets(
     proxy: Make, tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_the_figures_lie_beside_the_page(runs: Path) -> None:
         assert f">{name}</text>" in weights
 
 
+@pytest.mark.exhaustive
 def test_the_same_records_give_the_same_page(runs: Path, page: Page) -> None:
     again = report.write_report(ReportConfig(runs=(runs,)))
     assert again.read_text(encoding="utf-8") == page.source
@@ -546,7 +547,7 @@ def test_awkward_names_stay_text(tmp_path: Path) -> None:
     assert "$a_1$" in report.terminal_table([tmp_path])
 
 
-@pytest.mark.parametrize("num_domains", [1, 2, 24])
+@pytest.mark.parametrize("num_domains", [1, 2, pytest.param(24, marks=pytest.mark.exhaustive)])
 def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
     names = tuple(f"domain {j}" for j in range(num_domains))
     tokens = dict.fromkeys(names, 500_000)

@@ -15,6 +15,7 @@ from doge_fast.pipeline.config import ProxyConfig, SelectConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import SelectionTrainer, measure_cancellation
 from doge_fast.pipeline.training import RecordedTrainer
+from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, words_of
 
 Make = Callable[..., SelectConfig]
 # One layer of 12 tensors, two embeddings, the last norm's two.
@@ -22,18 +23,9 @@ NUM_PARAMETERS = 16
 
 
 @pytest.fixture
-def asked(settings: dict[str, Any], tmp_path: Path) -> Make:
-    """Makes a SelectConfig; keywords replace settings, those of `training` and `model` by name."""
-
-    def make(out: str = "select", **changes: Any) -> SelectConfig:
-        parts = dict(settings)
-        for part in ("corpus", "model", "training"):
-            fields = {key: changes.pop(key) for key in list(changes) if key in vars(parts[part])}
-            parts[part] = type(parts[part])(**(vars(parts[part]) | fields))
-        few = {"batch_size": 8, "log_every": 1, "strategies": ("low3", "high3")}
-        return SelectConfig(out=tmp_path / out, **(parts | few | changes))
-
-    return make
+def asked(configured: Callable[..., Make]) -> Make:
+    """Makes a SelectConfig."""
+    return configured(SelectConfig, batch_size=8, log_every=1, strategies=("low3", "high3"))
 
 
 def scores_of(run: Path) -> dict[str, Any]:
@@ -44,13 +36,6 @@ def scores_of(run: Path) -> dict[str, Any]:
 def names_of(run: Path, strategy: str) -> list[str]:
     names: list[str] = json.loads((run / f"selection-{strategy}.json").read_text())
     return names
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in line.items() if key != "seconds"}
-        for line in records.read_metrics(run)
-    ]
 
 
 def test_a_run_leaves_scores_and_lists(asked: Make) -> None:
@@ -83,7 +68,7 @@ def test_a_run_leaves_scores_and_lists(asked: Make) -> None:
     assert (high["strategy"], high["parameters"]) == ("high3", 3)
     lines = records.read_metrics(config.out, kind="train")
     # The mini-batch is of all domains alike.
-    assert lines[-1]["tokens"] == dict.fromkeys(("code", "prose", "table", "verse"), 8 * 2 * 16)
+    assert lines[-1]["tokens"] == dict.fromkeys(NAMES, 8 * 2 * 16)
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
@@ -132,32 +117,18 @@ def test_together_and_one_after_another_agree(asked: Make) -> None:
         assert line["loss"] == pytest.approx(twin["loss"], rel=1e-4)
 
 
-class Killed(BaseException):
-    """Not an Exception: nothing on the way may swallow it."""
-
-
 def test_a_killed_run_resumes_to_the_same_bits(
     asked: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, cut = asked("whole", save_every=3), asked("cut", save_every=3)
     measure_cancellation(whole)
-    original, steps = RecordedTrainer.training_step, iter(range(1, 1000))
-
-    def dying(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
-        if next(steps) == 6:
-            raise Killed
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordedTrainer, "training_step", dying)
-        with pytest.raises(Killed):
-            measure_cancellation(cut)
+    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+        measure_cancellation(cut)
     assert not (cut.out / "cancellation.json").exists()
     assert (cut.out / training.CHECKPOINTS).exists()
     measure_cancellation(cut)
-    assert lines_of(cut.out) == lines_of(whole.out)
-    for name in ("cancellation.json", "selection-low3.json", "selection-high3.json"):
-        assert (cut.out / name).read_bytes() == (whole.out / name).read_bytes()
+    files = ("cancellation.json", "selection-low3.json", "selection-high3.json")
+    assert_same_run(cut.out, whole.out, files)
     assert not (cut.out / training.CHECKPOINTS).exists()
 
 
@@ -210,11 +181,7 @@ def test_a_proxy_takes_the_list(asked: Make, proxy: Callable[..., ProxyConfig]) 
 
 def test_the_command_line(asked: Make, capsys: pytest.CaptureFixture[str]) -> None:
     config = asked()
-    words = ["select", "--out", str(config.out), "--strategies", "low2", "high12"]
-    for part in (config.corpus, config.model, config.training):
-        for key, value in vars(part).items():
-            if value not in (None, ()) and not isinstance(value, bool):
-                words += [f"--{key.replace('_', '-')}", str(value)]
+    words = ["select", *words_of(config), "--strategies", "low2", "high12"]
     assert cli.main([*words, "--batch-size", "4"]) == 0
     low, high = capsys.readouterr().out.splitlines()
     assert low.startswith("selection-low2.json")

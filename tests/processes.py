@@ -1,0 +1,20 @@
+"""Programs in processes of their own: for what is imported, built or said once in a process."""
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def printed_by(
+    *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> str:
+    """What a command prints; it fails with all that was said.
+
+    Args:
+        command: the program and its words.
+        cwd: where it runs, if not here.
+        env: all of its environment, if not this one.
+    """
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return done.stdout
