@@ -56,7 +56,7 @@ def test_contributing_draws_what_is_there() -> None:
 def test_make_has_what_is_asked_of_it() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
-    for page in ("README.md", "Makefile", "pyproject.toml", ".ci/run"):
+    for page in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", ".ci/run"):
         named = re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / page).read_text("utf-8"), re.M)
         assert named, page
         assert set(named) <= targets, page
