@@ -3,7 +3,7 @@
     benchmarks/gpu.sh
     python -m benchmarks.gpu --device cpu --quick
 
-Needs torch and nothing else. Sections run one after another, each within a time of its own: a slow
+Needs torch and einops. Sections run one after another, each within a time of its own: a slow
 one is cut, a failing one is recorded, the rest runs. Writes a JSON record and a table in Markdown
 to `results/`; the exit code says whether everything was right.
 """

@@ -1,4 +1,4 @@
-"""Cancellation effect: how much of a parameter's gradient comes to nothing, and which to select.
+"""Cancellation effect: how much of a parameter's gradient cancels, and which to select by it.
 
 The paper scores "modules", parameter tensors of a model (76 in its 82M proxy), over the first
 steps of a training, and computes W from the columns of a few of them. Per step t and tensor w,
@@ -7,7 +7,7 @@ steps of a training, and computes W from the columns of a few of them. Per step 
     norms =  sum_i ||dl(x_i) / dw||      over the examples of the mini-batch
     sum   =  ||sum_i dl(x_i) / dw||      norm of the gradient that the step follows, times B
 
-What it divides by what, the texts tell in different ways; `READINGS` has them all. One training
+The paper and its code divide these in different ways; `READINGS` has all of them. One training
 gives the score in every reading.
 
 Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (cancellation), appendix cancellation.
@@ -21,16 +21,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from doge_fast.example_norms import ExampleNorms, without_rule
+from doge_fast.layers.batch import couples_examples
 
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 """What C(w) sums over the steps.
 
 - norms-over-change: sum_i ||dl(x_i)/dw|| / ||dw||. The paper's words: "the ratio of gradient norm
   and the norm of the actual update", high where gradients "among a minibatch could cancel each
-  other". The default, and what the house calls the cancellation effect.
+  other". The default, and what this library calls the cancellation effect.
 - sum-over-change: ||sum_i dl(x_i)/dw|| / ||dw||. The published code's ratio, except that it takes
   the mean over the batch, the change of the step before, and copies that follow the weights, so
   that each of its scores is infinite.
@@ -41,6 +41,17 @@ Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "ch
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
 DEFAULT_READING: Reading = "norms-over-change"
+
+
+class _Watched(NamedTuple):
+    """What a step's micro-batches have shown so far."""
+
+    norms_P: Tensor
+    """[P] sums over the examples of the norms of their gradients."""
+    sum_P: Tensor
+    """[P] norms of the sum of those gradients."""
+    weight: float
+    """The factor of an example in the loss."""
 
 
 class CancellationEffect:
@@ -54,9 +65,9 @@ class CancellationEffect:
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
-    The step is noticed by hooks of the optimizer; clipping between backward and step changes
-    nothing but the step. Steps before which nothing was watched do not count. Needs memory for
-    one copy of the parameters.
+    Hooks of the optimizer follow its steps; clipping between backward and step changes nothing but
+    the step. A step counts if a backward pass was watched before it. Needs memory for one copy of
+    the parameters.
 
     C(w) sums over every step that counts; stop after T_c of them. Steps whose denominator is zero
     (a warm-up that starts at a learning rate of zero) add no term: `terms` counts the others.
@@ -93,10 +104,8 @@ class CancellationEffect:
         self._terms_RP = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_steps = 0
         self._copies: dict[str, Tensor] = {}
-        # Of the step under way, where something was watched.
-        self._norms_P: Tensor | None = None
-        self._sum_P: Tensor | None = None
-        self._weight: float | None = None
+        # Of the step under way; None before its first micro-batch.
+        self._watched: _Watched | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -128,7 +137,7 @@ class CancellationEffect:
         Raises:
             ValueError: a number is out of range, the weight is not that of the micro-batch
                 before, or a module has no rule for several examples.
-            RuntimeError: what `ExampleNorms.listening` refuses.
+            RuntimeError: what `ExampleNorms.recording` refuses.
         """
         weight = self._check(num_examples, weight)
         if num_examples == 1:
@@ -136,16 +145,15 @@ class CancellationEffect:
                 yield
         else:
             assert self._norms is not None
-            with self._norms.listening(num_examples):
+            with self._norms.recording(num_examples):
                 yield
             squared = self._norms.squared
         device = self._scores_RP.device
         norms = [squared[name].double().sqrt().sum().to(device) for name in self._params]
-        norms_P = torch.stack(norms)
-        self._norms_P = norms_P / weight + (0 if self._norms_P is None else self._norms_P)
+        earlier_P = 0 if self._watched is None else self._watched.norms_P
         # Of all micro-batches so far, and before anything clips it.
-        self._sum_P = self._stacked({name: p.grad for name, p in self._params.items()}) / weight
-        self._weight = weight
+        sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
+        self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
         """C(w) of every parameter so far, {name: score}.
@@ -183,7 +191,7 @@ class CancellationEffect:
         self._scores_RP.copy_(state["scores"])
         self._terms_RP.copy_(state["terms"])
         self.num_steps = int(state["num_steps"])
-        self._forget()
+        self._watched = None
 
     def release(self) -> None:
         """Stop following the optimizer and drop the copy of the parameters."""
@@ -199,8 +207,8 @@ class CancellationEffect:
                 "No step has been watched. Run backward inside effect.watching(num_examples) and "
                 "step the optimizer."
             )
-        found: list[Any] = values_RP[READINGS.index(reading)].tolist()
-        return found
+        values: list[Any] = values_RP[READINGS.index(reading)].tolist()
+        return values
 
     def _check(self, num_examples: int, weight: float | None) -> float:
         if num_examples < 1:
@@ -208,10 +216,10 @@ class CancellationEffect:
         weight = 1 / num_examples if weight is None else weight
         if not 0 < weight < math.inf:
             raise ValueError(f"weight must be a number greater than zero; got {weight}.")
-        if self._weight not in (None, weight):
+        if self._watched is not None and self._watched.weight != weight:
             raise ValueError(
                 "All examples of a step must have one weight in its loss; this micro-batch gives "
-                f"them {weight} and those before {self._weight}. Pass weight."
+                f"them {weight} and those before {self._watched.weight}. Pass weight."
             )
         if num_examples > 1 and self.without_rule:
             raise ValueError(
@@ -235,7 +243,7 @@ class CancellationEffect:
             squared[name] = self._norm(name, gained).square()
 
     def _before_step(self, *_: Any) -> None:
-        if self._norms_P is None:
+        if self._watched is None:
             return
         for name, param in self._params.items():
             if name not in self._copies:
@@ -243,25 +251,22 @@ class CancellationEffect:
             self._copies[name].copy_(param.detach())
 
     def _after_step(self, *_: Any) -> None:
-        if self._norms_P is None or self._sum_P is None:
+        if self._watched is None:
             return
-        change_P = self._stacked(
+        norms_P, sum_P = self._watched[:2]
+        change_P = self._norms_of(
             {name: self._copies[name].sub_(p.detach()) for name, p in self._params.items()}
         )
         # In the order of READINGS.
-        above_RP = torch.stack([self._norms_P, self._sum_P, change_P, change_P])
-        below_RP = torch.stack([change_P, change_P, self._sum_P, self._norms_P])
+        above_RP = torch.stack([norms_P, sum_P, change_P, change_P])
+        below_RP = torch.stack([change_P, change_P, sum_P, norms_P])
         counts_RP = below_RP != 0
         self._scores_RP += torch.where(counts_RP, above_RP / below_RP, 0)
         self._terms_RP += counts_RP
         self.num_steps += 1
-        self._forget()
+        self._watched = None
 
-    def _forget(self) -> None:
-        """Nothing of a step has been watched."""
-        self._norms_P = self._sum_P = self._weight = None
-
-    def _stacked(self, values: Mapping[str, Tensor | None]) -> Tensor:
+    def _norms_of(self, values: Mapping[str, Tensor | None]) -> Tensor:
         """[P] norms."""
         device = self._scores_RP.device
         return torch.stack([self._norm(name, value).to(device) for name, value in values.items()])
@@ -322,12 +327,12 @@ def parse_strategy(strategy: str) -> tuple[Literal["low", "high"], int]:
     Raises:
         ValueError: it is neither, or N is not at least 1.
     """
-    found = re.fullmatch(r"(low|high)([1-9][0-9]*)", strategy)
-    if found is None:
+    match = re.fullmatch(r"(low|high)([1-9][0-9]*)", strategy)
+    if match is None:
         raise ValueError(
             f"A strategy is lowN or highN with N >= 1, high30 for example; got {strategy!r}."
         )
-    return ("low" if found[1] == "low" else "high"), int(found[2])
+    return ("low" if match[1] == "low" else "high"), int(match[2])
 
 
 def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> None:
@@ -346,7 +351,7 @@ def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> No
 
 def _check_coupling(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if couples_examples(module):
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
                 "examples of a batch: none has a gradient of its own. Put it in eval mode."

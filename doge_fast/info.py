@@ -1,4 +1,4 @@
-"""What doge_fast finds on this machine: devices, operators that run on them, and why not others."""
+"""What this machine has: devices, the operators that run on them, and why others do not."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from doge_fast.kernels.compilers import BuildError
 from doge_fast.kernels.dispatch import AUTO, OPERATORS, measured, preference
 
 PACKAGES = ("doge-fast", "torch", "triton", "transformers")
-# What changes what runs, and what the operators' builders read.
+# Those that decide which operators run and how they are built.
 VARIABLES = (
     "DOGE_FAST_BACKEND",
     "DOGE_FAST_CACHE",
@@ -28,6 +28,7 @@ VARIABLES = (
     "TORCH_CUDA_ARCH_LIST",
     "TRITON_INTERPRET",
     "OMP_NUM_THREADS",
+    "XDG_CACHE_HOME",
 )
 
 
@@ -39,7 +40,7 @@ def info() -> dict[str, Any]:
     Returns:
         Strings, numbers, None, lists and dictionaries only:
         versions: {package: version};
-        devices: for each its `device`, `name`, `what` it is in words, `operators`
+        devices: of every device its `device`, `name`, `what` it is in words, `operators`
         ({operator: {implementation, reason}}) and `implementations` ({name: why it cannot run,
         None if it can});
         cache: `path`, `files`, `bytes`, and `libraries`, the compiled ones among the files;
@@ -56,14 +57,13 @@ def info() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of ourselves and of what we run on."""
-    found = {name: _version(name) for name in PACKAGES}
-    found["torch"] = torch.__version__
-    return found | {"python": platform.python_version()}
+    """{package: version} of doge_fast and of what it runs on."""
+    packages = {name: _version(name) for name in PACKAGES}
+    return packages | {"torch": torch.__version__, "python": platform.python_version()}
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """The device's name, as its maker gives it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -74,10 +74,10 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def text(found: dict[str, Any]) -> str:
-    """What `info` found, to read."""
-    lines = ["  ".join(f"{name} {number}" for name, number in found["versions"].items())]
-    for device in found["devices"]:
+def text(machine: dict[str, Any]) -> str:
+    """What `info` returns, as lines for people."""
+    lines = ["  ".join(f"{name} {number}" for name, number in machine["versions"].items())]
+    for device in machine["devices"]:
         lines += ["", f"{device['name']} ({device['device']}): {device['what']}"]
         lines += [
             f"  {name:<14}{choice['implementation'] or 'nothing':<9}{choice['reason']}"
@@ -88,15 +88,15 @@ def text(found: dict[str, Any]) -> str:
             for name, reason in device["implementations"].items()
             if reason
         ]
-    if not any(device["device"].startswith("cuda") for device in found["devices"]):
-        lines += ["", f"GPUs: none that torch {found['versions']['torch']} sees"]
-    cache = found["cache"]
+    if not any(device["device"].startswith("cuda") for device in machine["devices"]):
+        lines += ["", f"GPUs: none that torch {machine['versions']['torch']} sees"]
+    cache = machine["cache"]
     lines += [
         "",
         f"cache: {cache['path']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB, "
         f"{cache['libraries']} compiled libraries among them",
     ]
-    lines += [f"{name}={value}" for name, value in found["environment"].items()]
+    lines += [f"{name}={value}" for name, value in machine["environment"].items()]
     return "\n".join(lines)
 
 
@@ -160,7 +160,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _size(file: Path) -> int | None:
-    """None for what is no file, or none any more: other processes build and rename here."""
+    """Bytes of a file; None if it is a folder, or was renamed since by a process that builds."""
     try:
         return file.stat().st_size if file.is_file() else None
     except OSError:

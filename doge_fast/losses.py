@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.stacked import Run, StackedModel, listener_of, put
+from doge_fast.layers.token_sums import put
+from doge_fast.stacked import StackedModel, pass_of
 
 IGNORED = -100
 
@@ -51,8 +53,8 @@ def domain_losses(
     names = [name for name, size in sizes.items() if size]
     targets_BL = labels_BL[:, 1:]
     token_losses = F.cross_entropy(
-        _wide(logits_BLV[:, :-1]).flatten(0, 1),
-        targets_BL.flatten(),
+        rearrange(_wide(logits_BLV[:, :-1]), "b l v -> (b l) v"),
+        rearrange(targets_BL, "b l -> (b l)"),
         ignore_index=ignore_index,
         reduction="none",
     )
@@ -119,64 +121,68 @@ def linear_domain_losses(
         tuple(_spans(examples, targets_BL.shape[1])),
         ignore_index,
         chunk_tokens,
-        _listeners(weight_VH, bias_V, examples),
+        _pass_of(weight_VH, examples),
+        None if bias_V is None else _pass_of(bias_V, examples),
     )
+    hidden_TH = rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h")
+    targets_T = rearrange(targets_BL, "b l -> (b l)")
     sums_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
-        hidden_BLH[:, :-1].flatten(0, 1), weight_VH, bias_V, targets_BL.flatten(), head
+        hidden_TH, weight_VH, bias_V, targets_T, head
     )
     return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
 
 
 class _Head(NamedTuple):
-    """What is not a tensor."""
+    """What the autograd function is given beside tensors."""
 
     spans: tuple[slice, ...]
     """Tokens of each domain."""
     ignore_index: int
     chunk_tokens: int | None
-    listeners: tuple[StackedModel | None, StackedModel | None]
-    """Who wants the gradients of weight and bias domain by domain."""
+    weight_pass: StackedModel | None
+    """The stacked pass that takes the weight's gradient domain by domain."""
+    bias_pass: StackedModel | None
+    """Likewise the bias's."""
 
     def chunks(self, span: slice) -> Iterator[slice]:
-        """Parts of a domain whose logits exist together."""
+        """The tokens of a domain in parts; the logits of one part exist at a time."""
         step = self.chunk_tokens or max(1, span.stop - span.start)
         for first in range(span.start, span.stop, step):
             yield slice(first, min(span.stop, first + step))
 
 
-def _spans(examples: list[int], each: int) -> Iterator[slice]:
+def _spans(examples: list[int], length: int) -> Iterator[slice]:
     first = 0
     for number in examples:
-        yield slice(first * each, (first + number) * each)
+        yield slice(first * length, (first + number) * length)
         first += number
 
 
-def _listeners(
-    weight_VH: Tensor, bias_V: Tensor | None, examples: list[int]
-) -> tuple[StackedModel | None, StackedModel | None]:
-    found = (listener_of(weight_VH), None if bias_V is None else listener_of(bias_V))
-    for stack in found:
-        if stack is not None:
-            theirs = [segment.last - segment.first for segment in stack.slices()]
-            if theirs != examples:
-                raise ValueError(
-                    f"inside stacked() the sizes must be those of its batch, {theirs}; got "
-                    f"{examples}."
-                )
-    return found
+def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
+    """The stacked pass under way that trains `param`, whose batch must be ours."""
+    stacked = pass_of(param)
+    if stacked is not None:
+        expected = [segment.last - segment.first for segment in stacked.batch.segments]
+        if expected != examples:
+            raise ValueError(
+                f"inside stacked() the sizes must be those of its batch, {expected}; got "
+                f"{examples}."
+            )
+    return stacked
 
 
-def _products(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> list[Tensor | None]:
+def _operands(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> list[Tensor | None]:
     """All three in the dtype of the head's products."""
     kind = hidden_TH.device.type
+    operands = [hidden_TH, weight_VH, bias_V]
     if not torch.is_autocast_enabled(kind):
-        return [hidden_TH, weight_VH, bias_V]
+        return operands
     dtype = torch.get_autocast_dtype(kind)
-    return [None if each is None else each.to(dtype) for each in (hidden_TH, weight_VH, bias_V)]
+    return [None if operand is None else operand.to(dtype) for operand in operands]
 
 
 class _LinearLosses(torch.autograd.Function):
-    """[D] sums of token losses; the logits of a chunk come and go, twice."""
+    """[D] sums of token losses; logits of a chunk are computed in both passes and not kept."""
 
     @staticmethod
     def forward(
@@ -187,7 +193,7 @@ class _LinearLosses(torch.autograd.Function):
         targets_T: Tensor,
         head: _Head,
     ) -> Tensor:
-        hidden, weight, bias = _products(hidden_TH, weight_VH, bias_V)
+        hidden, weight, bias = _operands(hidden_TH, weight_VH, bias_V)
         assert hidden is not None
         with torch.autocast(hidden.device.type, enabled=False):
             sums = []
@@ -212,54 +218,71 @@ class _LinearLosses(torch.autograd.Function):
         return walk.hidden_TH, walk.weight_VH, walk.bias_V, None, None
 
 
+class _Saved(NamedTuple):
+    """What the forward kept of a head, in the dtype of its products."""
+
+    hidden_TH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    counted_T: Tensor
+    """Bool: the token counts in a loss."""
+    tokens_T: Tensor
+    """The targets; 0 where the token does not count."""
+
+
 class _BackwardWalk:
-    """The gradients of a head, domain by domain; what a stack takes into its rows stays None."""
+    """The gradients of a head, domain by domain; those that a stacked pass takes stay None."""
 
     def __init__(self, ctx: Any, grad_D: Tensor) -> None:
-        self._hidden, weight_VH, bias_V, self._weight, self._bias, targets_T = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, weight, bias, targets_T = ctx.saved_tensors
         self._params = weight_VH, bias_V
         self._grad_D = grad_D
         self._head: _Head = ctx.head
-        self._counted_T = targets_T != self._head.ignore_index
-        # Where nothing is predicted any token will do.
-        self._tokens_T = torch.where(self._counted_T, targets_T, 0)
+        counted_T = targets_T != self._head.ignore_index
+        # An index that exists, for positions that count nothing.
+        tokens_T = torch.where(counted_T, targets_T, 0)
+        self._saved = _Saved(hidden_TH, weight, bias, counted_T, tokens_T)
         # 16 bits hold one product; several add up in float32.
-        dtype = self._hidden.dtype
+        dtype = self._saved.hidden_TH.dtype
         self._sum_dtype = torch.float32 if dtype.itemsize < 4 else dtype
-        self._for_weight, self._for_bias = self._head.listeners
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        self.hidden_TH = torch.empty_like(self._hidden) if needs_hidden else None
+        self.hidden_TH = torch.empty_like(self._saved.hidden_TH) if needs_hidden else None
         self.weight_VH = self.bias_V = None
-        if needs_weight and self._for_weight is None:
-            self.weight_VH = torch.zeros_like(self._weight, dtype=self._sum_dtype)
-        if needs_bias and self._for_bias is None:
-            self.bias_V = torch.zeros_like(self._bias, dtype=self._sum_dtype)
+        if needs_weight and self._head.weight_pass is None:
+            self.weight_VH = torch.zeros_like(self._saved.weight_VH, dtype=self._sum_dtype)
+        if needs_bias and self._head.bias_pass is None:
+            self.bias_V = torch.zeros_like(bias, dtype=self._sum_dtype)
         self._needs_bias = needs_bias
         self._bias_sum: Tensor | None = None
 
     def run(self) -> None:
         """Visit every domain once."""
-        stack = self._for_weight or self._for_bias
-        rows = [segment.row for segment in stack.slices()] if stack else []
-        weight, bias = self._params
         for domain, span in enumerate(self._head.spans):
-            if self._for_weight is not None:
-                is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
-                dtype = self._hidden.dtype if is_one else self._sum_dtype
-                run = Run(rows[domain], 1, span)
-                self._for_weight.write(weight, run, dtype, partial(self._fill_row, domain))
-            elif self.weight_VH is not None:
-                self._fill(domain, self.weight_VH, True)
-            else:
-                for _ in self._slopes(domain):
-                    pass
-            if self._bias_sum is None:
-                continue
-            if self._for_bias is not None:
-                value_V, dtype = self._bias_sum, self._sum_dtype
-                self._for_bias.write(bias, Run(rows[domain], 1, span), dtype, put(value_V))
-            elif self.bias_V is not None:
-                self.bias_V += self._bias_sum
+            self._visit_weight(domain, span)
+            if self._bias_sum is not None:
+                self._take_bias(domain, self._bias_sum)
+
+    def _visit_weight(self, domain: int, span: slice) -> None:
+        """Compute all of a domain; its gradient of the weight goes where it belongs."""
+        stacked = self._head.weight_pass
+        if stacked is not None:
+            is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
+            dtype = self._saved.hidden_TH.dtype if is_one else self._sum_dtype
+            fill = partial(self._fill_row, domain)
+            stacked.fill(self._params[0], _row_of(stacked, domain), dtype, fill)
+        elif self.weight_VH is not None:
+            self._fill(domain, self.weight_VH, True)
+        else:
+            for _ in self._slopes(domain):
+                pass
+
+    def _take_bias(self, domain: int, grad_V: Tensor) -> None:
+        stacked = self._head.bias_pass
+        if stacked is not None:
+            rows = _row_of(stacked, domain)
+            stacked.fill(self._params[1], rows, self._sum_dtype, put(grad_V))
+        elif self.bias_V is not None:
+            self.bias_V += grad_V
 
     def _fill_row(self, domain: int, out_1VH: Tensor, adds: bool) -> None:
         self._fill(domain, out_1VH[0], adds)
@@ -274,23 +297,28 @@ class _BackwardWalk:
 
     def _slopes(self, domain: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(hidden, gradient of the logits) by chunks; fills `hidden_TH` and the bias's sum."""
-        self._bias_sum = None
+        saved, self._bias_sum = self._saved, None
         if self._needs_bias:
-            self._bias_sum = torch.zeros_like(self._bias, dtype=self._sum_dtype)
+            self._bias_sum = self._grad_D.new_zeros(len(saved.weight_VH), dtype=self._sum_dtype)
         for chunk in self._head.chunks(self._head.spans[domain]):
-            hidden_CH = self._hidden[chunk]
-            logits_CV = _wide(F.linear(hidden_CH, self._weight, self._bias))
+            hidden_CH = saved.hidden_TH[chunk]
+            logits_CV = _wide(F.linear(hidden_CH, saved.weight_VH, saved.bias_V))
             # (softmax(logits) - one-hot(target)) times what the loss of a token counts.
-            share_C = (self._counted_T[chunk] * self._grad_D[domain]).to(logits_CV.dtype)
+            share_C = (saved.counted_T[chunk] * self._grad_D[domain]).to(logits_CV.dtype)
             slope_CV = torch.softmax(logits_CV, 1).mul_(share_C[:, None])
             del logits_CV
-            slope_CV.scatter_add_(1, self._tokens_T[chunk, None], -share_C[:, None])
+            slope_CV.scatter_add_(1, saved.tokens_T[chunk, None], -share_C[:, None])
             slope_CV = slope_CV.to(hidden_CH.dtype)
             if self.hidden_TH is not None:
-                torch.mm(slope_CV, self._weight, out=self.hidden_TH[chunk])
+                torch.mm(slope_CV, saved.weight_VH, out=self.hidden_TH[chunk])
             if self._bias_sum is not None:
                 self._bias_sum += slope_CV.sum(0, dtype=self._sum_dtype)
             yield hidden_CH, slope_CV
+
+
+def _row_of(stacked: StackedModel, domain: int) -> range:
+    row = stacked.batch.segments[domain].row
+    return range(row, row + 1)
 
 
 def _put_product(out: Tensor, left: Tensor, right: Tensor, adds: bool) -> None:
@@ -319,8 +347,9 @@ def _counts(
 ) -> Tensor:
     """[D] targets of each domain, at least 1."""
     if num_targets is not None:
-        counted = [torch.as_tensor(num_targets[name]) for name in names]
-        return torch.stack([each.to(targets_BL.device) for each in counted]).clamp(min=1)
+        device = targets_BL.device
+        counts = [torch.as_tensor(num_targets[name]).to(device) for name in names]
+        return torch.stack(counts).clamp(min=1)
     parts = torch.split(targets_BL != ignore_index, examples)
     return torch.stack([part.sum() for part in parts]).clamp(min=1)
 

@@ -1,7 +1,7 @@
 """Points on the probability simplex: how domain weights start, move, mix, average and are bound."""
 
 from bisect import bisect_left
-from typing import SupportsFloat
+from typing import SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -232,3 +232,8 @@ def check_smoothing(smoothing: float) -> None:
 def is_number(value: object) -> bool:
     """Whether an argument is a number, or a tensor of one; True and False are none."""
     return isinstance(value, int | float | SupportsFloat) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """Whether an argument is an integer; True and False are none."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)

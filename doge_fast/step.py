@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from doge_fast.flat_buffer import Block, FlatBuffer
 from doge_fast.parameters import TrackedParameters
+from doge_fast.simplex import is_integer
 from doge_fast.stacked import StackedModel, segments_of
-from doge_fast.subset import Subset, is_integer
+from doge_fast.subset import Subset
 from doge_fast.tracing import outside_graphs
 
 Absent = Literal["error", "keep"]

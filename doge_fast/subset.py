@@ -15,13 +15,14 @@ unbiased scores is not unbiased itself; the variance of both estimates falls wit
 """
 
 import random
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.objective import Objective
+from doge_fast.simplex import is_integer
 
 
 class Subset:
@@ -156,11 +157,6 @@ class Subset:
             # Pinned, or the copy would make the host wait for the device.
             found = _OnDevice(*(each.pin_memory() for each in found))
         return _OnDevice(*(each.to(device, non_blocking=True) for each in found))
-
-
-def is_integer(value: object) -> bool:
-    """Whether an argument is an integer; True and False are none."""
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
 
 
 class _OnDevice(NamedTuple):

@@ -6,7 +6,9 @@
 
 What to copy into your loop: the lines marked DoGE. `accelerator.prepare` wraps the optimizer once
 more, so keep a name for the DoGEOptimizer: domains are entered through it, the step is taken
-through accelerate. Run it in one process on one device (no `accelerate launch` with several).
+through accelerate. `micro_batches` says how often each domain is entered in a step; after the last
+time the weighted gradient is in `p.grad`, where `clip_grad_norm_` finds it. Run it in one process
+on one device (no `accelerate launch` with several).
 
 The data stands in for yours and has a known answer: the target is a linear function of eight
 features. "exact" has its labels, "wrong" those of another function, "half" either for half of the
@@ -46,8 +48,8 @@ def train(steps: int, stop_at: int, folder: Path) -> DoGEOptimizer:
         torch.optim.AdamW(model.parameters(), lr=3e-3),
         domains=DOMAINS,
         target=TARGET,
-        mu=0.5,
-        max_grad_norm=1.0,  # DoGE: in the place of accelerator.clip_grad_norm_
+        micro_batches=MICRO_BATCHES,  # DoGE: for gradient accumulation
+        scaler=accelerator.scaler,  # DoGE: for float16; None otherwise
     )
     schedule = torch.optim.lr_scheduler.LinearLR(doge, 1.0, 0.1, total_iters=steps)
     model, optimizer, schedule = accelerator.prepare(model, doge, schedule)
@@ -65,9 +67,8 @@ def train(steps: int, stop_at: int, folder: Path) -> DoGEOptimizer:
                 with doge.domain(domain):  # DoGE: whose gradient this is
                     loss = (model(features) - labels).square().mean()
                     accelerator.backward(loss)
-            if accelerator.sync_gradients:  # DoGE: these three lines, needed for float16 only
-                scaler = accelerator.scaler
-                doge.combine(grad_scale=1.0 if scaler is None else scaler.get_scale())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -77,7 +78,7 @@ def train(steps: int, stop_at: int, folder: Path) -> DoGEOptimizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DoGE with accelerate")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--stop-at", type=int, help="stop after so many steps, as a kill would")
     parser.add_argument("--out", type=Path, default=Path("accelerate_loop"), help="results go here")
     options = parser.parse_args()

@@ -62,10 +62,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def train(steps: int, stop_at: int, checkpoint: Path, workers: int) -> dict[str, float]:
     torch.manual_seed(0)
-    proxy = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB))
+    proxy = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB))
     base = nn.Sequential(nn.Embedding(VOCAB, 64), nn.Linear(64, VOCAB))
     weigher = DoGEOptimizer(
-        torch.optim.AdamW(proxy.parameters(), lr=1e-2), domains=DOMAINS, target=TARGET, mu=0.04
+        torch.optim.AdamW(proxy.parameters(), lr=1e-2), domains=DOMAINS, target=TARGET
     )
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-2)
     rows = {name: sentences(name) for name in LIKE_TARGET}
@@ -123,7 +123,7 @@ def load(path: Path, parts: dict) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Sampling that changes, by weights being learned")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stop-at", type=int, help="stop after so many steps, as a kill would")
     parser.add_argument("--workers", type=int, default=0, help="processes of each loader, up to 3")
     parser.add_argument("--out", type=Path, default=Path("domain_mixture"), help="results go here")

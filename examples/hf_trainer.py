@@ -62,8 +62,8 @@ def model_from_config() -> GPT2LMHeadModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DoGE in a Trainer script")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--save-steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--save-steps", type=int, default=80)
     parser.add_argument("--target", default="target", choices=["target", "universal"])
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
     parser.add_argument("--out", type=Path, default=Path("hf_trainer"), help="where results go")
@@ -93,9 +93,8 @@ def main() -> None:
         ),
         train_dataset=dataset,
         eval_dataset=held_out.filter(lambda row: row["domain"] == "target"),
-        domains=DOMAINS,  # DoGE: the domains; without the next two lines, weights for all of them
+        domains=DOMAINS,  # DoGE: the domains; without the next line, weights for all of them
         target=options.target,
-        mu=0.1,
     )
     trainer.train(resume_from_checkpoint=options.resume or None)
 

@@ -72,7 +72,7 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> dict:
         inner = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         optimizer = DoGEOptimizer(  # DoGE: the optimizer, wrapped
-            inner, domains=DOMAINS, target=TARGET, mu=0.5, max_grad_norm=1.0
+            inner, domains=DOMAINS, target=TARGET, max_grad_norm=1.0
         )
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=self.steps)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
@@ -94,7 +94,7 @@ class Module(lightning.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DoGE in a Lightning module")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--stop-at", type=int, help="stop after so many steps, as a kill would")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
     parser.add_argument(

@@ -5,8 +5,9 @@
     python examples/plain_loop.py                          # ... goes on, to the same bits
 
 What to copy into your loop: the lines marked DoGE. Schedulers take the wrapper like any optimizer,
-checkpoints hold the domain weights in its state_dict, and on a GPU the loop below runs in float16
-with a GradScaler: `combine()` is told the scale, so that weights are those of unscaled gradients.
+checkpoints hold the domain weights in its state_dict, and `p.grad` holds the weighted gradient, to
+be clipped or logged, when the last domain of a step is left. On a GPU the loop below runs in
+float16 with a GradScaler, which the wrapper is given to weigh unscaled gradients.
 
 The data stands in for yours and has a known answer: sentences of a made-up language in which each
 word has a usual successor. "kin" follows the grammar of the held-out target, "stranger" another
@@ -58,12 +59,12 @@ def train(steps: int, stop_at: int, checkpoint: Path) -> DoGEOptimizer:
     is_half = device.type == "cuda"
     model = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)).to(device)
 
+    scaler = torch.amp.GradScaler(device.type, enabled=is_half)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = DoGEOptimizer(  # DoGE: the optimizer, wrapped
-        optimizer, domains=DOMAINS, target=TARGET, mu=0.04, max_grad_norm=1.0
+    optimizer = DoGEOptimizer(  # DoGE: the optimizer, wrapped before the schedule is made
+        optimizer, domains=DOMAINS, target=TARGET, scaler=scaler
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
-    scaler = torch.amp.GradScaler(device.type, enabled=is_half)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
     start = load(checkpoint, parts) if checkpoint.exists() else 0
 
@@ -74,7 +75,8 @@ def train(steps: int, stop_at: int, checkpoint: Path) -> DoGEOptimizer:
                 with torch.autocast(device.type, torch.float16, enabled=is_half):
                     loss = loss_of(model, tokens)
                 scaler.scale(loss).backward()
-        optimizer.combine(grad_scale=scaler.get_scale())  # DoGE: not needed without a scaler
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
@@ -100,7 +102,7 @@ def load(path: Path, parts: dict) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DoGE in a plain training loop")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--stop-at", type=int, help="stop after so many steps, as a kill would")
     parser.add_argument("--out", type=Path, default=Path("plain_loop"), help="where results go")
     options = parser.parse_args()

@@ -66,9 +66,7 @@ def train(steps: int, *, is_stacked: bool = True) -> DoGEOptimizer:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer = DoGEOptimizer(  # DoGE: the optimizer, wrapped
-        optimizer, domains=DOMAINS, target=TARGET, mu=0.03
-    )
+    optimizer = DoGEOptimizer(optimizer, domains=DOMAINS, target=TARGET)  # DoGE: wrapped
     for step in range(steps):
         tokens = torch.cat([sentences(domain, step) for domain in SIZES])
         if is_stacked:

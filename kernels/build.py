@@ -6,8 +6,7 @@ library; the system releases it when its holder ends. torch's own builder keeps 
 all versions of the sources, and waits for ever on the lock file of a build that was killed.
 
 Environment, besides that of `compilers`:
-    DOGE_FAST_CACHE: where libraries are kept; else doge_fast in the user's cache directory, on
-        Linux $XDG_CACHE_HOME or ~/.cache.
+    DOGE_FAST_CACHE: where libraries are kept; else the user's cache directory ($XDG_CACHE_HOME).
     DOGE_FAST_NO_JIT: 1 to do without compiled code.
 """
 
@@ -192,8 +191,8 @@ def _check_installed(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise BuildError(
-            f"Compiled operators need {', '.join(missing)}, not installed here; "
-            "pip install 'doge-fast[kernels]' brings what they need."
+            f"To compile operators, {', '.join(missing)} must be installed; "
+            "pip install 'doge-fast[kernels]' brings what is missing."
         )
 
 
@@ -217,7 +216,7 @@ def _locked(path: Path) -> Iterator[bool]:
     """Hold the lock `path`, if the file system has locks; whether it is held."""
     from filelock import FileLock
 
-    # Nobody who holds it builds for longer.
+    # A build that takes longer is ended.
     lock = FileLock(path, timeout=_TIMEOUT_S)
     # Without a lock two may build, and either rename gives a whole library.
     with contextlib.suppress(OSError, NotImplementedError):

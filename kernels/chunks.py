@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What the tables of one operator that are kept may cost together, some 16 MB: a table costs its
-# rows, and 64 for what surrounds it. Apart, because gradients move from step to step and would
-# push out the tables of rows that stay.
+# Each operator keeps tables up to this cost, some 16 MB: a table costs its number of rows, and 64
+# for what surrounds it. One budget for all would let gradients, which move from step to step, push
+# out the tables of rows that stay.
 MAX_COST, COST_OF_A_TABLE = 1 << 19, 64
 # What a launch may promise the compiler, in elements; blocks that start on 64 elements keep it.
 ALIGNED_ELEMENTS = 16
@@ -40,12 +40,12 @@ class Span(NamedTuple):
 
 
 class ChunkTable(NamedTuple):
-    """A table on the device, and what the launch must know about it."""
+    """A table on the device, and what a kernel's launch needs to know about it."""
 
     table: Tensor
     num_chunks: int
     is_aligned: bool
-    # The upload reads this; it must live until then.
+    # The upload reads this, so it must live until the upload is done.
     host_table: Tensor
 
 
@@ -74,7 +74,7 @@ _Key = tuple[object, ...]
 # By the fields of a table, least recently used first.
 _kept: defaultdict[tuple[str, ...], OrderedDict[_Key, _Kept]] = defaultdict(OrderedDict)
 _costs: defaultdict[tuple[str, ...], int] = defaultdict(int)
-# What a CUDA graph reads.
+# Tables that a CUDA graph reads.
 _captured: dict[_Key, _Kept] = {}
 
 
@@ -84,31 +84,31 @@ def chunk_tables(
     """The tables of `spans`: the aligned chunks, then the others; none where there are none.
 
     A row has the `fields`, of "source", "row_stride", "length" and "target", in this order.
-    Apart, because one bias of ten elements would otherwise take the wide loads from all.
+    Two tables, because one bias of ten elements would otherwise take the wide loads from all.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and there is no table of these blocks yet.
     """
-    # Everything a table is made of: an address that comes back with another size is another key.
+    # All that a table is made of: an address that comes back with another size is another key.
     key = (device, chunk_columns, fields, *spans)
     kept = _kept[fields]
-    found = kept.get(key) or _captured.get(key)
+    entry = kept.get(key) or _captured.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if found is None:
+        if entry is None:
             raise RuntimeError(
                 "A CUDA graph is being captured, and the addresses of these blocks are not on the "
                 "device yet. Run the same call once before the capture, on the very tensors that "
                 "it uses; gradients that move from step to step need implementation='torch'."
             )
         # torch.cuda.graph waits for the device before it captures: the upload is done.
-        _captured[key] = found
-        return found.tables
-    if found is None:
-        found = _keep(key, _upload(spans, fields, chunk_columns, device))
+        _captured[key] = entry
+        return entry.tables
+    if entry is None:
+        entry = _keep(key, _upload(spans, fields, chunk_columns, device))
     elif key in kept:
         kept.move_to_end(key)
-    found.wait()
-    return found.tables
+    entry.wait()
+    return entry.tables
 
 
 def _keep(key: _Key, new: _Kept) -> _Kept:

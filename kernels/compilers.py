@@ -282,7 +282,7 @@ def architecture_flags(wanted: Sequence[str], known: Sequence[int]) -> list[str]
     for name in wanted:
         major, minor = _capability(name)
         number = 10 * major + minor
-        best = max((each for each in known if each <= number), default=None)
+        best = max(filter(number.__ge__, known), default=None)
         if best is None:
             raise BuildError(f"The CUDA compiler knows {', '.join(map(str, known))}, not {number}.")
         # Where nvcc does not know a GPU, the driver compiles the rest of the way from PTX.

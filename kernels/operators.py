@@ -1,7 +1,8 @@
 """The public operators, and their registration as `torch.ops.doge_fast.*`.
 
-Opaque to `torch.compile` (a schema and a fake kernel each), so they trace with
-`fullgraph=True`; `torch.library.opcheck` passes. Not differentiable: gradients are their data.
+They are opaque to `torch.compile`: each has a schema and a fake kernel, so that a model traces
+with `fullgraph=True`, and `torch.library.opcheck` passes. They are not differentiable, since
+gradients are their data.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
         _gram_op([blocks[i] for i in group], implementation=implementation)
         for group in _by_device(blocks)
     ]
-    return torch.stack([each.to(grams[0].device) for each in grams]).sum(0)
+    return torch.stack([gram_KK.to(grams[0].device) for gram_KK in grams]).sum(0)
 
 
 def weighted_sum(
@@ -83,9 +84,9 @@ def weighted_sum(
     Args:
         grads: [R, N] or a list of blocks [R, n_p], as for `gram`.
         coefficients_R: [R] floating; used in float64, rounded to the dtype of the sum.
-        out: contiguous, n_p elements each in any shape, any of the four dtypes, apart from
-            the rows; one tensor where `grads` is one, else a list. None: [n_p] in the rows'
-            dtype.
+        out: contiguous, of n_p elements in any shape and any of the four dtypes, in other memory
+            than the rows; one tensor where `grads` is one, else a list. None: [n_p] in the
+            rows' dtype.
         implementation: as for `gram`.
 
     Returns:
@@ -100,7 +101,7 @@ def weighted_sum(
     """
     blocks = _as_blocks(grads)
     outs = (
-        _as_blocks(out) if out is not None else [each.new_empty(each.shape[1:]) for each in blocks]
+        [block.new_empty(block.shape[1:]) for block in blocks] if out is None else _as_blocks(out)
     )
     if _is_one_device(blocks) or len(blocks) != len(outs):
         c_R = coefficients_R.to(blocks[0].device if blocks else None, torch.float64)
@@ -177,7 +178,7 @@ def reweight(
     weight is not finite: then only the count of skipped steps does and the coefficients are NaN.
     Arithmetic is float64. Nothing is read on the host. Rows that are absent have zeros in the
     Gram matrix; their domains keep the score in the state, and all domains do where a
-    measured row that the objective needs is absent.
+    target's row is absent.
 
     Args:
         gram_RR: [R, R] float64, inner products of the scaled gradients over the columns that
@@ -210,7 +211,7 @@ def _as_blocks(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 def _is_one_device(tensors: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return all(tensor.device == tensors[0].device for tensor in tensors)
-    # Half the price of .device, which makes an object each; -1 is the CPU.
+    # Half the price of .device, which makes an object for each tensor; -1 is the CPU.
     return len(set(map(Tensor.get_device, tensors))) <= 1
 
 
@@ -308,7 +309,7 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> A
         # Strides are part of the contract; a compiler must not choose others.
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
     )
-    # Every device: which implementation runs is settled by ours, not by torch's dispatcher.
+    # For every device: our dispatcher, not torch's, settles which implementation runs.
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

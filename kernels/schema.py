@@ -1,9 +1,9 @@
 """Each operator's signature, output shape and argument rules, written once.
 
-Every implementation takes the positional arguments of its schema and nothing else; only the
-registered operators carry `implementation`. The checks below are the one place that words a
-complaint: plain torch and Triton run them first, and the compiled code, which guards itself,
-has them run when it refuses, so that a mistake reads the same whatever ran.
+An implementation takes the positional arguments of its operator's schema; only the registered
+operators take `implementation` too. The dispatcher runs the checks below before torch, Triton and
+CUDA. C++ checks its arguments itself, which is faster; when it refuses them the dispatcher runs the
+check, so that the error reads the same.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""What the Triton launches share: dtypes, the current device, and whether Triton interprets.
+"""What the Triton kernels share: dtypes, the current device, and whether Triton interprets.
 
-Triton is optional: nothing here imports it before the first launch.
+Triton is an optional package, imported when the first of these functions asks it something.
 """
 
 import functools

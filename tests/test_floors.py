@@ -14,8 +14,14 @@ FLOORS = [
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
         doge_fast.weights_file
     doge_fast.kernels doge_fast.wrapper
-    doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info \
-        doge_fast.example_norms
+    doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
+    doge_fast.layers.batch
+    doge_fast.layers.by_slices doge_fast.layers.token_sums
+    doge_fast.layers.rule
+    doge_fast.layers.linear doge_fast.layers.embedding doge_fast.layers.stacked_layer
+    doge_fast.layers.norms
+    doge_fast.layers.registry
+    doge_fast.example_norms
     doge_fast.reweighting doge_fast.subset doge_fast.cancellation doge_fast.distributed
     doge_fast.stacked doge_fast.combining
     doge_fast.step doge_fast.losses

@@ -142,7 +142,7 @@ def test_packages_are_all_listed() -> None:
     assert listed == there | {"doge_fast._src.kernels", "doge_fast._src.csrc"}
 
 
-def test_library_needs_torch_and_numpy_only() -> None:
+def test_library_needs_torch_numpy_and_einops_only() -> None:
     """Importing the optimizer and the operators pulls in neither the pipeline nor triton."""
     code = (
         "import sys, doge_fast, doge_fast.kernels\n"
@@ -151,11 +151,15 @@ def test_library_needs_torch_and_numpy_only() -> None:
     )
     assert printed_by(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert {d.split(">")[0] for d in project["project"]["dependencies"]} == {"torch", "numpy"}
+    assert {d.split(">")[0] for d in project["project"]["dependencies"]} == {
+        "torch",
+        "numpy",
+        "einops",
+    }
 
 
-def test_the_method_needs_nothing_but_torch() -> None:
-    """As on a machine that has a GPU, torch and no other package."""
+def test_the_method_needs_nothing_but_torch_and_einops() -> None:
+    """As on a machine that has a GPU, torch and little else."""
     code = """
 import sys
 for name in ("numpy", "transformers", "datasets", "tyro", "matplotlib"):

@@ -41,10 +41,15 @@ def test_readme_example_learns_weights() -> None:
     assert max(weights, key=weights.get) == "code"
 
 
-def test_readme_tree_names_what_is_there() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for folder in ("doge_fast", "kernels", "csrc", "benchmarks", "tests", "docs"):
-        assert f"\n{folder}/" in readme
+def test_contributing_draws_what_is_there() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    drawing = page[page.index("\ndoge_fast/") : page.index("\n## Floors")]
+    for path in sorted((ROOT / "doge_fast").iterdir()):
+        if path.suffix == ".py" or (path / "__init__.py").exists():
+            assert path.name == "__init__.py" or re.search(rf"\b{path.stem}\b", drawing), path
+    for folder in ("doge_fast", "kernels", "csrc", "benchmarks", "tests", "examples", "docs"):
+        assert f"\n{folder}/" in drawing
         assert (ROOT / folder).is_dir()
 
 

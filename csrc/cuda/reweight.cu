@@ -79,7 +79,7 @@ __device__ double block_reduce(double x, double start, Combine combine) {
   DOGE_UNROLL
   for (int distance = LANES / 2; distance > 0; distance /= 2)
     x = combine(x, from_lane_xor(x, distance));
-  // Whoever read the last results is done.
+  // Every thread has read the last results.
   __syncthreads();
   if (threadIdx.x % LANES == 0) of_warp[threadIdx.x / LANES] = x;
   __syncthreads();
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(MANY_THREADS) reweight(const Problem of) {
     }
     alpha_out_K[k] = alpha_K[k];
   }
-  // Everybody has read the counts.
+  // Every thread has read the counts.
   __syncthreads();
   if (thread == 0) {
     if (is_skipped)

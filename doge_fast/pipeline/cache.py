@@ -7,20 +7,19 @@ a run that is killed leaves nothing half made, and runs side by side need no loc
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
 
 
 def directory(config: CorpusConfig) -> Path:
     """Where packed blocks are kept."""
-    default = os.environ.get("DOGE_FAST_CACHE") or Path.home() / ".cache" / "doge_fast"
-    return Path(config.cache_dir or default).expanduser()
+    return Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
 
 
 @contextlib.contextmanager

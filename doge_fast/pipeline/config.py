@@ -35,7 +35,8 @@ class CorpusConfig:
     max_tokens_per_domain: int | None = None
     """Stop packing a domain there; None: all of it."""
     cache_dir: Path | None = None
-    """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
+    user's cache directory, ~/.cache on Linux."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,8 @@ class DemoConfig:
     device: str = "auto"
     """auto, cpu, or cuda."""
     cache_dir: Path | None = None
-    """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
+    user's cache directory, ~/.cache on Linux."""
 
 
 Experiment = Literal[
@@ -405,7 +407,8 @@ class ExperimentConfig:
     device: str = "auto"
     """auto, cpu, or cuda."""
     cache_dir: Path | None = None
-    """Where packed blocks are kept; None: $DOGE_FAST_CACHE or ~/.cache/doge_fast."""
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
+    user's cache directory, ~/.cache on Linux."""
     plan: bool = False
     """Only say which runs there would be."""
 

@@ -215,7 +215,7 @@ def _why_not_together(model: PreTrainedModel, batch: Batch) -> str | None:
     """What a pass over two examples says."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     try:
-        with ExampleNorms(model, params).listening(len(batch["input_ids"])):
+        with ExampleNorms(model, params).recording(len(batch["input_ids"])):
             model(**batch).loss.backward()
     except (ValueError, RuntimeError) as error:
         return str(error)

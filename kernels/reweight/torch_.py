@@ -22,10 +22,11 @@ def reweight(
     num_domains = num_domains_of(state_S)
     state = state_views(state_S)
     settings = Settings(*settings_C.unbind())
-    full_RR = full_RR / settings.grad_scale**2
+    square = settings.grad_scale**2
+    full_RR = full_RR / square
     norms_R = full_RR.diagonal().sqrt()
     clip_R = generalization.clip_factors(norms_R, settings.domain_max_grad_norm)
-    clipped_RR = clip_R[:, None] * (gram_RR / settings.grad_scale**2) * clip_R
+    clipped_RR = clip_R[:, None] * (gram_RR / square) * clip_R
 
     raw_K = generalization.gain(clipped_RR, tau_R, num_domains)
     difficulty_K = generalization.difficulty(clipped_RR, tau_R, num_domains)

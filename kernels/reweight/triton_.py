@@ -22,7 +22,8 @@ SLAB = 4096
 NUM_WARPS = 4
 # What torch.nn.utils.clip_grad_norm_ adds to the norm it divides by.
 NORM_FLOOR = tl.constexpr(1e-6)
-# Where the settings stand. In memory: as arguments of a launch they would be rounded to float32.
+# Where the settings stand. In memory, since arguments of a launch would be rounded to float32; they
+# are loaded where they are used, since held in registers they would spill.
 _ORDER = Settings._fields.index
 LR = tl.constexpr(_ORDER("lr"))
 MU = tl.constexpr(_ORDER("mu"))
@@ -112,14 +113,13 @@ def reweight_once(
 
     scale = tl.load(settings + GRAD_SCALE)
     unit = 1 / (scale * scale)
-    domain_max = tl.load(settings + DOMAIN_MAX)
     # [PADDED_R]; what is past R or K is masked wherever it would count
     r = tl.arange(0, PADDED_R)
     is_row = r < R
     is_domain = r < K
     squares_R = tl.load(full + r * (R + 1), mask=is_row, other=0.0) * unit
     norms_R = tl.sqrt(squares_R)
-    clip_R = clip_factor(norms_R, domain_max)
+    clip_R = clip_factor(norms_R, tl.load(settings + DOMAIN_MAX))
     tau_R = tl.load(tau + r, mask=is_row, other=0.0)
     present_R = tl.load(present + r, mask=is_row, other=0) != 0
     tl.store(norms + r, norms_R, mask=is_row)
@@ -131,7 +131,7 @@ def reweight_once(
         # [BLOCK_R, PADDED_R]
         is_entry = is_slab[:, None] & is_row[None, :]
         norm_i = tl.sqrt(tl.load(full + i * (R + 1), mask=is_slab, other=0.0) * unit)
-        clip_i = clip_factor(norm_i, domain_max)
+        clip_i = clip_factor(norm_i, tl.load(settings + DOMAIN_MAX))
         square = tl.load(gram + entries, mask=is_entry, other=0.0) * unit
         square = clip_i[:, None] * square * clip_R[None, :]
         tl.store(values + entries, square, mask=is_entry)
@@ -144,11 +144,12 @@ def reweight_once(
     difficulty_K = tau_R * own_K
     tl.store(difficulties + r, difficulty_K, mask=is_domain)
     tl.store(influences + r, w_K - difficulty_K, mask=is_domain)
-    counts = is_domain & present_R
-    total = tl.sum(tl.where(counts, tl.sqrt(own_K), 0.0), axis=0)
-    count = tl.maximum(tl.sum(counts.to(tl.int32), axis=0), 1)
-    is_scaled = tl.load(settings + SCALE_BY_MEAN_NORM) != 0
-    score_K = w_K / tl.where(is_scaled, total / count.to(tl.float64) + NORM_FLOOR, 1.0)
+    score_K = w_K
+    if tl.load(settings + SCALE_BY_MEAN_NORM) != 0:
+        counts = is_domain & present_R
+        total = tl.sum(tl.where(counts, tl.sqrt(own_K), 0.0), axis=0)
+        count = tl.maximum(tl.sum(counts.to(tl.int32), axis=0), 1)
+        score_K = score_K / (total / count.to(tl.float64) + NORM_FLOOR)
     low = tl.load(settings + LOW)
     high = tl.load(settings + HIGH)
     score_K = tl.where(score_K < low, low, score_K)
@@ -168,7 +169,7 @@ def reweight_once(
     raised_K = tl.where(is_domain, raised_K, 0.0)
     moved_K = raised_K / tl.sum(raised_K, axis=0)
     smoothing = tl.load(settings + SMOOTHING)
-    moved_K = (1 - smoothing) * moved_K + smoothing / K
+    moved_K = (1 - smoothing) * moved_K + smoothing * (1.0 / K)
 
     # Every thread has read what stands there.
     tl.debug_barrier()

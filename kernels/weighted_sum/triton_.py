@@ -5,7 +5,7 @@ the output) in a [num_chunks, 4] int64 table. Every output element is the work o
 added in row order: nothing to reduce, bitwise reproducible.
 
 The coefficients are read on the device, where the K x K step left them with the clipping and
-the unscaling in them: nobody waits for the host. A coefficient of zero leaves its row unread; the
+the unscaling in them: nothing waits for the host. A coefficient of zero leaves its row unread; the
 NaN of a skipped step makes every output NaN.
 
 Reads each row with a non-zero coefficient once; writes each output once.

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def run(monkeypatch, capsys, *arguments: str) -> dict[str, float]:
     """Shares of the domains in what was drawn, as printed."""
-    monkeypatch.setattr(sys, "argv", [EXAMPLE.name, "--steps", "80", *arguments])
+    monkeypatch.setattr(sys, "argv", [EXAMPLE.name, "--steps", "200", *arguments])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = re.findall(r"^(\w+) +(\d\.\d{3}) of the rows drawn$", capsys.readouterr().out, re.M)
     return {name: float(share) for name, share in printed}
@@ -36,15 +36,15 @@ def test_the_base_model_reads_what_the_proxy_finds(monkeypatch, capsys, tmp_path
         for name in ("whole", "parts")
     )
     assert whole["reading"] == parts["reading"]
-    assert whole["step"] == parts["step"] == 80
+    assert whole["step"] == parts["step"] == 200
     assert all(torch.equal(whole["model"][name], value) for name, value in parts["model"].items())
 
     # What was drawn in all is the mean of the weights that held, within the rows of two batches.
     history = whole["reading"]["history"]
-    ends = [*(first for first, _ in history[1:]), 80]
-    held = [max(0, min(end, 80) - first) for (first, _), end in zip(history, ends, strict=True)]
-    kin = sum(weights[2] * steps for (_, weights), steps in zip(history, held, strict=True)) / 80
-    assert shares["kin"] == pytest.approx(kin, abs=2 / 80)
+    ends = [*(first for first, _ in history[1:]), 200]
+    held = [max(0, min(end, 200) - first) for (first, _), end in zip(history, ends, strict=True)]
+    kin = sum(weights[2] * steps for (_, weights), steps in zip(history, held, strict=True)) / 200
+    assert shares["kin"] == pytest.approx(kin, abs=2 / 200)
     record = json.loads((tmp_path / "whole" / "weights.json").read_text(encoding="utf-8"))
     learned = {entry["name"]: entry["weight"] for entry in record["domains"]}
     assert max(learned, key=learned.__getitem__) == "kin"

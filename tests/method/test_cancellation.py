@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from doge_fast import example_norms
 from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
 from doge_fast.example_norms import ExampleNorms
+from doge_fast.layers import token_sums
 from tests.models import domain_tokens, tied_transformer
 
 transformers = pytest.importorskip("transformers")
@@ -102,12 +102,12 @@ def norms(grads: Tensor) -> Tensor:
     return grads.flatten(1).norm(dim=1)
 
 
-def heard(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+def recorded(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """{name: [B]} norms of the gradients of a mean over examples, times B."""
-    listener = ExampleNorms(model, dict(model.named_parameters()))
-    with listener.listening(len(tokens)):
+    recorder = ExampleNorms(model, dict(model.named_parameters()))
+    with recorder.recording(len(tokens)):
         loss_of(model, tokens).backward()
-    return {name: squared.sqrt() * len(tokens) for name, squared in listener.squared.items()}
+    return {name: squared.sqrt() * len(tokens) for name, squared in recorder.squared.items()}
 
 
 @pytest.mark.parametrize("way", ["cheaper", "tokens", "gradient"])
@@ -116,9 +116,9 @@ def test_norms_are_those_of_one_backward_per_example(
     kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way != "cheaper":
-        monkeypatch.setattr(example_norms, "_is_less_between_tokens", lambda *_: way == "tokens")
+        monkeypatch.setattr(token_sums, "_is_less_between_tokens", lambda *_: way == "tokens")
     model, tokens = MODELS[kind](), tokens_of()
-    found, exact = heard(model, tokens), by_loop(model, tokens)
+    found, exact = recorded(model, tokens), by_loop(model, tokens)
     assert found.keys() == exact.keys()
     # llama's norms are in float32 inside.
     bounds = {"rtol": 1e-5, "atol": 1e-9} if kind == "llama" else EXACT
@@ -135,22 +135,22 @@ def test_norms_are_those_of_torch_func() -> None:
         return logits_loss
 
     exact = vmap(grad(loss), in_dims=(None, 0))(params, tokens)
-    found = heard(model, tokens)
+    found = recorded(model, tokens)
     for name, grads in exact.items():
         torch.testing.assert_close(found[name], norms(grads), **EXACT, msg=name)
 
 
 def test_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = heard(gpt2(), tokens_of(5))
-    monkeypatch.setattr(example_norms, "MOST_ELEMENTS", 2 * 12 * 64)
-    for name, found in heard(gpt2(), tokens_of(5)).items():
+    whole = recorded(gpt2(), tokens_of(5))
+    monkeypatch.setattr(token_sums, "MOST_ELEMENTS", 2 * 12 * 64)
+    for name, found in recorded(gpt2(), tokens_of(5)).items():
         torch.testing.assert_close(found, whole[name], **EXACT)
 
 
 def test_the_gradient_itself_is_untouched_and_no_hook_stays() -> None:
     plain, model, tokens = gpt2(), gpt2(), tokens_of()
     loss_of(plain, tokens).backward()
-    heard(model, tokens)
+    recorded(model, tokens)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-13, atol=1e-18)
     assert not any(module._forward_hooks for module in model.modules())
@@ -161,7 +161,7 @@ def test_bfloat16_norms_are_as_good_as_its_gradients() -> None:
     # Backward under autocast too, which must not reach the products of ours.
     with torch.autocast("cpu", torch.bfloat16):
         exact = by_loop(model, tokens)
-        found = heard(model, tokens)
+        found = recorded(model, tokens)
     for name, grads in exact.items():
         if "attn.c_attn.bias" in name:
             continue
@@ -172,7 +172,7 @@ def test_bfloat16_norms_are_as_good_as_its_gradients() -> None:
 def test_a_parameter_that_something_else_uses_is_noticed() -> None:
     model = tied_transformer()
     with pytest.raises(RuntimeError, match=r"embedding\.weight.* got another gradient than"):
-        heard(model, tokens_of())
+        recorded(model, tokens_of())
 
 
 def test_a_module_without_rule_is_named() -> None:
@@ -183,9 +183,9 @@ def test_a_module_without_rule_is_named() -> None:
 
 def test_examples_that_are_not_in_front_are_refused() -> None:
     model = nn.Linear(3, 1)
-    listener = ExampleNorms(model, dict(model.named_parameters()))
+    recorder = ExampleNorms(model, dict(model.named_parameters()))
     says = r"need the 4 examples .* a Linear got shape \[7, 3\]"
-    with pytest.raises(RuntimeError, match=says), listener.listening(4):
+    with pytest.raises(RuntimeError, match=says), recorder.recording(4):
         model(torch.randn(7, 3))
 
 
@@ -196,8 +196,8 @@ def backward_twice(loss: Tensor) -> None:
 
 def test_two_passes_are_refused() -> None:
     model = nn.Linear(3, 1)
-    listener = ExampleNorms(model, dict(model.named_parameters()))
-    with pytest.raises(RuntimeError, match="those of one backward pass"), listener.listening(2):
+    recorder = ExampleNorms(model, dict(model.named_parameters()))
+    with pytest.raises(RuntimeError, match="those of one backward pass"), recorder.recording(2):
         backward_twice(model(torch.randn(2, 3)).mean())
 
 

@@ -223,7 +223,7 @@ def test_no_jit(workshop, monkeypatch):
 @pytest.mark.parametrize("package", ["ninja", "filelock", "platformdirs"])
 def test_a_package_that_is_not_installed(workshop, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(BuildError, match=rf"need {package}, not .* pip install 'doge-fast\[kern"):
+    with pytest.raises(BuildError, match=rf"{package} must be installed; pip install 'doge-f"):
         workshop.build()
     assert workshop.calls() == []
 

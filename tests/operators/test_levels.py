@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from doge_fast._layout import CSRC_DIR
-from doge_fast.kernels import build, gram, implementations
+from doge_fast.kernels import build, compilers, gram, implementations
 from tests.laws import normalised_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,17 +34,18 @@ WIDE = re.compile(r"%[yz]mm")
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The arithmetic, compiled for each level."""
+    """What the library is linked from, by name: the arithmetic of each level, and the rest."""
     folder = tmp_path_factory.mktemp("levels")
-    compiler = build.find_compiler()
-    commands, found = [], {}
-    for level, flags in build.known_levels(compiler).items():
-        found[level] = folder / f"{level}.o"
-        source = CSRC_DIR / "cpu" / "levels" / "level.cpp"
-        target = [f"-DDOGE_LEVEL_NAME={level}", "-c", str(source), "-o", str(found[level])]
-        commands.append([*compiler.command, *build._FLAGS, *flags, *target])
-    build.run_all(commands)
-    return found
+    build.compile_into(folder, compilers.cpp_recipe(CSRC_DIR / "cpu"))
+    return {path.stem: path for path in folder.glob("*.o")}
+
+
+def of_levels(objects: dict[str, Path]) -> dict[str, Path]:
+    return {
+        name.removeprefix("level-"): path
+        for name, path in objects.items()
+        if name.startswith("level-")
+    }
 
 
 def printed(*command: str | Path) -> str:
@@ -54,7 +55,7 @@ def printed(*command: str | Path) -> str:
 @needs_binutils
 def test_no_level_leaves_a_function_to_the_linkers_choice(objects: dict[str, Path]) -> None:
     """An inline function of a library, compiled for a late CPU, must not be everybody's copy."""
-    for level, path in objects.items():
+    for level, path in of_levels(objects).items():
         shared = [
             line
             for line in printed("nm", "-C", path).splitlines()
@@ -65,7 +66,7 @@ def test_no_level_leaves_a_function_to_the_linkers_choice(objects: dict[str, Pat
 
 @needs_binutils
 def test_levels_hold_what_they_are_for(objects: dict[str, Path]) -> None:
-    code = {level: printed("objdump", "-d", path) for level, path in objects.items()}
+    code = {level: printed("objdump", "-d", path) for level, path in of_levels(objects).items()}
     assert not WIDE.search(code["baseline"])
     assert "vfmadd" in code["avx2"]
     assert "%zmm" not in code["avx2"]
@@ -77,15 +78,10 @@ def test_levels_hold_what_they_are_for(objects: dict[str, Path]) -> None:
 
 
 @needs_binutils
-def test_what_is_compiled_once_needs_no_late_cpu(tmp_path: Path) -> None:
+def test_what_is_compiled_once_needs_no_late_cpu(objects: dict[str, Path]) -> None:
     """Checks, scheduling and registration run before any level is chosen."""
-    compiler = build.find_compiler()
     for source in sorted((CSRC_DIR / "cpu").glob("*.cpp")):
-        target = tmp_path / f"{source.stem}.o"
-        include = f"-isystem{build.torch_dir() / 'include'}"
-        flags = [*build._FLAGS, include, "-DDOGE_LEVELS=DOGE_LEVEL(baseline)"]
-        build.run_all([[*compiler.command, *flags, "-c", str(source), "-o", str(target)]])
-        assert not WIDE.search(printed("objdump", "-d", target)), source.name
+        assert not WIDE.search(printed("objdump", "-d", objects[source.stem])), source.name
 
 
 SCRIPT = """

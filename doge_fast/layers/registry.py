@@ -1,0 +1,62 @@
+"""Which rule a module has: by its exact class, for a subclass may do something else."""
+
+from typing import Any
+
+from torch import nn
+
+from doge_fast.layers.embedding import EmbeddingRule
+from doge_fast.layers.linear import LinearRule
+from doge_fast.layers.norms import LayerNormRule, LlamaRMSNormRule, RMSNormRule
+from doge_fast.layers.rule import LayerRule
+
+# By name, so that what is not installed or not used need not be imported.
+_RULES: dict[str, LayerRule] = {
+    "torch.nn.modules.linear.Linear": LinearRule(),
+    "transformers.pytorch_utils.Conv1D": LinearRule(is_transposed=True),
+    "torch.nn.modules.sparse.Embedding": EmbeddingRule(),
+    "torch.nn.modules.normalization.LayerNorm": LayerNormRule(),
+    "torch.nn.modules.normalization.RMSNorm": RMSNormRule(),
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm": LlamaRMSNormRule(),
+    "transformers.models.mistral.modeling_mistral.MistralRMSNorm": LlamaRMSNormRule(),
+    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm": LlamaRMSNormRule(),
+}
+
+
+def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
+    """Use `rule` for modules of a class, in stacked passes and for norms per example.
+
+    From the next stacked pass on, in this process; it takes the place of an earlier rule of the
+    class. Subclasses do not inherit it. Modules without a rule run once per domain in a stacked
+    pass, which is right for whatever treats examples one by one, and slower.
+
+    Args:
+        module_class: the class, or its full name, "package.module.Class".
+        rule: what is to be known of it.
+
+    Raises:
+        ValueError: the class is no class of modules, or the rule is no `LayerRule`.
+    """
+    is_class = isinstance(module_class, type) and issubclass(module_class, nn.Module)
+    if not is_class and not (isinstance(module_class, str) and "." in module_class):
+        raise ValueError(
+            "register() takes a class of modules or its full name, 'package.module.Class'; got "
+            f"{module_class!r}."
+        )
+    if not isinstance(rule, LayerRule):
+        raise ValueError(f"register() takes an instance of a LayerRule; got {rule!r}.")
+    _RULES[module_class if isinstance(module_class, str) else _name(module_class)] = rule
+
+
+def rule_of(module: nn.Module) -> LayerRule | None:
+    """The rule of `module`; None where its class has none, or the module is not as its class says.
+
+    A module whose forward was replaced has none, nor one whose parameters are not its class's own.
+    """
+    rule = _RULES.get(_name(type(module)))
+    if rule is None or "forward" in module.__dict__:
+        return None
+    return rule if rule.covers(module) else None
+
+
+def _name(module_class: type[Any]) -> str:
+    return f"{module_class.__module__}.{module_class.__qualname__}"
