@@ -4,12 +4,9 @@ Each is trained on one domain, which must be plain training bit for bit, and on 
 resumed half way, which must be the run that was never interrupted.
 """
 
-import importlib
 import inspect
 import io
-import warnings
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +25,7 @@ from tests.integrations.small import (
     train_plainly,
     wrapped,
 )
+from tests.packages import installed
 
 Build = Callable[[nn.Module], Optimizer]
 
@@ -103,16 +101,6 @@ def test_one_for_sparse_gradients_says_so_itself(kind: type[Optimizer]) -> None:
     collect(model, optimizer, 0)
     with pytest.raises(RuntimeError, match="does not support dense gradients"):
         optimizer.step()
-
-
-def installed(name: str) -> ModuleType:
-    """A package of somebody else's, whose import may warn of what a CPU lacks."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError as error:
-        pytest.skip(f"{name} cannot be imported: {error}")
 
 
 def ready(optimizer: Any) -> Any:

@@ -58,10 +58,13 @@ def document(task: str, draw: random.Random) -> dict[str, Any]:
     }[task]
 
 
-def write_documents(folder: Path, task: str, train: int = 9, validation: int = 6) -> None:
-    draw = random.Random(task)
-    for split, count in (("train", train), ("validation", validation)):
-        path = folder / task / f"{split}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(document(task, draw)) for _ in range(count))
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+def write_documents(folder: Path, *tasks: str) -> Path:
+    """Nine documents of each task for shots, and six that are scored."""
+    for task in tasks:
+        draw = random.Random(task)
+        (folder / task).mkdir()
+        for split, count in (("train", 9), ("validation", 6)):
+            lines = (json.dumps(document(task, draw)) for _ in range(count))
+            text = "".join(f"{line}\n" for line in lines)
+            (folder / task / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    return folder

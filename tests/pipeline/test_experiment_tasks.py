@@ -22,10 +22,7 @@ TASKS = ("copa", "wic")
 
 @pytest.fixture(scope="module")
 def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tasks")
-    for task in TASKS:
-        write_documents(folder, task)
-    return folder
+    return write_documents(tmp_path_factory.mktemp("tasks"), *TASKS)
 
 
 def refused(*args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,6 @@ import json
 import math
 import shlex
 import types
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
@@ -22,21 +21,13 @@ import torch
 import yaml
 
 from doge_fast.pipeline.exports import export
+from tests.packages import installed
 from tests.processes import printed_by
 
 # The text of a document says its domain; those of book are ten times as long.
 WEIGHTS = {"book": 0.5, "code": 0.2, "web": 0.3, "junk": 0.0}
 LENGTHS = {"book": 100, "code": 10, "web": 20}
 DRAWN = 1500
-
-
-def package(name: str) -> Any:
-    """The module, or a skip; what it says while it is imported is its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(
-            name, reason=f"{name} is not installed here", exc_type=ImportError
-        )
 
 
 def run(text: str) -> dict[str, Any]:
@@ -83,7 +74,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def hf_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    datasets = package("datasets")
+    datasets = installed("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -105,7 +96,7 @@ def test_datasets_draws_the_learned_shares(kind: Any, rows: dict[str, str]) -> N
 
 @pytest.mark.parametrize("count", [3, 7, 64])
 def test_datasets_takes_the_sum_of_any_shares(count: int) -> None:
-    datasets = package("datasets")
+    datasets = installed("datasets")
     draw = np.random.default_rng(count)
     weights = {f"d{i}": float(weight) for i, weight in enumerate(draw.dirichlet(np.ones(count)))}
     probabilities = json.loads(export(weights, to="json", decimals=4).text)
@@ -126,7 +117,7 @@ def test_datasets_takes_the_sum_of_any_shares(count: int) -> None:
 
 @pytest.mark.usefixtures("hf_cache")
 def test_torchdata_draws_the_learned_shares(rows: dict[str, str]) -> None:
-    package("torchdata.nodes")
+    installed("torchdata.nodes")
     text = export(WEIGHTS, to="torchdata", paths=rows, mean_doc_tokens=LENGTHS).text
     node = run(text)["node"]
     node.reset()
@@ -140,7 +131,7 @@ def test_torchdata_draws_the_learned_shares(rows: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """{domain: folder of litdata's}, the domain's index as every token."""
-    litdata = package("litdata")
+    litdata = installed("litdata")
     writer = importlib.import_module("litdata.streaming.writer")
     paths = {}
     for index, name in enumerate(POSITIVE):
@@ -157,7 +148,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 # Its own: it reads a memory map without a copy.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_litdata_draws_the_learned_shares(tokens: dict[str, str]) -> None:
-    package("litdata")
+    installed("litdata")
     text = export(WEIGHTS, to="litdata", paths=tokens, seq_length=8).text
     dataset = run(text)["dataset"]
     names = list(POSITIVE)
@@ -171,11 +162,11 @@ def test_litdata_draws_the_learned_shares(tokens: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def megatron() -> Any:
-    package("megatron.core")
+    installed("megatron.core")
     return types.SimpleNamespace(
-        blend=package("megatron.core.datasets.utils").get_blend_from_list,
-        helpers=package("megatron.core.datasets.helpers_cpp"),
-        config=package("megatron.core.datasets.blended_megatron_dataset_config"),
+        blend=installed("megatron.core.datasets.utils").get_blend_from_list,
+        helpers=installed("megatron.core.datasets.helpers_cpp"),
+        config=installed("megatron.core.datasets.blended_megatron_dataset_config"),
     )
 
 
@@ -262,7 +253,7 @@ def test_phases_are_arrays_that_a_shell_hands_over(phase: int, megatron: Any) ->
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """{domain: folder of MDS shards}, with a split train below."""
-    streaming = package("streaming")
+    streaming = installed("streaming")
     paths = {}
     for name in POSITIVE:
         paths[name] = str(tmp_path_factory.mktemp(name))
@@ -292,7 +283,7 @@ def test_mosaic_draws_the_learned_shares_in_every_batch(shards: dict[str, str]) 
 
 @pytest.mark.filterwarnings("ignore")
 def test_foundry_makes_streams_of_the_config(shards: dict[str, str]) -> None:
-    streaming = package("streaming")
+    streaming = installed("streaming")
     text = export(WEIGHTS, to="llm-foundry", paths=shards, seq_length=8).text
     dataset = yaml.safe_load(text)["train_loader"]["dataset"]
     made = streaming.StreamingDataset(
@@ -330,8 +321,8 @@ def held(tokens: int) -> dict[str, Any]:
 def test_olmo_selects_the_tokens_of_the_learned_shares(
     arrays: dict[str, str], tmp_path: Path
 ) -> None:
-    mixture = package("olmo_core.data.source_mixture")
-    data = package("olmo_core.data")
+    mixture = installed("olmo_core.data.source_mixture")
+    data = installed("olmo_core.data")
     text = export(held(2000), to="olmo-core", paths=arrays, budget_tokens=8000).text
     path = tmp_path / "sources.yaml"
     path.write_text(text)
@@ -352,7 +343,7 @@ def test_olmo_selects_the_tokens_of_the_learned_shares(
 
 @pytest.mark.filterwarnings("ignore")
 def test_olmo_mixes_instances_at_the_learned_shares(arrays: dict[str, str], tmp_path: Path) -> None:
-    package("olmo_core.data.composable")
+    installed("olmo_core.data.composable")
     text = export(
         held(2000), to="olmo-core-composable", paths=arrays, seq_length=8, budget_tokens=3000
     ).text

@@ -36,11 +36,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every task, a handful of documents each."""
-    folder = tmp_path_factory.mktemp("tasks")
-    for task in PAPER_TASKS:
-        write_documents(folder, task)
-    return folder
+    return write_documents(tmp_path_factory.mktemp("tasks"), *PAPER_TASKS)
 
 
 @pytest.fixture(scope="module")
