@@ -113,6 +113,8 @@ class DogeStep(PlainStep):
             self.optimizer,
             domains=list(self.data),
             mu=1.0,
+            # The combined gradient is compared with one of autograd's, which cuts nothing.
+            domain_max_grad_norm=None,
             buffer_dtype=None if buffer_dtype is None else getattr(torch, buffer_dtype),
         )
 

@@ -168,14 +168,14 @@ def taken_from(
     rest = dict(state_dict)
     ours: dict[str, Any] | None = rest.pop(KEY, None)
     groups = rest.get("param_groups", [])
-    found = {tuple(group[KEY]) for group in groups if group.get(KEY)}
-    if ours is None and len(found) > 1:
+    in_groups = {tuple(group[KEY]) for group in groups if group.get(KEY)}
+    if ours is None and len(in_groups) > 1:
         raise ValueError(
-            f"the parameter groups of the checkpoint hold {len(found)} different states of the "
+            f"the parameter groups of the checkpoint hold {len(in_groups)} different states of the "
             "domain weights; all should hold the same. Load those of one optimizer."
         )
-    if ours is None and found:
-        ours = unpacked(found.pop(), objective)
+    if ours is None and in_groups:
+        ours = unpacked(in_groups.pop(), objective)
     if ours is not None:
         check(ours, objective)
     return ours, rest

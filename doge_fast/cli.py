@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"'doge-fast[{extra}]'."
         )
     except BrokenPipeError:
-        # Whoever reads, `head` say, has read enough; nor may closing at exit complain.
+        # The reader, `head` for example, has closed the pipe. Closing at exit must not fail on it too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get(TRACEBACK):
@@ -251,8 +251,8 @@ def _experiment(config: ExperimentConfig) -> list[str]:
 def _info(config: InfoConfig) -> list[str]:
     from doge_fast.info import info, text
 
-    found = info()
-    return [json.dumps(found, indent=1) if config.json else text(found)]
+    facts = info()
+    return [json.dumps(facts, indent=1) if config.json else text(facts)]
 
 
 def _profile(config: ProfileConfig) -> list[str]:

@@ -110,7 +110,7 @@ class FlatBuffer:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, object]:
-        """Only the shape: gradients are a step's business and do not outlive the process."""
+        """The shape alone: gradients belong to one step, and a copy begins its step anew."""
         return {"num_rows": self.num_rows, "dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, object]) -> None:

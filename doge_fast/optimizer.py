@@ -301,7 +301,7 @@ class DoGEOptimizer(OptimizerWrapper):
         Raises:
             ValueError: `grad_scale` is not positive and finite.
             RuntimeError: a domain has not been entered since the last step and `absent` is
-                "error"; inside a domain; called twice in one step; somebody else has set a
+                "error"; inside a domain; called twice in one step; something else has set a
                 `p.grad`; or `grad_scale` comes too late.
         """
         step = self._step

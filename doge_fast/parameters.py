@@ -59,9 +59,12 @@ class TrackedParameters:
 
     @property
     def peak_lr(self) -> float:
-        """Of the first group: what a scheduler starts from where there is one, else `lr`."""
+        """The largest that a scheduler has noted in the first group, else `lr`.
+
+        OneCycleLR notes its lowest rate as `initial_lr`.
+        """
         group = self.groups[0]
-        return float(group.get("initial_lr", group["lr"]))
+        return max(float(group.get(name, 0)) for name in ("lr", "initial_lr", "max_lr"))
 
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""

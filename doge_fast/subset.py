@@ -152,11 +152,11 @@ class Subset:
         if num_drawn > 1:
             square = factors_SS[:num_drawn, :num_drawn]
             square.fill_((num_domains - 1) / (num_drawn - 1)).fill_diagonal_(1)
-        found = _OnDevice(rows, entries, factors_SS)
+        made = _OnDevice(rows, entries, factors_SS)
         if device.type == "cuda":
             # Pinned, or the copy would make the host wait for the device.
-            found = _OnDevice(*(each.pin_memory() for each in found))
-        return _OnDevice(*(each.to(device, non_blocking=True) for each in found))
+            made = _OnDevice(*(tensor.pin_memory() for tensor in made))
+        return _OnDevice(*(tensor.to(device, non_blocking=True) for tensor in made))
 
 
 class _OnDevice(NamedTuple):

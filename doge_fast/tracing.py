@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def phase(name: str) -> AbstractContextManager[object]:
-    """A range `doge_fast.NAME` in a profile; costs nothing while nobody profiles."""
+    """A range `doge_fast.NAME` in a profile; costs nothing while no profiler runs."""
     if _profiler_enabled():
         return record_function(f"doge_fast.{name}")
     return _NOTHING

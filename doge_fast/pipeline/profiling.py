@@ -246,6 +246,7 @@ class _Doge(_Side):
             target=targets or "universal",
             # Large: the weights stay near uniform, and the step costs the same.
             mu=1e6,
+            micro_batches=config.micro_batches,
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
 

@@ -143,11 +143,12 @@ def losses_of(outputs_BL: Tensor) -> Tensor:
 
 
 def optimizer_of(model: nn.Module) -> DoGEOptimizer:
-    return DoGEOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), domains=list(SIZES))
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    return DoGEOptimizer(inner, domains=list(SIZES), micro_batches=None)
 
 
 def rows_of(optimizer: DoGEOptimizer) -> list[Tensor]:
-    blocks = optimizer._buffer.touched(optimizer._tracked())
+    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
     rows = [block.rows_RN.clone() for block in blocks]
     optimizer.zero_grad()
     return rows

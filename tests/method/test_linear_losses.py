@@ -150,7 +150,7 @@ def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 
             else:
                 losses_D = domain_losses(model(ids_BL), ids_BL, sizes)
             losses_D.sum().backward()
-    blocks = optimizer._step.buffer.touched(optimizer._step.parameters.params)
+    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
     return [block.rows_RN.clone() for block in blocks]
 
 

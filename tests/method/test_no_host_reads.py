@@ -81,7 +81,7 @@ def test_the_addresses_of_the_state_stay() -> None:
                 model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         state_S = optimizer._weights._state_S
-        blocks = optimizer._step.buffer._blocks.values()
+        blocks = optimizer.buffer._blocks.values()
         seen.add(
             (
                 state_S.data_ptr(),

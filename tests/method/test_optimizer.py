@@ -607,7 +607,7 @@ class TestGradients:
         # At most a line to align a row and one to keep rows from lying pages apart.
         params = list(model.parameters())
         exact = 4 * 8 * sum(p.numel() for p in params)
-        assert exact <= optimizer._step.buffer.num_bytes <= exact + 4 * 8 * 128 * len(params)
+        assert exact <= optimizer.buffer.num_bytes <= exact + 4 * 8 * 128 * len(params)
 
 
 class TestTorchOptimizer:

@@ -217,7 +217,7 @@ def test_memory_is_that_of_the_domains_in_the_step() -> None:
         run_step(optimizer, model, ("d512",))
         optimizer.zero_grad()
     padded = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in model.parameters()]
-    assert optimizer._step.buffer.num_bytes == 9 * 8 * sum(padded)
+    assert optimizer.buffer.num_bytes == 9 * 8 * sum(padded)
     assert optimizer.last is not None
     assert optimizer.last.gram.shape == (513, 513)
     assert int(optimizer.last.gram.diagonal().count_nonzero()) == 9
