@@ -181,6 +181,7 @@ def test_given_gradients_make_a_step_that_repeats_itself() -> None:
     assert not torch.equal(moved, torch.full_like(moved, 1 / 3))
 
 
+@pytest.mark.exhaustive
 def test_every_peer_finds_the_truth(checkout: Path) -> None:
     rows = peers.measure(
         PROBLEM, "cpu", checkout=str(checkout), pairs=2, seconds=0.0, with_memory=False
@@ -197,6 +198,7 @@ def test_every_peer_finds_the_truth(checkout: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.exhaustive
 def test_peers_of_torchjd() -> None:
     pytest.importorskip("torchjd", reason="torchjd is not installed")
     rows = peers.measure(

@@ -31,7 +31,7 @@ def run_rank(rank: int, size: int, store: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_one_process_trains_and_several_are_refused(size: int, tmp_path: Path) -> None:
     multiprocessing.start_processes(
         run_rank, args=(size, str(tmp_path / "store")), nprocs=size, start_method="spawn"
