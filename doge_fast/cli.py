@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"'doge-fast[{extra}]'."
         )
     except BrokenPipeError:
-        # The reader, `head` for example, has closed the pipe; closing ours at exit must not fail too.
+        # The reader, `head` for example, has closed the pipe; closing ours at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get(TRACEBACK):

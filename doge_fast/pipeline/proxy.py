@@ -100,6 +100,8 @@ def _check(config: ProxyConfig) -> None:
         raise ValueError(
             f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
         )
+    # Here, since the default mu follows the learning rate.
+    training.check(config.training)
     parse_split(config.split)
     if config.init_weights is None and (config.split or config.added_share != "uniform"):
         name = "split" if config.split else "added_share"

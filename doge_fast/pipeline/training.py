@@ -121,7 +121,7 @@ def fresh_model(model: ModelConfig, config: TrainingConfig, corpus: Corpus) -> P
     Raises:
         ValueError: what `training_arguments` and `build_model` refuse.
     """
-    _check(config)
+    check(config)
     device_of(config.device)
     set_seed(config.seed)
     return build_model(model, corpus.tokenizer, block_size=corpus.block_size)
@@ -177,7 +177,7 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
 
     Source: DoGE, appendix model-archs.
     """
-    _check(config)
+    check(config)
     device = device_of(config.device)
     warmup = config.steps // 20 if config.warmup_steps is None else config.warmup_steps
     tenth = -(-config.steps // 10)
@@ -220,7 +220,8 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     return arguments
 
 
-def _check(config: TrainingConfig) -> None:
+def check(config: TrainingConfig) -> None:
+    """Raise ValueError where a setting is out of its range."""
     positive = ("steps", "learning_rate", "max_grad_norm", "eval_blocks")
     for name in positive if config.eval_every is None else (*positive, "eval_every"):
         if not getattr(config, name) > 0:

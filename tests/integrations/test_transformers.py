@@ -141,7 +141,11 @@ def by_hand(model: GPT2LMHeadModel, args: TrainingArguments, **doge: Any) -> DoG
 
 @pytest.mark.parametrize(
     ("target", "rows"),
-    [("universal", DOMAINS), ({"far": 1.0}, [*DOMAINS, "far"]), ({"ef": 0.5, "far": 2.0}, None)],
+    [
+        ("universal", DOMAINS),
+        ({"far": 1.0}, [*DOMAINS, "far"]),
+        pytest.param({"ef": 0.5, "far": 2.0}, None, marks=pytest.mark.exhaustive),
+    ],
     ids=["universal", "held-out", "several"],
 )
 def test_is_the_loop_written_by_hand(tmp_path: Path, target: Any, rows: list[str] | None) -> None:
@@ -177,7 +181,7 @@ def test_one_domain_is_plain_training(tmp_path: Path) -> None:
     assert trainer.weights == {"ab": 1.0}
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_one_pass_for_all_domains_learns_the_same(tmp_path: Path, micro: int) -> None:
     """To float32's rounding, and what six steps of AdamW make of it."""
     both = {}
@@ -196,7 +200,9 @@ def test_one_pass_for_all_domains_learns_the_same(tmp_path: Path, micro: int) ->
         torch.testing.assert_close(ours.domain_losses[name], loss, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "bf16", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["float32", "bfloat16"]
+)
 def test_many_logits_come_one_domain_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
@@ -229,7 +235,7 @@ def test_a_loss_scale_changes_no_weight_of_a_stacked_batch(tmp_path: Path) -> No
     torch.testing.assert_close(scaled.doge.alpha, plain.doge.alpha, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_step_may_have_a_few_of_the_domains(tmp_path: Path, micro: int) -> None:
     trainers = []
     for mode in ("sequential", "stacked"):
@@ -357,7 +363,7 @@ def test_a_domain_loss_is_its_mean_over_tokens_whatever_the_micro_batches_hold(
     torch.testing.assert_close(trainer.domain_losses["ab"], expected.detach())
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int) -> None:
     changes: dict[str, Any] = {"gradient_accumulation_steps": micro, "ignore_data_skip": True}
     whole = trainer_for(tmp_path / "whole", **changes)
@@ -669,7 +675,7 @@ def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
         mixed_trainer(tmp_path, empty).train()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, workers: int) -> None:
     seen: list[list[Any]] = []
 

@@ -239,7 +239,9 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
 
 # Of torch's own making: its compiler warns of itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
 def test_compiled_as_one_graph(backend: str) -> None:
     model = Tiny().double()
     torch._dynamo.reset()

@@ -19,7 +19,9 @@ BAR = 1e-6
 CHUNK = 1 << 20
 
 
-@pytest.fixture(scope="module", params=["one sign", "both signs"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("one sign", marks=pytest.mark.exhaustive), "both signs"]
+)
 def long_rows(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor]:
     """[K, N] float32 and its Gram matrix in float64; 1.1 GB."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +60,9 @@ def test_long_rows_lose_nothing(
 
 
 # In panels, in groups of panels, and copied together.
-@pytest.mark.parametrize("num_rows", [22, 97, 129])
+@pytest.mark.parametrize(
+    "num_rows", [22, *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (97, 129))]
+)
 @pytest.mark.parametrize(
     "terms",
     [

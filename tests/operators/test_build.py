@@ -295,6 +295,7 @@ def test_paths_may_hold_anything(tmp_path, monkeypatch):
     assert answer_of(odd.build()) == 42
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_racing_processes_build_once(workshop):
     workshop.switch("slow")

@@ -14,6 +14,8 @@ import pytest
 from doge_fast.kernels import build, compilers
 
 SOURCES = build.CSRC_DIR / "cuda"
+pytestmark = pytest.mark.exhaustive
+
 # Compute capabilities: A100, H100 and H200, and for later ones PTX.
 CAPABILITIES = ("8.0", "9.0+PTX")
 ARCHITECTURES = ("sm_80", "sm_90")

@@ -9,6 +9,7 @@ from torch import Tensor
 from doge_fast import reference
 from doge_fast.kernels import gram, implementations
 from doge_fast.kernels.triton_support import is_interpreted
+from tests.grids import grid
 from tests.laws import (
     assert_additive_over_columns,
     assert_psd,
@@ -51,7 +52,22 @@ def test_gram_is_the_reference(
     assert normalised_error(gram_KK, reference.gram(grads_KN.double())) <= rounding(grads_KN)
 
 
-@pytest.mark.parametrize("problem", GRADIENT_PROBLEMS, ids=str)
+# Of many rows or columns: seconds each under Triton's interpreter and the emulator of CUDA.
+LONG = (
+    "odd number of columns",
+    "eleven domains",
+    "more domains than a tile",
+    "more columns than a chunk",
+    "bfloat16, many domains",
+    "float64",
+    "float64, two domains",
+    "one sign",
+)
+
+
+@pytest.mark.parametrize(
+    "problem", grid(GRADIENT_PROBLEMS, some=lambda problem: problem.name not in LONG), ids=str
+)
 def test_gram_obeys_its_laws(
     problem: GradientProblem, implementation: str, device: torch.device
 ) -> None:
@@ -92,7 +108,11 @@ def test_every_kind_of_launch(
 @pytest.mark.parametrize(
     "num_rows",
     # Minutes under Triton's interpreter.
-    [66, 73, *(pytest.param(rows, marks=pytest.mark.soak) for rows in (88, 105, 120, 129)), 137],
+    [
+        66,
+        *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (73, 137)),
+        *(pytest.param(rows, marks=pytest.mark.soak) for rows in (88, 105, 120, 129)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rows_that_end_inside_a_tile(

@@ -52,6 +52,7 @@ def printed(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.exhaustive
 @needs_binutils
 def test_no_level_leaves_a_function_to_the_linkers_choice(objects: dict[str, Path]) -> None:
     """An inline function of a library, compiled for a late CPU, must not be everybody's copy."""
@@ -64,6 +65,7 @@ def test_no_level_leaves_a_function_to_the_linkers_choice(objects: dict[str, Pat
         assert not shared, f"{level} has {shared}"
 
 
+@pytest.mark.exhaustive
 @needs_binutils
 def test_levels_hold_what_they_are_for(objects: dict[str, Path]) -> None:
     code = {level: printed("objdump", "-d", path) for level, path in of_levels(objects).items()}
@@ -77,6 +79,7 @@ def test_levels_hold_what_they_are_for(objects: dict[str, Path]) -> None:
         assert re.search(r"vdpbf16ps .*%zmm", code["avx512bf16"])
 
 
+@pytest.mark.exhaustive
 @needs_binutils
 def test_what_is_compiled_once_needs_no_late_cpu(objects: dict[str, Path]) -> None:
     """Checks, scheduling and registration run before any level is chosen."""

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("which", "least"), [("some", 70), pytest.param("all", 600, marks=pytest.mark.soak)]
+    ("which", "least"),
+    [
+        pytest.param("some", 70, marks=pytest.mark.exhaustive),
+        pytest.param("all", 600, marks=pytest.mark.soak),
+    ],
 )
 def test_kernels_load_wide_and_do_not_spill(which: str, least: int, tmp_path: Path) -> None:
     kernels = compiled(which, tmp_path)
