@@ -1,15 +1,14 @@
-"""What a checkpoint keeps of the domain weights, in the two forms that its carriers let through.
+"""What a checkpoint keeps of the domain weights, in two forms, since some formats drop one of them.
 
 As a dict of tensors and names it stands under a key of its own in the optimizer's state dict.
 torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
 `param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
 floats: version, fingerprint of the names, number of the draw, the parts one after another, mu.
-Where both are there the dict is read: it is the one that says what is what, and the one that a
-person edits.
+Where both are there the dict is read: its parts are named, and people may edit it.
 
 The groups of a living optimizer hold an empty tuple in that place. It has to be there, since a
 flattened state dict is taken apart by the keys of the living groups; and it has to be empty, since
-the weights are on the device and a copy of them would be old after one step.
+the weights are on the device and a copy would be out of date after one step.
 """
 
 import hashlib
@@ -191,7 +190,7 @@ def check_version(version: float) -> None:
 
 
 def check(ours: Mapping[str, Any], objective: Objective) -> None:
-    """Refuse a state of other names, or one that no run can have left.
+    """Refuse a state of other names, or values that a run cannot produce.
 
     Raises:
         TypeError: it is no dict.
@@ -227,7 +226,7 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
 
 
 def check_is_dict(state_dict: object) -> None:
-    """Refuse what is no state of anything."""
+    """Raise TypeError unless it is a mapping."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"load_state_dict() takes what state_dict() gave; got {state_dict!r}.")
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from doge_fast import generalization, simplex
 from doge_fast.flat_buffer import Block, weighted_gradients
@@ -138,3 +139,11 @@ def checked_scale(scale: float | Tensor) -> float | Tensor:
             "were multiplied by, scaler.get_scale()."
         )
     return scale
+
+
+def factor_of(scaler: GradScaler | None, device: torch.device) -> float | Tensor:
+    """What the losses of this step were multiplied by; one without a scaler."""
+    if scaler is None:
+        return 1.0
+    # On the device: get_scale() would make the host wait for it.
+    return scaler.scale(torch.ones((), device=device))

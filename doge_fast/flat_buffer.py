@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels import accumulate, weighted_sum
+from doge_fast.kernels.schema import STORAGE_DTYPES
 from doge_fast.tracing import phase
 
 # Elements: 256 bytes of float32, so that every row starts on a cache line and a 16-byte vector.
@@ -94,9 +95,17 @@ class FlatBuffer:
     Args:
         num_rows: R, training domains and measured-only ones.
         dtype: of the rows; None: that of each gradient. Sums over micro-batches round to it.
+
+    Raises:
+        ValueError: the dtype is not a floating one.
     """
 
     def __init__(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None and dtype not in STORAGE_DTYPES:
+            raise ValueError(
+                f"buffer_dtype must be a floating type or None; got {dtype}. "
+                "Pass torch.float32, torch.bfloat16, torch.float16 or torch.float64."
+            )
         self.num_rows = num_rows
         self.dtype = dtype
         # By id: tensors compare elementwise. A block holds its parameter, so ids stay unique.
@@ -110,7 +119,7 @@ class FlatBuffer:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, object]:
-        """The shape alone: gradients belong to one step, and a copy begins its step anew."""
+        """Number of rows and dtype only: gradients belong to one step."""
         return {"num_rows": self.num_rows, "dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -223,10 +232,6 @@ class FlatBuffer:
     def is_combined(self, param: Tensor) -> bool:
         """Whether `param.grad` is the combined gradient that this buffer holds."""
         return any(block.combined is param.grad for block in self._find([param]))
-
-    def is_written(self, param: Tensor) -> bool:
-        """Whether any domain gave `param` a gradient in this step."""
-        return any(block.written for block in self._find([param]))
 
     def touched(self, params: Iterable[Tensor]) -> list[Block]:
         """Blocks of those `params` that any domain gave a gradient in this step, rows complete."""

@@ -4,7 +4,7 @@ Training domains come first and span the simplex; after them stand rows that are
 never trained on. A target of the training domains alone adds no row.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,14 +68,9 @@ class Objective:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The targets without which no domain has a score: the measured, or else any one of all."""
+        """The targets without which no domain has a score: the measured ones, else any one of all."""
         weighed = self._weighed()
         return tuple(name for name in self.measured if name in weighed) or tuple(weighed)
-
-    def is_learned_from(self, names: Collection[str]) -> bool:
-        """Whether a step that has gradients of `names` says anything of the domains."""
-        needed = self.needed
-        return (any if needed[0] in self.domains else all)(name in names for name in needed)
 
     def _weighed(self) -> dict[str, float]:
         return {name: tau for name, tau in zip(self.rows, self.tau, strict=True) if tau > 0}

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from doge_fast import checkpoint, simplex, weights_file
 from doge_fast.checkpoint import DomainState
-from doge_fast.combining import checked_scale, combine
+from doge_fast.combining import checked_scale, combine, factor_of
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM, Score, score_of
 from doge_fast.kernels.reweight.packing import LastStep
@@ -59,8 +59,8 @@ class DoGEOptimizer(OptimizerWrapper):
             a name that is not in `domains` is a row that is measured and never trained on
             (Alg. 2, held-out mixtures) and needs its own `with optimizer.domain(name)`.
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
-            `simplex.default_mu` of the first group's `initial_lr` or `lr` as it is now, 20 lr
-            (T + 1) / 2 for targets whose weights sum to T. Checkpoints keep it.
+            `simplex.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
+            largest rate that the first group has noted. Checkpoints keep it.
         score: "paper" (W), "published" (the published code's: W over the mean norm of the
             training rows, cut to [0, 5]), or a `Score` with those parts chosen one by one.
         max_grad_norm: norm to which the combined gradient is cut, over all parameters; None
@@ -85,7 +85,8 @@ class DoGEOptimizer(OptimizerWrapper):
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
-        scaler: the GradScaler that scales the losses; its factor is read when a step is combined.
+        scaler: the GradScaler that scales the losses, read when a step is combined. Copy and pickle
+            the two together.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
@@ -219,13 +220,13 @@ class DoGEOptimizer(OptimizerWrapper):
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Write the average and last weights as a JSON file keyed by name (docs/weights.md)."""
-        pairs = zip(self.weights.items(), self.alpha.tolist(), strict=True)
+        columns = zip(self.domains, self.alpha_mean.tolist(), self.alpha.tolist(), strict=True)
         record = {
             "method": "doge",
             "score": self.rule.score.name,
             "target": self.objective.target,
             "mu": self.mu,
-            "domains": [{"name": n, "weight": w, "weight_last": last} for (n, w), last in pairs],
+            "domains": [{"name": n, "weight": w, "weight_last": last} for n, w, last in columns],
             "steps": self.num_steps,
             "versions": {"torch": torch.__version__},
         }
@@ -243,15 +244,13 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: `name` is neither a training domain nor a target, or not of this step.
-            RuntimeError: another domain is active; the domain has been entered `micro_batches`
-                times; gradients of the last step, or of a backward pass outside any domain, are
-                still in `p.grad`; no parameter of the wrapped optimizer received a gradient
-                inside; or torch.distributed has several processes.
+            RuntimeError: another domain is active; the domain has been entered often enough;
+                `p.grad` still holds a gradient; no parameter of the wrapped optimizer received
+                one inside; or torch.distributed has several processes.
         """
         with self._step.domain(name):
             yield
-        if self._step.is_complete:
-            self.combine()
+        self._end_if_complete()
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
@@ -281,8 +280,12 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         with self._step.stacked(model, sizes):
             yield
+        self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
         if self._step.is_complete:
-            self.combine()
+            with self._step.dropped_on_failure():
+                self.combine()
 
     @outside_graphs
     def combine(self, *, grad_scale: float | Tensor | None = None) -> None:
@@ -290,8 +293,8 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Runs by itself when the last domain of a step is left; another call then does nothing. With
         `micro_batches=None`, or where domains are missing, `step()` calls it if the loop has not:
-        call it yourself where something must see `p.grad` before. The domain weights move here: a
-        loop that then leaves `step()` out keeps what the rejected gradients did to them.
+        call it where something must see `p.grad` before. The domain weights move here, also where
+        the loop then leaves `step()` out.
 
         Args:
             grad_scale: the factor that losses were multiplied by, as `GradScaler.get_scale()`;
@@ -309,32 +312,27 @@ class DoGEOptimizer(OptimizerWrapper):
         if step.has_combined_by_itself:
             if grad_scale is not None:
                 raise RuntimeError(
-                    "the gradients were combined when the last domain was left, without "
-                    "grad_scale. Pass DoGEOptimizer(..., scaler=scaler), or micro_batches=None to "
-                    "call combine(grad_scale=...) yourself."
+                    "the gradients were combined when the last domain was left, without this "
+                    "grad_scale. Pass scaler=scaler to DoGEOptimizer, or micro_batches=None."
                 )
             return
-        scale = self._factor() if grad_scale is None else checked_scale(grad_scale)
+        params = step.parameters
+        if grad_scale is None:
+            scale = factor_of(self._scaler, params.params[0].device)
+        else:
+            scale = checked_scale(grad_scale)
         self._weights.last = combine(
             step.blocks(),
             self._weights,
             step.subset,
             present=step.names,
-            selected=step.parameters.selected_ids(),
-            lr=step.parameters.lr,
+            selected=params.selected_ids(),
+            lr=params.lr,
             grad_scale=scale,
         )
         step.state = State.COMBINED
         # The wrapped optimizer may have been given a state dict of this one.
         checkpoint.mark(self.param_groups)
-
-    def _factor(self) -> float | Tensor:
-        """What the losses of this step were multiplied by."""
-        if self._scaler is None:
-            return 1.0
-        # On the device: get_scale() would make the host wait for it.
-        one = torch.ones((), device=self._step.parameters.params[0].device)
-        return self._scaler.scale(one)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer, after `combine()` where that has not run.
@@ -347,8 +345,8 @@ class DoGEOptimizer(OptimizerWrapper):
             closure: runs the domains and returns the loss; called once.
 
         Raises:
-            RuntimeError: as `combine`, there are no gradients at all, or a backward pass has run
-                outside any domain.
+            RuntimeError: as `combine`; a backward pass has run outside any domain; a domain was
+                entered fewer than `micro_batches` times; or `lr` has changed since combining.
         """
         loss = None
         if closure is not None:
@@ -359,11 +357,13 @@ class DoGEOptimizer(OptimizerWrapper):
             if self._step.is_of_others():
                 self.inner.step()
                 return loss
+            self._step.refuse_partial()
             self.combine()
+        self._step.refuse_other_lr(self.last)
         with phase("inner_step"):
             assert self.last is not None
             step_unless(self.last.skipped, self.last.found_inf, self.inner)
-        self._step.clear()
+        self._step.clear(is_stepped=True)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -379,7 +379,6 @@ class DoGEOptimizer(OptimizerWrapper):
         """Add parameters to the wrapped optimizer; they count from the next step on."""
         self.inner.add_param_group(param_group)
         checkpoint.mark(self.param_groups)
-        self._step.look_up()
 
     def release(self) -> None:
         """Take the hooks off the parameters and free the rows: the model trains on without domains.

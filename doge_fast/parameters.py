@@ -4,6 +4,7 @@ Groups are looked up when a step begins, since hosts replace them: `load_state_d
 optimizer puts a new list in their place, and freezing a layer is one assignment.
 """
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -34,21 +35,27 @@ class TrackedParameters:
         self._optimizer = optimizer
         self._check_lr()
         # By id, with the parameter: while it is held here, no new one gets its id.
-        self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
         self.receive: Receive | None = None
         """Called with each tracked parameter that autograd has given a gradient."""
-        self.params: list[Tensor] = self._look_up()
+        self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
         self._selected = None if selection is None else self._resolve(selection)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
-        return self.__dict__ | {"_hooks": {}, "receive": None}
+        left = ("_hooks", "receive")
+        return {name: value for name, value in self.__dict__.items() if name not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The same parameters, without hooks."""
+        self.__dict__.update(state)
+        self._hooks, self.receive = _hooks_of(self), None
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the wrapped optimizer, the very list."""
+        """The parameter groups of the wrapped optimizer; not a copy."""
         return self._optimizer.param_groups
 
     @property
@@ -68,7 +75,7 @@ class TrackedParameters:
 
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""
-        self.params = self._look_up()
+        self.params = self.look_up()
         ids = set(map(id, self.params))
         if ids != self._hooks.keys():
             for key in self._hooks.keys() - ids:
@@ -81,9 +88,7 @@ class TrackedParameters:
 
     def release(self) -> None:
         """Take all hooks off."""
-        for _, handle in self._hooks.values():
-            handle.remove()
-        self._hooks = {}
+        _remove(self._hooks)
 
     def selected_ids(self) -> set[int] | None:
         """The ids of the parameters whose columns enter W; None: all."""
@@ -97,7 +102,8 @@ class TrackedParameters:
                     return f"the parameter {name}"
         return f"a parameter of shape {list(param.shape)}"
 
-    def _look_up(self) -> list[Tensor]:
+    def look_up(self) -> list[Tensor]:
+        """The parameters that require a gradient now."""
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def _check_lr(self) -> None:
@@ -152,3 +158,16 @@ class TrackedParameters:
                 )
             selected.append(param)
         return selected
+
+
+def _hooks_of(parameters: TrackedParameters) -> dict[int, tuple[Tensor, Any]]:
+    """A dict of hooks that are removed when `parameters` goes."""
+    hooks: dict[int, tuple[Tensor, Any]] = {}
+    weakref.finalize(parameters, _remove, hooks).atexit = False
+    return hooks
+
+
+def _remove(hooks: dict[int, tuple[Tensor, Any]]) -> None:
+    for _, handle in hooks.values():
+        handle.remove()
+    hooks.clear()

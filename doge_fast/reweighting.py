@@ -1,4 +1,4 @@
-"""How the domain weights move, and where they are: all of a step that is K x K.
+"""How the domain weights move, and the tensors that hold them: the K x K part of a step.
 
 The arithmetic is one operator. Its settings are kept on the device, so that a step copies nothing
 there; so is the state that it moves.
@@ -87,9 +87,9 @@ class DomainWeights:
         self.rule = rule
         self.last: LastStep | None = None
         """What the last step saw and did."""
-        self._is_collapse_expected = not objective.is_universal or initial is not None
-        self._has_warned = False
-        self._state_S: Tensor = new_state(_start(objective.domains, initial).to(device))
+        self._start_K = _start(objective.domains, initial)
+        self._warned: set[str] = set()
+        self._state_S: Tensor = new_state(self._start_K.to(device))
         self._constants: dict[str, tuple[object, Tensor]] = {}
         self._settings_C = torch.empty(len(Settings._fields), dtype=torch.float64, device=device)
         # What was last written into each entry; None: not known on the host.
@@ -165,36 +165,43 @@ class DomainWeights:
         return step
 
     def set_mu(self, mu: float) -> None:
-        """Move with another Bregman coefficient from the next step on."""
+        """Use another Bregman coefficient from the next step on."""
         self.rule = replace(self.rule, mu=mu)
 
     def warn_of_failure(self) -> None:
-        """Warn, once, of weights that have collapsed or have never moved. Waits for the device."""
-        if self._has_warned:
-            return
+        """Warn, once each, of weights that never had a score or have collapsed; waits for them."""
         state = state_views(self._state_S.cpu())
-        if int(state.num_steps) and (message := self._failure(state)):
-            self._has_warned = True
-            warnings.warn(message, stacklevel=3)
+        for kind, message in (("unmoved", self._unmoved(state)), ("few", self._collapsed(state))):
+            if message and kind not in self._warned:
+                self._warned.add(kind)
+                warnings.warn(message, stacklevel=3)
 
-    def _failure(self, state: State) -> str | None:
-        count, names = int(state.num_steps), self.objective.domains
-        if not state.gain.any():
-            return (
-                f"the domain weights have learned nothing in {count} steps: every score is zero. A "
-                f"score needs the gradient of the target {list(self.objective.needed)} in the same "
-                "step. Run the target's backward pass inside optimizer.domain(name), or name in "
-                "target= a domain that comes."
-            )
+    def _unmoved(self, state: State) -> str | None:
+        count = int(state.num_steps)
+        has_moved = state.gain.any() or not torch.allclose(state.alpha_mean, self._start_K)
+        if not count or has_moved:
+            return None
+        return (
+            f"the domain weights have learned nothing in {count} steps: every score is zero. A "
+            f"score needs the gradient of the target {list(self.objective.needed)} in the same "
+            "step. Run the target's backward pass inside optimizer.domain(name), or name in "
+            "target= a domain that comes."
+        )
+
+    def _collapsed(self, state: State) -> str | None:
+        names = self.objective.domains
+        least = 1 + COLLAPSED * (len(names) - 1)
         num_effective = float(simplex.effective_domains(state.alpha))
-        if self._is_collapse_expected or num_effective >= 1 + COLLAPSED * (len(names) - 1):
+        is_expected = float(simplex.effective_domains(self._start_K)) < least
+        is_for_all = not self.objective.measured and len(set(self.objective.tau)) == 1
+        if num_effective >= least or is_expected or not is_for_all:
             return None
         largest = names[int(state.alpha.argmax())]
         return (
             f"the domain weights have collapsed: {num_effective:.2f} of {len(names)} domains are "
-            f"in use after {count} steps, most of it {largest!r}. Pass a larger mu (it is "
-            f"{self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is off, or "
-            "smoothing=0.1."
+            f"in use after {int(state.num_steps)} steps, most of it {largest!r}. Pass a larger mu "
+            f"(it is {self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is "
+            "off, or smoothing=0.1."
         )
 
     def snapshot(self) -> Tensor:

@@ -159,7 +159,7 @@ def project(alpha_K: Tensor, *, floor_K: Tensor, cap_K: Tensor) -> Tensor:
     alpha_K, floor_K, cap_K = alpha_K.double(), floor_K.double(), cap_K.double()
     _check_bounds(alpha_K, floor_K, cap_K)
     is_held_K = alpha_K == 0
-    # Who has no weight has its floor, whatever c is.
+    # A domain without weight gets its floor for any c.
     low_K = torch.where(is_held_K, torch.inf, floor_K / alpha_K)
     high_K = torch.where(is_held_K, torch.inf, cap_K / alpha_K)
     kinks = torch.cat([low_K[~is_held_K], high_K[~is_held_K]]).sort().values.tolist()

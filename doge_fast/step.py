@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.flat_buffer import Block, FlatBuffer
+from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.parameters import TrackedParameters
 from doge_fast.simplex import is_integer
 from doge_fast.stacked import StackedModel, segments_of
@@ -46,7 +47,7 @@ class State(enum.Enum):
 
 @dataclass
 class OpenDomain:
-    """What is entered at the moment: one domain, or several in a stacked pass."""
+    """The domain that is open, or the domains of a stacked pass."""
 
     names: Sequence[str]
     row: int | None
@@ -86,7 +87,7 @@ class Step:
             )
         self.parameters = parameters
         self.subset = subset
-        self.buffer = FlatBuffer(subset.num_rows, _checked_dtype(buffer_dtype))
+        self.buffer = FlatBuffer(subset.num_rows, buffer_dtype)
         self.absent: Absent = absent
         self.micro_batches = micro_batches
         self._start()
@@ -98,10 +99,10 @@ class Step:
         self._has_stray = False
         self._stacked_model: StackedModel | None = None
         self.parameters.receive = _receiver(weakref.ref(self))
-        self.look_up()
+        self._hook()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What lasts from step to step. A copy begins its step anew."""
+        """What is kept between steps. A copy starts with an empty step."""
         lasting = ("parameters", "subset", "buffer", "absent", "micro_batches")
         return {name: getattr(self, name) for name in lasting}
 
@@ -111,8 +112,8 @@ class Step:
         self._start()
 
     @outside_graphs
-    def look_up(self) -> list[Tensor]:
-        """The parameters that are trained now; each hands its gradients to this step."""
+    def _hook(self) -> list[Tensor]:
+        """The parameters that are trained now, each with a hook that calls `receive`."""
         return self.parameters.scan()
 
     # Domains.
@@ -141,11 +142,9 @@ class Step:
     def _opened(self, names: Sequence[str], row: int | None) -> Iterator[OpenDomain]:
         opened = self._open = OpenDomain(names, row)
         try:
-            yield opened
-            self.buffer.flush()
-        except BaseException:
-            self._drop()
-            raise
+            with self.dropped_on_failure():
+                yield opened
+                self.buffer.flush()
         finally:
             self._open = None
         if not opened.has_received:
@@ -210,7 +209,7 @@ class Step:
 
     def _begin(self) -> None:
         _check_one_process()
-        for param in self.look_up():
+        for param in self._hook():
             if param.grad is None:
                 continue
             if self.state is not State.ZEROED:
@@ -277,7 +276,7 @@ class Step:
             raise RuntimeError("combine() has been called in this step; call step() next.")
         self.refuse_stray()
         self._check_complete()
-        params = self.look_up()
+        params = self.parameters.look_up()
         if (param := next((p for p in params if p.grad is not None), None)) is not None:
             raise RuntimeError(
                 f"{self.parameters.name_of(param)} has a p.grad that no domain gave it, which "
@@ -301,7 +300,7 @@ class Step:
             )
 
     def is_of_others(self) -> bool:
-        """Whether a step now is one on gradients in `p.grad` that no domain gave.
+        """Whether `step()` should run the wrapped optimizer alone, on gradients of no domain.
 
         Code that saves checkpoints has an optimizer make its state by a step on zeros at learning
         rate zero, also between two domains.
@@ -311,7 +310,7 @@ class Step:
             return False
         return any(
             param.grad is not None and not self.buffer.is_combined(param)
-            for param in self.look_up()
+            for param in self.parameters.look_up()
         )
 
     def refuse_stray(self) -> None:
@@ -327,24 +326,48 @@ class Step:
             )
         self._has_stray = False
 
+    def refuse_partial(self) -> None:
+        """Raise RuntimeError if some domain has been entered, and less often than agreed."""
+        most = self.micro_batches or 1
+        partial = [name for name, count in self._entered.items() if count < most]
+        if partial and self.absent == "error":
+            raise RuntimeError(
+                f"step() needs every domain micro_batches={most} times; {partial} came less often. "
+                "Call combine() where a step ends early, as the last of an epoch may, or pass "
+                "micro_batches=None."
+            )
+
+    def refuse_other_lr(self, last: LastStep | None) -> None:
+        """Raise RuntimeError if the learning rate is not the one that the weights moved by."""
+        lr = self.parameters.lr
+        used = lr if last is None else last.lr
+        is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
+        if is_known and lr is not used and lr != used:
+            raise RuntimeError(
+                f"the learning rate has changed from {used} to {lr} since the domain weights moved "
+                "by it. Set it before the last domain of the step is left, or pass "
+                "micro_batches=None, with which step() combines."
+            )
+
     def refuse_inside_a_domain(self, what: str) -> None:
         """Raise RuntimeError if a domain is open."""
         if self._open is not None:
             raise RuntimeError(
-                f"{what} belong outside domain(...); {self._name_of_open()!r} is active. Leave it "
-                "first."
+                f"{what} must be called outside domain(...); {self._name_of_open()!r} is active. "
+                "Leave it first."
             )
 
     # The end of a step.
 
     @outside_graphs
-    def clear(self, *, are_zeros_left: bool = False) -> None:
-        """Begin anew; after a combined step, with the domains of the next draw.
+    def clear(self, *, is_stepped: bool = False, are_zeros_left: bool = False) -> None:
+        """Start an empty step.
 
         Args:
+            is_stepped: the step has been taken or skipped, and the next one has other domains.
             are_zeros_left: `p.grad` holds zeros, which the next domain may overwrite.
         """
-        if self.state is State.COMBINED:
+        if is_stepped:
             self.subset.draw(self.subset.draws + 1)
         self._clear_rows()
         if are_zeros_left:
@@ -357,9 +380,15 @@ class Step:
         self.buffer.release()
         self.parameters.release()
 
-    def _drop(self) -> None:
-        self.clear()
-        self.state = State.DROPPED
+    @contextmanager
+    def dropped_on_failure(self) -> Iterator[None]:
+        """Drop what has been collected if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            self.state = State.DROPPED
+            raise
 
     def _clear_rows(self) -> None:
         self.buffer.clear()
@@ -410,13 +439,3 @@ def _check_one_process() -> None:
                 "here, each of which would learn its own weights from its own gradients. Learn the "
                 "weights with a smaller proxy in one process, and train with them in many."
             )
-
-
-def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    known = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    if dtype not in known:
-        raise ValueError(
-            f"buffer_dtype must be a floating type or None; got {dtype}. "
-            "Pass torch.float32, torch.bfloat16, torch.float16 or torch.float64."
-        )
-    return dtype

@@ -1,4 +1,4 @@
-"""What profilers see of a step, its phases by name; and what compilers do not see of it."""
+"""What profilers see of a step, its phases by name; and functions that compilers must not trace."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def phase(name: str) -> AbstractContextManager[object]:
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep `torch.compile` out of a function: what it does is the host's, or opaque operators'.
+    """Keep `torch.compile` out of a function: it runs on the host or calls opaque operators.
 
     As `torch.compiler.disable`, which takes a second to import what it needs; here it does so when
     the function is first called, and by then building any optimizer has.

@@ -24,7 +24,7 @@ _HOOKS = tuple(
 
 
 class _Shared(Generic[T]):
-    """An attribute of the wrapped optimizer, the very object.
+    """An attribute of the wrapped optimizer, not a copy.
 
     Looked up each time, since the wrapped one's `load_state_dict` replaces it.
     """

@@ -68,7 +68,7 @@ class Unit(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a library is made."""
+    """Compiler, flags and sources of a library."""
 
     compiler: tuple[str, ...]
     """The command that compiles and links, without flags."""

@@ -49,7 +49,7 @@ def of_cuda(device: torch.device) -> str | None:
 
 
 def of_triton(device: torch.device) -> str | None:
-    """There must be a GPU and the package; on a CPU, its interpreter."""
+    """Needs a GPU and the triton package, or Triton's interpreter on a CPU."""
     if device.type not in ("cpu", "cuda"):
         return f"It drives GPUs of NVIDIA and AMD, not {device}."
     if not is_installed():

@@ -1,4 +1,4 @@
-"""What a device's memory can do, measured: the yardstick that a pass over memory is held against.
+"""What a device's memory can do, measured: the bandwidth that operators are compared with.
 
 Nothing is read from a data sheet. A read is the fastest of a few ways to touch every byte of a
 buffer far larger than the caches, a copy the fastest of a few ways to write them elsewhere; a copy

@@ -1,10 +1,9 @@
 """Hugging Face's Trainer with a gradient per domain.
 
 Trainer owns the loop: it accumulates micro-batches, clips `p.grad`, steps, schedules, logs and
-saves. What DoGE needs differently is small, and all of it is here: a gradient of every domain
-instead of one of the batch (domain after domain, or all in one backward pass), the weighted
-gradient in `p.grad` before Trainer looks at it, and no second clipping of a gradient that
-`DoGEOptimizer` has cut already.
+saves. This file changes three things: a gradient of every domain instead of one of the batch
+(domain after domain, or all in one backward pass), the weighted gradient in `p.grad` before Trainer
+looks at it, and no second clipping of a gradient that `DoGEOptimizer` has cut already.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

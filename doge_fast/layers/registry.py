@@ -1,4 +1,4 @@
-"""Which rule a module has: by its exact class, for a subclass may do something else."""
+"""Which rule a module has: by its exact class, because a subclass may compute something else."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from doge_fast.layers.norms import LayerNormRule, LlamaRMSNormRule, RMSNormRule
 from doge_fast.layers.rule import LayerRule
 
 # By name, so that what is not installed or not used need not be imported.
-_RULES: dict[str, LayerRule] = {
+_RULES: dict[str | type[nn.Module], LayerRule] = {
     "torch.nn.modules.linear.Linear": LinearRule(),
     "transformers.pytorch_utils.Conv1D": LinearRule(is_transposed=True),
     "torch.nn.modules.sparse.Embedding": EmbeddingRule(),
@@ -31,7 +31,7 @@ def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
 
     Args:
         module_class: the class, or its full name, "package.module.Class".
-        rule: what is to be known of it.
+        rule: the rule of the class.
 
     Raises:
         ValueError: the class is no class of modules, or the rule is no `LayerRule`.
@@ -44,7 +44,7 @@ def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
         )
     if not isinstance(rule, LayerRule):
         raise ValueError(f"register() takes an instance of a LayerRule; got {rule!r}.")
-    _RULES[module_class if isinstance(module_class, str) else _name(module_class)] = rule
+    _RULES[module_class] = rule
 
 
 def rule_of(module: nn.Module) -> LayerRule | None:
@@ -52,7 +52,8 @@ def rule_of(module: nn.Module) -> LayerRule | None:
 
     A module whose forward was replaced has none, nor one whose parameters are not its class's own.
     """
-    rule = _RULES.get(_name(type(module)))
+    # The class itself first: two may have one name, as where a notebook defines it again.
+    rule = _RULES.get(type(module)) or _RULES.get(_name(type(module)))
     if rule is None or "forward" in module.__dict__:
         return None
     return rule if rule.covers(module) else None

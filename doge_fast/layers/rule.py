@@ -1,4 +1,4 @@
-"""What is known of a module class: its forward and the gradients of its parameters.
+"""How a module class computes its output and the gradients of its parameters.
 
 A stacked pass runs the forward for all examples at once and computes the gradient of the input
 once; the sum over tokens that each parameter's gradient is then gives the row of every domain. The

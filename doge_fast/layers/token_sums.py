@@ -35,7 +35,7 @@ Fill = Callable[[Tensor, bool], object]
 
 
 class TokenSum(Protocol):
-    """What a rule has for the gradient of a parameter: its rows, and each example's gradient."""
+    """A parameter's gradient as a rule returns it: its rows, and each example's gradient."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -97,7 +97,7 @@ class SteeredCounts(BatchCounts):
         return totals
 
     def start_from(self, totals: Totals) -> None:
-        """Take these totals as given, so that no batch before them is counted again."""
+        """Start from these totals without counting earlier batches."""
         self._totals = [kept for kept in self._totals if kept.step < totals.step] + [totals]
 
     def _keep(self, totals: Totals) -> None:

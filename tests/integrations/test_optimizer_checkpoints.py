@@ -420,7 +420,7 @@ def test_the_entry_by_itself_is_checked() -> None:
         other.doge.load_state_dict(state)
     assert isinstance(optimizer.doge, dcp.stateful.Stateful)
     with (
-        pytest.raises(RuntimeError, match=r"load_state_dict\(\) belong outside domain"),
+        pytest.raises(RuntimeError, match=r"load_state_dict\(\) must be called outside domain"),
         optimizer.domain("a"),
     ):
         optimizer.doge.load_state_dict(state)

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,12 @@ class TestMisuse:
         assert_unmoved(before, everything(model, optimizer))
         optimizer.zero_grad()
         optimizer.release()
-        model(domain_tokens(0, 0)).backward()
-        assert all(p.grad is not None for p in model.parameters())
+        for step in range(3):
+            model(domain_tokens(0, step)).backward()
+            assert all(p.grad is not None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.num_steps == 1
 
     def test_nested_domains(self) -> None:
         _, optimizer = build()
@@ -238,7 +243,7 @@ class TestMisuse:
         model, optimizer = build()
         with optimizer.domain("a"):
             model(domain_tokens(0, 0)).backward()
-            with pytest.raises(RuntimeError, match=r"belong outside domain.*'a' is active"):
+            with pytest.raises(RuntimeError, match=r"must be called outside domain.*'a' is active"):
                 optimizer.step()
 
     @pytest.mark.parametrize("what", ["zero_grad", "release", "load_state_dict"])
@@ -247,7 +252,7 @@ class TestMisuse:
         arguments = [optimizer.state_dict()] if what == "load_state_dict" else []
         with optimizer.domain("a"):
             model(domain_tokens(0, 0)).backward()
-            with pytest.raises(RuntimeError, match=rf"{what}\(\) belong outside domain"):
+            with pytest.raises(RuntimeError, match=rf"{what}\(\) must be called outside domain"):
                 getattr(optimizer, what)(*arguments)
 
     def test_a_copy_made_within_a_step_begins_it_anew(self) -> None:
@@ -291,8 +296,43 @@ class TestMisuse:
         model, optimizer = build()
         fill(model, optimizer)
         optimizer.combine()
-        with pytest.raises(RuntimeError, match=r"without grad_scale\. Pass .*scaler=scaler"):
+        with pytest.raises(RuntimeError, match=r"without this grad_scale\. Pass .*scaler=scaler"):
             optimizer.combine(grad_scale=8.0)
+
+    def test_a_step_that_ends_early_is_ended_by_combine(self) -> None:
+        model, optimizer = build(micro_batches=2)
+        fill(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"needs every domain micro_batches=2 times; \['a'"):
+            optimizer.step()
+        optimizer.combine()
+        optimizer.step()
+        assert optimizer.num_steps == 1
+
+    def test_a_learning_rate_set_too_late(self) -> None:
+        model, optimizer = build()
+        fill(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 1e-6
+        with pytest.raises(RuntimeError, match=r"rate has changed from 0\.01 to 1e-06"):
+            optimizer.step()
+        model, optimizer = build(micro_batches=None)
+        fill(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 1e-6
+        optimizer.step()
+        assert optimizer.last.lr == 1e-6
+
+    def test_an_error_in_combining_drops_the_step(self) -> None:
+        model, optimizer = build(nn.ModuleDict({"used": nn.Linear(2, 1), "not": nn.Linear(2, 1)}))
+        optimizer = DoGEOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            domains=DOMAINS,
+            selection=[model["not"].weight],
+        )
+        for _ in range(2):
+            for name in DOMAINS:
+                said = "no selected parameter received a gradient"
+                fails = pytest.raises(RuntimeError, match=said) if name == "c" else nullcontext()
+                with fails, optimizer.domain(name):
+                    model["used"](torch.ones(1, 2)).sum().backward()
 
     def test_a_scaler_is_one(self) -> None:
         with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler or None"):
@@ -713,6 +753,7 @@ class TestTorchOptimizer:
         del optimizer
         gc.collect()
         assert ref() is None
+        assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
         model(domain_tokens(0, 0)).backward()
 
     def test_plain_checkpoint_loads(self) -> None:
