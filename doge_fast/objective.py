@@ -68,7 +68,7 @@ class Objective:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The targets without which no domain has a score: the measured ones, else any one of all."""
+        """The targets that a score needs: the measured ones; without any, one of the others."""
         weighed = self._weighed()
         return tuple(name for name in self.measured if name in weighed) or tuple(weighed)
 
