@@ -26,7 +26,7 @@ from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.parameters import TrackedParameters
 from doge_fast.reweighting import DomainWeights, UpdateRule
-from doge_fast.step import State, Step
+from doge_fast.step import Step, StepState
 from doge_fast.subset import Subset
 from doge_fast.tracing import outside_graphs, phase
 from doge_fast.wrapper import OptimizerWrapper, step_unless
@@ -330,7 +330,7 @@ class DoGEOptimizer(OptimizerWrapper):
             lr=params.lr,
             grad_scale=scale,
         )
-        step.state = State.COMBINED
+        step.state = StepState.COMBINED
         # The wrapped optimizer may have been given a state dict of this one.
         checkpoint.mark(self.param_groups)
 
@@ -353,7 +353,7 @@ class DoGEOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         self._step.refuse_stray()
-        if self._step.state is not State.COMBINED:
+        if self._step.state is not StepState.COMBINED:
             if self._step.is_of_others():
                 self.inner.step()
                 return loss

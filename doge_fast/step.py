@@ -33,7 +33,7 @@ from doge_fast.tracing import outside_graphs
 Absent = Literal["error", "keep"]
 
 
-class State(enum.Enum):
+class StepState(enum.Enum):
     """Where a step stands while no domain is open."""
 
     EMPTY = enum.auto()
@@ -93,7 +93,7 @@ class Step:
         self._start()
 
     def _start(self) -> None:
-        self.state = State.EMPTY
+        self.state = StepState.EMPTY
         self._entered: Counter[str] = Counter()
         self._open: OpenDomain | None = None
         self._has_stray = False
@@ -150,8 +150,8 @@ class Step:
         if not opened.has_received:
             raise RuntimeError(_nothing_received(opened))
         self._entered.update(names)
-        if self.state is not State.DROPPED:
-            self.state = State.COLLECTED
+        if self.state is not StepState.DROPPED:
+            self.state = StepState.COLLECTED
 
     def receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
@@ -197,12 +197,12 @@ class Step:
                 "gradient belongs to one domain. Leave the first before entering the next."
             )
         self.refuse_stray()
-        if self.state is State.COMBINED:
+        if self.state is StepState.COMBINED:
             self._refuse_after_combining()
             # Cleared without a step, as a scaler does on overflow. The loop has read the domains
             # of this step, so they stay.
             self._clear_rows()
-        if self.state in (State.EMPTY, State.ZEROED):
+        if self.state in (StepState.EMPTY, StepState.ZEROED):
             self._begin()
         for name in names:
             self._refuse_once_more(name)
@@ -212,7 +212,7 @@ class Step:
         for param in self._hook():
             if param.grad is None:
                 continue
-            if self.state is not State.ZEROED:
+            if self.state is not StepState.ZEROED:
                 raise RuntimeError(
                     "a parameter still holds a gradient from before this domain; call "
                     "optimizer.zero_grad() after step() and before the next domain."
@@ -263,7 +263,7 @@ class Step:
     @property
     def has_combined_by_itself(self) -> bool:
         """Whether the step was complete and has been combined."""
-        return self.state is State.COMBINED and self.is_complete
+        return self.state is StepState.COMBINED and self.is_complete
 
     def blocks(self) -> list[Block]:
         """The rows of all parameters that a domain gave a gradient, for combining.
@@ -272,7 +272,7 @@ class Step:
             RuntimeError: the step is combined already, a domain is missing, or a parameter has a
                 `p.grad` that no domain gave it.
         """
-        if self.state is State.COMBINED:
+        if self.state is StepState.COMBINED:
             raise RuntimeError("combine() has been called in this step; call step() next.")
         self.refuse_stray()
         self._check_complete()
@@ -287,7 +287,7 @@ class Step:
 
     def _check_complete(self) -> None:
         missing = [name for name in self.subset.rows if name not in self._entered]
-        if missing and self.state is State.DROPPED:
+        if missing and self.state is StepState.DROPPED:
             raise RuntimeError(
                 f"an exception inside a domain dropped this step's gradients; missing {missing}. "
                 "Call optimizer.zero_grad() and run the domains of this step again."
@@ -306,7 +306,7 @@ class Step:
         rate zero, also between two domains.
         """
         has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
-        if self.state in (State.COLLECTED, State.DROPPED) and has_rate:
+        if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
             return False
         return any(
             param.grad is not None and not self.buffer.is_combined(param)
@@ -371,7 +371,7 @@ class Step:
             self.subset.draw(self.subset.draws + 1)
         self._clear_rows()
         if are_zeros_left:
-            self.state = State.ZEROED
+            self.state = StepState.ZEROED
 
     def release(self) -> None:
         """Take the hooks off the parameters and give the buffer's memory back."""
@@ -387,14 +387,14 @@ class Step:
             yield
         except BaseException:
             self.clear()
-            self.state = State.DROPPED
+            self.state = StepState.DROPPED
             raise
 
     def _clear_rows(self) -> None:
         self.buffer.clear()
         self._entered.clear()
         self._has_stray = False
-        self.state = State.EMPTY
+        self.state = StepState.EMPTY
 
 
 _WAY_TO_ACCUMULATE = (

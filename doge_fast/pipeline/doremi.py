@@ -94,7 +94,7 @@ class DomainWeights(NamedTuple):
         return DomainWeights(alpha_K, mean_K, excess_K, count)
 
 
-class Rule(NamedTuple):
+class WeightUpdate(NamedTuple):
     """How the weights move, every setting resolved."""
 
     variant: Variant
@@ -206,7 +206,12 @@ class DoReMiTrainer(RecordedTrainer):
     """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
 
     def __init__(
-        self, *args: Any, reference: Reference, rule: Rule, start: DomainWeights, **kwargs: Any
+        self,
+        *args: Any,
+        reference: Reference,
+        rule: WeightUpdate,
+        start: DomainWeights,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         device = self.args.device
@@ -325,7 +330,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Path:
     return config.out
 
 
-def _rule(config: DoReMiConfig) -> Rule:
+def _rule(config: DoReMiConfig) -> WeightUpdate:
     """The settings of the variant where none is given, checked."""
     if config.variant not in STEP_SIZE:
         raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {config.variant!r}.")
@@ -337,7 +342,7 @@ def _rule(config: DoReMiConfig) -> Rule:
         raise ValueError(f"step_size must be positive and finite; got {step_size}.")
     smoothing = SMOOTHING[config.variant] if config.smoothing is None else config.smoothing
     simplex.check_smoothing(smoothing)
-    return Rule(config.variant, step_size, smoothing)
+    return WeightUpdate(config.variant, step_size, smoothing)
 
 
 def _read_reference(run: Path) -> dict[str, Any]:
@@ -408,7 +413,7 @@ def _sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _start(reference: Reference, corpus: Corpus, rule: Rule) -> DomainWeights:
+def _start(reference: Reference, corpus: Corpus, rule: WeightUpdate) -> DomainWeights:
     """Before the first step: the reference's weights, and an excess that no batch has shown yet.
 
     log V, the loss of a model that knows nothing, is what the code of DoReMi's authors begins

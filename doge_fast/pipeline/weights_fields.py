@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 SUM_TOLERANCE = 1e-5
 
 
-class Rule(NamedTuple):
+class FieldType(NamedTuple):
     """What a field must be: in words, and as a test."""
 
     words: str
@@ -60,17 +60,19 @@ def _is_target(value: Any) -> bool:
     )
 
 
-TEXT = Rule("a string that is not empty", _is_text)
-OBJECT = Rule("an object", _is_object)
-COUNT = Rule("a whole number >= 0", _is_count)
-POSITIVE_COUNT = Rule("a whole number >= 1", lambda value: _is_count(value) and value >= 1)
-INTEGER = Rule("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
-AMOUNT = Rule("a finite number >= 0", is_weight)
-POSITIVE = Rule("a finite number > 0", lambda value: is_number(value) and value > 0)
+TEXT = FieldType("a string that is not empty", _is_text)
+OBJECT = FieldType("an object", _is_object)
+COUNT = FieldType("a whole number >= 0", _is_count)
+POSITIVE_COUNT = FieldType("a whole number >= 1", lambda value: _is_count(value) and value >= 1)
+INTEGER = FieldType(
+    "an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)
+)
+AMOUNT = FieldType("a finite number >= 0", is_weight)
+POSITIVE = FieldType("a finite number > 0", lambda value: is_number(value) and value > 0)
 # A weight that was printed may be more than one by its last digit.
-SHARE = Rule("a number between 0 and 1", lambda v: is_weight(v) and v <= 1 + SUM_TOLERANCE)
+SHARE = FieldType("a number between 0 and 1", lambda v: is_weight(v) and v <= 1 + SUM_TOLERANCE)
 
-DOMAIN_FIELDS: Mapping[str, Rule] = {
+DOMAIN_FIELDS: Mapping[str, FieldType] = {
     "weight_last": SHARE,
     "weight_std": AMOUNT,
     "prior": SHARE,
@@ -81,10 +83,10 @@ DOMAIN_FIELDS: Mapping[str, Rule] = {
 }
 """Of an entry of `domains`, beside `name` and `weight`."""
 
-RECORD_FIELDS: Mapping[str, Rule] = {
+RECORD_FIELDS: Mapping[str, FieldType] = {
     "method": TEXT,
     "score": TEXT,
-    "target": Rule('"universal" or an object {name: weight >= 0}', _is_target),
+    "target": FieldType('"universal" or an object {name: weight >= 0}', _is_target),
     "source": TEXT,
     "model": TEXT,
     "parameters": COUNT,
@@ -102,7 +104,7 @@ RECORD_FIELDS: Mapping[str, Rule] = {
     "smoothing": SHARE,
     "reference": OBJECT,
     "initial": OBJECT,
-    "average": Rule("an object with a count of files, a whole number", _is_average),
+    "average": FieldType("an object with a count of files, a whole number", _is_average),
     "constraints": OBJECT,
     "versions": OBJECT,
 }
@@ -131,7 +133,9 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
             _check_schedule(record[field], names, f"{where}: {field}")
 
 
-def _check(values: Mapping[str, Any], rules: Mapping[str, Rule], where: str, of_whom: str) -> None:
+def _check(
+    values: Mapping[str, Any], rules: Mapping[str, FieldType], where: str, of_whom: str
+) -> None:
     for field, rule in rules.items():
         value = values.get(field)
         if value is not None and not rule.holds(value):
