@@ -31,7 +31,7 @@ def combine(
 ) -> LastStep:
     """Move the domain weights and write sum_j alpha'_j g_j into `p.grad`.
 
-    Lines 5 to 9 of Algorithm 1. A gradient that is not finite moves nothing and makes `p.grad` NaN.
+    A gradient that is not finite moves nothing and makes `p.grad` NaN.
 
     Args:
         blocks: rows of every parameter that a domain gave a gradient, complete.

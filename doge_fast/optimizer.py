@@ -258,7 +258,8 @@ class DoGEOptimizer(OptimizerWrapper):
 
         The loss is the sum over domains of their mean losses, and both passes run inside::
 
-            with optimizer.stacked(model, {"arxiv": 4, "book": 2}):   # 6 examples, arxiv first
+            sizes = {"arxiv": 4, "book": 2}                           # 6 examples, arxiv first
+            with optimizer.stacked(model, sizes):
                 logits = model(input_ids).logits
                 losses.domain_losses(logits, labels, sizes).sum().backward()
 
