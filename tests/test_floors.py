@@ -35,6 +35,7 @@ FLOORS = [
     doge_fast.integrations.domain_data
     doge_fast.integrations.causal_lm
     doge_fast.integrations.transformers
+    doge_fast.pipeline.config.components doge_fast.pipeline.tables doge_fast.pipeline.progress
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
-from doge_fast.pipeline import domains, records, training
+from doge_fast.pipeline import domains, progress, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.model import open_model
 
@@ -41,7 +40,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     names = config.domains or tuple(corpus.validation)
     loss: dict[str, float] = {}
     blocks: dict[str, int] = {}
-    for name in tqdm(names, desc=f"{config.run.name}: held-out loss", unit="domain", disable=None):
+    for name in progress.over(names, f"{config.run.name}: held-out loss", "domain"):
         loss[name], blocks[name] = training.held_out_loss(
             model,
             corpus.validation[name],
@@ -60,9 +59,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The perplexities as aligned plain text."""
-    rows = [*result["perplexity"].items(), ("average", result["average_perplexity"])]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value:10.2f}" for name, value in rows)
+    found = {**result["perplexity"], "average": result["average_perplexity"]}
+    rows = [(name, f"{value:.2f}") for name, value in found.items()]
+    return tables.text(tables.table_of(("domain", "perplexity"), rows))
 
 
 def _check(config: EvaluateConfig, record: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from doge_fast.pipeline import records, training
+from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig
 from doge_fast.pipeline.model import open_model
 
@@ -149,22 +149,12 @@ def task_names(words: Sequence[str]) -> tuple[str, ...]:
 
 def table(result: Mapping[str, Any]) -> str:
     """The accuracies as aligned plain text, with what a guess would score and what was cut."""
-    rows: list[tuple[str, ...]] = [
-        ("task", *_METRICS, "chance", "shots", "documents", "cut prompts")
-    ]
-    rows += [_row(name, scores, result["shots"]) for name, scores in result["tasks"].items()]
+    header = ("task", *_METRICS, "chance", "shots", "documents", "cut prompts")
+    rows = [_row(name, scores, result["shots"]) for name, scores in result["tasks"].items()]
     if len(result["tasks"]) > 1:
         average = result["average"]
         rows.append(("average", *_accuracies(average), f"{average['chance']:.3f}", "", "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, *_remarks(result)])
+    return "\n".join([tables.text(tables.table_of(header, rows)), *_remarks(result)])
 
 
 def _row(name: str, scores: Mapping[str, Any], shots: int) -> tuple[str, ...]:

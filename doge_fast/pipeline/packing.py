@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from doge_fast.mixture.permutation import Ints
-from doge_fast.pipeline import cache
+from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.sources import Part, by_part, progress
+from doge_fast.pipeline.sources import Part, by_part
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -128,7 +128,7 @@ def _tokenizer_texts(parts: Mapping[str, Part]) -> Iterator[str]:
     """The same number of characters from every domain that has them."""
     for part, names in by_part(parts):
         left = dict.fromkeys(names, _TOKENIZER_CHARS_PER_DOMAIN)
-        for name, text in progress(part.train(), "reading for the tokenizer"):
+        for name, text in progress.over(part.train(), "reading for the tokenizer", "document"):
             if left.get(name, 0) > 0:
                 yield text[: left[name]]
                 left[name] -= len(text)
@@ -200,7 +200,7 @@ def _pack_part(
             )
             for index, name in enumerate(entries)
         }
-        documents = progress(part.train(), f"packing {', '.join(entries)}")
+        documents = progress.over(part.train(), f"packing {', '.join(entries)}", "document")
         splits = ("train",) if part.validation else ("train", "validation")
         until_full = _until_full(_split_documents(documents, borders), writers, splits)
         _write_documents(until_full, writers, encode)
@@ -229,7 +229,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     """
     hashes: dict[str, set[int]] = {name: set() for name in names}
     sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
-    for name, text in progress(sample, "choosing held-out documents"):
+    for name, text in progress.over(sample, "choosing held-out documents", "document"):
         if name in hashes:
             hashes[name].add(_text_hash(text))
     return {name: _border(name, found, config) for name, found in hashes.items() if found}

@@ -26,12 +26,8 @@ from doge_fast.pipeline.reporting.findings import findings_of
 from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing
 from doge_fast.pipeline.reporting.study import Study, read_study
 from doge_fast.pipeline.reporting.tables import (
-    Cell,
-    Row,
-    Table,
     corpus_table,
     perplexity_table,
-    plain_table,
     runs_table,
     tables_of,
     weights_table,
@@ -45,9 +41,7 @@ from doge_fast.pipeline.reporting.verdicts import (
     warnings_about,
 )
 from doge_fast.pipeline.reporting.wording import as_ascii, plural, wrapped
-
-# Columns that do not fit are printed below.
-TERMINAL_WIDTH = 100
+from doge_fast.pipeline.tables import Cell, Row, Table, text
 
 
 def write_report(config: ReportConfig) -> Path:
@@ -109,7 +103,7 @@ def write_experiment_report(out: Path, page: Path | None = None) -> Path:
     settings = experiment.record["settings"]
     rows = [Row(name, [Cell(_setting_text(value))]) for name, value in settings.items()]
     chosen = Table(f"Preset {experiment.record['preset']}", "", "setting", [("value", "")], rows)
-    text = _template().render(
+    html = _template().render(
         **_common(study),
         title=findings.title,
         lead=findings.question,
@@ -125,7 +119,7 @@ def write_experiment_report(out: Path, page: Path | None = None) -> Path:
         tables=findings.tables,
         settings=[chosen, runs_table(study), corpus_table(study)],
     )
-    page.write_text(text, encoding="utf-8")
+    page.write_text(html, encoding="utf-8")
     return page
 
 
@@ -137,9 +131,7 @@ def experiment_table(out: Path) -> str:
     """
     findings = findings_of(open_experiment(out))
     blocks = [f"{findings.title}\n{wrapped(findings.question)}"]
-    blocks += [
-        f"{table.title}\n\n{plain_table(table, TERMINAL_WIDTH)}" for table in findings.tables
-    ]
+    blocks += [f"{table.title}\n\n{text(table)}" for table in findings.tables]
     blocks += [
         "\n".join(map(wrapped, (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)))
         for verdict in findings.verdicts
@@ -192,11 +184,11 @@ def terminal_table(runs: Sequence[Path]) -> str:
     for comparison in study.comparisons:
         verdict = verdict_on(comparison, study)
         title = f"{comparison.title}: perplexity on held-out text, {comparison.settings}"
-        blocks.append(f"{wrapped(title)}\n\n{plain_table(perplexity_table(comparison))}")
+        blocks.append(f"{wrapped(title)}\n\n{text(perplexity_table(comparison))}")
         blocks.append(wrapped(" ".join((f"{verdict.headline}.", *verdict.sentences))))
     if study.proxies:
         table = weights_table(study)
-        blocks.append(f"{table.title}\n\n{plain_table(table)}")
+        blocks.append(f"{table.title}\n\n{text(table)}")
         blocks += [wrapped(summary_of(proxy)) for proxy in study.proxies]
     blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings_about(study, None)))
     return as_ascii("\n\n".join(block for block in blocks if block))

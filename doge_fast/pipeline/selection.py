@@ -27,7 +27,7 @@ from doge_fast.cancellation import (
     select,
 )
 from doge_fast.example_norms import ExampleNorms
-from doge_fast.pipeline import baselines, domains, records, training
+from doge_fast.pipeline import baselines, domains, records, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import BaseBatches, Batch, Corpus
 from doge_fast.pipeline.training import RecordedTrainer, Task
@@ -130,13 +130,11 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
 def table(run: Path) -> str:
     """What a finished run has selected, as aligned plain text."""
+    selections = records.read_json(run / CANCELLATION)["selections"]
     rows = [
-        (entry["file"], f"{entry['parameters']} parameters", f"{entry['share']:.2%} of columns")
-        for entry in records.read_json(run / CANCELLATION)["selections"]
+        (entry["file"], str(entry["parameters"]), f"{entry['share']:.2%}") for entry in selections
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = (zip(row, widths, strict=True) for row in rows)
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in row).rstrip() for row in lines)
+    return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
 
 
 def _train(config: SelectConfig) -> None:

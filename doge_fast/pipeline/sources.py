@@ -17,9 +17,8 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets.utils import tqdm
 
-from doge_fast.pipeline import cache, local_corpus
+from doge_fast.pipeline import cache, local_corpus, progress
 from doge_fast.pipeline.config import CorpusConfig
 
 # (domain, text) of one document after the other; called again to read again.
@@ -343,7 +342,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     file = cache.directory(config) / "names" / f"{key}.json"
     if file.exists():
         return list(json.loads(file.read_text(encoding="utf-8")))
-    names = {name for name, _ in progress(part.train(), "finding domains")}
+    names = {name for name, _ in progress.over(part.train(), "finding domains", "document")}
     with cache.scratch(file.parent) as scratch:
         (scratch / file.name).write_text(json.dumps(sorted(names)), encoding="utf-8")
         cache.keep(scratch / file.name, file)
@@ -436,8 +435,3 @@ def _installed_directory(config: CorpusConfig) -> Path:
             local_corpus.save(scratch / "text")
             cache.keep(scratch / "text", directory)
     return directory
-
-
-def progress(items: Iterable[Any], what: str) -> Iterator[Any]:
-    """A bar on standard error once this takes more than two seconds; none off a terminal."""
-    yield from tqdm(items, desc=what, unit=" documents", delay=2, disable=None)

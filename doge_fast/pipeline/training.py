@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -38,7 +37,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from doge_fast import weights_file
-from doge_fast.pipeline import records
+from doge_fast.pipeline import progress, records
 from doge_fast.pipeline.config import ModelConfig, TrainingConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import build_model
@@ -400,14 +399,7 @@ class _Recorder(TrainerCallback):
             self.trainer.record({"step": 0, "kind": "train", **task.first_line})
             self.trainer.flush()
         self.last_line, self.last_step = time.monotonic(), state.global_step
-        self.bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            desc=task.out.name,
-            unit="step",
-            # Only where somebody looks.
-            disable=None,
-        )
+        self.bar = progress.bar(state.max_steps, task.out.name, "step", initial=state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

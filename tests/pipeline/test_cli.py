@@ -43,7 +43,8 @@ def test_the_verbs_run_one_after_the_other(
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()] == [
-        *("code", "prose", "table", "verse", "average")
+        "domain",
+        *("-" * len(printed.splitlines()[1]), "code", "prose", "table", "verse", "average"),
     ]
     average = records.read_evaluation(trained.out)["average_perplexity"]
     assert f"{average:.2f}" in printed

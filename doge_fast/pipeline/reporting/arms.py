@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from doge_fast.pipeline.reporting.plotting import Drawing
 from doge_fast.pipeline.reporting.statistics import Difference, change_text
-from doge_fast.pipeline.reporting.tables import Cell, Table
 from doge_fast.pipeline.reporting.verdicts import Verdict
+from doge_fast.pipeline.tables import Cell, Table
 
 # The arms that experiments are about.
 FOCUS = "DoGE"

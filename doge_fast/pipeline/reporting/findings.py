@@ -11,9 +11,9 @@ from doge_fast.pipeline.reporting.kinds.targets import targets_part
 from doge_fast.pipeline.reporting.kinds.tasks import task_warnings, tasks_part
 from doge_fast.pipeline.reporting.kinds.weights import weights_part
 from doge_fast.pipeline.reporting.plotting import style
-from doge_fast.pipeline.reporting.tables import Table
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import count_text, listed, plural
+from doge_fast.pipeline.tables import Table
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
@@ -29,33 +28,7 @@ from doge_fast.pipeline.reporting.wording import (
     stat_of,
     weight_text,
 )
-
-
-class Cell(NamedTuple):
-    """What stands in a place of a table, and whether it is to be seen."""
-
-    text: str
-    is_strong: bool = False
-    is_warning: bool = False
-
-
-class Row(NamedTuple):
-    """A line of a table."""
-
-    label: str
-    cells: list[Cell]
-    is_total: bool = False
-
-
-class Table(NamedTuple):
-    """A table before it is a page's or a terminal's."""
-
-    title: str
-    note: str
-    corner: str
-    columns: list[tuple[str, str]]
-    """(label, what it is) of each column."""
-    rows: list[Row]
+from doge_fast.pipeline.tables import Cell, Row, Table
 
 
 def perplexity_table(comparison: Comparison) -> Table:
@@ -251,55 +224,6 @@ def corpus_table(study: Study) -> Table:
     columns = ["training tokens", "documents", "training blocks", "held-out blocks"]
     note = f"Blocks of {block_size} tokens; a vocabulary of {study.runs[0].corpus['vocab_size']}."
     return Table("Corpus", note, "domain", [(column, "") for column in columns], rows)
-
-
-def plain_table(table: Table, width: int | None = None) -> str:
-    """Aligned text: the first column to the left, the others to the right.
-
-    Args:
-        table: what to print.
-        width: of the terminal; columns that do not fit go below, under their rows again.
-    """
-    header = [table.corner, *(label for label, _ in table.columns)]
-    body = [
-        [row.label, *(f"{cell.text} {'*' if cell.is_strong else ' '}" for cell in row.cells)]
-        for row in table.rows
-    ]
-    # Numbers end in a mark or its place; so do the headers.
-    header = [header[0], *(f"{label}  " for label in header[1:])]
-    widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
-    return "\n\n".join(
-        _block([[line[i] for i in (0, *part)] for line in (header, *body)])
-        for part in _parts(widths, width)
-    )
-
-
-def _parts(widths: Sequence[int], width: int | None) -> list[list[int]]:
-    """Columns but the first, in parts that fit beside it."""
-    parts: list[list[int]] = [[]]
-    room = widths[0]
-    for i, own in enumerate(widths[1:], start=1):
-        if width is not None and parts[-1] and room + own + 2 > width:
-            parts.append([])
-            room = widths[0]
-        parts[-1].append(i)
-        room += own + 2
-    return parts
-
-
-def _block(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    header, *body = (_aligned(line, widths) for line in lines)
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-    return "\n".join(line.rstrip() for line in (header, rule, *body))
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        text.ljust(width) if i == 0 else text.rjust(width)
-        for i, (text, width) in enumerate(zip(line, widths, strict=True))
-    )
-    return "  ".join((first, *others))
 
 
 def task_table(title: str, arms: Mapping[str, tuple[str, Sequence[Json]]]) -> Table | None:

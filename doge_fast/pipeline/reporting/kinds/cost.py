@@ -9,8 +9,8 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.arms import Part
 from doge_fast.pipeline.reporting.experiment import Experiment
 from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.tables import Cell, Row, Table
 from doge_fast.pipeline.reporting.wording import count_text, plural
+from doge_fast.pipeline.tables import Cell, Row, Table
 
 
 def cost_part(experiment: Experiment, group: Json, prefix: str) -> Part:

@@ -18,7 +18,6 @@ from doge_fast.pipeline.reporting.mixtures import is_slimpajama
 from doge_fast.pipeline.reporting.paper import canonical, columns_beside
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of
 from doge_fast.pipeline.reporting.statistics import CONFIDENCE, change_text, is_known
-from doge_fast.pipeline.reporting.tables import Cell, Row, Table
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import (
     listed,
@@ -27,6 +26,7 @@ from doge_fast.pipeline.reporting.wording import (
     perplexity_text,
     plural,
 )
+from doge_fast.pipeline.tables import Cell, Row, Table
 
 # Arms that one figure tells apart beside each domain.
 _MOST_BESIDE = 5

@@ -16,9 +16,9 @@ from doge_fast.pipeline.reporting.figures import curves_figure
 from doge_fast.pipeline.reporting.paper import canonical, columns_beside
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of
 from doge_fast.pipeline.reporting.statistics import Difference, change_text
-from doge_fast.pipeline.reporting.tables import Cell, Row, Table
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import listed, perplexity_stat
+from doge_fast.pipeline.tables import Cell, Row, Table
 
 
 def targets_part(experiment: Experiment, group: Json, prefix: str) -> Part:

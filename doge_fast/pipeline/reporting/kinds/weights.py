@@ -17,9 +17,9 @@ from doge_fast.pipeline.reporting.mixtures import PAPER_NOTE, effective_domains
 from doge_fast.pipeline.reporting.paper import canonical, columns_beside
 from doge_fast.pipeline.reporting.plotting import INK, PAGE, canvas, drawing_of, shortened
 from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.tables import Cell, Row, Table
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import Stat, listed, stat_of, weight_text
+from doge_fast.pipeline.tables import Cell, Row, Table
 
 
 def weights_part(experiment: Experiment, group: Json, prefix: str) -> Part:

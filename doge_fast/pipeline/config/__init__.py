@@ -1,0 +1,55 @@
+"""One frozen dataclass per verb: what it is told, and what its run directory repeats.
+
+The command line is made from these classes: a field is a flag, its docstring the help text.
+They import nothing heavy, so a configuration can be read where the pipeline is not installed.
+"""
+
+from doge_fast.pipeline.config.components import (
+    CorpusConfig,
+    ModelConfig,
+    TrainingConfig,
+)
+from doge_fast.pipeline.config.experiment import (
+    DemoConfig,
+    Experiment,
+    ExperimentConfig,
+)
+from doge_fast.pipeline.config.stages import (
+    BaseConfig,
+    DoReMiConfig,
+    ProxyConfig,
+    SelectConfig,
+)
+from doge_fast.pipeline.config.tools import (
+    EvaluateConfig,
+    ExportConfig,
+    InfoConfig,
+    ProfileConfig,
+    ReportConfig,
+    WeightsAverageConfig,
+    WeightsConstrainConfig,
+    WeightsDiffConfig,
+    WeightsShowConfig,
+)
+
+__all__ = [
+    "BaseConfig",
+    "CorpusConfig",
+    "DemoConfig",
+    "DoReMiConfig",
+    "EvaluateConfig",
+    "Experiment",
+    "ExperimentConfig",
+    "ExportConfig",
+    "InfoConfig",
+    "ModelConfig",
+    "ProfileConfig",
+    "ProxyConfig",
+    "ReportConfig",
+    "SelectConfig",
+    "TrainingConfig",
+    "WeightsAverageConfig",
+    "WeightsConstrainConfig",
+    "WeightsDiffConfig",
+    "WeightsShowConfig",
+]

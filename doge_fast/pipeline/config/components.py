@@ -1,0 +1,85 @@
+"""The parts that stages share: where the text is, which model, how it is trained."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Where the text comes from and how it becomes blocks of tokens."""
+
+    data: str = "installed"
+    """A directory (one folder or file per domain), a file or Hub id with `domain_column`, or
+    "installed": seven domains of text found in this Python environment."""
+    domains: tuple[str, ...] = ()
+    """Domains to train on, in this order. Empty: all that `data` holds, less the targets."""
+    text_column: str = "text"
+    """The column of parquet and jsonl files that holds a document."""
+    domain_column: str | None = None
+    """For a single file or Hub data set: the column (dots reach into structs) naming the domain."""
+    tokenizer: str = "train"
+    """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
+    vocab_size: int = 4096
+    """Entries of a trained tokenizer."""
+    block_size: int = 128
+    """Tokens in a block; every training example is one block."""
+    validation_fraction: float = 0.05
+    """Share of documents held out where the data brings no validation split."""
+    max_tokens_per_domain: int | None = None
+    """Stop packing a domain there; None: all of it."""
+    cache_dir: Path | None = None
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
+    user's cache directory, ~/.cache on Linux."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which causal language model is trained."""
+
+    model: str = "tiny"
+    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or a folder or Hub id
+    whose config.json AutoConfig opens."""
+    pretrained: bool = False
+    """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
+    num_layers: int | None = None
+    """Overrides the size's number of layers."""
+    embed_dim: int | None = None
+    """Overrides the size's embedding width."""
+    num_heads: int | None = None
+    """Overrides the size's number of attention heads."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What both stages tell the Trainer."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    learning_rate: float = 5e-4
+    """Peak; the paper's for all sizes below 684M (appendix, model-archs)."""
+    min_learning_rate: float = 1e-4
+    """End of the cosine."""
+    warmup_steps: int | None = None
+    """Linear warm-up; None: a twentieth of the steps."""
+    weight_decay: float = 0.01
+    """AdamW's, on matrices; the paper's."""
+    max_grad_norm: float = 1.0
+    """Norm to which the gradient that moves the model is cut."""
+    seed: int = 0
+    """Model initialisation and the order of the data."""
+    eval_every: int | None = None
+    """Steps between evaluations on held-out blocks; None: at the end only."""
+    eval_blocks: int = 256
+    """Held-out blocks per domain in those evaluations."""
+    save_every: int | None = None
+    """Steps between checkpoints that a killed run resumes from; None: ten in a run; 0: none."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast, with float32 master weights."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+    compile: bool = False
+    """torch.compile the model."""
+    report_to: tuple[str, ...] = ()
+    """Trackers that are told what metrics.jsonl is told, by Trainer's names for them: tensorboard,
+    wandb, trackio, mlflow, ... Empty: none; nothing leaves the machine."""

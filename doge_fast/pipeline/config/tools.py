@@ -1,0 +1,211 @@
+"""The verbs that read what stages have left, and those that need none."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Per-domain perplexity of a run's model on held-out documents; with `tasks`, k-shot accuracies
+    through lm-evaluation-harness too."""
+
+    run: Path
+    """The run directory whose model is measured."""
+    blocks: int | None = None
+    """Held-out blocks per domain; None: all of them."""
+    domains: tuple[str, ...] = ()
+    """Domains to measure; empty: all that the corpus holds."""
+    batch_size: int = 16
+    """Blocks, or prompts of a task, in a forward pass."""
+    perplexity: bool = True
+    """Measure perplexity. Without it only the tasks are run."""
+    tasks: tuple[str, ...] = ()
+    """Multiple-choice tasks of lm-eval, between commas or spaces; the paper's are
+    copa,sciq,logiqa,piqa,wic,winogrande."""
+    shots: int = 5
+    """Answered examples before every question."""
+    task_data: Path | None = None
+    """A directory with TASK/train.jsonl, which the shots are drawn from, and TASK/validation.jsonl,
+    which is scored; None: the data sets that lm-eval names on the Hub."""
+    task_limit: int | None = None
+    """Score only so many documents of every task, the first ones; None: all."""
+    fewshot_seed: int = 1234
+    """Of the draw of the shots; lm-eval's own default."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Runs -> one page with figures and tables."""
+
+    runs: tuple[Path, ...]
+    """Run directories, proxies and bases; or one directory that holds them or is an
+    experiment's."""
+    out: Path | None = None
+    """The page; None: report.html beside or inside the runs."""
+    token_budget: int | None = None
+    """Tokens of the training the weights are meant for, for the implied epochs; None: those of
+    the longest base run."""
+
+
+@dataclass(frozen=True)
+class WeightsShowConfig:
+    """The weights with what they mean: beside the last, the natural ones, and implied epochs."""
+
+    files: tuple[Path, ...]
+    """weights.json files, or run directories; several are shown side by side."""
+    budget_tokens: float | None = None
+    """Tokens of the training the weights are for (1e11): shows the epochs of each domain in it."""
+    tokens: tuple[str, ...] = ()
+    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+    sort: bool = False
+    """Largest weight first, instead of the file's order."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class WeightsDiffConfig:
+    """How two files of weights differ, domain by domain and in all."""
+
+    before: Path
+    """A weights.json, or a run directory."""
+    after: Path
+    """Another."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class WeightsAverageConfig:
+    """The mean of several runs' weights, as of one proxy with several seeds, and their spread."""
+
+    files: tuple[Path, ...]
+    """weights.json files, or run directories, of the same domains."""
+    out: Path | None = None
+    """The file to write; None: only say what it would hold."""
+    different: tuple[Literal["target", "tokenizer_sha256"], ...] = ()
+    """What may differ between the files all the same."""
+
+
+@dataclass(frozen=True)
+class WeightsConstrainConfig:
+    """The nearest weights (in KL) within floors, caps and a number of epochs."""
+
+    file: Path
+    """A weights.json, or a run directory."""
+    out: Path | None = None
+    """The file to write; None: only say what it would hold."""
+    floor: tuple[str, ...] = ()
+    """NUMBER for every domain, NAME=NUMBER for one: the least weight."""
+    cap: tuple[str, ...] = ()
+    """Likewise the greatest weight."""
+    max_epochs: tuple[str, ...] = ()
+    """Likewise the most passes over a domain's tokens in a training of budget_tokens."""
+    budget_tokens: float | None = None
+    """Tokens of that training (1e11)."""
+    tokens: tuple[str, ...] = ()
+    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Domain weights as a training framework takes them, and back; --list: which ones."""
+
+    file: Path | None = None
+    """A weights.json, or a run directory that holds one; with --from, a framework's file."""
+    to: str | None = None
+    """The target."""
+    from_: str | None = None
+    """The target whose file is read; without --to it becomes a weights.json."""
+    list: bool = False
+    """Say which targets there are, what a path is to each and what its weights count."""
+    paths: tuple[str, ...] = ()
+    """NAME=PATH for every domain, again for a further path; or one JSON or YAML file, {name: path},
+    {name: [path, ...]} or {name: {path: tokens, ...}}."""
+    valid_paths: tuple[str, ...] = ()
+    """Likewise for validation, where the target takes it."""
+    test_paths: tuple[str, ...] = ()
+    """Likewise for test."""
+    out: Path | None = None
+    """The file to write; None: print."""
+    decimals: int = 6
+    """Places of the shares; they sum to exactly 1."""
+    rows: Literal["blocks", "documents"] | None = None
+    """What a row of the data is where the framework draws rows: a block of equally many tokens, or
+    a document, for which weights are converted by the mean length. None: as the target says."""
+    mean_doc_tokens: tuple[str, ...] = ()
+    """NAME=NUMBER: tokens of a document, where that is not what the file says."""
+    seq_length: int | None = None
+    """Tokens of a training sequence, where the target asks."""
+    batch_size: int | None = None
+    """Sequences in an optimizer step, over all devices, where the target asks."""
+    budget_tokens: float | None = None
+    """Tokens of the whole training (1e11), for passes over a domain and lengths of phases."""
+    steps: int | None = None
+    """Optimizer steps of the whole training, to which phases are stretched; None: those that
+    budget_tokens, seq_length and batch_size make."""
+    phases: Path | None = None
+    """Weights that change: a JSON or YAML list of {first_step, weights}, or a file or run directory
+    that holds one; None: those of the file, if it has some."""
+    constant: bool = False
+    """Leave phases out: the weights that the file has beside them."""
+    seed: int = 0
+    """Of the framework's draws."""
+    local_dir: str | None = None
+    """Where streams from elsewhere are kept, a folder per domain."""
+
+
+@dataclass(frozen=True)
+class InfoConfig:
+    """What doge_fast finds on this machine: devices, operators that run on them and why."""
+
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What each phase of a step costs, beside a plain step on the same tokens."""
+
+    model: str = "tiny"
+    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the config.json
+    that AutoConfig opens: a file, a folder or a Hub id."""
+    vocab_size: int | None = None
+    """Entries of the vocabulary; None: the config's own, 50304 for the paper's sizes, 4096 for
+    the small ones."""
+    domains: int = 7
+    """K, the training domains."""
+    targets: int = 0
+    """Further rows that are measured and not trained on."""
+    sequences: int = 4
+    """Of each domain, in a step."""
+    sequence_length: int = 128
+    """Tokens of a sequence."""
+    micro_batches: int = 1
+    """Into which a domain's sequences are cut; their gradients add up."""
+    mode: Literal["sequential", "stacked"] = "sequential"
+    """One domain after another, or one forward and backward for all."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: under autocast."""
+    buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Of the stored domain gradients; auto: that of each gradient."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """The wrapped optimizer; fused where the device is a GPU."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
+    threads: int | None = None
+    """Of a CPU; None: as many as torch takes."""
+    steps: int = 9
+    """Timed pairs of steps, and as many steps with their phases apart."""
+    memory: bool = True
+    """Measure peak memory too, in a process of its own for each side."""
+    json: Path | None = None
+    """Where to write everything that was measured."""
+    trace: Path | None = None
+    """Where to write a timeline that Perfetto and chrome://tracing open: plain and DoGE steps with
+    their phases."""
+    trace_operators: Path | None = None
+    """The same for one DoGE step with every operator of torch in it."""

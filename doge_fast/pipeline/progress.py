@@ -1,0 +1,26 @@
+"""The one style of progress bar, shown where somebody looks and only of what takes a while."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+
+def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
+    """A bar that is moved by hand; its `update`, `set_postfix_str` and `close` are tqdm's.
+
+    Args:
+        total: of units.
+        what: stands before it.
+        unit: in the singular.
+        initial: units that are done already.
+    """
+    # None: not where stderr is no terminal.
+    return tqdm(
+        total=total, initial=initial, desc=what, unit=unit, disable=None, dynamic_ncols=True
+    )
+
+
+def over(items: Iterable[Any], what: str, unit: str) -> Iterator[Any]:
+    """`items`, with a bar once they have taken two seconds."""
+    yield from tqdm(items, desc=what, unit=f" {unit}s", delay=2, disable=None, dynamic_ncols=True)

@@ -1,0 +1,171 @@
+"""Tables, and their one printer: text for a terminal or a pipe, and markdown.
+
+The report's page takes the same tables; its template makes HTML of them.
+"""
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+# Where nobody says how wide the reader's window is: a pipe, a file.
+PIPE_WIDTH = 100
+_NARROWEST = 40
+# A rule below the header and nothing else, in ASCII.
+_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+class Cell(NamedTuple):
+    """What stands in a place of a table, and whether it is to be seen."""
+
+    text: str
+    is_strong: bool = False
+    is_warning: bool = False
+
+
+class Row(NamedTuple):
+    """A line of a table."""
+
+    label: str
+    cells: list[Cell]
+    is_total: bool = False
+
+
+class Table(NamedTuple):
+    """A table before it is text, markdown or part of a page."""
+
+    title: str
+    note: str
+    corner: str
+    columns: list[tuple[str, str]]
+    """(label, what it is) of each column but the first."""
+    rows: list[Row]
+
+
+def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
+    """A table of plain texts.
+
+    Args:
+        header: labels of the columns; the first is that of the rows' labels.
+        rows: as many texts each as the header has.
+        title: of the table.
+    """
+    corner, *labels = header
+    lines = [Row(label, [Cell(text) for text in texts]) for label, *texts in rows]
+    return Table(title, "", corner, [(label, "") for label in labels], lines)
+
+
+def terminal_width() -> int:
+    """Columns of the terminal that is written to; `PIPE_WIDTH` where there is none.
+
+    COLUMNS in the environment has the last word.
+    """
+    console = Console()
+    is_known = console.is_terminal or "COLUMNS" in os.environ
+    return max(_NARROWEST, console.width) if is_known else PIPE_WIDTH
+
+
+def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) -> str:
+    """Aligned text: the first column to the left, the others to the right.
+
+    A cell to be seen ends in `*`. Columns that do not fit follow below, under their rows' labels
+    again; a row's label that takes more than half the width is cut. Title and note are not in it.
+
+    Args:
+        table: what to print.
+        width: of the longest line; None: the terminal's.
+        left: places of further columns that are words and stand to the left, counted from 0, the
+            first after the rows' labels.
+    """
+    width = terminal_width() if width is None else width
+    marks = [
+        "  " if any(row.cells[i].is_strong for row in table.rows) else ""
+        for i in range(len(table.columns))
+    ]
+    header = [label + mark for (label, _), mark in zip(table.columns, marks, strict=True)]
+    body = [
+        [
+            f"{cell.text} *" if cell.is_strong else cell.text + mark
+            for cell, mark in zip(row.cells, marks, strict=True)
+        ]
+        for row in table.rows
+    ]
+    labels = [table.corner, *(row.label for row in table.rows)]
+    first = min(max(map(cell_len, labels)), width // 2)
+    widths = [max(map(cell_len, column)) for column in zip(header, *body, strict=True)]
+    return "\n\n".join(
+        _rendered(table, header, body, part, first, left) for part in _parts(first, widths, width)
+    )
+
+
+def _parts(first: int, widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Places of columns, in parts that fit beside the rows' labels."""
+    part: list[int] = []
+    room = first
+    for i, own in enumerate(widths):
+        if part and room + 2 + own > width:
+            yield part
+            part, room = [], first
+        part.append(i)
+        room += 2 + own
+    yield part
+
+
+def _rendered(
+    table: Table,
+    header: Sequence[str],
+    body: Sequence[Sequence[str]],
+    part: Sequence[int],
+    first: int,
+    left: Sequence[int],
+) -> str:
+    made = RichTable(
+        box=_RULE, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
+    )
+    made.add_column(Text(table.corner), width=first, no_wrap=True)
+    for i in part:
+        made.add_column(Text(header[i]), justify="left" if i in left else "right", no_wrap=True)
+    for row, texts in zip(table.rows, body, strict=True):
+        made.add_row(Text(shortened(row.label, first)), *(Text(texts[i]) for i in part))
+    return _printed(made)
+
+
+def shortened(name: str, width: int) -> str:
+    """A name in at most `width` columns; of a longer one both ends, for names differ at either."""
+    if cell_len(name) <= width:
+        return name
+    kept = width - 2
+    return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"
+
+
+def _printed(made: RichTable) -> str:
+    """What rich makes of it, on a console as wide as it needs."""
+    file = io.StringIO()
+    Console(file=file, width=10_000, color_system=None, force_terminal=False).print(made)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+
+
+def markdown(table: Table) -> str:
+    """The table in GitHub's markdown, a cell to be seen in bold; title and note are not in it."""
+    made = RichTable(box=box.MARKDOWN, show_edge=True)
+    made.add_column(Text(_escaped(table.corner)))
+    for label, _ in table.columns:
+        made.add_column(Text(_escaped(label)), justify="right", no_wrap=True)
+    for row in table.rows:
+        cells = (_escaped(c.text) for c in row.cells)
+        marked = (
+            f"**{shown}**" if cell.is_strong else shown
+            for cell, shown in zip(row.cells, cells, strict=True)
+        )
+        made.add_row(Text(_escaped(row.label)), *map(Text, marked))
+    return _printed(made)
+
+
+def _escaped(words: str) -> str:
+    return words.replace("|", "\\|")
