@@ -4,24 +4,35 @@
 often a large model should see each domain. `DomainMixture` draws batches at such weights.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from doge_fast.generalization import Score
-from doge_fast.kernels.reweight.packing import LastStep
-from doge_fast.optimizer import DoGEOptimizer
-
 if TYPE_CHECKING:
+    from doge_fast.generalization import Score
+    from doge_fast.kernels.reweight.packing import LastStep
     from doge_fast.mixture import DomainMixture
+    from doge_fast.optimizer import DoGEOptimizer
 
 __version__ = "0.1.0"
 
 __all__ = ["DoGEOptimizer", "DomainMixture", "LastStep", "Score", "__version__"]
 
+# Imported when they are asked for: the first use needs torch, which takes seconds, and the command
+# line shows weights and help without it.
+_HOMES = {
+    "DoGEOptimizer": "doge_fast.optimizer",
+    "DomainMixture": "doge_fast.mixture",
+    "LastStep": "doge_fast.kernels.reweight.packing",
+    "Score": "doge_fast.generalization",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # When it is asked for: it needs numpy, and the optimizer does not.
-    if name == "DomainMixture":
-        from doge_fast.mixture import DomainMixture
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
 
-        return DomainMixture
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

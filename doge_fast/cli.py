@@ -1,21 +1,21 @@
 """The command line: parses, calls one stage, says in one sentence what is wrong.
 
-Flags are the fields of the stage's dataclass in `pipeline/config.py`; their help is its
-docstrings. Stages are imported once one is chosen, so `--help` is quick and an installation
-without the pipeline's dependencies can say what it lacks.
+Flags are the fields of the verb's dataclass in `pipeline/config`; their help is its docstrings.
+Stages are imported once one is chosen, so `--help` is quick and an installation without the
+pipeline's dependencies can say what it lacks.
 """
 
-import dataclasses
+import difflib
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import doge_fast
 from doge_fast.pipeline.config import (
     BaseConfig,
     DemoConfig,
@@ -41,35 +41,16 @@ EXIT_INTERRUPTED = 130
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
-class SubVerb(NamedTuple):
-    """What a member of a verb that has verbs of its own is called."""
+class Verb(NamedTuple):
+    """A word, or two, that the program is called with."""
 
-    name: str
-
-
-_WEIGHTS_VERBS: dict[str, type] = {
-    "show": WeightsShowConfig,
-    "diff": WeightsDiffConfig,
-    "average": WeightsAverageConfig,
-    "constrain": WeightsConstrainConfig,
-}
-_VERBS: dict[str, Any] = {
-    "demo": DemoConfig,
-    "proxy": ProxyConfig,
-    "base": BaseConfig,
-    "doremi": DoReMiConfig,
-    "select": SelectConfig,
-    "evaluate": EvaluateConfig,
-    "report": ReportConfig,
-    "experiment": ExperimentConfig,
-    "weights": reduce(
-        or_, (Annotated[config, SubVerb(name)] for name, config in _WEIGHTS_VERBS.items())
-    ),
-    "export": ExportConfig,
-    "info": InfoConfig,
-    "profile": ProfileConfig,
-}
-_POSITIONAL = (EvaluateConfig, ExperimentConfig, *_WEIGHTS_VERBS.values())
+    config: type
+    run: Callable[[Any], list[str]]
+    """Returns lines to print."""
+    is_positional: bool = False
+    """Whether fields that must be given stand without a flag: they are what the verb is about."""
+    is_quick: bool = False
+    """Whether it answers at once, without torch and transformers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,12 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("doge_fast").setLevel(logging.INFO)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _run(_parse(arguments))
+        for line in _answer(words):
+            print(line)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _refuse(
-            "Interrupted. A training resumes from its last checkpoint with the same command.", 130
+            "Interrupted. A training resumes from its last checkpoint with the same command.",
+            EXIT_INTERRUPTED,
         )
     except ModuleNotFoundError as error:
         if _is_ours(error) or os.environ.get(TRACEBACK):
@@ -109,80 +93,90 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> Any:
-    """The dataclass of the verb that was asked for."""
-    import tyro
+def _answer(words: list[str]) -> list[str]:
+    """What the words ask for: help, the version, or a verb's lines."""
+    if words in ([], ["-h"], ["--help"]):
+        return [overview()]
+    if words == ["--version"]:
+        return [f"doge-fast {doge_fast.__version__}"]
+    name, _ = _verb_of(words)
+    if name not in VERBS:
+        return [overview(f"{name} ")]
+    config = parse(words)
+    if not VERBS[name].is_quick:
+        _begin()
+    if isinstance(config, ExperimentConfig) and config.plan:
+        return _plan(config, words)
+    return VERBS[name].run(config)
 
-    # What must be named is named without a flag where it is what the verb is about.
-    verbs = {
-        name: Annotated[verb, tyro.conf.PositionalRequiredArgs] if verb in _POSITIONAL else verb
-        for name, verb in _VERBS.items()
-    }
-    verbs["weights"] = _weights_verb()
-    verbs["export"] = _export_verb()
-    config = tyro.extras.subcommand_cli_from_dict(
-        verbs,  # type: ignore[arg-type]
-        prog="doge-fast",
-        description=_DESCRIPTION,
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes,),
+
+def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb, of one word or two, and the words after it.
+
+    Raises:
+        ValueError: there is no such verb.
+    """
+    first, *others = words
+    members = [name for name in VERBS if name.startswith(f"{first} ")]
+    if members and (not others or others[0] in ("-h", "--help")):
+        return first, others
+    name = f"{first} {others[0]}" if members else first
+    if name not in VERBS:
+        known = members or [each.split()[0] for each in VERBS]
+        near = difflib.get_close_matches(name, known, n=1)
+        told = (
+            f"Did you mean {near[0]}?" if near else f"There are {', '.join(dict.fromkeys(known))}."
+        )
+        raise ValueError(f"{name} is no verb. {told}")
+    return name, others[1:] if members else others
+
+
+def parse(words: Sequence[str]) -> Any:
+    """The dataclass of the verb that the words begin with, made from the words after it.
+
+    Raises:
+        ValueError: there is no such verb, or the file that `--config` names is not what it should
+            be.
+        SystemExit: help was asked for, or a flag is wrong.
+    """
+    from doge_fast import flags
+
+    name, others = _verb_of(words)
+    verb = VERBS[name]
+    default = flags.experiment_default(others) if verb.config is ExperimentConfig else None
+    return flags.parse(
+        others, verb.config, verb=name, is_positional=verb.is_positional, default=default
     )
-    return ExportConfig(**vars(config)) if isinstance(config, ExportConfig) else config
 
 
-def _weights_verb() -> Callable[..., Any]:
-    """A verb with verbs of its own: what it parses is what the chosen one does."""
-    import tyro
+def overview(first: str = "") -> str:
+    """All verbs with a sentence each, or those that begin with a word."""
+    from doge_fast.pipeline.tables import table_of, text
 
-    kinds = [
-        Annotated[
-            config,
-            tyro.conf.subcommand(name, prefix_name=False),
-            tyro.conf.PositionalRequiredArgs,
-        ]
-        for name, config in _WEIGHTS_VERBS.items()
+    shown = {name: verb for name, verb in VERBS.items() if name.startswith(first)}
+    rows = [
+        (name, " ".join((verb.config.__doc__ or "").split()).split(". ")[0].rstrip("."))
+        for name, verb in shown.items()
     ]
-
-    def weights(verb: Any) -> Any:
-        """Look at weights.json files, compare them, average them, keep them within bounds."""
-        return verb
-
-    weights.__annotations__["verb"] = reduce(or_, kinds)
-    return weights
+    table = text(table_of(("verb", "what it does"), rows), left=(0,))
+    usage = "usage: doge-fast VERB [OPTIONS]; doge-fast VERB --help; doge-fast --version"
+    return f"{usage}\n\n{_DESCRIPTION}\n\n{table}"
 
 
-def _export_verb() -> type[ExportConfig]:
-    """A file that may be left out stands without a flag, and `from` is no name for a field."""
-    import tyro
-
-    fields: list[tuple[str, Any, Any]] = [
-        ("file", Annotated[Path | None, tyro.conf.Positional], None),
-        ("from_", Annotated[str | None, tyro.conf.arg(name="from")], None),
-    ]
-    verb = dataclasses.make_dataclass("export", fields, bases=(ExportConfig,), frozen=True)
-    verb.__doc__ = ExportConfig.__doc__
-    return verb
-
-
-def _run(config: Any) -> None:
-    """Import the stage, call it, say where its result is."""
-    if not isinstance(config, (InfoConfig, ExportConfig, *_WEIGHTS_VERBS.values())):
-        _silence_transformers()
-    for line in _STAGES[type(config)](config):
-        print(line)
-
-
-def _silence_transformers() -> None:
-    """No bars for reading and writing a file, of which the runs have bars of their own."""
+def _begin() -> None:
+    """Say that something happens while torch is imported; keep other libraries' bars away."""
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        print("loading torch and transformers ...", file=sys.stderr, flush=True)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _demo(config: DemoConfig) -> list[str]:
-    from doge_fast.pipeline.demo import tell
+    from doge_fast.pipeline.experiments.presets import demo_of
+    from doge_fast.pipeline.experiments.runner import run_experiment
 
-    return tell(config)
+    return run_experiment(demo_of(config))
 
 
 def _proxy(config: ProxyConfig) -> list[str]:
@@ -248,6 +242,13 @@ def _experiment(config: ExperimentConfig) -> list[str]:
     return run_experiment(config)
 
 
+def _plan(config: ExperimentConfig, words: Sequence[str]) -> list[str]:
+    from doge_fast.pipeline.experiments.runner import plan_lines
+
+    typed = [word for word in words if word != "--plan"]
+    return plan_lines(config, shlex.join(["doge-fast", *typed]))
+
+
 def _info(config: InfoConfig) -> list[str]:
     from doge_fast.info import info, text
 
@@ -279,19 +280,22 @@ def _weights(verb: str) -> Callable[[Any], list[str]]:
     return run
 
 
-_STAGES: dict[type, Callable[[Any], list[str]]] = {
-    DemoConfig: _demo,
-    ProxyConfig: _proxy,
-    BaseConfig: _base,
-    DoReMiConfig: _doremi,
-    SelectConfig: _select,
-    EvaluateConfig: _evaluate,
-    ReportConfig: _report,
-    ExperimentConfig: _experiment,
-    ExportConfig: _export,
-    InfoConfig: _info,
-    ProfileConfig: _profile,
-    **{config: _weights(name) for name, config in _WEIGHTS_VERBS.items()},
+VERBS: dict[str, Verb] = {
+    "demo": Verb(DemoConfig, _demo),
+    "proxy": Verb(ProxyConfig, _proxy),
+    "base": Verb(BaseConfig, _base),
+    "doremi": Verb(DoReMiConfig, _doremi),
+    "select": Verb(SelectConfig, _select),
+    "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True),
+    "report": Verb(ReportConfig, _report),
+    "experiment": Verb(ExperimentConfig, _experiment, is_positional=True),
+    "weights show": Verb(WeightsShowConfig, _weights("show"), True, True),
+    "weights diff": Verb(WeightsDiffConfig, _weights("diff"), True, True),
+    "weights average": Verb(WeightsAverageConfig, _weights("average"), True, True),
+    "weights constrain": Verb(WeightsConstrainConfig, _weights("constrain"), True, True),
+    "export": Verb(ExportConfig, _export, is_quick=True),
+    "info": Verb(InfoConfig, _info, is_quick=True),
+    "profile": Verb(ProfileConfig, _profile),
 }
 
 

@@ -13,9 +13,6 @@ from torch import Tensor
 # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by.
 NORM_FLOOR = 1e-6
 
-DOMAIN_MAX_GRAD_NORM = 1.0
-"""Norm to which each domain's gradient is cut where nothing else is asked for."""
-
 
 @dataclass(frozen=True)
 class Score:

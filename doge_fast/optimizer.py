@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast import checkpoint, simplex, weights_file
+from doge_fast import checkpoint, defaults, weights_file
 from doge_fast.checkpoint import DomainState
 from doge_fast.combining import checked_scale, combine, factor_of
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM, Score, score_of
+from doge_fast.generalization import Score, score_of
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.objective import UNIVERSAL, Objective, Target
 from doge_fast.parameters import TrackedParameters
@@ -59,7 +59,7 @@ class DoGEOptimizer(OptimizerWrapper):
             a name that is not in `domains` is a row that is measured and never trained on
             (Alg. 2, held-out mixtures) and needs its own `with optimizer.domain(name)`.
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
-            `simplex.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
+            `defaults.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
             largest rate that the first group has noted. Checkpoints keep it.
         score: "paper" (W), "published" (the published code's: W over the mean norm of the
             training rows, cut to [0, 5]), or a `Score` with those parts chosen one by one.
@@ -105,7 +105,7 @@ class DoGEOptimizer(OptimizerWrapper):
         mu: float | None = None,
         score: Literal["paper", "published"] | Score = "paper",
         max_grad_norm: float | None = None,
-        domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM,
+        domain_max_grad_norm: float | None = defaults.DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
         selection: Collection[str] | Collection[Tensor] | None = None,
         buffer_dtype: torch.dtype | None = None,
@@ -124,7 +124,7 @@ class DoGEOptimizer(OptimizerWrapper):
         parameters = TrackedParameters(optimizer, selection)
         self._is_mu_named = mu is not None
         if mu is None:
-            mu = simplex.default_mu(parameters.peak_lr, sum(self.objective.tau))
+            mu = defaults.default_mu(parameters.peak_lr, sum(self.objective.tau))
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from doge_fast import simplex
-from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM, Score
+from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
+from doge_fast.generalization import Score
 from doge_fast.kernels import reweight
 from doge_fast.kernels.reweight.packing import LastStep, Settings, State, new_state, state_views
 from doge_fast.objective import Objective

@@ -167,7 +167,7 @@ def _output_of(call: Callable[[], object]) -> str:
 def _doge_fast(arguments: list[str], order: str, cache: Path) -> str:
     verb = arguments[0]
     if order == "parse" or verb in _TOO_LONG:
-        assert cli._parse(arguments) is not None
+        assert cli.parse(arguments) is not None
         return "..."
     shorter = _SHORTER.get(verb, [])
     if shorter is _SHORT:

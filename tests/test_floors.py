@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     line.split()
     for line in """
-    doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
-        doge_fast.weights_file
+    doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
+        doge_fast.tracing doge_fast.weights_file
     doge_fast.kernels doge_fast.wrapper
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
@@ -35,16 +35,17 @@ FLOORS = [
     doge_fast.integrations.domain_data
     doge_fast.integrations.causal_lm
     doge_fast.integrations.transformers
-    doge_fast.pipeline.config.components doge_fast.pipeline.tables doge_fast.pipeline.progress
+    doge_fast.pipeline.config.components doge_fast.pipeline.config.fields \
+        doge_fast.pipeline.tables doge_fast.pipeline.progress
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
         doge_fast.pipeline.weights_fields doge_fast.pipeline.exports.shares
     doge_fast.pipeline.sources doge_fast.pipeline.exports.mixture
-    doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans \
+    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
-    doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
-        doge_fast.pipeline.baselines \
+    doge_fast.pipeline.experiments.plans doge_fast.pipeline.model doge_fast.pipeline.domains \
+        doge_fast.pipeline.records doge_fast.pipeline.baselines \
         EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry
     doge_fast.pipeline.reporting.wording
@@ -59,7 +60,7 @@ FLOORS = [
     doge_fast.pipeline.reporting.kinds
     doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.demo doge_fast.pipeline.experiments.runner
+    doge_fast.pipeline.experiments.runner doge_fast.flags
     doge_fast.cli
     doge_fast.__main__
     """.replace(

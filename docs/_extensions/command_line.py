@@ -4,22 +4,21 @@
 the flag, the default and what the field's docstring says.
 """
 
-import ast
 import dataclasses
 import inspect
-import textwrap
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from doge_fast import cli
+from doge_fast.flags import PREFIXED
 from doge_fast.pipeline.config import ExportConfig
+from doge_fast.pipeline.config.fields import texts_of
 
 # What may be left out and stands without a flag all the same.
 _WITHOUT_FLAG = {(ExportConfig, "file")}
@@ -36,47 +35,27 @@ class _CommandLine(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(inspect.getfile(cli))
-        self.env.note_dependency(inspect.getfile(next(iter(cli._STAGES))))
+        for verb in cli.VERBS.values():
+            self.env.note_dependency(inspect.getfile(verb.config))
         return self.parse_text_to_nodes(sections(), allow_section_headings=True)
 
 
 def sections() -> str:
     """All sections, in Markdown."""
-    return "\n".join(line for verb in cli._VERBS for line in _section(verb))
+    return "\n".join(line for name in cli.VERBS for line in _section(name))
 
 
-def _section(verb: str) -> Iterator[str]:
-    for names, config in _commands((verb,), cli._VERBS[verb]):
-        yield from (f"({'-'.join(('verb', *names))})=", f"## doge-fast {' '.join(names)}", "")
-        yield from (inspect.cleandoc(config.__doc__ or ""), "")
-        yield from _tables(config, config in cli._POSITIONAL)
+def _section(name: str) -> Iterator[str]:
+    verb = cli.VERBS[name]
+    yield from (f"(verb-{name.replace(' ', '-')})=", f"## doge-fast {name}", "")
+    yield from (inspect.cleandoc(verb.config.__doc__ or ""), "")
+    yield from _tables(verb.config, verb.is_positional)
 
 
-def _commands(names: tuple[str, ...], config: Any) -> Iterator[tuple[tuple[str, ...], type]]:
-    """(verb and subverb, its dataclass): one, or one for each member of a union."""
-    config, name = _bare(config)
-    if name:
-        names = (*names, name)
-    if get_origin(config) in (Union, UnionType):
-        for member in get_args(config):
-            yield from _commands(names, member)
-    else:
-        yield names, config
-
-
-def _bare(config: Any) -> tuple[Any, str | None]:
-    """Without what Annotated adds, and the subcommand's name, if that adds one."""
-    name = None
-    while get_origin(config) is Annotated:
-        config, *extra = get_args(config)
-        name = next((each.name for each in extra if getattr(each, "name", None)), name)
-    return config, name
-
-
-def _tables(config: type, positional: bool) -> Iterator[str]:
+def _tables(config: type, positional: bool, prefix: str = "") -> Iterator[str]:
     """The stage's own fields, then those of each group it shares with other stages."""
     hints = get_type_hints(config, include_extras=False)
-    texts = _field_texts(config)
+    texts = texts_of(config)
     own = [f for f in dataclasses.fields(config) if not dataclasses.is_dataclass(hints[f.name])]
     if own:
         yield from ("| option | default | |", "|---|---|---|")
@@ -84,15 +63,15 @@ def _tables(config: type, positional: bool) -> Iterator[str]:
         default = _default(field)
         stands_alone = (positional and default is None) or (config, field.name) in _WITHOUT_FLAG
         is_named = not stands_alone
-        option = _flag(field.name, hints[field.name], is_named)
+        option = _flag(prefix + field.name, hints[field.name], is_named)
         shown = "required" if default is None else default
-        text = " ".join(texts.get(field.name, "").split()).replace("|", "\\|")
+        text = texts.get(field.name, "").replace("|", "\\|")
         yield f"| {option} | {shown} | {_safe(text)} |"
     yield ""
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(group := hints[field.name]):
             yield from (f"**{field.name}**: {inspect.cleandoc(group.__doc__ or '')}", "")
-            yield from _tables(group, False)
+            yield from _tables(group, False, f"{field.name}." if group in PREFIXED else "")
 
 
 def _safe(text: str) -> str:
@@ -135,16 +114,3 @@ def _default(field: "dataclasses.Field[Any]") -> str | None:
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
     return f"`{value}`" if str(value) else "(empty)"
-
-
-def _field_texts(config: type) -> dict[str, str]:
-    """{field: the string below it in the source}; inherited fields too."""
-    texts: dict[str, str] = {}
-    for each in reversed(config.__mro__):
-        if not dataclasses.is_dataclass(each):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body  # type: ignore[attr-defined]
-        for statement, below in pairwise(body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
-                texts[statement.target.id] = ast.literal_eval(below.value)  # type: ignore[union-attr]
-    return texts

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from doge_fast.generalization import DOMAIN_MAX_GRAD_NORM
+from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch
 from doge_fast.objective import Objective

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from doge_fast import generalization, simplex
+from doge_fast import defaults, generalization
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import baselines, domains, records, training, weights
@@ -219,7 +219,7 @@ def _resolved(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[str, 
     if config.mu is not None:
         return {}
     total = len(corpus.names) if isinstance(target, str) else sum(target.values())
-    return {"mu": simplex.default_mu(config.training.learning_rate, total)}
+    return {"mu": defaults.default_mu(config.training.learning_rate, total)}
 
 
 def _read_selection(path: Path) -> list[str]:

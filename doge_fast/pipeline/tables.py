@@ -17,6 +17,7 @@ from rich.text import Text
 # Where nobody says how wide the reader's window is: a pipe, a file.
 PIPE_WIDTH = 100
 _NARROWEST = 40
+_ENDLESS = 10_000
 # A rule below the header and nothing else, in ASCII.
 _RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
@@ -80,8 +81,8 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
     Args:
         table: what to print.
         width: of the longest line; None: the terminal's.
-        left: places of further columns that are words and stand to the left, counted from 0, the
-            first after the rows' labels.
+        left: places of columns of words, counted from 0, the first after the rows' labels: they
+            stand to the left and are broken into lines where the width ends.
     """
     width = terminal_width() if width is None else width
     marks = [
@@ -99,8 +100,11 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
     labels = [table.corner, *(row.label for row in table.rows)]
     first = min(max(map(cell_len, labels)), width // 2)
     widths = [max(map(cell_len, column)) for column in zip(header, *body, strict=True)]
+    for i in left:
+        widths[i] = min(widths[i], _NARROWEST)
     return "\n\n".join(
-        _rendered(table, header, body, part, first, left) for part in _parts(first, widths, width)
+        _rendered(table, header, body, part, first, left, width)
+        for part in _parts(first, widths, width)
     )
 
 
@@ -124,16 +128,20 @@ def _rendered(
     part: Sequence[int],
     first: int,
     left: Sequence[int],
+    width: int,
 ) -> str:
     made = RichTable(
         box=_RULE, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
     )
     made.add_column(Text(table.corner), width=first, no_wrap=True)
     for i in part:
-        made.add_column(Text(header[i]), justify="left" if i in left else "right", no_wrap=True)
+        is_words = i in left
+        made.add_column(
+            Text(header[i]), justify="left" if is_words else "right", no_wrap=not is_words
+        )
     for row, texts in zip(table.rows, body, strict=True):
         made.add_row(Text(shortened(row.label, first)), *(Text(texts[i]) for i in part))
-    return _printed(made)
+    return _printed(made, width if set(part) & set(left) else _ENDLESS)
 
 
 def shortened(name: str, width: int) -> str:
@@ -144,10 +152,10 @@ def shortened(name: str, width: int) -> str:
     return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"
 
 
-def _printed(made: RichTable) -> str:
-    """What rich makes of it, on a console as wide as it needs."""
+def _printed(made: RichTable, width: int = _ENDLESS) -> str:
+    """What rich makes of it."""
     file = io.StringIO()
-    Console(file=file, width=10_000, color_system=None, force_terminal=False).print(made)
+    Console(file=file, width=width, color_system=None, force_terminal=False).print(made)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
 
 

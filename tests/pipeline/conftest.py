@@ -17,7 +17,9 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     TrainingConfig,
 )
+from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.domains import Corpus, load_corpus
+from doge_fast.pipeline.experiments.presets import preset_of
 from tests.pipeline.corpora import texts, write_jsonl, write_parquet
 
 # Overlapping words, so that domains help each other; different order, so that they differ.
@@ -168,23 +170,23 @@ def mixed(config: CorpusConfig) -> Corpus:
 def experiment(
     small_corpus: Path, blocks_cache: Path, tmp_path: Path
 ) -> Callable[..., ExperimentConfig]:
-    """Makes an ExperimentConfig of preset smoke, of seconds; keywords replace settings."""
+    """Makes an ExperimentConfig of preset smoke, of seconds; keywords replace settings.
 
-    def make(name: str, **changes: Any) -> ExperimentConfig:
-        config = ExperimentConfig(
-            name=name,  # type: ignore[arg-type]
-            out=tmp_path / name,
-            preset="smoke",
-            data=str(small_corpus),
-            seeds=(0,),
-            block_size=16,
-            proxy_steps=4,
-            base_steps=4,
-            batch_size=4,
-            sequences_per_domain=1,
-            device="cpu",
-            cache_dir=blocks_cache,
+    Of a nested dataclass a keyword is {field: value}.
+    """
+
+    def make(name: Any, **changes: Any) -> ExperimentConfig:
+        config = filled(
+            preset_of(name, "smoke", data=str(small_corpus)),
+            {
+                "out": tmp_path / name,
+                "seeds": (0,),
+                "corpus": {"block_size": 16, "cache_dir": blocks_cache},
+                "rates": {"device": "cpu"},
+                "proxy": {"steps": 4, "sequences_per_domain": 1},
+                "base": {"steps": 4, "batch_size": 4},
+            },
         )
-        return replace(config, **changes)
+        return filled(config, changes)
 
     return make

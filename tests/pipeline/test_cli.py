@@ -10,18 +10,24 @@ from typing import cast
 
 import pytest
 
+import doge_fast
 from doge_fast import cli
+from doge_fast.flags import PREFIXED
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, ReportConfig
+from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.experiments.presets import preset_of
 from tests.pipeline.stages import words_of
 
 
-def fields_of(config: type) -> list[str]:
+def fields_of(config: type, prefix: str = "") -> list[str]:
     """Names of the fields, those of nested dataclasses in place of theirs."""
     names = []
     for field in dataclasses.fields(config):
-        is_nested = dataclasses.is_dataclass(field.type)
-        names += fields_of(cast(type, field.type)) if is_nested else [field.name]
+        if dataclasses.is_dataclass(group := field.type):
+            names += fields_of(cast(type, group), f"{field.name}." if group in PREFIXED else "")
+        else:
+            names.append(prefix + field.name)
     return names
 
 
@@ -52,17 +58,17 @@ def test_the_verbs_run_one_after_the_other(
 
 def test_flags_are_the_fields(tmp_path: Path) -> None:
     words = "proxy --data DIR --target ca --out runs/x --model mini --steps 300 --mu 0.05"
-    config = cli._parse(words.split())
+    config = cli.parse(words.split())
     assert isinstance(config, ProxyConfig)
     assert (config.corpus.data, config.target, config.mu) == ("DIR", ("ca",), 0.05)
     assert (config.model.model, config.training.steps) == ("mini", 300)
     assert config.out == Path("runs/x")
-    config = cli._parse(["report", "--runs", "a", "b"])
+    config = cli.parse(["report", "--runs", "a", "b"])
     assert config == ReportConfig(runs=(Path("a"), Path("b")))
-    assert cli._parse(["experiment", "ood", "--seeds", "0", "1"]).seeds == (0, 1)
-    config = cli._parse(["evaluate", "a", "--domains", "x", "y"])
+    assert cli.parse(["experiment", "ood", "--seeds", "0", "1"]).seeds == (0, 1)
+    config = cli.parse(["evaluate", "a", "--domains", "x", "y"])
     assert config == EvaluateConfig(run=Path("a"), domains=("x", "y"))
-    assert cli._parse(["base", "--out", "x", "--pretrained"]).model.pretrained
+    assert cli.parse(["base", "--out", "x", "--pretrained"]).model.pretrained
 
 
 @pytest.mark.parametrize(
@@ -76,13 +82,137 @@ def test_every_verb_has_help_for_every_flag(verb: str, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert f"usage: doge-fast {verb}" in printed
     named = {"evaluate": "run", "experiment": "name", "export": "file"}
-    for flag in (name.strip("_").replace("_", "-") for name in fields_of(cli._VERBS[verb])):
+    for flag in (name.strip("_").replace("_", "-") for name in fields_of(cli.VERBS[verb].config)):
         if flag == named.get(verb):
             assert "positional arguments" in printed
             continue
-        # No prefix of the nested dataclass, and a sentence below or beside it.
-        found = re.search(rf"--{flag}\b[^(]*?[A-Za-z]{{3,}}[^(]*\(", printed)
+        # A sentence below or beside it.
+        found = re.search(rf"--{re.escape(flag)}\b[^(]*?[A-Za-z]{{3,}}[^(]*\(", printed)
         assert found, f"--{flag} has no help in:\n{printed}"
+
+
+@pytest.mark.parametrize("width", [80, 119])
+def test_help_breaks_where_the_terminal_ends(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        cli.main(["proxy", "--help"])
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    text = " ".join(lines)
+    assert "larger: slower weights, whose logarithms move by lr W / mu. None: 20 times" in text
+    # A line ends only where the next word would not fit, or a text ends.
+    place = next(
+        i for i, line in enumerate(lines) if line.startswith("Bregman") or "Bregman" in line
+    )
+    room = width - 4
+    for line, below in zip(lines[place + 1 :], lines[place + 2 :], strict=False):
+        if "(default:" in line or "(default:" in below:
+            break
+        assert len(line) + 1 + len(below.split()[0]) > room - 24, (line, below)
+
+
+def test_the_version_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"doge-fast {doge_fast.__version__}\n"
+    for words in ([], ["--help"]):
+        assert cli.main(words) == 0
+        told = capsys.readouterr().out
+        for name in cli.VERBS:
+            assert re.search(rf"^{name}  +\w", told, re.M), name
+    assert cli.main(["weights"]) == 0
+    told = capsys.readouterr().out
+    assert "weights diff" in told
+    assert "proxy" not in told.split("what it does")[1].split("weights show")[0]
+    for words, sentence in (
+        (["proxi"], "proxi is no verb. Did you mean proxy?"),
+        (["weights", "shaw"], "weights shaw is no verb. Did you mean weights show?"),
+        (["zzz"], "zzz is no verb. There are demo, proxy,"),
+    ):
+        assert cli.main(words) == cli.EXIT_REFUSED
+        assert sentence in capsys.readouterr().err
+
+
+def test_fields_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "out: runs/x\ncorpus: {data: DIR, domains: [a, b]}\ntraining: {steps: 7, seed: 3}\n"
+        "mu: null\ntarget: [ca]\n"
+    )
+    config = cli.parse(["proxy", "--config", str(file), "--steps", "9"])
+    assert isinstance(config, ProxyConfig)
+    assert (config.out, config.corpus.data, config.corpus.domains) == (
+        *(Path("runs/x"), "DIR"),
+        ("a", "b"),
+    )
+    assert (config.training.steps, config.training.seed) == (9, 3)
+    assert (config.target, config.mu) == (("ca",), None)
+    file.write_text("name: ood\npreset: smoke\nproxy: {steps: 3}\nseeds: [4]\n")
+    experiment = cli.parse(["experiment", f"--config={file}", "--base.steps", "5"])
+    expected = filled(
+        preset_of("ood", "smoke"), {"proxy": {"steps": 3}, "base": {"steps": 5}, "seeds": [4]}
+    )
+    assert experiment == expected
+    assert cli.parse(["experiment", "early", "--config", str(file)]).name == "early"
+    file.write_text("run: runs/x\nblocks: 4\n")
+    assert cli.parse(["evaluate", "--config", str(file)]) == EvaluateConfig(
+        Path("runs/x"), blocks=4
+    )
+
+
+def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
+    words = "proxy --data DIR --target ca --out runs/x --steps 300 --mu 0.05 --domains a b"
+    config = cli.parse(words.split())
+    file = tmp_path / "config.json"
+    record = {"stage": "proxy", "config": config, "corpus": {}}
+    records.write_json(file, record)
+    assert cli.parse(["proxy", "--config", str(file)]) == config
+    again = cli.parse(["proxy", "--config", str(file), "--out", "runs/y"])
+    assert again == dataclasses.replace(config, out=Path("runs/y"))
+    with pytest.raises(ValueError, match="is the record of a proxy run; it cannot configure base"):
+        cli.parse(["base", "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("stepz: 3", "stepz is no field. The nearest is training.steps."),
+        ("training: {lerning_rate: 3}", "lerning_rate is no field. The nearest is learning_rate"),
+        ("xyzzy: 3", "xyzzy is no field. The fields are out, corpus, model, training"),
+        ("training: {steps: many}", 'training: steps is "many". Input should be a valid integer'),
+        ("training: 3", "training must be a mapping of fields; it is 3"),
+        ("training: {dtype: float8}", "Input should be 'float32' or 'bfloat16'"),
+        ("[1, 2]", "must hold a mapping of fields"),
+        ("a: [", "must be YAML or JSON"),
+        (None, "must be a file of fields"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    tmp_path: Path, text: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert cli.main(["proxy", "--out", str(tmp_path / "x"), "--config", str(file)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["proxy", "--help"], ["export", "--list"], ["--version"]]
+)
+def test_quick_verbs_import_nothing_slow(words: list[str]) -> None:
+    """torch alone takes seconds."""
+    program = (
+        "import sys; from doge_fast import cli\n"
+        f"try: cli.main({words})\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in "
+        "sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 def test_a_refusal_is_one_line_and_exit_code_two(
@@ -108,7 +238,7 @@ def test_an_interruption_says_how_to_go_on(
     def interrupted(config: ProxyConfig) -> list[str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli._STAGES, ProxyConfig, interrupted)
+    monkeypatch.setitem(cli.VERBS, "proxy", cli.VERBS["proxy"]._replace(run=interrupted))
     assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_INTERRUPTED
     assert "resumes from its last checkpoint" in capsys.readouterr().err
 
@@ -117,6 +247,7 @@ def test_a_missing_extra_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "doge_fast.flags", raising=False)
     monkeypatch.delenv(cli.TRACEBACK, raising=False)
     assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_REFUSED
     said = capsys.readouterr().err

@@ -3,10 +3,10 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -14,16 +14,14 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, report, training
 from doge_fast.pipeline.config import (
     BaseConfig,
-    DoReMiConfig,
     EvaluateConfig,
-    Experiment,
     ExperimentConfig,
     ProxyConfig,
-    SelectConfig,
 )
+from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import presets, runner
-from doge_fast.pipeline.experiments.plans import Plan, plan_of
+from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting import study
 from doge_fast.pipeline.reporting.arm_figures import arms_figure, extremes
@@ -31,6 +29,7 @@ from doge_fast.pipeline.reporting.experiment import Measured, open_experiment
 from doge_fast.pipeline.reporting.findings import findings_of
 from doge_fast.pipeline.reporting.kinds import perplexity
 from doge_fast.pipeline.reporting.statistics import Difference
+from doge_fast.pipeline.tables import PIPE_WIDTH
 from tests.pipeline.written_runs import write_experiment
 
 Make = Callable[..., ExperimentConfig]
@@ -52,7 +51,7 @@ def finished(out: Path) -> set[str]:
 def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     experiment: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = experiment("universal", seeds=(0, 1), doremi_steps=(4, 6))
+    config = experiment("universal", seeds=(0, 1), doremi={"steps": (4, 6)})
     assert config.out is not None
     stop = StopAfter(5, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
@@ -70,7 +69,7 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     for column in ("uniform", "natural", "DoGE", "DoReMi, 4 steps", "DoReMi, 6 steps"):
         assert column in table
     assert "over 2 paired seeds" in table
-    assert max(map(len, table.splitlines())) <= report.TERMINAL_WIDTH
+    assert max(map(len, table.splitlines())) <= PIPE_WIDTH
     source = (config.out / "report.html").read_text(encoding="utf-8")
     assert "What learning the weights costs" in source
     assert list((config.out / "report-figures").glob("experiment-1-change.*"))
@@ -107,7 +106,7 @@ class StopAfter:
         ("ood", {"targets": ("verse",)}, ["Perplexity on the target", "oracle", "for verse"]),
         pytest.param(
             "wiki40b",
-            {"targets": ("verse",), "domains": ("code", "prose")},
+            {"targets": ("verse",), "corpus": {"domains": ("code", "prose")}},
             ["DoGE, fine-tuned", "for verse"],
             marks=pytest.mark.exhaustive,
         ),
@@ -119,26 +118,26 @@ class StopAfter:
         ),
         pytest.param(
             "doremi",
-            {"doremi_steps": (4,)},
+            {"doremi": {"steps": (4,)}},
             ["DoGE authors' variant", "FLOPs, against DoGE"],
             marks=pytest.mark.soak,
         ),
         pytest.param(
             "curriculum",
-            {"base_steps": 10, "proxy_steps": 10},
+            {"base": {"steps": 10}, "proxy": {"steps": 10}},
             ["K = 10", "global average"],
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             "early",
-            {"base_steps": 8},
+            {"base": {"steps": 8}},
             ["After a quarter of the steps", "At the end"],
             marks=pytest.mark.soak,
         ),
         pytest.param("proxy_vs_base", {}, ["DoGE proxy", "DoGE base"], marks=pytest.mark.soak),
         pytest.param(
-            "settings",
-            {"proxy_steps": 3},
+            "sensitivity",
+            {"proxy": {"steps": 3}},
             ["mu x 16", "DoGE, average from 1/3", "score published", "learning rate and mu / 2"],
             marks=pytest.mark.soak,
         ),
@@ -166,17 +165,13 @@ def test_every_experiment_runs_and_a_second_call_trains_nothing(
     assert again == [table, page]
 
 
-def settled(config: ExperimentConfig, names: Sequence[str] | None = None) -> presets.Settings:
-    settings = presets.settings_of(config)
-    names = names or runner._domains_of(config, settings)
-    return presets.with_mu(settings, config, names)
-
-
 def begun(config: ExperimentConfig) -> Path:
     """The experiment's directory as it is while its first run is under way."""
     assert config.out is not None
-    settings = settled(config)
-    records.write_experiment(config.out, runner._record(config, settings, planned(config)))
+    names = runner._domains_of(config)
+    plan = plan_of(config, names, config.out)
+    record = runner._record(presets.with_mu(config, names), plan)
+    records.write_experiment(config.out, record)
     (config.out / "runs").mkdir(exist_ok=True)
     return config.out
 
@@ -185,7 +180,7 @@ def test_another_experiment_in_the_directory_is_refused(experiment: Make) -> Non
     config = experiment("scales")
     begun(config)
     with pytest.raises(ValueError, match="holds the experiment scales with other settings"):
-        run_experiment(replace(config, mu=0.5))
+        run_experiment(filled(config, {"proxy": {"mu": 0.5}}))
     with pytest.raises(ValueError, match="holds the experiment scales with another name"):
         run_experiment(replace(config, name="early"))
 
@@ -204,7 +199,7 @@ def test_what_was_refused_before_any_run_may_be_corrected(experiment: Make) -> N
     config = experiment("scales")
     out = begun(config)
     (out / "runs").rmdir()
-    begun(replace(config, mu=0.5))
+    begun(filled(config, {"proxy": {"mu": 0.5}}))
     assert records.read_experiment(out)["settings"]["mu"] == 0.5
 
 
@@ -212,7 +207,7 @@ def test_an_arm_of_another_corpus_is_refused(
     experiment: Make, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = shutil.copytree(small_corpus, tmp_path / "data")
-    config = experiment("early", data=str(data))
+    config = experiment("early", corpus={"data": str(data)})
     stop = StopAfter(1, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run_experiment(config)
@@ -233,39 +228,6 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) ->
     evaluate(EvaluateConfig(run=run, blocks=1, domains=("code",), device="cpu"))
     assert "base-doge-seed0" in open_experiment(config.out).missing
     assert run_experiment(config)[0] == table
-
-
-def test_any_name_makes_one_directory() -> None:
-    config = ExperimentConfig("ood", preset="small", data="x", targets=("w/en", "w-en"))
-    plan = planned(config, ("w/en", "w-en", "zh 文"))
-    paths = [job.config.out for job in plan.jobs]
-    assert len({path.name for path in paths}) == len(paths)
-    assert {path.parent for path in paths} == {Path("x/runs")}
-
-
-def test_the_clip_can_be_switched_off() -> None:
-    assert presets.settings_of(ExperimentConfig("ood")).domain_max_grad_norm == 1.0
-    config = ExperimentConfig("ood", domain_max_grad_norm=0)
-    assert presets.settings_of(config).domain_max_grad_norm is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "mu"),
-    [
-        ({}, 0.08),
-        ({"target_batch": "mix"}, 0.02),
-        ({"learning_rate": 5e-4}, 0.04),
-        ({"domains": tuple("abc")}, 0.04),
-        ({"mu": 0.5}, 0.5),
-        ({"name": "ood"}, 0.02),
-        ({"name": "wiki40b", "data": "x"}, 0.02),
-        ({"preset": "paper"}, 0.01),
-        ({"name": "ood", "preset": "paper"}, 0.01),
-    ],
-)
-def test_mu_follows_target_domains_and_learning_rate(changes: dict[str, Any], mu: float) -> None:
-    config = ExperimentConfig(**{"name": "universal", "preset": "small"} | changes)
-    assert settled(config, tuple("abcdefg")).mu == pytest.approx(mu, rel=1e-12)
 
 
 def test_of_many_arms_the_answer_names_the_best_and_the_worst() -> None:
@@ -307,137 +269,11 @@ def test_many_arms_have_a_line_each_and_the_extreme_curves() -> None:
 def test_a_mu_that_is_none_is_refused_before_anything_is_trained(
     experiment: Make, mu: float
 ) -> None:
-    config = experiment("universal", mu=mu)
+    config = experiment("universal", proxy={"mu": mu})
     with pytest.raises(ValueError, match="mu must be positive and finite; got"):
         run_experiment(config)
     assert config.out is not None
     assert not config.out.exists()
-
-
-def test_another_target_has_a_pace_of_its_own() -> None:
-    """W towards one target spreads less than towards all; a mu that was asked for is kept."""
-    names = tuple("abcdefg")
-    for changes, mus in (
-        ({}, {"as-set": 0.08, "target-mix": 0.02}),
-        ({"target_batch": "mix"}, {"as-set": 0.02, "target-same-batch": 0.08}),
-        ({"mu": 0.03}, {"as-set": 0.03, "target-mix": 0.03}),
-    ):
-        plan = planned(ExperimentConfig("settings", data="x", preset="small", **changes), names)
-        found = {
-            job.config.out.name: job.config.mu
-            for job in plan.jobs
-            if isinstance(job.config, ProxyConfig)
-        }
-        for name, mu in mus.items():
-            assert found[f"proxy-{name}-seed0"] == pytest.approx(mu)
-
-
-def test_only_the_plan(experiment: Make) -> None:
-    config = experiment("scales", plan=True)
-    assert config.out is not None
-    lines = run_experiment(config)
-    assert [line.split()[-1] for line in lines] == [
-        f"proxy-{model}-seed0" for model in ("tiny", "mini", "small")
-    ]
-    assert not config.out.exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"name": "ood", "targets": ("nowhere",)}, "targets must name domains of"),
-        ({"name": "wiki40b"}, "targets must name domains of"),
-        ({"name": "wiki40b", "data": None}, "wiki40b needs text in several languages"),
-        ({"name": "scales", "proxy_models": ("tiny",)}, "proxy_models must name three sizes"),
-        ({"seeds": (1, 1)}, "Seeds must differ"),
-        ({"domains": ("nowhere", "code")}, "domains must name domains of"),
-        ({"learning_rate": 1e-5}, "min_learning_rate must be at most learning_rate"),
-        ({"name": "ood", "domains": ("code",), "targets": ("code",)}, "ood needs a domain"),
-        ({"name": "curriculum", "base_steps": 1}, "curriculum needs runs of 2 steps"),
-    ],
-)
-def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:
-    config = experiment(changes.pop("name", "scales"), **changes)
-    with pytest.raises(ValueError, match=sentence):
-        run_experiment(config)
-    assert config.out is not None
-    assert not config.out.exists()
-
-
-# The paper's own size, of which only the plan can be looked at here.
-
-
-def planned(config: ExperimentConfig, names: Sequence[str] | None = None) -> Plan:
-    names = names or runner._domains_of(config, presets.settings_of(config))
-    return plan_of(config, settled(config, names), names, config.out or Path("x"))
-
-
-def test_the_papers_universal_experiment() -> None:
-    plan = planned(ExperimentConfig("universal", preset="paper"))
-    by_stage: dict[type, list[Any]] = {}
-    for job in plan.jobs:
-        by_stage.setdefault(type(job.config), []).append(job.config)
-    proxies, bases = by_stage[ProxyConfig], by_stage[BaseConfig]
-    assert {proxy.model.model for proxy in proxies} == {"82M"}
-    assert [proxy.training.seed for proxy in proxies] == [0, 1, 2]
-    proxy = proxies[0]
-    assert (proxy.training.steps, proxy.corpus.block_size) == (10_000, 512)
-    assert proxy.sequences_per_domain * 7 == 126
-    assert (proxy.training.learning_rate, proxy.training.min_learning_rate) == (5e-4, 1e-4)
-    # Five arms of three sizes, and the references of DoReMi's two lengths.
-    assert len(bases) == 3 * (5 * 3 + 2)
-    large = [base for base in bases if base.model.model == "684M"]
-    assert {base.training.learning_rate for base in large} == {1.5e-4}
-    assert sorted({doremi.training.steps for doremi in by_stage[DoReMiConfig]}) == [10_000, 50_000]
-    assert len(proxy.corpus.domains) == 7
-    assert proxy.corpus.domain_column == "meta.redpajama_set_name"
-
-
-def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards() -> None:
-    config = ExperimentConfig("ood", preset="paper", targets=("RedPajamaGithub",))
-    for job in planned(config).jobs:
-        name, stage = job.config.out.name, job.config
-        assert isinstance(stage, ProxyConfig | BaseConfig)
-        trains = "RedPajamaGithub" in stage.corpus.domains
-        assert trains == name.startswith(("base-uniform-with-", "finetuned-")), name
-
-
-@pytest.mark.parametrize("preset", ["small", "paper"])
-@pytest.mark.parametrize("name", get_args(Experiment))
-def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
-    names = None
-    config = ExperimentConfig(name, preset=preset)
-    if preset == "small":
-        config = replace(config, data="nowhere")
-        names = (*SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
-    seen: set[Path] = set()
-    for job in planned(config, names).jobs:
-        for needed in needs(job.config):
-            assert needed in seen, (job.config.out, needed)
-        seen.add(job.config.out)
-    assert seen
-
-
-def test_the_papers_languages() -> None:
-    plan = planned(ExperimentConfig("wiki40b", preset="paper"))
-    corpora = [job.config.corpus for job in plan.jobs if isinstance(job.config, ProxyConfig)]
-    assert {corpus.domains for corpus in corpora} == {("en", "de", "fr", "es", "ru")}
-    assert {(corpus.data, corpus.domain_column) for corpus in corpora} == {("google/wiki40b", None)}
-    # Two targets, two seeds.
-    assert len(corpora) == 4
-
-
-def needs(config: Any) -> Iterator[Path]:
-    if isinstance(config, BaseConfig):
-        if config.weights not in ("uniform", "natural"):
-            yield Path(config.weights)
-        if config.model.pretrained:
-            yield Path(config.model.model).parent
-    if isinstance(config, DoReMiConfig):
-        yield config.reference
-    if isinstance(config, ProxyConfig) and config.selection is not None:
-        yield config.selection.parent
-    assert isinstance(config, BaseConfig | DoReMiConfig | ProxyConfig | SelectConfig)
 
 
 # The verdict, of records written by hand.

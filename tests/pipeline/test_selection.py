@@ -188,7 +188,7 @@ def test_the_command_line(asked: Make, capsys: pytest.CaptureFixture[str]) -> No
     assert low.startswith("selection-low2.json")
     assert high.split()[1] == "12"
     assert high.endswith("%")
-    defaults = cli._parse(["select", "--out", "x"])
+    defaults = cli.parse(["select", "--out", "x"])
     assert defaults.training.steps == 1000
     assert defaults.strategies == ("low10", "low30", "low50", "high30", "high10")
 

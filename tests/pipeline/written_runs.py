@@ -16,6 +16,7 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     TrainingConfig,
 )
+from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments import presets
 
 
@@ -257,11 +258,10 @@ def write_experiment(folder: Path, changes: Sequence[float], *, doge: str = "DoG
             "preset": "small",
             "title": "Universal generalization",
             "question": "Which?",
-            "settings": records.plain(
-                vars(
-                    replace(
-                        presets.PRESETS["small"], mu=0.08, seeds=tuple(seeds), eval_blocks=BLOCKS
-                    )
+            "settings": presets.settings_of(
+                filled(
+                    presets.preset_of("universal"),
+                    {"seeds": seeds, "proxy": {"mu": 0.08}, "rates": {"eval_blocks": BLOCKS}},
                 )
             ),
             "data": "installed",

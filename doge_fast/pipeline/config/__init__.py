@@ -10,9 +10,16 @@ from doge_fast.pipeline.config.components import (
     TrainingConfig,
 )
 from doge_fast.pipeline.config.experiment import (
+    BaseArmsConfig,
     DemoConfig,
+    DoReMiArmsConfig,
     Experiment,
     ExperimentConfig,
+    Preset,
+    ProxyArmsConfig,
+    RatesConfig,
+    SelectionArmsConfig,
+    TasksConfig,
 )
 from doge_fast.pipeline.config.stages import (
     BaseConfig,
@@ -33,9 +40,11 @@ from doge_fast.pipeline.config.tools import (
 )
 
 __all__ = [
+    "BaseArmsConfig",
     "BaseConfig",
     "CorpusConfig",
     "DemoConfig",
+    "DoReMiArmsConfig",
     "DoReMiConfig",
     "EvaluateConfig",
     "Experiment",
@@ -43,10 +52,15 @@ __all__ = [
     "ExportConfig",
     "InfoConfig",
     "ModelConfig",
+    "Preset",
     "ProfileConfig",
+    "ProxyArmsConfig",
     "ProxyConfig",
+    "RatesConfig",
     "ReportConfig",
     "SelectConfig",
+    "SelectionArmsConfig",
+    "TasksConfig",
     "TrainingConfig",
     "WeightsAverageConfig",
     "WeightsConstrainConfig",

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.pipeline.config.components import CorpusConfig, ModelConfig, TrainingConfig
 
 
@@ -26,7 +27,7 @@ class ProxyConfig:
     targets sum to T, which is K for universal."""
     score: Literal["paper", "published"] = "paper"
     """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
-    domain_max_grad_norm: float | None = 1.0
+    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
     """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not, as in the paper's text. Uncut, W grows with the square of the gradients, and a few
     steps with large ones may decide everything."""

@@ -1,16 +1,29 @@
-"""How large an experiment is: for a test, for two cores, or as in the paper."""
+"""How large an experiment is: for a test, for minutes, for two cores, or as in the paper."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Any
 
-from doge_fast import simplex
-from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.defaults import default_mu
+from doge_fast.pipeline.config import (
+    BaseArmsConfig,
+    CorpusConfig,
+    DemoConfig,
+    DoReMiArmsConfig,
+    Experiment,
+    ExperimentConfig,
+    Preset,
+    ProxyArmsConfig,
+    RatesConfig,
+    SelectionArmsConfig,
+)
+from doge_fast.weights_file import plain
 
 PAPER_SOURCES = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
 PAPER_LANGUAGE_TARGETS = ("ca", "nl")
+SLIMPAJAMA, WIKI40B = "DKYoon/SlimPajama-6B", "google/wiki40b"
 # As the Hub's copy names them.
 _REDPAJAMA = (
     "RedPajamaArXiv",
@@ -21,213 +34,204 @@ _REDPAJAMA = (
     "RedPajamaStackExchange",
     "RedPajamaWikipedia",
 )
+# Whose weights are for one target at a time.
+_TARGETED = ("ood", "wiki40b")
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything about the size of an experiment. A field of `ExperimentConfig` overrides it."""
-
-    data: str
-    """Corpus of the experiments on SlimPajama."""
-    language_data: str | None
-    """Corpus of wiki40b; None: there is no default."""
-    domain_column: str | None
-    domains: tuple[str, ...]
-    """Training domains; empty: all there are."""
-    tokenizer: str
-    vocab_size: int
-    block_size: int
-    max_tokens_per_domain: int | None
-    proxy_model: str
-    proxy_models: tuple[str, ...]
-    """Of `scales`, the middle one being the yardstick."""
-    base_models: tuple[str, ...]
-    """Of `universal`; the other experiments take the first."""
-    proxy_steps: int
-    doremi_steps: tuple[int, ...]
-    """Of reference and proxy of DoReMi, for each of its arms."""
-    base_steps: int
-    finetune_steps: int
-    selection_steps: int
-    """In which the cancellation effect is summed up (T_c)."""
-    sequences_per_domain: int
-    batch_size: int
-    learning_rate: float
-    min_learning_rate: float
-    finetune_learning_rate: float
-    mu: float | None
-    """None: as a proxy's, of the domains that there are."""
-    score: Literal["paper", "published"]
-    domain_max_grad_norm: float | None
-    seeds: tuple[int, ...]
-    eval_blocks: int | None
-    eval_points: int
-    """Evaluations along a base run, for the curves."""
-    strategies: tuple[str, ...]
-    """Of `selection`."""
-    dtype: Literal["float32", "bfloat16"]
-
-
-_STRATEGIES = ("low10", "low30", "low50", "high30", "high10")
-
-PRESETS: Mapping[str, Settings] = {
-    "smoke": Settings(
-        data="installed",
-        language_data=None,
-        domain_column=None,
-        domains=(),
-        tokenizer="train",
-        vocab_size=320,
-        block_size=32,
-        max_tokens_per_domain=None,
-        proxy_model="tiny",
-        proxy_models=("tiny", "mini", "small"),
-        base_models=("tiny",),
-        proxy_steps=10,
-        doremi_steps=(5, 10),
-        base_steps=10,
-        finetune_steps=3,
-        selection_steps=3,
-        sequences_per_domain=2,
-        batch_size=8,
-        learning_rate=1e-3,
-        min_learning_rate=2e-4,
-        finetune_learning_rate=2e-4,
-        mu=None,
-        score="paper",
-        domain_max_grad_norm=1.0,
-        seeds=(0, 1),
-        eval_blocks=4,
-        eval_points=4,
-        # Of a model of 28 tensors.
-        strategies=("low5", "low10", "low20", "high10", "high5"),
-        dtype="float32",
+_SMALL = ExperimentConfig("universal")
+_PRESETS: Mapping[Preset, ExperimentConfig] = {
+    "small": _SMALL,
+    "demo": replace(
+        _SMALL,
+        seeds=(0,),
+        corpus=CorpusConfig(vocab_size=2048),
+        rates=RatesConfig(eval_blocks=128),
+        # At a rate of 2e-3 runs of this length leave their first plateau at a step that chance
+        # decides, which moves perplexities by more than the weights do.
+        proxy=ProxyArmsConfig(model="tiny", steps=200),
+        base=BaseArmsConfig(models=("tiny",), steps=200, eval_points=10),
     ),
-    "small": Settings(
-        data="installed",
-        language_data=None,
-        domain_column=None,
-        domains=(),
-        tokenizer="train",
-        vocab_size=4096,
-        block_size=128,
-        max_tokens_per_domain=None,
-        proxy_model="mini",
-        proxy_models=("tiny", "mini", "small"),
-        base_models=("mini",),
-        proxy_steps=1500,
-        doremi_steps=(1500, 3000),
-        base_steps=1500,
-        finetune_steps=150,
-        selection_steps=150,
-        sequences_per_domain=4,
-        batch_size=28,
-        learning_rate=1e-3,
-        min_learning_rate=2e-4,
-        finetune_learning_rate=2e-4,
-        mu=None,
-        score="paper",
-        domain_max_grad_norm=1.0,
-        seeds=(0, 1, 2),
-        eval_blocks=256,
-        eval_points=20,
-        strategies=_STRATEGIES,
-        dtype="float32",
+    "smoke": replace(
+        _SMALL,
+        seeds=(0, 1),
+        corpus=CorpusConfig(vocab_size=320, block_size=32),
+        rates=RatesConfig(eval_blocks=4),
+        proxy=ProxyArmsConfig(model="tiny", steps=10, sequences_per_domain=2),
+        base=BaseArmsConfig(
+            models=("tiny",), steps=10, batch_size=8, eval_points=4, finetune_steps=3
+        ),
+        doremi=DoReMiArmsConfig(longer=1.5),
+        # Of a model of 28 tensors.
+        selection=SelectionArmsConfig(
+            steps=3, strategies=("low5", "low10", "low20", "high10", "high5")
+        ),
     ),
     # Source: DoGE, experimental setup and appendix model-archs.
-    "paper": Settings(
-        data="DKYoon/SlimPajama-6B",
-        language_data="google/wiki40b",
-        domain_column="meta.redpajama_set_name",
-        domains=_REDPAJAMA,
-        tokenizer="gpt2",
-        vocab_size=52_000,
-        block_size=512,
-        max_tokens_per_domain=None,
-        proxy_model="82M",
-        proxy_models=("60M", "82M", "124M"),
-        base_models=("124M", "210M", "684M"),
-        proxy_steps=10_000,
-        doremi_steps=(10_000, 50_000),
-        base_steps=10_000,
-        finetune_steps=1000,
-        selection_steps=1000,
-        # 126 sequences of seven domains; base models see 128.
-        sequences_per_domain=18,
-        batch_size=128,
-        learning_rate=5e-4,
-        min_learning_rate=1e-4,
-        finetune_learning_rate=1e-4,
-        mu=0.01,
-        score="paper",
-        domain_max_grad_norm=None,
-        seeds=(0, 1, 2),
-        eval_blocks=None,
-        eval_points=20,
-        strategies=_STRATEGIES,
-        dtype="bfloat16",
+    "paper": replace(
+        _SMALL,
+        corpus=CorpusConfig(
+            data=SLIMPAJAMA,
+            domain_column="meta.redpajama_set_name",
+            domains=_REDPAJAMA,
+            tokenizer="gpt2",
+            vocab_size=52_000,
+            block_size=512,
+        ),
+        rates=RatesConfig(
+            learning_rate=5e-4, min_learning_rate=1e-4, eval_blocks=None, dtype="bfloat16"
+        ),
+        proxy=ProxyArmsConfig(
+            model="82M",
+            models=("60M", "82M", "124M"),
+            steps=10_000,
+            # 126 sequences of seven domains; base models see 128.
+            sequences_per_domain=18,
+            mu=0.01,
+            domain_max_grad_norm=None,
+        ),
+        base=BaseArmsConfig(
+            models=("124M", "210M", "684M"),
+            steps=10_000,
+            batch_size=128,
+            finetune_steps=1000,
+            finetune_learning_rate=1e-4,
+        ),
+        doremi=DoReMiArmsConfig(longer=5.0),
+        selection=SelectionArmsConfig(steps=1000),
     ),
 }
 # The paper's rates of its largest model; all others share theirs.
 _RATES = {"684M": (1.5e-4, 5e-5)}
 
 
-def settings_of(config: ExperimentConfig) -> Settings:
-    """The preset with what was asked for otherwise.
-
-    Raises:
-        ValueError: a number is out of its range.
-    """
-    preset = PRESETS[config.preset]
-    own = {name: getattr(config, name, None) for name in (each.name for each in fields(preset))}
-    asked = {name: value for name, value in own.items() if value not in (None, ())}
-    if config.data is not None or config.name == "wiki40b":
-        # Of another corpus than that whose domains the preset names.
-        asked |= {"domains": config.domains, "domain_column": config.domain_column}
-    if config.data is not None:
-        asked["language_data"] = config.data
-    if config.doremi_steps == () and config.proxy_steps is not None:
-        # The longer arm in the preset's proportion.
-        factor = config.proxy_steps / preset.proxy_steps
-        asked["doremi_steps"] = tuple(max(1, round(each * factor)) for each in preset.doremi_steps)
-    if config.preset == "paper" and config.name in ("ood", "wiki40b") and not config.seeds:
-        # As its captions say.
-        asked["seeds"] = preset.seeds[:2]
-    if config.domain_max_grad_norm == 0:
-        asked["domain_max_grad_norm"] = None
-    settings = replace(preset, **asked)
-    if settings.mu is not None and not 0 < settings.mu < math.inf:
-        raise ValueError(f"mu must be positive and finite; got {settings.mu}.")
-    if settings.min_learning_rate > settings.learning_rate:
-        raise ValueError(
-            f"min_learning_rate must be at most learning_rate; got {settings.min_learning_rate:g} "
-            f"and {settings.learning_rate:g}."
-        )
-    if len(set(settings.seeds)) < len(settings.seeds):
-        raise ValueError(f"Seeds must differ; got {', '.join(map(str, settings.seeds))}.")
-    return settings
-
-
-def with_mu(settings: Settings, config: ExperimentConfig, names: Sequence[str]) -> Settings:
-    """The settings with the proxies' mu as a number.
+def preset_of(
+    name: Experiment, preset: Preset = "small", *, data: str | None = None
+) -> ExperimentConfig:
+    """An experiment of a preset's size; `dataclasses.replace` changes what is wanted otherwise.
 
     Args:
-        settings: those of `settings_of`.
-        config: which experiment; `ood` and `wiki40b` learn for one target, the others for all
-            domains at once.
+        name: the experiment.
+        preset: its size.
+        data: another corpus than the preset's, so that its choice of domains does not hold.
+    """
+    config = replace(_PRESETS[preset], name=name, preset=preset)
+    corpus, is_paper = config.corpus, preset == "paper"
+    if name == "wiki40b" and is_paper:
+        corpus = replace(corpus, data=WIKI40B, tokenizer="train", domains=(), domain_column=None)
+    if data is not None:
+        corpus = replace(corpus, data=data, domains=(), domain_column=None)
+    # As the captions of its tables of targets say.
+    seeds = config.seeds[:2] if is_paper and name in _TARGETED else config.seeds
+    return replace(config, corpus=corpus, seeds=seeds)
+
+
+def check(config: ExperimentConfig) -> None:
+    """Raise ValueError where a setting is out of its range."""
+    mu, rates = config.proxy.mu, config.rates
+    if mu is not None and not 0 < mu < math.inf:
+        raise ValueError(f"mu must be positive and finite; got {mu}.")
+    if rates.min_learning_rate > rates.learning_rate:
+        raise ValueError(
+            f"min_learning_rate must be at most learning_rate; got {rates.min_learning_rate:g} "
+            f"and {rates.learning_rate:g}."
+        )
+    if len(set(config.seeds)) < len(config.seeds) or not config.seeds:
+        raise ValueError(
+            f"seeds must be distinct, and at least one; got {', '.join(map(str, config.seeds))}."
+        )
+    if config.name == "wiki40b" and config.corpus.data == "installed":
+        raise ValueError(
+            "wiki40b needs text in several languages: name a directory with a folder for each, "
+            "data=DIR, or take preset=paper with the Hub's Wiki40b."
+        )
+
+
+def known_domains(config: ExperimentConfig) -> tuple[str, ...] | None:
+    """The domains of the paper's corpora; None of others, which must be looked into."""
+    if config.corpus.data == WIKI40B:
+        return (*PAPER_LANGUAGES, *(config.targets or PAPER_LANGUAGE_TARGETS))
+    return config.corpus.domains if config.corpus.data == SLIMPAJAMA else None
+
+
+def with_mu(config: ExperimentConfig, names: Sequence[str]) -> ExperimentConfig:
+    """The experiment with the proxies' mu as a number.
+
+    Args:
+        config: as it was asked for.
         names: domains that the corpus holds.
     """
-    if settings.mu is not None:
-        return settings
-    is_universal = config.name not in ("ood", "wiki40b") and config.target_batch == "same"
-    rate, _ = rates_of(settings, settings.proxy_model)
-    total = len(settings.domains or names) if is_universal else 1
-    return replace(settings, mu=simplex.default_mu(rate, total))
+    if config.proxy.mu is not None:
+        return config
+    is_universal = config.name not in _TARGETED and config.proxy.target_batch == "same"
+    total = len(config.corpus.domains or names) if is_universal else 1
+    rate, _ = rates_of(config, config.proxy.model)
+    return replace(config, proxy=replace(config.proxy, mu=default_mu(rate, total)))
 
 
-def rates_of(settings: Settings, model: str) -> tuple[float, float]:
+def rates_of(config: ExperimentConfig, model: str) -> tuple[float, float]:
     """Peak and end of the learning rate of a model of the family.
 
     Source: DoGE, Table archictectures.
     """
-    return _RATES.get(model, (settings.learning_rate, settings.min_learning_rate))
+    return _RATES.get(model, (config.rates.learning_rate, config.rates.min_learning_rate))
+
+
+def doremi_steps(config: ExperimentConfig) -> tuple[int, ...]:
+    """Steps of reference and proxy, for each of DoReMi's arms."""
+    steps = config.proxy.steps
+    return config.doremi.steps or (steps, round(steps * config.doremi.longer))
+
+
+def demo_of(config: DemoConfig) -> ExperimentConfig:
+    """The experiment that the verb `demo` runs."""
+    preset = preset_of("demo", "demo", data=config.data)
+    return replace(
+        preset,
+        out=config.out,
+        targets=(config.target,),
+        seeds=(config.seed,),
+        corpus=replace(preset.corpus, cache_dir=config.cache_dir),
+        rates=replace(preset.rates, device=config.device),
+        proxy=replace(preset.proxy, steps=config.steps),
+        base=replace(preset.base, steps=config.steps),
+    )
+
+
+def settings_of(config: ExperimentConfig) -> dict[str, Any]:
+    """What experiment.json lists, and what may not change while an experiment is under way.
+
+    Args:
+        config: mu a number.
+    """
+    corpus, rates, proxy, base = config.corpus, config.rates, config.proxy, config.base
+    settings = {
+        "data": corpus.data,
+        "domain_column": corpus.domain_column,
+        "domains": corpus.domains,
+        "tokenizer": corpus.tokenizer,
+        "vocab_size": corpus.vocab_size,
+        "block_size": corpus.block_size,
+        "max_tokens_per_domain": corpus.max_tokens_per_domain,
+        "proxy_model": proxy.model,
+        "proxy_models": proxy.models,
+        "base_models": base.models,
+        "proxy_steps": proxy.steps,
+        "doremi_steps": doremi_steps(config),
+        "base_steps": base.steps,
+        "finetune_steps": base.finetune_steps,
+        "selection_steps": config.selection.steps,
+        "sequences_per_domain": proxy.sequences_per_domain,
+        "batch_size": base.batch_size,
+        "learning_rate": rates.learning_rate,
+        "min_learning_rate": rates.min_learning_rate,
+        "finetune_learning_rate": base.finetune_learning_rate,
+        "mu": proxy.mu,
+        "score": proxy.score,
+        "domain_max_grad_norm": proxy.domain_max_grad_norm or None,
+        "seeds": config.seeds,
+        "eval_blocks": rates.eval_blocks,
+        "eval_points": base.eval_points,
+        "strategies": config.selection.strategies,
+        "dtype": rates.dtype,
+    }
+    recorded: dict[str, Any] = plain(settings)
+    return recorded

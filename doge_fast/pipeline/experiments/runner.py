@@ -1,7 +1,9 @@
 """Runs an experiment's plan: what is done is left alone, what was killed goes on, then the page."""
 
+import difflib
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.experiments.plans import RUNS, Job, Plan, StageConfig, corpus_of, plan_of
+from doge_fast.pipeline.experiments.planner import Job, Plan, StageConfig
+from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import (
-    PAPER_LANGUAGE_TARGETS,
-    PAPER_LANGUAGES,
-    Settings,
+    check,
+    known_domains,
     settings_of,
     with_mu,
 )
@@ -44,60 +46,111 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     directory holds experiment.json, runs/ with a directory for every run, and report.html.
 
     Args:
-        config: which experiment, how large, on what.
+        config: which experiment, how large, on what; `presets.preset_of` makes one of a size.
 
     Returns:
-        Lines to print: the tables with the verdicts, and where the page is; with `config.plan` the
-        runs that there would be.
+        Lines to print: the tables with the verdicts, and where the page is; with `config.only` the
+        directories of the runs that were made; with `config.plan` those of `plan_lines`.
 
     Raises:
-        ValueError: a setting is out of its range, the corpus lacks a domain, or the directory
-            holds another experiment; nothing has been trained.
+        ValueError: a setting is out of its range, the corpus lacks a domain, `config.only` names no
+            run of the plan or one that reads a run that is not complete, or the directory holds
+            another experiment; nothing has been trained.
     """
-    settings = settings_of(config)
-    out = config.out or Path("experiments") / config.name
-    names = _domains_of(config, settings)
-    settings = with_mu(settings, config, names)
-    plan = plan_of(config, settings, names, out, _tasks_of(config))
     if config.plan:
-        return [_line_of(job) for job in plan.jobs]
-    records.write_experiment(out, _record(config, settings, plan))
-    for number, job in enumerate(plan.jobs, start=1):
-        _log.info("run %d of %d: %s", number, len(plan.jobs), job.config.out.name)
-        if is_finished(job.config.out):
-            _check_unchanged(job.config)
-        _run(job.config)
-        if job.is_measured and not is_measured(job.config.out, settings.eval_blocks):
-            blocks = settings.eval_blocks
-            evaluate(EvaluateConfig(run=job.config.out, blocks=blocks, device=config.device))
-        for group in plan.groups:
-            _score(job.config.out, group, config)
+        return plan_lines(config, f"doge-fast experiment {config.name}")
+    check(config)
+    out, names = _directory(config), _domains_of(config)
+    plan = plan_of(config, names, out, _tasks_of(config))
+    jobs = _chosen(plan, config.only)
+    records.write_experiment(out, _record(with_mu(config, names), plan))
+    for number, job in enumerate(jobs, start=1):
+        _log.info("run %d of %d: %s", number, len(jobs), job.name)
+        _make(job, plan, config)
+    if config.only:
+        return [f"run: {job.config.out}" for job in jobs]
     page = write_experiment_report(out)
     return [experiment_table(out), f"report: {page}"]
 
 
+def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
+    """What an experiment would run, as commands; nothing is written.
+
+    Args:
+        config: the experiment.
+        command: what was typed, without `--plan`.
+
+    Returns:
+        A comment for each group of runs that may be made side by side, then a line a run.
+
+    Raises:
+        ValueError: as `run_experiment`.
+    """
+    check(config)
+    plan = plan_of(config, _domains_of(config), _directory(config), _tasks_of(config))
+    lines = [f"# {len(plan.jobs)} runs; those below one comment can be made side by side."]
+    for number, wave in enumerate(plan.waves(), start=1):
+        lines.append(f"# group {number}")
+        lines += [f"{command} --only {job.name}  # {_about(job)}" for job in wave]
+    return [*lines, "# then the report", command]
+
+
+def _about(job: Job) -> str:
+    config = job.config
+    return f"{job.stage}, {config.model.model}, {config.training.steps} steps"
+
+
+def _directory(config: ExperimentConfig) -> Path:
+    return config.out or Path("experiments") / config.name
+
+
+def _chosen(plan: Plan, only: Sequence[str]) -> list[Job]:
+    """The runs that are asked for, or all."""
+    by_name = {job.name: job for job in plan.jobs}
+    for name in (name for name in only if name not in by_name):
+        near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5) or list(by_name)[:3]
+        raise ValueError(
+            f"only must name runs of the plan; {name} is none. Near it: {', '.join(near)}; --plan "
+            "lists all."
+        )
+    for name in only:
+        missing = [
+            each
+            for each in plan.needed_by(by_name[name])
+            if each not in only and not is_finished(by_name[each].config.out)
+        ]
+        if missing:
+            raise ValueError(f"{name} reads {', '.join(missing)}, not complete yet: run it first.")
+    return [job for job in plan.jobs if not only or job.name in only]
+
+
+def _make(job: Job, plan: Plan, config: ExperimentConfig) -> None:
+    """One run, trained, measured and scored as far as it is not."""
+    out, blocks = job.config.out, config.rates.eval_blocks
+    if is_finished(out):
+        _check_unchanged(job.config)
+    _run(job.config)
+    if job.is_measured and not is_measured(out, blocks):
+        evaluate(EvaluateConfig(run=out, blocks=blocks, device=config.rates.device))
+    for group in plan.groups:
+        _score(out, group, config)
+
+
 def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
     """The tasks that were asked for, their documents read and found to be what they should."""
-    if not config.tasks:
+    if not config.tasks.tasks:
         return None
     # A dependency of its own.
     from doge_fast.pipeline.fewshot import document_hashes, load_tasks, task_names
 
-    scoring = _scoring(Path(), config)
     if config.plan:
-        return {"tasks": list(task_names(config.tasks)), "task_data_sha256": None}
+        return {"tasks": list(task_names(config.tasks.tasks)), "task_data_sha256": None}
+    scoring = _scoring(Path(), config)
     return {"tasks": list(load_tasks(scoring)), "task_data_sha256": document_hashes(scoring)}
 
 
 def _scoring(run: Path, config: ExperimentConfig) -> EvaluateConfig:
-    return EvaluateConfig(
-        run=run,
-        tasks=config.tasks,
-        shots=config.shots,
-        task_data=config.task_data,
-        task_limit=config.task_limit,
-        device=config.device,
-    )
+    return EvaluateConfig(run=run, device=config.rates.device, **vars(config.tasks))
 
 
 def _score(run: Path, group: dict[str, Any], config: ExperimentConfig) -> None:
@@ -132,14 +185,10 @@ def _described(corpus: CorpusConfig, targets: tuple[str, ...]) -> dict[str, Any]
     return description
 
 
-def _domains_of(config: ExperimentConfig, settings: Settings) -> tuple[str, ...]:
+def _domains_of(config: ExperimentConfig) -> tuple[str, ...]:
     """All domains that the corpus holds, targets among them."""
-    if config.preset == "paper" and config.data is None:
-        # Known; asking the Hub would read it all.
-        if config.name == "wiki40b":
-            return (*PAPER_LANGUAGES, *(config.targets or PAPER_LANGUAGE_TARGETS))
-        return settings.domains
-    return tuple(sorted(find_parts(corpus_of(config, settings), [])))
+    # Asking the Hub would read it all.
+    return known_domains(config) or tuple(sorted(find_parts(config.corpus, [])))
 
 
 def _run(config: StageConfig) -> Path:
@@ -152,25 +201,17 @@ def _run(config: StageConfig) -> Path:
     return measure_cancellation(config)
 
 
-def _line_of(job: Job) -> str:
-    config = job.config
-    kind = type(config).__name__.removesuffix("Config").lower()
-    return f"{kind:<7} {config.model.model:<8} {config.training.steps:>7} steps  {config.out.name}"
-
-
-def _record(config: ExperimentConfig, settings: Settings, plan: Plan) -> dict[str, Any]:
+def _record(config: ExperimentConfig, plan: Plan) -> dict[str, Any]:
     return {
         "name": config.name,
         "preset": config.preset,
         "title": plan.title,
         "question": plan.question,
-        "settings": weights_file.plain(vars(settings)),
-        "target_batch": config.target_batch,
-        "data": corpus_of(config, settings).data,
-        "runs": [job.config.out.name for job in plan.jobs],
+        "settings": settings_of(config),
+        "target_batch": config.proxy.target_batch,
+        "data": config.corpus.data,
+        "config": config,
+        "runs": [job.name for job in plan.jobs],
         "groups": plan.groups,
         "versions": records.versions(),
     }
-
-
-__all__ = ["RUNS", "run_experiment"]

@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from doge_fast.pipeline.exports.mixture import REMOTE
 

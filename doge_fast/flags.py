@@ -1,0 +1,166 @@
+"""From the words of a command line to a verb's dataclass, with a file's fields below the flags.
+
+A field is a flag, its docstring the help. tyro does the parsing; here is what it is given: the
+same dataclass with each help text on one line, so that it breaks where the terminal ends.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import tyro
+
+from doge_fast.pipeline.config import (
+    BaseArmsConfig,
+    DoReMiArmsConfig,
+    Experiment,
+    ExperimentConfig,
+    ExportConfig,
+    ProxyArmsConfig,
+    SelectionArmsConfig,
+)
+from doge_fast.pipeline.config.fields import filled, read_file, texts_of
+
+_ABOUT_FILE = (
+    "--config FILE reads fields from a YAML or JSON file, or from the config.json of a run; flags "
+    "win over it."
+)
+# What an experiment says of one kind of run: several have steps or a model, so their flags are
+# --proxy.steps, --base.steps; all other flags are the fields' names alone.
+PREFIXED = (ProxyArmsConfig, BaseArmsConfig, DoReMiArmsConfig, SelectionArmsConfig)
+# May be left out and stands without a flag all the same.
+_POSITIONAL_FIELDS = {(ExportConfig, "file")}
+
+
+def parse(
+    words: Sequence[str], config: type, *, verb: str, is_positional: bool, default: Any = None
+) -> Any:
+    """The dataclass that the words after a verb make.
+
+    Args:
+        words: flags and values; `--config FILE` among them is read here.
+        config: the verb's dataclass.
+        verb: as it is typed, for help and messages.
+        is_positional: whether fields that must be given stand without a flag.
+        default: what holds where neither the file nor a flag says otherwise; None: the fields'
+            defaults.
+
+    Raises:
+        ValueError: the file is not what it should be.
+        SystemExit: after help was asked for, or with tyro's message where a flag is wrong.
+    """
+    file, words = file_of(words)
+    default = _with_missing(config) if default is None else default
+    if file is not None:
+        default = filled(default, read_file(file, verb), str(file))
+        if is_positional:
+            words, default = _as_words(words, config, default)
+    flags = _flags_of(config)
+    parsed = tyro.cli(
+        flags,
+        args=list(words),
+        prog=f"doge-fast {verb}",
+        description=f"{_one_line(config.__doc__)} {_ABOUT_FILE}",
+        default=_converted(default, flags),
+        config=(tyro.conf.PositionalRequiredArgs,) if is_positional else (),
+    )
+    return _converted(parsed, config)
+
+
+def file_of(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file that `--config` names, and the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    known, others = parser.parse_known_args(list(words))
+    return known.config, others
+
+
+def _with_missing(config: type) -> Any:
+    """An instance of defaults; what must be given is missing, which tyro will say."""
+    required = {
+        field.name: tyro.MISSING
+        for field in dataclasses.fields(config)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    return config(**required)
+
+
+def _as_words(words: list[str], config: type, default: Any) -> tuple[list[str], Any]:
+    """Fields without a flag that a file gives become words, unless others were typed."""
+    missing = vars(_with_missing(config))
+    required = [name for name, value in missing.items() if value is tyro.MISSING]
+    given = {name: getattr(default, name) for name in required}
+    if (not words or words[0].startswith("-")) and tyro.MISSING not in given.values():
+        values = [value if isinstance(value, tuple) else (value,) for value in given.values()]
+        words = [*(str(each) for value in values for each in value), *words]
+    return words, dataclasses.replace(default, **dict.fromkeys(required, tyro.MISSING))
+
+
+@cache
+def _flags_of(config: type) -> type:
+    """The dataclass as tyro shall see it: help on one line, names of flags."""
+    hints, texts = get_type_hints(config), texts_of(config)
+    fields: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(config):
+        hint = hints[field.name]
+        marks: list[Any] = []
+        if dataclasses.is_dataclass(hint):
+            hint = _flags_of(hint)  # type: ignore[arg-type]
+        else:
+            told = tyro.conf.arg(
+                help=texts.get(field.name),
+                name=_flag(field.name),
+                prefix_name=config in PREFIXED,
+            )
+            marks.append(told)
+        if (config, field.name) in _POSITIONAL_FIELDS:
+            marks.append(tyro.conf.Positional)
+        fields.append((field.name, Annotated[hint, *marks] if marks else hint, dataclasses.field()))
+    made = dataclasses.make_dataclass(config.__name__, fields, frozen=True)
+    made.__doc__ = _one_line(config.__doc__)
+    return made
+
+
+def _flag(name: str) -> str:
+    """`from_` is a field because `from` is a word of Python."""
+    return name.strip("_").replace("_", "-")
+
+
+def _converted(value: Any, kind: type) -> Any:
+    """The fields of one dataclass in the other of the same fields, nested ones too."""
+    hints = get_type_hints(kind)
+    return kind(
+        **{
+            name: _converted(each, hints[name]) if dataclasses.is_dataclass(each) else each
+            for name, each in vars(value).items()
+        }
+    )
+
+
+def _one_line(text: str | None) -> str:
+    """Paragraphs without breaks inside."""
+    paragraphs = (text or "").strip().split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
+def experiment_default(words: Sequence[str]) -> ExperimentConfig:
+    """What holds for an experiment where no flag and no file says otherwise: its preset.
+
+    Args:
+        words: those after the verb.
+    """
+    from doge_fast.pipeline.experiments.presets import preset_of
+
+    file, words = file_of(words)
+    given = {} if file is None else read_file(file, "experiment")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default=given.get("preset", "small"))
+    parser.add_argument("--data", default=(given.get("corpus") or {}).get("data"))
+    known, _ = parser.parse_known_args(list(words))
+    named = [word for word in words if word in get_args(Experiment)]
+    name: Any = named[0] if named else given.get("name", "universal")
+    preset = preset_of(name, known.preset, data=known.data)
+    return dataclasses.replace(preset, name=tyro.MISSING)

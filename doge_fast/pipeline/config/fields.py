@@ -1,0 +1,116 @@
+"""The fields of the verbs' dataclasses: what their docstrings say, and values from a file."""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+Config = TypeVar("Config")
+Json = dict[str, Any]
+
+
+def texts_of(config: type) -> dict[str, str]:
+    """{field: the string below it in the source, on one line}; inherited fields too."""
+    texts: dict[str, str] = {}
+    for each in reversed(config.__mro__):
+        if not dataclasses.is_dataclass(each):
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for statement, below in pairwise(tree.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
+                texts[statement.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return texts
+
+
+def read_file(path: Path, verb: str) -> Json:
+    """The fields that a file gives for a verb.
+
+    Args:
+        path: YAML or JSON, fields as in the "config" of a run's config.json; or such a config.json
+            or experiment.json itself.
+        verb: as it is typed.
+
+    Raises:
+        ValueError: there is no such file, it does not hold a mapping, or a run of another verb.
+    """
+    import yaml
+
+    try:
+        record = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config must be a file of fields; {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"config must be YAML or JSON; {path} is not: {told}.") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"config must hold a mapping of fields; {path} does not.")
+    if not isinstance(record.get("config"), dict):
+        return record
+    stage = record.get("stage", "experiment")
+    if stage != verb:
+        raise ValueError(f"{path} is the record of a {stage} run; it cannot configure {verb}.")
+    return dict(record["config"])
+
+
+def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> Config:
+    """`default` with the values that are given.
+
+    Args:
+        default: a dataclass of this package.
+        given: {field: value}, a mapping for a nested dataclass; values as JSON or YAML holds them.
+        where: the file, for messages.
+
+    Raises:
+        ValueError: a key is no field, or a value is not of its field's type.
+    """
+    hints = get_type_hints(type(default))
+    changes = {}
+    for key, value in given.items():
+        if key not in hints:
+            raise ValueError(_unknown(key, default, where))
+        now = getattr(default, key)
+        if not dataclasses.is_dataclass(now) or isinstance(now, type):
+            changes[key] = _converted(value, hints[key], f"{where}: {key}")
+        elif isinstance(value, Mapping):
+            changes[key] = filled(now, value, f"{where}: {key}")
+        else:
+            raise ValueError(f"{where}: {key} must be a mapping of fields; it is {value!r}.")
+    return dataclasses.replace(default, **changes)  # type: ignore[type-var]
+
+
+def _converted(value: Any, hint: Any, where: str) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        told = error.errors()[0]["msg"]
+        raise ValueError(f"{where} is {json.dumps(value, default=str)}. {told}.") from None
+
+
+def _unknown(key: str, config: Any, where: str) -> str:
+    """The refusal of a key, with the fields nearest to it, wherever they are."""
+    names = dict(_paths(config))
+    near = difflib.get_close_matches(key, names, n=2, cutoff=0.6)
+    told = ", ".join(path for name in near for path in [names[name]])
+    known = ", ".join(field.name for field in dataclasses.fields(config))
+    return f"{where}: {key} is no field. " + (
+        f"The nearest is {told}." if told else f"The fields are {known}."
+    )
+
+
+def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, dotted path) of every field, nested ones too."""
+    for field in dataclasses.fields(config):
+        yield field.name, prefix + field.name
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _paths(value, f"{prefix}{field.name}.")

@@ -1,0 +1,276 @@
+"""The plan of an experiment: which runs, how large, in which order."""
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from doge_fast import cli
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    DemoConfig,
+    DoReMiConfig,
+    Experiment,
+    ExperimentConfig,
+    ProxyConfig,
+    SelectConfig,
+)
+from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.experiments.planner import Plan
+from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
+from doge_fast.pipeline.experiments.presets import demo_of, known_domains, preset_of, with_mu
+from doge_fast.pipeline.experiments.runner import run_experiment
+from doge_fast.pipeline.sources import find_parts
+
+Make = Callable[..., ExperimentConfig]
+SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
+
+
+def planned(config: ExperimentConfig, names: Sequence[str] | None = None) -> Plan:
+    names = names or known_domains(config) or tuple(sorted(find_parts(config.corpus, [])))
+    return plan_of(config, names, config.out or Path("x"))
+
+
+def test_any_name_makes_one_directory() -> None:
+    config = replace(preset_of("ood", data="x"), targets=("w/en", "w-en"), out=Path("x"))
+    plan = planned(config, ("w/en", "w-en", "zh 文"))
+    paths = [job.config.out for job in plan.jobs]
+    assert len({path.name for path in paths}) == len(paths)
+    assert {path.parent for path in paths} == {Path("x/runs")}
+
+
+@pytest.mark.parametrize("off", [0.0, None])
+def test_the_clip_can_be_switched_off(off: float | None) -> None:
+    config = preset_of("early", data="x")
+    for asked, clip in (
+        (config, 1.0),
+        (filled(config, {"proxy": {"domain_max_grad_norm": off}}), None),
+    ):
+        proxies = [job.config for job in planned(asked, "ab").jobs if job.stage == "proxy"]
+        assert {proxy.domain_max_grad_norm for proxy in proxies} == {clip}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "changes", "mu"),
+    [
+        ("universal", "small", {}, 0.08),
+        ("universal", "small", {"proxy": {"target_batch": "mix"}}, 0.02),
+        ("universal", "small", {"rates": {"learning_rate": 5e-4}}, 0.04),
+        ("universal", "small", {"corpus": {"domains": tuple("abc")}}, 0.04),
+        ("universal", "small", {"proxy": {"mu": 0.5}}, 0.5),
+        ("ood", "small", {}, 0.02),
+        ("wiki40b", "small", {"corpus": {"data": "x"}}, 0.02),
+        ("universal", "paper", {}, 0.01),
+        ("ood", "paper", {}, 0.01),
+    ],
+)
+def test_mu_follows_target_domains_and_learning_rate(
+    name: Any, preset: Any, changes: dict[str, Any], mu: float
+) -> None:
+    config = filled(preset_of(name, preset), changes)
+    assert with_mu(config, tuple("abcdefg")).proxy.mu == pytest.approx(mu, rel=1e-12)
+
+
+def test_another_target_has_a_pace_of_its_own() -> None:
+    """W towards one target spreads less than towards all; a mu that was asked for is kept."""
+    names = tuple("abcdefg")
+    for changes, mus in (
+        ({}, {"as-set": 0.08, "target-mix": 0.02}),
+        ({"proxy": {"target_batch": "mix"}}, {"as-set": 0.02, "target-same-batch": 0.08}),
+        ({"proxy": {"mu": 0.03}}, {"as-set": 0.03, "target-mix": 0.03}),
+    ):
+        plan = planned(filled(preset_of("sensitivity", data="x"), changes), names)
+        found = {
+            job.config.out.name: job.config.mu
+            for job in plan.jobs
+            if isinstance(job.config, ProxyConfig)
+        }
+        for name, mu in mus.items():
+            assert found[f"proxy-{name}-seed0"] == pytest.approx(mu)
+
+
+def test_the_plan_is_commands_that_can_be_run_side_by_side(
+    experiment: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = experiment("ood", targets=("verse",))
+    words = ["experiment", "ood", "--preset", "smoke", "--data", config.corpus.data]
+    words += ["--out", str(config.out), "--seeds", "0", "--targets", "verse"]
+    assert cli.main([*words, "--plan"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    groups = [line for line in lines if line.startswith("# group")]
+    assert len(groups) == 3
+    commands = [shlex.split(line, comments=True) for line in lines]
+    only = [cli.parse(command[1:]).only for command in commands if "--only" in command]
+    plan = planned(config)
+    assert sorted(name for (name,) in only) == sorted(job.name for job in plan.jobs)
+    # A run's group comes after those of all it reads.
+    place = {job.name: number for number, wave in enumerate(plan.waves()) for job in wave}
+    for job in plan.jobs:
+        assert all(place[name] < place[job.name] for name in plan.needed_by(job))
+    assert commands[-1][1:] == words
+    assert config.out is not None
+    assert not config.out.exists()
+
+
+def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
+    config = experiment("early")
+    assert config.out is not None
+    with pytest.raises(ValueError, match=r"base-doge-seed0 reads proxy-doge-seed0, not complete"):
+        run_experiment(replace(config, only=("base-doge-seed0",)))
+    with pytest.raises(ValueError, match=r"base-dog-seed0 is none. Near it: base-doge-seed0"):
+        run_experiment(replace(config, only=("base-dog-seed0",)))
+    assert not config.out.exists()
+    for job in planned(config).jobs:
+        assert run_experiment(replace(config, only=(job.name,))) == [f"run: {job.config.out}"]
+    assert not (config.out / "report.html").exists()
+    models = {file: file.stat().st_mtime_ns for file in config.out.rglob("*.safetensors")}
+    table, _ = run_experiment(config)
+    assert "At the end" in table
+    assert {file: file.stat().st_mtime_ns for file in models} == models
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"name": "ood", "targets": ("nowhere",)}, "targets must name domains of"),
+        ({"name": "wiki40b"}, "targets must name domains of"),
+        (
+            {"name": "wiki40b", "corpus": {"data": "installed"}},
+            "wiki40b needs text in several languages",
+        ),
+        ({"proxy": {"models": ("tiny",)}}, "proxy.models must name three sizes"),
+        ({"seeds": (1, 1)}, "seeds must be distinct"),
+        ({"seeds": ()}, "seeds must be distinct, and at least one"),
+        ({"corpus": {"domains": ("nowhere", "code")}}, "domains must name domains of"),
+        ({"rates": {"learning_rate": 1e-5}}, "min_learning_rate must be at most learning_rate"),
+        (
+            {"name": "ood", "corpus": {"domains": ("code",)}, "targets": ("code",)},
+            "ood needs a domain",
+        ),
+        ({"name": "curriculum", "base": {"steps": 1}}, "curriculum needs runs of 2 steps"),
+    ],
+)
+def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:
+    config = experiment(changes.pop("name", "scales"), **changes)
+    with pytest.raises(ValueError, match=sentence):
+        run_experiment(config)
+    assert config.out is not None
+    assert not config.out.exists()
+
+
+# The paper's own size, of which only the plan can be looked at here.
+
+
+def test_the_papers_universal_experiment() -> None:
+    plan = planned(preset_of("universal", "paper"))
+    by_stage: dict[type, list[Any]] = {}
+    for job in plan.jobs:
+        by_stage.setdefault(type(job.config), []).append(job.config)
+    proxies, bases = by_stage[ProxyConfig], by_stage[BaseConfig]
+    assert {proxy.model.model for proxy in proxies} == {"82M"}
+    assert [proxy.training.seed for proxy in proxies] == [0, 1, 2]
+    proxy = proxies[0]
+    assert (proxy.training.steps, proxy.corpus.block_size) == (10_000, 512)
+    assert proxy.sequences_per_domain * 7 == 126
+    assert (proxy.training.learning_rate, proxy.training.min_learning_rate) == (5e-4, 1e-4)
+    # Five arms of three sizes, and the references of DoReMi's two lengths.
+    assert len(bases) == 3 * (5 * 3 + 2)
+    large = [base for base in bases if base.model.model == "684M"]
+    assert {base.training.learning_rate for base in large} == {1.5e-4}
+    assert sorted({doremi.training.steps for doremi in by_stage[DoReMiConfig]}) == [10_000, 50_000]
+    assert len(proxy.corpus.domains) == 7
+    assert proxy.corpus.domain_column == "meta.redpajama_set_name"
+
+
+def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards() -> None:
+    config = replace(preset_of("ood", "paper"), targets=("RedPajamaGithub",))
+    for job in planned(config).jobs:
+        name, stage = job.config.out.name, job.config
+        assert isinstance(stage, ProxyConfig | BaseConfig)
+        trains = "RedPajamaGithub" in stage.corpus.domains
+        assert trains == name.startswith(("base-uniform-with-", "finetuned-")), name
+
+
+@pytest.mark.parametrize("preset", ["small", "paper"])
+@pytest.mark.parametrize("name", get_args(Experiment))
+def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
+    names = None
+    config = preset_of(name, preset)
+    if name == "demo" and preset == "paper":
+        config = replace(config, targets=("RedPajamaBook",))
+    if preset == "small":
+        config = preset_of(name, preset, data="nowhere")
+        names = (DEMO_TARGET, *SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
+    seen: set[Path] = set()
+    for job in planned(config, names).jobs:
+        for needed in needs(job.config):
+            assert needed in seen, (job.config.out, needed)
+        seen.add(job.config.out)
+    assert seen
+
+
+def test_the_papers_languages() -> None:
+    plan = planned(preset_of("wiki40b", "paper"))
+    corpora = [job.config.corpus for job in plan.jobs if isinstance(job.config, ProxyConfig)]
+    assert {corpus.domains for corpus in corpora} == {("en", "de", "fr", "es", "ru")}
+    assert {(corpus.data, corpus.domain_column) for corpus in corpora} == {("google/wiki40b", None)}
+    # Two targets, two seeds.
+    assert len(corpora) == 4
+
+
+def needs(config: Any) -> Iterator[Path]:
+    if isinstance(config, BaseConfig):
+        if config.weights not in ("uniform", "natural"):
+            yield Path(config.weights)
+        if config.model.pretrained:
+            yield Path(config.model.model).parent
+    if isinstance(config, DoReMiConfig):
+        yield config.reference
+    if isinstance(config, ProxyConfig) and config.selection is not None:
+        yield config.selection.parent
+    assert isinstance(config, BaseConfig | DoReMiConfig | ProxyConfig | SelectConfig)
+
+
+def test_the_demo_compares_at_equal_tokens_and_seeds(small_corpus: Path) -> None:
+    asked = DemoConfig(data=str(small_corpus), target="verse", steps=4)
+    plan = planned(demo_of(asked))
+    proxies = [job.config for job in plan.jobs if isinstance(job.config, ProxyConfig)]
+    bases = [job.config for job in plan.jobs if isinstance(job.config, BaseConfig)]
+    assert sorted(proxy.target for proxy in proxies) == [("universal",), ("verse",)]
+    assert len(bases) == 5
+    for base in bases:
+        assert (base.training, base.batch_size) == (bases[0].training, bases[0].batch_size)
+        assert base.model == bases[0].model
+    # Every arm with the target left out has a uniform one to be compared with.
+    assert sorted(Path(base.weights).name for base in bases if base.targets) == [
+        "proxy-for-verse-seed0",
+        "uniform",
+    ]
+    assert {job.config.out.parents[1] for job in plan.jobs} == {Path("demo")}
+
+
+def test_a_preset_makes_way_for_another_corpus() -> None:
+    paper = preset_of("ood", "paper")
+    assert len(paper.corpus.domains) == 7
+    assert paper.seeds == (0, 1)
+    other = preset_of("ood", "paper", data="DIR").corpus
+    assert (other.data, other.domains, other.domain_column) == ("DIR", (), None)
+    assert other.block_size == paper.corpus.block_size
+    words = [
+        "experiment",
+        "ood",
+        "--preset",
+        "paper",
+        "--data",
+        "DIR",
+        "--proxy.steps",
+        "3",
+        "--block-size",
+        "64",
+    ]
+    parsed = cli.parse(words)
+    assert parsed.corpus == replace(other, block_size=64)
+    assert (parsed.proxy.steps, parsed.base.steps) == (3, 10_000)
