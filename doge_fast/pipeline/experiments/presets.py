@@ -48,7 +48,7 @@ _PRESETS: Mapping[Preset, ExperimentConfig] = {
         # At a rate of 2e-3 runs of this length leave their first plateau at a step that chance
         # decides, which moves perplexities by more than the weights do.
         proxy=ProxyArmsConfig(model="tiny", steps=200),
-        base=BaseArmsConfig(models=("tiny",), steps=200, eval_points=10),
+        base=BaseArmsConfig(models=("tiny",), steps=200, eval_points=1),
     ),
     "smoke": replace(
         _SMALL,
