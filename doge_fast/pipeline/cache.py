@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,15 @@ from doge_fast.pipeline.config import CorpusConfig
 def directory(config: CorpusConfig) -> Path:
     """Where packed blocks are kept."""
     return Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
+
+
+def made(path: Path, make: Callable[[Path], object]) -> Path:
+    """`path`, which `make` writes under another name where it is absent."""
+    if not path.exists():
+        with scratch(path.parent) as folder:
+            make(folder / path.name)
+            keep(folder / path.name, path)
+    return path
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ sees (`sampling`); a stage asks for a corpus and for its batches, and for nothin
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -57,19 +57,27 @@ class Corpus:
     """Training blocks, of names and targets alike."""
     validation: Mapping[str, datasets.Dataset]
     """Held-out blocks, of names and targets alike."""
-    train_tokens: Mapping[str, int]
-    """Tokens in the training blocks."""
     documents: Mapping[str, int]
     """Training documents."""
     tokenizer: PreTrainedTokenizerFast
     tokenizer_sha256: str
     block_size: int
-    vocab_size: int
     mix: Mapping[str, datasets.Dataset] | None = None
     """Where the target "mix" was asked for: blocks of every training domain that are not in
     `train`, from which mix batches are drawn."""
     warnings: tuple[str, ...] = ()
-    """What to know before believing a number: domains of which much more is held out than asked."""
+    """What to know before believing a number: domains of which much more is held out than asked,
+    or of which only a part was read."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the tokenizer."""
+        return len(self.tokenizer)
+
+    @property
+    def train_tokens(self) -> dict[str, int]:
+        """Tokens in the training blocks."""
+        return {name: len(blocks) * self.block_size for name, blocks in self.train.items()}
 
     def recorded(self) -> dict[str, Any]:
         """What config.json keeps of the corpus, as `records.open_run` takes it."""
@@ -120,6 +128,11 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     by a hash of the text: stable, and equal documents fall on one side. Where that is much more
     of the text than asked for, the corpus has a warning, which is logged too.
 
+    With `config.streaming` a Hub data set is read no further than until every domain has
+    `config.max_tokens_per_domain` training tokens and `config.validation_fraction` of that held
+    out. Its files are read ten in turn, in an order that `config.stream_seed` draws. What a
+    domain has beyond that is not known, which is a warning of the corpus too.
+
     Args:
         config: where the text is and how it becomes blocks.
         targets: domains to measure. Those not in `config.domains` are held out of training.
@@ -128,8 +141,8 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     Raises:
         ValueError: a path does not exist; the text column is missing; a domain is unknown,
             named twice, empty, or smaller than one block; a target is not in the data; the
-            tokenizer does not open; a number in `config` is out of range. Nothing is written
-            but finished cache entries.
+            tokenizer does not open; a number in `config` is out of range; a stream would have no
+            end. Nothing is written but finished cache entries.
     """
     _check_config(config)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
@@ -140,12 +153,30 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     check_parts(chosen)
     tokenizer = open_tokenizer(config, chosen)
     packed = pack(config, chosen, tokenizer)
-    corpus = _assemble(config, packed, tokenizer, names, held_out, reserve_mix=MIX in targets)
+    train = {name: domain.train for name, domain in packed.items()}
+    mix = {}
+    if MIX in targets:
+        for name in names:
+            train[name], mix[name] = _reserve(train[name], name)
     split_here = {name: packed[name] for name, part in chosen.items() if part.validation is None}
-    warnings = tuple(_holdout_warnings(split_here, config.validation_fraction))
+    warnings = [
+        *_holdout_warnings(split_here, config.validation_fraction),
+        *(_stream_warnings(packed, config) if config.streaming else ()),
+    ]
     for warning in warnings:
         _log.warning("%s", warning)
-    return replace(corpus, warnings=warnings)
+    return Corpus(
+        names=tuple(names),
+        targets=tuple(held_out),
+        train=train,
+        validation={name: domain.validation for name, domain in packed.items()},
+        documents={name: domain.documents for name, domain in packed.items()},
+        tokenizer=tokenizer,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        block_size=config.block_size,
+        mix=mix or None,
+        warnings=tuple(warnings),
+    )
 
 
 def _holdout_warnings(packed: Mapping[str, Packed], asked: float) -> Iterator[str]:
@@ -165,34 +196,16 @@ def _holdout_warnings(packed: Mapping[str, Packed], asked: float) -> Iterator[st
             )
 
 
-def _assemble(
-    config: CorpusConfig,
-    packed: Mapping[str, Packed],
-    tokenizer: PreTrainedTokenizerFast,
-    names: Sequence[str],
-    targets: Sequence[str],
-    *,
-    reserve_mix: bool,
-) -> Corpus:
-    """Packed domains as a `Corpus`; where asked, "mix" takes its slice of the training blocks."""
-    train = {name: domain.train for name, domain in packed.items()}
-    mix = {}
-    if reserve_mix:
-        for name in names:
-            train[name], mix[name] = _reserve(train[name], name)
-    return Corpus(
-        names=tuple(names),
-        targets=tuple(targets),
-        train=train,
-        validation={name: domain.validation for name, domain in packed.items()},
-        train_tokens={name: len(blocks) * config.block_size for name, blocks in train.items()},
-        documents={name: domain.documents for name, domain in packed.items()},
-        tokenizer=tokenizer,
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        block_size=config.block_size,
-        vocab_size=len(tokenizer),
-        mix=mix if reserve_mix else None,
-    )
+def _stream_warnings(packed: Mapping[str, Packed], config: CorpusConfig) -> Iterator[str]:
+    """What there is of a domain beyond what was read is not known."""
+    limit = config.max_tokens_per_domain or 0
+    num_blocks = max(1, limit // config.block_size)
+    if full := [name for name, domain in packed.items() if len(domain.train) >= num_blocks]:
+        yield (
+            f"{', '.join(full)}: read as a stream (--streaming) as far as max_tokens_per_domain "
+            f"(--max-tokens-per-domain), {limit}. The tokens and documents counted of them are "
+            "what was read and not their size, and natural weights and epochs follow from that."
+        )
 
 
 def _reserve(blocks: datasets.Dataset, name: str) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -267,28 +280,34 @@ def _check_names(what: str, names: Sequence[str], found: Sequence[str], data: st
         )
 
 
-class _Steps:
-    """The steps a data set yields: from `start_step` on, dealt out among loader workers."""
+class _Batches(IterableDataset[Any]):
+    """The batches of a run from `start_step` on, dealt out among loader workers."""
 
-    def __init__(self, steps: int | None, start_step: int) -> None:
+    def __init__(self, corpus: Corpus, steps: int | None, start_step: int) -> None:
         if start_step < 0 or (steps is not None and steps < start_step):
             raise ValueError(
                 f"Batches go from start_step >= 0 to steps; asked for {start_step} to {steps}."
             )
+        self.corpus = corpus
         self.start_step = start_step
         self.steps = steps
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from `start_step` on."""
         worker = get_worker_info()
         # A loader takes from its workers in turn, so the order is that without workers.
         skip, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        counter = itertools.count(self.start_step + skip, stride)
-        if self.steps is None:
-            return counter
-        return iter(range(self.start_step + skip, self.steps, stride))
+        first = self.start_step + skip
+        endless = itertools.count(first, stride)
+        for step in endless if self.steps is None else range(first, self.steps, stride):
+            yield self.batch(step)
+
+    def batch(self, step: int) -> Any:
+        """Batch `step`, whatever was asked for before."""
+        raise NotImplementedError
 
 
-class ProxyBatches(IterableDataset[dict[str, Batch]]):
+class ProxyBatches(_Batches):
     """Batches of stage one: blocks of every domain, of every target, and of "mix".
 
     Yields {name: {"input_ids": [b, L] int64, "labels": the same}} for the corpus's names, then
@@ -318,40 +337,29 @@ class ProxyBatches(IterableDataset[dict[str, Batch]]):
     ) -> None:
         if sequences_per_domain < 1:
             raise ValueError(f"sequences_per_domain must be > 0; it is {sequences_per_domain}.")
-        self.corpus = corpus
+        super().__init__(corpus, steps, start_step)
         self.size = sequences_per_domain
         self.seed = seed
-        self.steps = _Steps(steps, start_step)
-        self.mixture = self._uniform(corpus.mix) if corpus.mix is not None else None
-
-    def _uniform(self, mix: Mapping[str, datasets.Dataset]) -> BlockSampler:
-        """What mix batches are drawn by."""
-        num_blocks = {name: len(blocks) for name, blocks in mix.items()}
-        uniform = dict.fromkeys(mix, 1 / len(mix))
-        return BlockSampler(self.seed, uniform, self.size, num_blocks, stream=MIX)
-
-    def __iter__(self) -> Iterator[dict[str, Batch]]:
-        """The batches from `start_step` on."""
-        for step in self.steps:
-            yield self.batch(step)
+        self.mixture = None
+        if corpus.mix is not None:
+            num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
+            uniform = dict.fromkeys(num_blocks, 1 / len(num_blocks))
+            self.mixture = BlockSampler(seed, uniform, self.size, num_blocks, stream=MIX)
 
     def batch(self, step: int) -> dict[str, Batch]:
         """Batch `step`, whatever was asked for before."""
-        corpus = self.corpus
-        batches = {
-            name: _mixed_batch(corpus.train, {name: self._rows(name, step)})
-            for name in (*corpus.names, *corpus.targets)
-        }
-        if corpus.mix is not None and self.mixture is not None:
-            batches[MIX] = _mixed_batch(corpus.mix, self.mixture.blocks(step))
+        train, mix = self.corpus.train, self.corpus.mix
+        batches = {}
+        for name in (*self.corpus.names, *self.corpus.targets):
+            size = {"num_blocks": len(train[name]), "size": self.size}
+            rows = domain_blocks(self.seed, step, domain=name, **size)
+            batches[name] = _mixed_batch(train, {name: rows})
+        if mix is not None and self.mixture is not None:
+            batches[MIX] = _mixed_batch(mix, self.mixture.blocks(step))
         return batches
 
-    def _rows(self, name: str, step: int) -> Ints:
-        num_blocks = len(self.corpus.train[name])
-        return domain_blocks(self.seed, step, domain=name, num_blocks=num_blocks, size=self.size)
 
-
-class BaseBatches(IterableDataset[Batch]):
+class BaseBatches(_Batches):
     """Batches of stage two: blocks drawn at given domain weights.
 
     Yields {"input_ids": [B, L] int64, "labels": the same}, rows in the order of the corpus's
@@ -384,16 +392,10 @@ class BaseBatches(IterableDataset[Batch]):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be > 0; it is {batch_size}.")
-        self.corpus = corpus
-        self.steps = _Steps(steps, start_step)
+        super().__init__(corpus, steps, start_step)
         self.domain_ids = domain_ids
         num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
         self.mixture = BlockSampler(seed, weights, batch_size, num_blocks)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """The batches from `start_step` on."""
-        for step in self.steps:
-            yield self.batch(step)
 
     def batch(self, step: int) -> Batch:
         """Batch `step`, whatever was asked for before."""

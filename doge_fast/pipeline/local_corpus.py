@@ -20,7 +20,9 @@ the packages, without repeats. A source that a machine lacks makes its domain sm
 import functools
 import hashlib
 import inspect
+import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -31,6 +33,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
+
+_log = logging.getLogger("doge_fast")
 
 # Part of the cache's key: changes when the same environment would give other text.
 _FORMAT = 1
@@ -88,9 +92,12 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, L
     Raises:
         RuntimeError: fewer than two domains are found, as in an environment without sources.
     """
+    sources = _sources(
+        _Root(stdlib or Path(sysconfig.get_path("stdlib"))),
+        _Root(site or Path(sysconfig.get_path("purelib"))),
+    )
     seen: set[int] = set()
-    environment = _environment(stdlib, site)
-    domains = {name: _select(read(environment), seen) for name, read in _SOURCES.items()}
+    domains = {name: _select(documents, seen) for name, documents in sources.items()}
     found = {name: _split(domains[name]) for name in sorted(domains) if _is_enough(domains[name])}
     if len(found) < 2:
         raise RuntimeError(
@@ -106,6 +113,7 @@ def save(directory: Path) -> None:
     Raises:
         RuntimeError: as `load`; nothing is written.
     """
+    _log.info("Collecting text of this Python environment.")
     for name, domain in load().items():
         (directory / name).mkdir(parents=True)
         for split in ("train", "validation"):
@@ -113,22 +121,6 @@ def save(directory: Path) -> None:
             lines = (json.dumps({"text": text}, ensure_ascii=False) for text in documents)
             text = "".join(f"{line}\n" for line in lines)
             (directory / name / f"{split}.jsonl").write_text(text, encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class _Environment:
-    """Files below the standard library and below the folder of installed packages."""
-
-    stdlib: Path
-    stdlib_files: tuple[Path, ...]
-    site: Path
-    site_files: tuple[Path, ...]
-
-
-def _environment(stdlib: Path | None, site: Path | None) -> _Environment:
-    stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
-    site = site or Path(sysconfig.get_path("purelib"))
-    return _Environment(stdlib, tuple(_walk(stdlib)), site, tuple(_walk(site)))
 
 
 @dataclass(frozen=True)
@@ -185,7 +177,7 @@ def _split(documents: Sequence[str]) -> LocalDomain:
     goal = _VALIDATION_FRACTION * sum(map(len, documents))
     held_out: set[str] = set()
     held_chars = 0
-    for text in sorted(documents, key=_text_hash):
+    for text in sorted(documents, key=_hash):
         if held_chars >= goal:
             break
         held_out.add(text)
@@ -196,77 +188,63 @@ def _split(documents: Sequence[str]) -> LocalDomain:
     )
 
 
-def _text_hash(text: str) -> bytes:
+def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def _reference(_: _Environment) -> Iterator[_Document]:
-    """Topics of the language reference; each its own package, for there is no other."""
-    for topic in sorted(topics):
-        yield _Document(topic, functools.partial(topics.get, topic))
+class _Root:
+    """A folder of Python files and others; environments and caches inside it are left out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[Path] = []
+        for inside, folders, names in os.walk(folder):
+            folders[:] = sorted(set(folders) - _LEFT_OUT_FOLDERS)
+            self.files += (Path(inside, name) for name in names)
+
+    def documents(
+        self,
+        is_wanted: Callable[[Path], object],
+        *,
+        depth: int = 1,
+        read: Callable[[Path], str | None] | None = None,
+    ) -> Iterator[_Document]:
+        """The wanted files' texts in the order of their paths' hashes.
+
+        The first `depth` folders name the package whose share a file counts against.
+        """
+        for file in sorted(filter(is_wanted, self.files), key=self.hash_of):
+            parts = file.relative_to(self.folder).parts
+            package = "/".join(parts[: min(depth, len(parts) - 1)]) or file.stem
+            yield _Document(package, functools.partial(read or _text_of, file))
+
+    def hash_of(self, file: Path) -> bytes:
+        """Of the path below the folder."""
+        return _hash(file.relative_to(self.folder).as_posix())
+
+    def is_in_half(self, half: int, file: Path) -> bool:
+        """Source files are in one half or the other, by the hash of their paths."""
+        return _is_code(file) and (self.hash_of(file)[0] < 128) == (half == 0)
 
 
-def _stdlib(found: _Environment) -> Iterator[_Document]:
-    files = [file for file in found.stdlib_files if _is_source(file) and not _is_test(file)]
-    yield from _read(files, root=found.stdlib, depth=1)
+def _sources(stdlib: _Root, site: _Root) -> dict[str, Iterator[_Document]]:
+    """What each domain is read from.
 
-
-def _tests(found: _Environment) -> Iterator[_Document]:
-    """Those of the standard library, which fill one package's share, then the packages'."""
-    for root, files in ((found.stdlib, found.stdlib_files), (found.site, found.site_files)):
-        tests = [file for file in files if _is_source(file) and _is_test(file)]
-        yield from _read(tests, root=root, depth=1)
-
-
-def _headers(found: _Environment) -> Iterator[_Document]:
-    files = [file for file in found.site_files if file.suffix in _HEADERS]
-    yield from _read(files, root=found.site, depth=4)
-
-
-def _metadata(found: _Environment) -> Iterator[_Document]:
-    files = [
-        file
-        for file in found.site_files
-        if file.suffix.lower() in _PROSE and _METADATA.match(file.name)
-    ]
-    yield from _read(files, root=found.site, depth=1)
-
-
-def _packages(found: _Environment) -> Iterator[_Document]:
-    yield from _read(_half(found, is_first=True), root=found.site, depth=1)
-
-
-def _docstrings(found: _Environment) -> Iterator[_Document]:
-    files = _half(found, is_first=False)
-    yield from _read(files, root=found.site, depth=1, read=_docstrings_of)
-
-
-def _half(found: _Environment, *, is_first: bool) -> list[Path]:
-    """Half of the packages' source files, by a hash of the path."""
-    return [
-        file
-        for file in found.site_files
-        if _is_source(file)
-        and not _is_test(file)
-        and (_path_hash(file, found.site)[0] < 128) == is_first
-    ]
-
-
-def _read(
-    files: Iterable[Path],
-    *,
-    root: Path,
-    depth: int,
-    read: Callable[[Path], str | None] | None = None,
-) -> Iterator[_Document]:
-    """The files' texts in the order of their paths' hashes.
-
-    The first `depth` folders below `root` name the package whose share a file counts against.
+    The first that finds a text keeps it: small sources before those that would fill up anyway.
     """
-    for file in sorted(files, key=lambda file: _path_hash(file, root)):
-        parts = file.relative_to(root).parts
-        package = "/".join(parts[: min(depth, len(parts) - 1)]) or file.stem
-        yield _Document(package, functools.partial(read or _text_of, file))
+    return {
+        # A topic of the language reference is its own package, for there is no other.
+        "reference": (
+            _Document(topic, functools.partial(topics.get, topic)) for topic in sorted(topics)
+        ),
+        "metadata": site.documents(_is_metadata),
+        "headers": site.documents(lambda file: file.suffix in _HEADERS, depth=4),
+        "docstrings": site.documents(functools.partial(site.is_in_half, 1), read=_docstrings_of),
+        "stdlib": stdlib.documents(_is_code),
+        "packages": site.documents(functools.partial(site.is_in_half, 0)),
+        # Those of the standard library fill one package's share, the packages' come after.
+        "tests": itertools.chain(stdlib.documents(_is_test_code), site.documents(_is_test_code)),
+    }
 
 
 def _text_of(file: Path) -> str | None:
@@ -285,26 +263,22 @@ def _docstrings_of(file: Path) -> str:
     return "\n\n".join(prose)
 
 
-def _path_hash(file: Path, root: Path) -> bytes:
-    relative = file.relative_to(root).as_posix()
-    return hashlib.blake2b(relative.encode(), digest_size=8).digest()
+def _is_code(file: Path) -> bool:
+    return file.suffix == ".py" and not _is_test(file)
+
+
+def _is_test_code(file: Path) -> bool:
+    return file.suffix == ".py" and _is_test(file)
 
 
 def _is_test(file: Path) -> bool:
-    """Test code, by the names of its file and the folders it is in."""
+    """By the names of the file and of the folders it is in."""
     parts = file.parts[-4:]
     return not _TEST_FOLDERS.isdisjoint(parts[:-1]) or parts[-1].startswith(("test_", "conftest"))
 
 
-def _is_source(file: Path) -> bool:
-    return file.suffix == ".py"
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    """Files below a folder; environments and caches inside it are left out."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - _LEFT_OUT_FOLDERS)
-        yield from (Path(folder, name) for name in files)
+def _is_metadata(file: Path) -> bool:
+    return file.suffix.lower() in _PROSE and _METADATA.match(file.name) is not None
 
 
 # The string that begins a file, or follows the colon of a class or function. An expression
@@ -312,14 +286,3 @@ def _walk(root: Path) -> Iterator[Path]:
 _DOCSTRING = re.compile(
     r"""(?:\A|:[ \t]*\n)(?:[ \t]*(?:\#[^\n]*)?\n)*[ \t]*[rRuU]?(\"{3}|'{3})(.*?)\1""", re.DOTALL
 )
-
-# The first that finds a text keeps it: small sources before those that would fill up anyway.
-_SOURCES: dict[str, Callable[[_Environment], Iterator[_Document]]] = {
-    "reference": _reference,
-    "metadata": _metadata,
-    "headers": _headers,
-    "docstrings": _docstrings,
-    "stdlib": _stdlib,
-    "packages": _packages,
-    "tests": _tests,
-}

@@ -12,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -70,17 +69,36 @@ def build_model(
 
     Source: DoGE, appendix model-archs.
     """
-    if config.model in SIZES:
-        return _causal(_family_member(config, tokenizer, block_size))
-    return _causal(_other_model(config, tokenizer, block_size))
+    is_family = config.model in SIZES
+    architecture: Any
+    if is_family:
+        architecture = _family(config.model, tokenizer, block_size)
+    else:
+        architecture = load_architecture(config.model)
+    if config.pretrained:
+        _check_pretrained(config, architecture, tokenizer)
+    else:
+        architecture.vocab_size = padded_vocab_size(tokenizer)
+        for attribute, value in _asked_shape(config).items():
+            setattr(architecture, attribute, value)
+        _check_heads(architecture.num_attention_heads, architecture.hidden_size)
+    _check_positions(config.model, architecture, block_size)
+    if config.pretrained:
+        model = open_model(config.model)
+    else:
+        made = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
+        model = _with_loss(made)
+    if not is_family:
+        _check_causal(config.model, model, block_size)
+    return model
 
 
 def open_model(name: str | Path) -> PreTrainedModel:
     """The causal language model of a folder or Hub id, with its weights, in float32."""
-    return _causal(AutoModelForCausalLM.from_pretrained(name, dtype="float32"))
+    return _with_loss(AutoModelForCausalLM.from_pretrained(name, dtype="float32"))
 
 
-def _causal(model: Any) -> PreTrainedModel:
+def _with_loss(model: Any) -> PreTrainedModel:
     # Some causal models (GPT-2) leave it None and compute this loss, with a warning.
     if getattr(model, "loss_type", None) is None:
         model.loss_type = "ForCausalLM"
@@ -92,56 +110,22 @@ def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _family_member(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, block_size: int
-) -> PreTrainedModel:
-    if config.pretrained:
-        raise ValueError(
-            "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
-            f"size {config.model!r}, which has none. Leave it out to train from scratch."
-        )
-    size = SIZES[config.model]
-    num_heads = config.num_heads or size.num_heads
-    embed_dim = config.embed_dim or size.embed_dim
-    _check_heads(num_heads, embed_dim)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=padded_vocab_size(tokenizer),
-            n_positions=block_size,
-            n_layer=config.num_layers or size.num_layers,
-            n_head=num_heads,
-            n_embd=embed_dim,
-            # GPT-2's own, in one kernel: no seven intermediate tensors of the hidden width.
-            activation_function="gelu_pytorch_tanh",
-            # One epoch or less: nothing to regularise, and W is about the loss itself.
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+def _family(name: str, tokenizer: PreTrainedTokenizerBase, block_size: int) -> GPT2Config:
+    size = SIZES[name]
+    return GPT2Config(
+        n_positions=block_size,
+        n_layer=size.num_layers,
+        n_head=size.num_heads,
+        n_embd=size.embed_dim,
+        # GPT-2's own, in one kernel: no seven intermediate tensors of the hidden width.
+        activation_function="gelu_pytorch_tanh",
+        # One epoch or less: nothing to regularise, and W is about the loss itself.
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
-
-
-def _other_model(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, block_size: int
-) -> PreTrainedModel:
-    architecture = load_architecture(config.model)
-    shape = _asked_shape(config)
-    if config.pretrained:
-        _check_pretrained(config, architecture, tokenizer, shape)
-    else:
-        architecture.vocab_size = padded_vocab_size(tokenizer)
-        for attribute, value in shape.items():
-            setattr(architecture, attribute, value)
-        _check_heads(architecture.num_attention_heads, architecture.hidden_size)
-    _check_positions(config.model, architecture, block_size)
-    if config.pretrained:
-        model = open_model(config.model)
-    else:
-        model = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
-    _check_causal(config.model, model, block_size)
-    return model
 
 
 def load_architecture(name: str) -> Any:
@@ -181,17 +165,19 @@ def _check_heads(num_heads: int, embed_dim: int) -> None:
 
 
 def _check_pretrained(
-    config: ModelConfig,
-    architecture: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    shape: dict[str, int],
+    config: ModelConfig, architecture: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
+    if config.model in SIZES:
+        raise ValueError(
+            "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
+            f"size {config.model!r}, which has none. Leave it out to train from scratch."
+        )
     if Path(config.model).is_file():
         raise ValueError(
             "pretrained=True (--pretrained) needs the folder that holds the weights too; got the "
             f"file {config.model!r}. Name the folder, or leave it out."
         )
-    if shape:
+    if shape := _asked_shape(config):
         raise ValueError(
             f"A pretrained model keeps its shape; got pretrained=True (--pretrained) with {shape}. "
             "Leave out num_layers, embed_dim and num_heads (--num-layers, ...), or train from "

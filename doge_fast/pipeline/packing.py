@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
-import sys
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.sources import Part, by_part
 
+_log = logging.getLogger("doge_fast")
+
 END_OF_TEXT = "<|endoftext|>"
 
 # Part of every cache key: changes when the same input would be packed to other blocks.
@@ -37,15 +39,17 @@ _HOLDOUT_SAMPLE = 100_000
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARS = 1_000_000
 
+# Domain, text and split of a document.
+Placed = tuple[str, str, str]
+Encode = Callable[[Sequence[str]], list[Ints]]
+
 
 def open_tokenizer(config: CorpusConfig, parts: Mapping[str, Part]) -> PreTrainedTokenizerFast:
     """The tokenizer that `config` names, or one trained on these domains."""
-    if config.tokenizer == "train":
-        return _load_tokenizer(str(_trained_tokenizer(config, parts)))
-    return _load_tokenizer(str(Path(config.tokenizer).expanduser()))
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    is_trained = config.tokenizer == "train"
+    name = str(
+        _trained_tokenizer(config, parts) if is_trained else Path(config.tokenizer).expanduser()
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -96,15 +100,15 @@ def _trained_tokenizer(config: CorpusConfig, parts: Mapping[str, Part]) -> Path:
     ordered = {name: parts[name] for name in sorted(parts)}
     prints = {name: part.fingerprint for name, part in ordered.items()}
     key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
-    folder = cache.directory(config) / "tokenizers" / key
-    if not folder.exists():
-        with cache.scratch(folder.parent) as scratch:
-            _train_tokenizer(ordered, config.vocab_size).save_pretrained(scratch / "tokenizer")
-            cache.keep(scratch / "tokenizer", folder)
-    return folder
+    return cache.made(
+        cache.directory(config) / "tokenizers" / key,
+        lambda folder: _train_tokenizer(ordered, config.vocab_size).save_pretrained(folder),
+    )
 
 
 def _train_tokenizer(parts: Mapping[str, Part], vocab_size: int) -> PreTrainedTokenizerFast:
+    texts = list(_tokenizer_texts(parts))
+    _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -112,9 +116,9 @@ def _train_tokenizer(parts: Mapping[str, Part], vocab_size: int) -> PreTrainedTo
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
+        show_progress=False,
     )
-    backend.train_from_iterator(_tokenizer_texts(parts), trainer)
+    backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
@@ -151,6 +155,8 @@ def pack(
     """{domain: blocks}, packing what the cache does not hold."""
     sha256 = tokenizer_sha256(tokenizer)
     entries = {name: _entry(config, name, part, sha256) for name, part in parts.items()}
+    if any(not entry.exists() for entry in entries.values()):
+        _log.info("Packing %s; the blocks are kept in %s.", config.data, cache.directory(config))
     for part, names in by_part(parts):
         absent = {name: entries[name] for name in names if not entries[name].exists()}
         if absent:
@@ -168,7 +174,7 @@ def _entry(config: CorpusConfig, name: str, part: Part, tokenizer_sha256: str) -
         tokenizer_sha256,
         config.block_size,
         config.max_tokens_per_domain,
-        None if part.validation else config.validation_fraction,
+        config.validation_fraction if _is_shared(config, part) else None,
     ]
     return cache.directory(config) / "blocks" / cache.digest(facts)
 
@@ -190,43 +196,61 @@ def _pack_part(
 ) -> None:
     """Pack the domains of `entries` in one pass over their documents."""
     encode = functools.partial(_encode, _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer))
-    borders = _holdout_borders(config, part, tuple(entries)) if part.validation is None else {}
-    limits = _limits(config, part)
-    folder = cache.directory(config) / "blocks"
-    with cache.scratch(folder) as scratch, contextlib.ExitStack() as opened:
-        writers = {
-            name: opened.enter_context(
-                _DomainWriter(scratch / str(index), config, len(tokenizer), limits)
-            )
-            for index, name in enumerate(entries)
-        }
-        documents = progress.over(part.train(), f"packing {', '.join(entries)}", "document")
-        splits = ("train",) if part.validation else ("train", "validation")
-        until_full = _until_full(_split_documents(documents, borders), writers, splits)
-        _write_documents(until_full, writers, encode)
-        if part.validation is not None:
-            held_out = ((name, text, "validation") for name, text in part.validation())
-            _write_documents(_until_full(held_out, writers, ("validation",)), writers, encode)
-        for name, writer in writers.items():
-            writer.finish(name)
-        for name, writer in writers.items():
-            cache.keep(writer.folder, entries[name])
+    with cache.scratch(cache.directory(config) / "blocks") as scratch:
+        folders = {name: scratch / str(index) for index, name in enumerate(entries)}
+        with contextlib.ExitStack() as opened:
+            writers: Writers = {}
+            for name, folder in folders.items():
+                folder.mkdir()
+                for split, limit in _limits(config, part).items():
+                    file = folder / f"{split}.arrow"
+                    writer = _BlockWriter(file, config.block_size, len(tokenizer), limit)
+                    writers[name, split] = opened.enter_context(writer)
+            for splits, documents in _passes(config, part, tuple(entries)):
+                _fill({key: writers[key] for key in writers if key[1] in splits}, documents, encode)
+        for (name, split), writer in writers.items():
+            _check_filled(name, split, writer)
+        for name, folder in folders.items():
+            facts = {"name": name, "documents": writers[name, "train"].documents}
+            (folder / "packed.json").write_text(json.dumps(facts), encoding="utf-8")
+            cache.keep(folder, entries[name])
 
 
 def _limits(config: CorpusConfig, part: Part) -> dict[str, int | None]:
-    """Tokens where packing stops; of held-out documents, their share of that."""
+    """Tokens where packing stops."""
     limit = config.max_tokens_per_domain
-    if limit is None or part.validation is not None:
+    if limit is None or not _is_shared(config, part):
         return {"train": limit, "validation": limit}
     return {"train": limit, "validation": int(config.validation_fraction * limit)}
+
+
+def _is_shared(config: CorpusConfig, part: Part) -> bool:
+    """Whether held-out text is a share of all; else a split that the data brings, as it is."""
+    return part.validation is None or config.streaming
+
+
+def _passes(
+    config: CorpusConfig, part: Part, names: Sequence[str]
+) -> Iterator[tuple[Sequence[str], Iterator[Placed]]]:
+    """What is read one after the other, each with the splits that it fills."""
+    train = progress.over(part.train(), f"packing {', '.join(names)}", "document")
+    if part.validation is None:
+        yield ("train", "validation"), _divided(train, _holdout_borders(config, part, names))
+        return
+    held_out = progress.over(part.validation(), f"packing held-out {', '.join(names)}", "document")
+    yield ("train",), ((name, text, "train") for name, text in train)
+    yield ("validation",), ((name, text, "validation") for name, text in held_out)
 
 
 def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> dict[str, int]:
     """{domain: the largest hash of a held-out document}, without a validation split.
 
     The share is exact for domains within the first `_HOLDOUT_SAMPLE` documents, at least one
-    document, and right up to sampling error beyond.
+    document, and right up to sampling error beyond. Of a stream, of which so many documents may
+    not be read, it is right up to sampling error throughout.
     """
+    if config.streaming:
+        return dict.fromkeys(names, int(config.validation_fraction * 2**64))
     hashes: dict[str, set[int]] = {name: set() for name in names}
     sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
     for name, text in progress.over(sample, "choosing held-out documents", "document"):
@@ -250,28 +274,11 @@ def _text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def _split_documents(
-    documents: Iterable[tuple[str, str]], borders: Mapping[str, int]
-) -> Iterator[tuple[str, str, str]]:
-    """(domain, text, split); a domain without a border is all training."""
+def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
+    """Each document in its split; a domain without a border is all training."""
     for name, text in documents:
         is_held_out = name in borders and _text_hash(text) <= borders[name]
         yield name, text, "validation" if is_held_out else "train"
-
-
-def _until_full(
-    documents: Iterable[tuple[str, str, str]],
-    writers: Mapping[str, "_DomainWriter"],
-    splits: Sequence[str],
-) -> Iterator[tuple[str, str, str]]:
-    """The documents, until these splits of all domains are full."""
-    for document in documents:
-        if all(writer.is_full(split) for writer in writers.values() for split in splits):
-            return
-        yield document
-
-
-Encode = Callable[[Sequence[str]], list[Ints]]
 
 
 def _encode(backend: Tokenizer, end_of_text: int, texts: Sequence[str]) -> list[Ints]:
@@ -280,31 +287,35 @@ def _encode(backend: Tokenizer, end_of_text: int, texts: Sequence[str]) -> list[
     return [np.array([*encoding.ids, end_of_text], dtype=np.int64) for encoding in encodings]
 
 
-def _write_documents(
-    documents: Iterable[tuple[str, str, str]],
-    writers: Mapping[str, "_DomainWriter"],
-    encode: Encode,
-) -> None:
-    """Tokenise the documents and hand them out, until no split can use more."""
+def _fill(writers: "Writers", documents: Iterable[Placed], encode: Encode) -> None:
+    """Tokenise the documents and hand them to the writers, until all of these are full."""
     # A token rarely has more than eight characters: no use in tokenising far past a limit.
-    limits = [writer.splits["train"].limit for writer in writers.values()]
-    chars = min(8 * (limit or _BATCH_CHARS) for limit in limits)
-    wanted = (
-        (name, text, split)
-        for name, text, split in documents
-        if name in writers and not writers[name].is_full(split)
-    )
-    for batch in _batches(wanted, min(chars, _BATCH_CHARS)):
+    chars = max(8 * (writer.limit or _BATCH_CHARS) for writer in writers.values())
+    for batch in _batches(_wanted(writers, documents), min(chars, _BATCH_CHARS)):
         tokens = encode([text for _, text, _ in batch])
         for (name, _, split), ids in zip(batch, tokens, strict=True):
-            writers[name].add(split, ids)
+            writers[name, split].add(ids)
 
 
-def _batches(
-    documents: Iterable[tuple[str, str, str]], max_chars: int
-) -> Iterator[list[tuple[str, str, str]]]:
+def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]:
+    """The documents for which there is a writer that is not full, until there is no such writer."""
+    names = {name for name, _ in writers}
+    for count, (name, text, split) in enumerate(documents):
+        unfilled = {name for (name, _), writer in writers.items() if not writer.is_full}
+        if not unfilled:
+            return
+        # A name that no row has would be looked for to the end of the data.
+        if unfilled < names:
+            full, left = (", ".join(sorted(found)) for found in (names - unfilled, unfilled))
+            _log.info("Enough of %s after %d documents; reading on for %s.", full, count, left)
+            names = unfilled
+        if (name, split) in writers and not writers[name, split].is_full:
+            yield name, text, split
+
+
+def _batches(documents: Iterable[Placed], max_chars: int) -> Iterator[list[Placed]]:
     """As many documents as one call of the tokenizer takes."""
-    batch: list[tuple[str, str, str]] = []
+    batch: list[Placed] = []
     chars = 0
     for document in documents:
         batch.append(document)
@@ -316,56 +327,6 @@ def _batches(
         yield batch
 
 
-class _DomainWriter:
-    """Writes one cache entry: the blocks of both splits, and how many documents they hold."""
-
-    def __init__(
-        self,
-        folder: Path,
-        config: CorpusConfig,
-        vocab_size: int,
-        limits: Mapping[str, int | None],
-    ) -> None:
-        folder.mkdir()
-        self.folder = folder
-        self.block_size = config.block_size
-        self.documents = 0
-        self.splits = {
-            split: _BlockWriter(folder / f"{split}.arrow", config.block_size, vocab_size, limit)
-            for split, limit in limits.items()
-        }
-
-    def __enter__(self) -> "_DomainWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for writer in self.splits.values():
-            writer.close()
-
-    def add(self, split: str, ids: Ints) -> None:
-        writer = self.splits[split]
-        if not writer.is_full:
-            writer.add(ids)
-            self.documents += split == "train"
-
-    def is_full(self, split: str) -> bool:
-        return self.splits[split].is_full
-
-    def finish(self, name: str) -> None:
-        """Complete the files; a domain that cannot be trained or measured is refused."""
-        for split, writer in self.splits.items():
-            if writer.tokens < self.block_size:
-                raise ValueError(
-                    f"A domain needs a block of {self.block_size} tokens in every split; the "
-                    f"{split} split of {name} has {writer.tokens} tokens. Give it more text, or "
-                    "choose a smaller block_size (--block-size) or another validation_fraction "
-                    "(--validation-fraction)."
-                )
-            writer.close()
-        facts = json.dumps({"name": name, "documents": self.documents})
-        (self.folder / "packed.json").write_text(facts, encoding="utf-8")
-
-
 class _BlockWriter:
     """Cuts a stream of tokens into blocks of an Arrow file; the rest of the last block is lost."""
 
@@ -374,6 +335,7 @@ class _BlockWriter:
     def __init__(self, path: Path, block_size: int, vocab_size: int, limit: int | None) -> None:
         self.block_size = block_size
         self.limit = None if limit is None else max(limit // block_size, 1) * block_size
+        self.documents = 0
         self.tokens = 0
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
         self.pending: list[Ints] = []
@@ -381,15 +343,25 @@ class _BlockWriter:
         value = pa.from_numpy_dtype(self.dtype)
         self.schema = pa.schema([("input_ids", pa.list_(value, self.block_size))])
         self.writer = pa.ipc.new_stream(str(path), self.schema)
-        self.is_open = True
+
+    def __enter__(self) -> "_BlockWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        self.writer.close()
 
     @property
     def is_full(self) -> bool:
         return self.limit is not None and self.tokens >= self.limit
 
     def add(self, ids: Ints) -> None:
+        """The tokens of a document, up to the limit."""
+        if self.is_full:
+            return
         if self.limit is not None:
             ids = ids[: self.limit - self.tokens]
+        self.documents += 1
         self.tokens += len(ids)
         self.pending.append(ids)
         self.num_pending += len(ids)
@@ -406,8 +378,17 @@ class _BlockWriter:
             self.writer.write_batch(pa.record_batch([blocks], schema=self.schema))
         self.pending, self.num_pending = [tokens[whole:]], len(tokens) - whole
 
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._flush()
-            self.writer.close()
+
+# {(domain, split): where its tokens go}.
+Writers = dict[tuple[str, str], _BlockWriter]
+
+
+def _check_filled(name: str, split: str, writer: _BlockWriter) -> None:
+    """A domain that cannot be trained or measured is refused."""
+    if writer.tokens < writer.block_size:
+        raise ValueError(
+            f"A domain needs a block of {writer.block_size} tokens in every split; the "
+            f"{split} split of {name} has {writer.tokens} tokens. Give it more text, or "
+            "choose a smaller block_size (--block-size) or another validation_fraction "
+            "(--validation-fraction)."
+        )

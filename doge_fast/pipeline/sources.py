@@ -4,10 +4,12 @@ Everything above asks for documents and need not know their form. A part can be 
 again, and has a fingerprint that changes when its text does, which makes keys for the cache.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from doge_fast.mixture.permutation import shuffled
 from doge_fast.pipeline import cache, local_corpus, progress
 from doge_fast.pipeline.config import CorpusConfig
 
+_log = logging.getLogger("doge_fast")
+
 # (domain, text) of one document after the other; called again to read again.
 Documents = Callable[[], Iterator[tuple[str, str]]]
+Splits = Mapping[str, datasets.IterableDataset]
 
 _SUFFIXES = {
     ".parquet": "parquet",
@@ -31,7 +38,9 @@ _SUFFIXES = {
     ".jsonl.zst": "json",
     ".txt": "text",
 }
-_SPLIT = re.compile(r"(?:(train(?:ing)?)|(validation|valid|val|dev)|(test))(?![a-z])")
+_SPLIT = re.compile(
+    r"(?:(?P<train>train(?:ing)?)|(?P<validation>validation|valid|val|dev)|(?P<test>test))(?![a-z])"
+)
 
 # A text file is cut at the first blank line past this many characters, so that it has
 # documents to hold out; and anywhere past sixteen times as many.
@@ -41,6 +50,8 @@ _TEXT_DOCUMENT_CHARS = 16_384
 _TEXT_DOCUMENTS = 64
 _MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
+# Of a streamed data set so many files are read in turn: one file is often all of a kind.
+_FILES_IN_TURN = 10
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,12 @@ class Part:
 
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """{domain: where it is read}, for all that `config.data` holds."""
-    if config.data == "installed":
-        return _directory_parts(_installed_directory(config), config)
     path = Path(config.data).expanduser()
+    if config.streaming:
+        _check_streaming(config)
+    if config.data == "installed":
+        directory = cache.directory(config) / "installed" / local_corpus.fingerprint()
+        return _directory_parts(cache.made(directory, local_corpus.save), config)
     if not path.exists():
         return _hub_parts(config, targets)
     if config.domain_column is not None:
@@ -87,6 +101,27 @@ def by_part(parts: Mapping[str, Part]) -> list[tuple[Part, list[str]]]:
     return list(grouped.values())
 
 
+def _check_streaming(config: CorpusConfig) -> None:
+    """A stream ends where its domains are full, so they must be known, and what full is."""
+    has_rows = config.domain_column is not None or not Path(config.data).expanduser().exists()
+    if config.data == "installed" or not has_rows:
+        raise ValueError(
+            "streaming (--streaming) reads a Hub data set, or files with a domain_column "
+            f"(--domain-column); got {config.data}. Leave it out: packing a directory of domains "
+            "stops at max_tokens_per_domain (--max-tokens-per-domain) without it."
+        )
+    if config.max_tokens_per_domain is None:
+        raise ValueError(
+            "streaming (--streaming) reads until every domain is full; say with "
+            "max_tokens_per_domain (--max-tokens-per-domain) at how many tokens it is."
+        )
+    if config.domain_column is not None and not config.domains:
+        raise ValueError(
+            f"streaming (--streaming) would read all of {config.data} to find what domains its "
+            f"{config.domain_column} names: name those to train on with domains (--domains)."
+        )
+
+
 def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
     """A folder or file per domain."""
     files_of: dict[str, list[Path]] = {}
@@ -115,26 +150,30 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
 
 def _files_part(name: str, directory: Path, files: Sequence[Path], config: CorpusConfig) -> Part:
     """One domain's files, sorted into the two splits by what their names begin with."""
-    split_of = {file: _path_split(file.relative_to(directory).parts[1:]) for file in files}
     splits: dict[str, list[Path]] = {}
-    for file, split in split_of.items():
+    for file in files:
+        split = _path_split(file.relative_to(directory).parts[1:])
         splits.setdefault(split, []).append(file)
-    held_out = splits.get("validation") or splits.get("test")
     if "train" not in splits:
         raise ValueError(
             f"The domain {name} needs training files; {directory / name} holds only "
             f"{', '.join(file.name for file in files)}."
         )
-    chars = _TEXT_DOCUMENT_CHARS if held_out else _text_document_chars(splits["train"])
-    read = functools.partial(
-        _file_documents, name, text_column=config.text_column, text_chars=chars
-    )
+    is_divided_here = list(splits) == ["train"]
+    chars = _text_document_chars(files) if is_divided_here else _TEXT_DOCUMENT_CHARS
     stamp = _stamp(files)
+    # Another cut makes other documents of the same files.
+    fingerprint = stamp if chars == _TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars])
+    return _part(splits, functools.partial(_file_documents, config, name, chars), fingerprint)
+
+
+def _part(splits: Mapping[str, Any], read: Callable[..., Any], fingerprint: str) -> Part:
+    """What `read` makes of the two splits; a test split is held out where there is no other."""
+    held_out = splits.get("validation", splits.get("test"))
     return Part(
         train=functools.partial(read, splits["train"]),
-        validation=functools.partial(read, held_out) if held_out else None,
-        # Another cut makes other documents of the same files.
-        fingerprint=stamp if chars == _TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars]),
+        validation=None if held_out is None else functools.partial(read, held_out),
+        fingerprint=fingerprint,
     )
 
 
@@ -153,9 +192,7 @@ def _path_split(parts: Sequence[str]) -> str:
 def _split_of(name: str) -> str | None:
     """train, validation or test, where `name` begins with it or a usual short form."""
     found = _SPLIT.match(name.lower())
-    if found is None:
-        return None
-    return ("train", "validation", "test")[(found.lastindex or 1) - 1]
+    return found.lastgroup if found else None
 
 
 def _data_files(path: Path) -> list[Path]:
@@ -191,7 +228,7 @@ def _stamp(files: Iterable[Path]) -> str:
 
 
 def _file_documents(
-    name: str, files: Sequence[Path], *, text_column: str, text_chars: int
+    config: CorpusConfig, name: str, text_chars: int, files: Sequence[Path]
 ) -> Iterator[tuple[str, str]]:
     """The documents of one domain's files, kind after kind."""
     filled = [file for file in files if not _is_empty(file)]
@@ -200,98 +237,116 @@ def _file_documents(
         if kind == "text":
             yield from ((name, text) for text in _text_documents(paths, text_chars))
         else:
-            rows = _open_files(kind, paths)
-            yield from _row_documents(rows, text_column, where=str(paths[0]), domain=name)
+            yield from _row_documents(config, str(paths[0]), name, _open_files(kind, paths))
 
 
 def _is_empty(file: Path) -> bool:
     """Whether there are no rows: `datasets` fails on files like that."""
     if _kind(file) != "parquet":
         return file.stat().st_size == 0
-    with _readable(str(file)):
+    with _told(f"{file} cannot be read"):
         return bool(pq.read_metadata(file).num_rows == 0)
 
 
 @contextlib.contextmanager
-def _readable(where: str) -> Iterator[None]:
-    """Tells what went wrong inside the readers of files in a sentence about the file."""
+def _told(sentence: str, *errors: type[Exception]) -> Iterator[None]:
+    """What goes wrong inside the readers ends a sentence of ours."""
     try:
         yield
-    except (datasets.exceptions.DatasetsError, pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{where} cannot be read: {cache.one_line(error)}.") from error
+    except (datasets.exceptions.DatasetsError, pa.ArrowInvalid, OSError, *errors) as error:
+        raise ValueError(f"{sentence}: {cache.one_line(error)}.") from error
 
 
 def _text_documents(files: Iterable[Path], chars: int) -> Iterator[str]:
-    """Text files cut into documents: at blank lines past `chars`, anywhere past 16 times that."""
+    """Text files cut into documents; those of white space are left out."""
     for file in files:
-        lines: list[str] = []
-        size = 0
-        for line in _lines(file):
-            lines.append(line)
-            size += len(line)
-            is_blank = not line.strip()
-            if size >= (1 if is_blank else 16) * chars:
-                yield from _unless_blank("".join(lines))
-                lines, size = [], 0
-        yield from _unless_blank("".join(lines))
+        yield from filter(str.strip, _cut(file, chars))
 
 
-def _unless_blank(text: str) -> Iterator[str]:
-    if text.strip():
-        yield text
-
-
-def _lines(file: Path) -> Iterator[str]:
+def _cut(file: Path, chars: int) -> Iterator[str]:
+    """The file, cut at blank lines past `chars`, anywhere past 16 times that."""
+    lines: list[str] = []
+    size = 0
     try:
         with file.open(encoding="utf-8") as handle:
-            yield from handle
+            for line in handle:
+                lines.append(line)
+                size += len(line)
+                is_blank = not line.strip()
+                if size >= (1 if is_blank else 16) * chars:
+                    yield "".join(lines)
+                    lines, size = [], 0
     except UnicodeDecodeError as error:
         raise ValueError(f"A text file must be UTF-8; {file} is not: {error}.") from None
+    yield "".join(lines)
 
 
 def _open_files(kind: str, files: Sequence[Path]) -> datasets.IterableDataset:
     """Rows of local files as they are read; nothing is copied."""
-    return datasets.load_dataset(
-        kind, data_files={"train": [str(file) for file in files]}, split="train", streaming=True
-    )
+    data_files = {"train": [str(file) for file in files]}
+    with _without_bars():
+        return datasets.load_dataset(kind, data_files=data_files, split="train", streaming=True)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """`datasets` shows no bars: what takes a while is announced, or has one of ours."""
+    had_bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if had_bars:
+            datasets.enable_progress_bars()
 
 
 def _row_documents(
-    rows: datasets.IterableDataset,
-    text_column: str,
-    *,
-    where: str,
-    domain: str | None = None,
-    domain_column: str | None = None,
+    config: CorpusConfig, where: str, domain: str | None, rows: datasets.IterableDataset
 ) -> Iterator[tuple[str, str]]:
-    """(domain, text) of every row with text: `domain`, or what `domain_column` says."""
-    columns = [text_column]
-    if domain_column is not None:
-        columns.append(domain_column.split(".")[0])
-    with _readable(where):
-        if not _check_columns(next(iter(rows), None), columns, where):
+    """(domain, text) of every row with text; without `domain`, the domain column names it."""
+    columns = {"text_column": config.text_column}
+    if domain is None:
+        columns["domain_column"] = str(config.domain_column).split(".")[0]
+    with _told(f"{where} cannot be read"):
+        first = next(iter(rows), None)
+        if first is None:
             return
-        for batch in rows.select_columns(columns).iter(batch_size=_ROWS_PER_READ):
-            texts = batch[text_column]
-            of = _column(batch, domain_column) if domain_column else itertools.repeat(domain)
-            for name, text in zip(of, texts, strict=False):
-                _check_text(text, text_column, where)
+        _check_columns(first, columns, where)
+        for batch in _batches(rows.select_columns(list(columns.values())), config):
+            names = itertools.repeat(domain) if domain else _domains(batch, config)
+            for name, text in zip(names, batch[config.text_column], strict=False):
+                _check_text(text, config.text_column, where)
                 if name is not None and text is not None and text.strip():
                     yield str(name), text
 
 
-def _check_columns(row: Mapping[str, Any] | None, columns: Sequence[str], where: str) -> bool:
-    """Whether there is a row at all; it must have the columns, the first of them text."""
-    if row is None:
-        return False
-    for column, option in zip(columns, ("text_column", "domain_column"), strict=False):
+def _batches(
+    rows: datasets.IterableDataset, config: CorpusConfig
+) -> Iterator[Mapping[str, Sequence[Any]]]:
+    """All rows in their order; of a stream, files in an order drawn from its seed, some in turn."""
+    if not config.streaming:
+        yield from rows.iter(batch_size=_ROWS_PER_READ)
+        return
+    count = rows.num_shards
+    order = shuffled(config.stream_seed, ("files",), np.arange(count), count)
+    unopened = (rows.shard(count, int(index)).iter(_ROWS_PER_READ) for index in order)
+    in_turn = collections.deque(itertools.islice(unopened, _FILES_IN_TURN))
+    while in_turn:
+        file = in_turn.popleft()
+        batch = next(file, None)
+        in_turn.extend(itertools.islice(unopened, 1) if batch is None else [file])
+        if batch is not None:
+            yield batch
+
+
+def _check_columns(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
+    """A row has the columns that the options of these names ask for."""
+    for option, column in columns.items():
         if column not in row:
             raise ValueError(
                 f'{where} has no column "{column}"; its columns are {", ".join(row)}. '
                 f"Name the right one with {option} (--{option.replace('_', '-')})."
             )
-    _check_text(row[columns[0]], columns[0], where)
-    return True
 
 
 def _check_text(text: Any, column: str, where: str) -> None:
@@ -303,135 +358,90 @@ def _check_text(text: Any, column: str, where: str) -> None:
         )
 
 
-def _column(batch: Mapping[str, Sequence[Any]], dotted: str) -> Iterator[Any]:
-    """The values of a column; dots reach into structs."""
-    root, *path = dotted.split(".")
+def _domains(batch: Mapping[str, Sequence[Any]], config: CorpusConfig) -> Iterator[Any]:
+    """What the domain column says of each row; dots reach into structs."""
+    root, *path = str(config.domain_column).split(".")
     for value in batch[root]:
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
         yield value
 
 
-Splits = Mapping[str, datasets.IterableDataset]
-
-
 def _column_parts(
     config: CorpusConfig, splits: Splits, fingerprint: str, targets: Sequence[str]
 ) -> dict[str, Part]:
     """One set of rows whose `domain_column` says which domain each belongs to."""
-    train, held_out = _two_splits(splits, config.data)
-    read = functools.partial(
-        _row_documents,
-        text_column=config.text_column,
-        where=config.data,
-        domain_column=config.domain_column,
-    )
-    part = Part(
-        train=functools.partial(read, train),
-        validation=functools.partial(read, held_out) if held_out is not None else None,
-        fingerprint=cache.digest([fingerprint, config.domain_column]),
-    )
-    if config.domains:
-        return dict.fromkeys((*config.domains, *targets), part)
-    return dict.fromkeys(_names_in_rows(config, part), part)
+    fingerprint = cache.digest([fingerprint, config.domain_column])
+    part = _rows_part(config, splits, fingerprint, config.data)
+    names = (*config.domains, *targets) if config.domains else _names_in_rows(config, part)
+    return dict.fromkeys(names, part)
+
+
+def _rows_part(
+    config: CorpusConfig, splits: Splits, fingerprint: str, where: str, domain: str | None = None
+) -> Part:
+    """Rows of one domain or, without `domain`, of those that the domain column names."""
+    found = {_split_of(name) or name: rows for name, rows in splits.items()}
+    if "train" not in found:
+        raise ValueError(f"{where} needs a train split; it has {', '.join(splits)}.")
+    if config.streaming:
+        fingerprint = cache.digest([fingerprint, "streaming", config.stream_seed])
+    return _part(found, functools.partial(_row_documents, config, where, domain), fingerprint)
 
 
 def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     """The domains that occur, remembered in the cache: finding them reads every row."""
+
+    def find(file: Path) -> None:
+        names = {name for name, _ in progress.over(part.train(), "finding domains", "document")}
+        file.write_text(json.dumps(sorted(names)), encoding="utf-8")
+
     key = cache.digest([part.fingerprint, config.text_column])
-    file = cache.directory(config) / "names" / f"{key}.json"
-    if file.exists():
-        return list(json.loads(file.read_text(encoding="utf-8")))
-    names = {name for name, _ in progress.over(part.train(), "finding domains", "document")}
-    with cache.scratch(file.parent) as scratch:
-        (scratch / file.name).write_text(json.dumps(sorted(names)), encoding="utf-8")
-        cache.keep(scratch / file.name, file)
-    return sorted(names)
+    file = cache.made(cache.directory(config) / "names" / f"{key}.json", find)
+    return list(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _path_splits(path: Path) -> Splits:
     """A file, or a directory as `datasets` reads a Hub repository."""
-    if path.is_file():
-        if _kind(path) == "text":
-            raise ValueError(
-                "A text file has no columns, so no domain_column (--domain-column); this is "
-                f"{path}."
-            )
-        return {"train": _open_files(_kind(path), [path])}
-    return _load_splits(str(path), None)
+    if path.is_dir():
+        with _from_hub(str(path)), _without_bars():
+            splits: Splits = datasets.load_dataset(str(path), streaming=True)
+            return splits
+    if _kind(path) == "text":
+        raise ValueError(
+            f"A text file has no columns, so no domain_column (--domain-column); this is {path}."
+        )
+    return {"train": _open_files(_kind(path), [path])}
 
 
 def _hub_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """A Hub data set: its domain column's values or its configurations are the domains."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", config.data) or _suffix(Path(config.data)):
+    data = config.data
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data) or _suffix(Path(data)):
         raise ValueError(
-            f"{config.data} does not exist. Give a directory with one folder or file per domain, "
+            f"{data} does not exist. Give a directory with one folder or file per domain, "
             'a file, a Hub id (owner/name), or "installed".'
         )
+    _log.info("Asking the Hub for the files of %s.", data)
     if config.domain_column is not None:
-        splits = _load_splits(config.data, None)
-        return _column_parts(config, splits, _hub_stamp(config.data, None), targets)
-    names = (*config.domains, *targets) if config.domains else _hub_names(config.data)
-    return {name: _hub_part(config, name) for name in dict.fromkeys(names)}
+        return _column_parts(config, *_open_hub(data, None), targets)
+    names: Sequence[str] = (*config.domains, *targets)
+    if not config.domains:
+        with _from_hub(data):
+            names = datasets.get_dataset_config_names(data)
+    return {
+        name: _rows_part(config, *_open_hub(data, name), f"{data}, {name}", name)
+        for name in dict.fromkeys(names)
+    }
 
 
-def _hub_part(config: CorpusConfig, name: str) -> Part:
-    """One configuration of a Hub data set as a domain."""
-    train, held_out = _two_splits(_load_splits(config.data, name), f"{config.data}, {name}")
-    read = functools.partial(
-        _row_documents,
-        text_column=config.text_column,
-        where=f"{config.data}, {name}",
-        domain=name,
-    )
-    return Part(
-        train=functools.partial(read, train),
-        validation=functools.partial(read, held_out) if held_out is not None else None,
-        fingerprint=_hub_stamp(config.data, name),
-    )
+def _open_hub(data: str, name: str | None) -> tuple[Splits, str]:
+    """The splits of a data set or of its configuration; a stamp that changes with its revision."""
+    with _from_hub(data), _without_bars():
+        builder = datasets.load_dataset_builder(data, name)
+        stamp = cache.digest([data, builder.config.name, builder.hash])
+        return builder.as_streaming_dataset(), stamp
 
 
-def _from_hub(data: str, call: Callable[[], Any]) -> Any:
-    """`call()`, its failure told in a sentence."""
-    try:
-        return call()
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"{data} is neither a path here nor a data set that could be opened: "
-            f"{cache.one_line(error)}."
-        ) from error
-
-
-def _hub_names(data: str) -> list[str]:
-    return list(_from_hub(data, lambda: datasets.get_dataset_config_names(data)))
-
-
-def _load_splits(data: str, name: str | None) -> Splits:
-    splits: Splits = _from_hub(data, lambda: datasets.load_dataset(data, name, streaming=True))
-    return splits
-
-
-def _hub_stamp(data: str, name: str | None) -> str:
-    """Changes with the data set's revision."""
-    builder = _from_hub(data, lambda: datasets.load_dataset_builder(data, name))
-    return cache.digest([data, builder.config.name, builder.hash])
-
-
-def _two_splits(
-    splits: Splits, where: str
-) -> tuple[datasets.IterableDataset, datasets.IterableDataset | None]:
-    """Training and held-out rows, by the names of the splits."""
-    found = {_split_of(name) or name: rows for name, rows in splits.items()}
-    if "train" not in found:
-        raise ValueError(f"{where} needs a train split; it has {', '.join(splits)}.")
-    return found["train"], found.get("validation", found.get("test"))
-
-
-def _installed_directory(config: CorpusConfig) -> Path:
-    """The text of this Python environment as a directory of domains, made where absent."""
-    directory = cache.directory(config) / "installed" / local_corpus.fingerprint()
-    if not directory.exists():
-        with cache.scratch(directory.parent) as scratch:
-            local_corpus.save(scratch / "text")
-            cache.keep(scratch / "text", directory)
-    return directory
+def _from_hub(data: str) -> contextlib.AbstractContextManager[None]:
+    return _told(f"{data} is neither a path here nor a data set that could be opened", ValueError)

@@ -75,3 +75,38 @@ def check_refused(config: CorpusConfig, message: str, **options: Any) -> None:
         load_corpus(config, **options)
     assert "\n" not in str(refusal.value)
     assert sorted(Path(config.cache_dir or "").rglob("*")) == before
+
+
+def answer_as_hub(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> list[str]:
+    """Answers a Hub id with a folder, through the very calls that would ask the Hub.
+
+    Returns:
+        The text of every row that is read of it from here on, as it is read.
+    """
+    read: list[str] = []
+
+    def watch(row: dict[str, Any]) -> dict[str, Any]:
+        read.append(row["text"])
+        return row
+
+    for function in ("load_dataset_builder", "get_dataset_config_names"):
+        real = getattr(datasets, function)
+
+        def answer(path: str, *args: Any, real: Any = real, **options: Any) -> Any:
+            if path != name:
+                return real(path, *args, **options)
+            found = real(str(folder), *args, **options)
+            if isinstance(found, datasets.DatasetBuilder):
+                splits = found.as_streaming_dataset()
+                watched = {split: rows.map(watch) for split, rows in splits.items()}
+                monkeypatch.setattr(found, "as_streaming_dataset", lambda: watched)
+            return found
+
+        monkeypatch.setattr(datasets, function, answer)
+    return read
+
+
+def name_configurations(folder: Path, names: Iterable[str]) -> None:
+    """Each folder of these names is a configuration of the data set."""
+    lines = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in names)
+    (folder / "README.md").write_text(f"---\nconfigs:\n{lines}---\n")

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ import pytest
 from doge_fast.pipeline import sources
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import (
+    answer_as_hub,
     check_refused,
     documents,
+    name_configurations,
     rename,
     rows_of_two,
     text_of,
@@ -70,36 +71,19 @@ def test_a_directory_with_a_domain_column(tmp_path, config):
     assert documents(loaded, "Book", "validation")[0] == text_of("Book", 1000)
 
 
-@pytest.fixture
-def as_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], None]:
-    """Answers a Hub id with a folder, through the very calls that would ask the Hub."""
-
-    def register(name: str, folder: Path) -> None:
-        for function in ("load_dataset", "load_dataset_builder", "get_dataset_config_names"):
-            real = getattr(datasets, function)
-
-            def answer(path: str, *args: Any, real: Any = real, **options: Any) -> Any:
-                return real(str(folder) if path == name else path, *args, **options)
-
-            monkeypatch.setattr(datasets, function, answer)
-
-    return register
-
-
-def test_a_hub_id_with_a_domain_column(tmp_path, config, as_hub):
-    as_hub("owner/pajama", hub_folder(tmp_path / "pajama"))
+def test_a_hub_id_with_a_domain_column(tmp_path, config, monkeypatch):
+    answer_as_hub(monkeypatch, "owner/pajama", hub_folder(tmp_path / "pajama"))
     hub = rename(config, data="owner/pajama", domain_column="meta.redpajama_set_name")
     loaded = load_corpus(hub)
     assert loaded.documents == {"Book": 30, "C4": 60}
 
 
-def test_a_hub_ids_configurations_are_domains(tmp_path, config, as_hub):
+def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
     for name in ("en", "ca"):
         write_jsonl(tmp_path / "wiki" / name / "train.jsonl", texts(name))
         write_jsonl(tmp_path / "wiki" / name / "test.jsonl", texts(f"held-out {name}"))
-    configs = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("en", "ca"))
-    (tmp_path / "wiki" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    as_hub("owner/wiki", tmp_path / "wiki")
+    name_configurations(tmp_path / "wiki", ["en", "ca"])
+    answer_as_hub(monkeypatch, "owner/wiki", tmp_path / "wiki")
     loaded = load_corpus(rename(config, data="owner/wiki"), targets=["ca"])
     assert (loaded.names, loaded.targets) == (("en",), ("ca",))
     assert documents(loaded, "en", "train")[0] == text_of("en", 0)

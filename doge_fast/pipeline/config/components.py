@@ -28,6 +28,11 @@ class CorpusConfig:
     """Share of documents held out where the data brings no validation split."""
     max_tokens_per_domain: int | None = None
     """Stop packing a domain there; None: all of it."""
+    streaming: bool = False
+    """Of a large Hub data set, read only until every domain holds `max_tokens_per_domain`. With
+    `domain_column`, name the `domains`."""
+    stream_seed: int = 0
+    """With `streaming`: the order in which the data set's files are read."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
