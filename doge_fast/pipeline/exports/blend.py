@@ -6,15 +6,14 @@ it would train on another mixture than the one that was learned.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from doge_fast.pipeline.exports.shares import by_document, largest_remainder, normalised
-from doge_fast.pipeline.weights_fields import check_fields
+from doge_fast.pipeline.exports.shares import largest_remainder, normalised
 
 Rows = Literal["blocks", "documents"]
 Split = Literal["train", "valid", "test"]
@@ -83,8 +82,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """Shares, paths and phases that an exporter writes down; everything has been checked."""
+class Blend:
+    """Shares, paths and phases that an exporter writes down; `building` has checked everything."""
 
     phases: tuple[Phase, ...]
     """In order, the first from step 0; one where the weights are constant."""
@@ -162,6 +161,11 @@ class Mixture:
         budget, tokens = self.settings.budget_tokens, self.entries[name].get("tokens")
         return Fraction(budget) * Fraction(share) / Fraction(tokens) if budget and tokens else None
 
+    def repetition(self, name: str) -> float:
+        """Epochs of a domain to allow, at least 1: rounded up, for a token too few is refused."""
+        passes = self.passes(name, self.numbers().get(name, 0.0))
+        return max(1.0, math.ceil(passes * 1000) / 1000) if passes else 1.0
+
     def require(self, *names: str, why: str) -> None:
         """Refuse where a setting that this target needs was not given.
 
@@ -177,241 +181,9 @@ class Mixture:
         budget, mean = self.settings.budget_tokens, Fraction(self.settings.seq_length or 0)
         if self.rows == "documents":
             parts = self.phases[0].parts
-            mean = sum(
-                (part * Fraction(self.mean_doc_tokens[name]) for name, part in parts.items()),
-                Fraction(0),
-            )
+            tokens = [part * Fraction(self.mean_doc_tokens[n]) for n, part in parts.items() if part]
+            mean = sum(tokens, Fraction(0))
         return max(1, int(budget / mean)) if budget and mean else None
-
-
-def build(
-    record: Mapping[str, Any],
-    *,
-    rows: Rows,
-    has_phases: bool,
-    paths: Mapping[Split, Paths],
-    needs_paths: bool,
-    settings: Settings,
-) -> tuple[Mixture, list[str]]:
-    """Check everything that an exporter relies on.
-
-    Args:
-        record: as `records.read_weights` returns it.
-        rows: what the framework's numbers count.
-        has_phases: whether it takes weights that change.
-        paths: {split: {domain: ...}}.
-        needs_paths: whether every domain with a weight needs a path for training.
-        settings: what else was asked for.
-
-    Returns:
-        The mixture, and in words what was left out.
-
-    Raises:
-        ValueError: a field is not what it should be, a path belongs to no domain, a domain has no
-            path, or the mean length of a document is needed and not known.
-    """
-    check_fields(record, "The weights")
-    entries = {entry["name"]: entry for entry in record["domains"]}
-    planned, notes = _phases(record, has_phases, settings)
-    exact = [(first, normalised(weights)) for first, weights in planned]
-    lengths: dict[str, float] = {}
-    if rows == "documents":
-        lengths = _lengths(entries, exact, settings)
-        exact = [(first, by_document(_positive(parts), lengths)) for first, parts in exact]
-    _check_shared(paths)
-    mixture = Mixture(
-        phases=tuple(Phase(first, parts) for first, parts in exact),
-        entries=entries,
-        paths={split: _path_parts(entries, given) for split, given in paths.items()},
-        rows=rows,
-        settings=settings,
-        mean_doc_tokens=lengths,
-    )
-    kept = mixture.names()
-    if needs_paths:
-        _check_paths(kept, mixture.paths["train"])
-    return mixture, [*_dropped(record, planned, kept, settings), *notes]
-
-
-def read_phases(record: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
-    """[(first step, {domain: weight})] of a record that has phases; empty where it has none.
-
-    Under "phases", or under "stages" as a base run writes them: [{"first_step", "weights"}].
-    """
-    given = record.get("phases") or record.get("stages") or []
-    return [(int(each["first_step"]), dict(each["weights"])) for each in given]
-
-
-def _phases(
-    record: Mapping[str, Any], has_phases: bool, settings: Settings
-) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
-    """The phases that are written, and what is said about them or about those that are not."""
-    found = read_phases(record)
-    if found and has_phases and not settings.is_constant:
-        return _stretched(found, record.get("steps"), settings.total_steps())
-    constant = [(0, {entry["name"]: float(entry["weight"]) for entry in record["domains"]})]
-    # They may be the phases' mean, their last, or of another file altogether.
-    note = (
-        f"Left out: {len(found)} phases. These are the weights that the record has beside them, "
-        "constant throughout."
-    )
-    return constant, [note] if found else []
-
-
-def _stretched(
-    phases: list[tuple[int, dict[str, float]]], recorded: int | None, asked: int | None
-) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
-    """Phases at the like parts of a training that is longer or shorter than the recorded one."""
-    if not recorded or recorded == asked or len(phases) == 1:
-        return _within(phases, asked), []
-    if not asked:
-        return phases, [
-            f"Phases begin at steps of the recorded run, which has {recorded}. Give the steps of "
-            "yours (steps), and they begin at the like parts of it."
-        ]
-    moved = [(first * asked // recorded, weights) for first, weights in phases]
-    if len({first for first, _ in moved}) < len(moved):
-        raise ValueError(
-            f"{len(moved)} phases of a run of {recorded} steps do not fit in one of {asked}: some "
-            "would begin at one step. Give more steps, or fewer phases."
-        )
-    return _within(moved, asked), [
-        f"Phases of a run of {recorded} steps, at the like parts of {asked}."
-    ]
-
-
-def _within(
-    phases: list[tuple[int, dict[str, float]]], steps: int | None
-) -> list[tuple[int, dict[str, float]]]:
-    """The phases, if the training is long enough to see the last of them."""
-    last = phases[-1][0]
-    if steps is not None and last >= steps:
-        raise ValueError(
-            f"The last phase begins at step {last}, and the training has {steps}: it would never "
-            "come. Give the steps of the whole training, or fewer phases."
-        )
-    return phases
-
-
-def _positive(parts: Mapping[str, Fraction]) -> dict[str, Fraction]:
-    return {name: part for name, part in parts.items() if part}
-
-
-def _lengths(
-    entries: Mapping[str, Mapping[str, Any]],
-    phases: Iterable[tuple[int, Mapping[str, Fraction]]],
-    settings: Settings,
-) -> dict[str, float]:
-    """Mean tokens of a document of every domain that has a weight."""
-    needed = sorted({name for _, parts in phases for name in _positive(parts)})
-    return mean_doc_tokens(needed, entries, settings.mean_doc_tokens)
-
-
-def mean_doc_tokens(
-    needed: Sequence[str],
-    entries: Mapping[str, Mapping[str, Any]],
-    given: Mapping[str, float],
-) -> dict[str, float]:
-    """{domain: mean tokens of a document}: as given, else as the record says.
-
-    Raises:
-        ValueError: it is not known of one that is needed, or is given of an unknown domain.
-    """
-    unknown = sorted(set(given) - set(entries))
-    if unknown:
-        raise ValueError(
-            f"mean_doc_tokens names {', '.join(unknown)}; the domains are "
-            f"{', '.join(sorted(entries))}."
-        )
-    found = {name: given.get(name) or _recorded_length(entries[name]) for name in needed}
-    missing = [name for name, tokens in found.items() if not tokens]
-    if missing:
-        raise ValueError(
-            "This framework draws documents, and learned weights are shares of tokens: to convert "
-            "them it takes the mean tokens of a document, which the file does not have for "
-            f"{', '.join(missing)}. Give mean_doc_tokens (--mean-doc-tokens NAME=NUMBER ...), or "
-            "rows='blocks' (--rows blocks) if every row of the data holds equally many tokens."
-        )
-    return {name: float(tokens) for name, tokens in found.items() if tokens}
-
-
-def _recorded_length(entry: Mapping[str, Any]) -> float | None:
-    if entry.get("mean_doc_tokens"):
-        return float(entry["mean_doc_tokens"])
-    if entry.get("tokens") and entry.get("documents"):
-        return float(entry["tokens"]) / float(entry["documents"])
-    return None
-
-
-def _dropped(
-    record: Mapping[str, Any],
-    planned: Sequence[tuple[int, Mapping[str, float]]],
-    kept: Sequence[str],
-    settings: Settings,
-) -> list[str]:
-    """Which domains are left out, and why."""
-    names = [entry["name"] for entry in record["domains"] if entry["name"] not in kept]
-    zeros = sorted(name for name in names if not any(weights[name] for _, weights in planned))
-    small = sorted(set(names) - set(zeros))
-    notes = [f"Left out, for the weight is 0: {', '.join(zeros)}."] if zeros else []
-    if small:
-        notes.append(
-            f"Left out, for the share rounds to 0 at {settings.decimals} decimals: "
-            f"{', '.join(small)}. More decimals keep them."
-        )
-    return notes
-
-
-def _path_parts(entries: Mapping[str, Any], given: Paths) -> PathParts:
-    unknown = sorted(set(given) - set(entries))
-    if unknown:
-        raise ValueError(
-            f"paths name {', '.join(unknown)}, which the weights do not have; their domains are "
-            f"{', '.join(sorted(entries))}."
-        )
-    return {name: _parts_of(name, paths) for name, paths in given.items()}
-
-
-def _parts_of(
-    name: str, paths: str | Sequence[str] | Mapping[str, float]
-) -> dict[str, Fraction | None]:
-    if isinstance(paths, str):
-        paths = [paths]
-    if isinstance(paths, Mapping) and paths:
-        if not all(isinstance(part, int | float) and part > 0 for part in paths.values()):
-            raise ValueError(f"The parts of {name}'s paths must be above 0; they are {paths}.")
-        return dict(normalised(paths))
-    is_list = isinstance(paths, Sequence) and all(isinstance(path, str) and path for path in paths)
-    if not paths or not is_list:
-        raise ValueError(f"A domain needs a path, or a list of them; {name} has {paths!r}.")
-    if len(set(paths)) < len(paths):
-        raise ValueError(f"The paths of {name} name one twice: {', '.join(paths)}.")
-    return {path: Fraction(1) if len(paths) == 1 else None for path in paths}
-
-
-def _check_shared(paths: Mapping[Split, Paths]) -> None:
-    """A path that two domains had would count for both."""
-    for split, given in paths.items():
-        owners: dict[str, list[str]] = {}
-        for name, found in given.items():
-            listed = [found] if isinstance(found, str) else found
-            for path in listed if isinstance(listed, Iterable) else ():
-                owners.setdefault(str(path).rstrip("/"), []).append(name)
-        for path, names in owners.items():
-            if len(set(names)) > 1:
-                raise ValueError(
-                    f"A path belongs to one domain; {path} is given to {', '.join(names)}"
-                    f"{'' if split == 'train' else f' ({split})'}."
-                )
-
-
-def _check_paths(kept: Sequence[str], paths: PathParts) -> None:
-    missing = [name for name in kept if name not in paths]
-    if missing:
-        raise ValueError(
-            f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
-            "Give them as paths={name: path} (--paths NAME=PATH ..., or a JSON or YAML file)."
-        )
 
 
 def _known(name: str, paths: Mapping[str, Fraction | None]) -> list[tuple[str, Fraction]]:
