@@ -282,7 +282,9 @@ def test_olmo_allows_the_passes_that_the_budget_needs() -> None:
     assert [source["source_name"] for source in sources] == list(NAMES)
     for source in sources:
         needed = 50_000_000 * source["target_ratio"] / 10_000_000
-        assert needed <= source["max_repetition_ratio"] <= max(1, needed) + 1e-3
+        # Rounded up, and a sequence of 2048 tokens may be cut off.
+        most = max(1, needed * 10_000_000 / (10_000_000 - 2048)) + 1e-3
+        assert needed <= source["max_repetition_ratio"] <= most
     assert sum(Decimal(str(source["target_ratio"])) for source in sources) == 1
 
 
