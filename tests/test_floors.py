@@ -36,17 +36,17 @@ FLOORS = [
     doge_fast.integrations.causal_lm
     doge_fast.integrations.transformers
     doge_fast.pipeline.config.components doge_fast.pipeline.config.fields \
-        doge_fast.pipeline.tables doge_fast.pipeline.progress
+        doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
         doge_fast.pipeline.weights_fields doge_fast.pipeline.exports.shares
-    doge_fast.pipeline.sources doge_fast.pipeline.exports.mixture
+    doge_fast.pipeline.sources doge_fast.pipeline.exports.blend
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
     doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model doge_fast.pipeline.domains \
         doge_fast.pipeline.records doge_fast.pipeline.baselines \
-        EXPORT_FAMILIES
+        doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans
     doge_fast.pipeline.reporting.wording
     doge_fast.pipeline.reporting.statistics
@@ -67,7 +67,7 @@ FLOORS = [
         "EXPORT_FAMILIES",
         " ".join(
             f"doge_fast.pipeline.exports.{family}"
-            for family in ("megatron", "mosaic", "configs", "loaders", "tables")
+            for family in ("megatron", "mosaic", "configs", "loaders", "finetuning", "tables")
         ),
     )
     .replace(

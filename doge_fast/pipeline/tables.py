@@ -172,7 +172,11 @@ def markdown(table: Table) -> str:
             for cell, shown in zip(row.cells, cells, strict=True)
         )
         made.add_row(Text(_escaped(row.label)), *map(Text, marked))
-    return _printed(made)
+    header, rule, *body = _printed(made).strip("\n").split("\n")
+    first, *others = rule.strip("|").split("|")
+    # rich leaves out which columns stand to the right.
+    rule = "|".join(["", first, *(f"{dashes[:-1]}:" for dashes in others), ""])
+    return "\n".join([header, rule, *body])
 
 
 def _escaped(words: str) -> str:

@@ -4,6 +4,7 @@ In this process, since importing the frameworks costs more than the examples do;
 process of its own shows that they need nothing else.
 """
 
+import dataclasses
 import json
 import re
 import runpy
@@ -219,14 +220,20 @@ def expected() -> dict[str, float]:
 class Titan:
     """What torchtitan's Trainer has when its __init__ is done, as far as a step needs it."""
 
-    def __init__(self, job_config: Any) -> None:
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config:
+        training: Any = None
+
+    def __init__(self, config: Any) -> None:
         torch.manual_seed(0)
         self.model, self.device, self.step = Head(), torch.device("cpu"), 1
         self.gradient_accumulation_steps = 6
         inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
         self.optimizers = Container([inner])
-        self.lr_schedulers = types.SimpleNamespace(schedulers=[schedule], step=schedule.step)
+        self.lr_schedulers = types.SimpleNamespace(
+            step=schedule.step, get_metrics=lambda: {"lr/SGD": schedule.get_last_lr()[0]}
+        )
         self.checkpointer = types.SimpleNamespace(maybe_wait_for_staging=lambda: None)
         self.logged: list[Any] = []
         self.metrics_processor = types.SimpleNamespace(
@@ -260,11 +267,18 @@ def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
     stand_in(monkeypatch, "torchtitan")
     stand_in(monkeypatch, "torchtitan.components")
     stand_in(monkeypatch, "torchtitan.components.loss", IGNORE_INDEX=-100)
-    stand_in(monkeypatch, "torchtitan.train", Trainer=Titan, main=None)
+    stand_in(monkeypatch, "torchtitan.trainer", Trainer=Titan)
+    base = Titan.Config(training=types.SimpleNamespace(max_norm=1.0))
+    stand_in(monkeypatch, "torchtitan.models")
+    stand_in(monkeypatch, "torchtitan.models.llama3")
+    registry = "torchtitan.models.llama3.config_registry"
+    stand_in(monkeypatch, registry, llama3_debugmodel=lambda: base)
     namespace: dict[str, Any] = {"__name__": "my_train"}
     exec(blocks_of("torchtitan_and_torchtune.md")[0], namespace)
-    job = types.SimpleNamespace(training=types.SimpleNamespace(max_norm=1.0))
-    trainer = namespace["DoGETitan"](job)
+    config = namespace["doge_debugmodel"]()
+    # A graph would replay the backward pass without the hooks.
+    assert config.training.disable_cuda_graphs
+    trainer = namespace["DoGETitan"](config)
 
     def batches() -> Iterator[Any]:
         while True:
@@ -277,7 +291,7 @@ def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
     for _ in range(2):
         trainer.train_step(iterator)
     assert trainer.doge.weights == pytest.approx(expected, rel=1e-6)
-    assert trainer.logged[-1][1].keys() == {"lr", *(f"alpha_mean/{name}" for name in expected)}
+    assert trainer.logged[-1][1].keys() == {"lr/SGD", *(f"alpha_mean/{name}" for name in expected)}
 
 
 class Tune:

@@ -1,105 +1,145 @@
 """Frameworks that take their mixture in Python: text to paste, which runs as it is."""
 
-import math
 from collections.abc import Sequence
 
-from doge_fast.pipeline.exports.mixture import Mixture, Rows
+from doge_fast.pipeline.exports.blend import Blend
 from doge_fast.pipeline.exports.target import Target
-from doge_fast.pipeline.exports.text import load_dataset, mapping, plain, sequence, string
+from doge_fast.pipeline.exports.text import (
+    load_dataset,
+    mapping,
+    plain,
+    reader_of,
+    sequence,
+    string,
+    strings,
+)
 
 
-def _datasets(mixture: Mixture) -> str:
-    shares = mixture.shares()
-    calls = {name: load_dataset(mixture.paths_of(name)) for name in shares}
+def _streams(blend: Blend) -> str:
+    """{domain: a stream of its rows}, as source text."""
+    return mapping({name: load_dataset(blend.paths_of(name)) for name in blend.shares()})
+
+
+def _datasets(blend: Blend) -> str:
     return (
         "from datasets import interleave_datasets, load_dataset\n\n"
-        f"domains = {mapping(calls)}\n"
-        f"probabilities = {mapping({name: plain(share) for name, share in shares.items()})}\n"
+        f"domains = {_streams(blend)}\n"
+        f"probabilities = {mapping(blend.shares())}\n"
         "dataset = interleave_datasets(\n"
         "    list(domains.values()),\n"
         "    probabilities=[probabilities[name] for name in domains],\n"
-        f"    seed={mixture.settings.seed},\n"
+        f"    seed={blend.settings.seed},\n"
         '    stopping_strategy="all_exhausted",\n'
         ")\n"
     )
 
 
-def _torchdata(mixture: Mixture) -> str:
-    shares = mixture.shares()
-    calls = {name: load_dataset(mixture.paths_of(name)) for name in shares}
+def _torchdata(blend: Blend) -> str:
     return (
         "from datasets import load_dataset\n"
         "from torchdata.nodes import IterableWrapper, MultiNodeWeightedSampler, StopCriteria\n\n"
-        f"domains = {mapping(calls)}\n"
-        f"weights = {mapping({name: plain(share) for name, share in shares.items()})}\n"
+        f"domains = {_streams(blend)}\n"
+        f"weights = {mapping(blend.shares())}\n"
         "node = MultiNodeWeightedSampler(\n"
         "    {name: IterableWrapper(rows) for name, rows in domains.items()},\n"
         "    weights,\n"
         "    stop_criteria=StopCriteria.CYCLE_FOREVER,\n"
-        f"    seed={mixture.settings.seed},\n"
+        f"    seed={blend.settings.seed},\n"
         ")\n"
     )
 
 
-def _litdata(mixture: Mixture) -> str:
-    length = mixture.settings.seq_length
-    blend = mixture.weighted_paths()
-    # The last token of a block is only predicted.
-    loader = f", item_loader=TokensLoader(block_size={length + 1})" if length else ""
+def _ray(blend: Blend) -> str:
+    calls = {}
+    for name in blend.shares():
+        paths = blend.paths_of(name)
+        reader = reader_of(paths)
+        if reader in (None, "arrow"):
+            raise ValueError(
+                "Ray Data reads a domain by the suffix of its files, jsonl, parquet, csv or txt; "
+                f"{name} has {', '.join(paths)}."
+            )
+        calls[name] = f"ray.data.read_{reader}([{strings(paths)}])"
     return (
-        "from litdata import CombinedStreamingDataset, StreamingDataset"
-        f"{', TokensLoader' if length else ''}\n\n"
-        f"folders = {sequence([string(path) for _, path in blend])}\n"
+        "import ray\n"
+        "from ray.data import MixStoppingCondition\n\n"
+        f"domains = {mapping(calls)}\n"
+        f"weights = {mapping(blend.shares())}\n"
+        "first, *others = domains.values()\n"
+        "dataset = first.mix(\n"
+        "    *others,\n"
+        "    weights=list(weights.values()),\n"
+        "    stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST,\n"
+        ")\n"
+    )
+
+
+def _litdata(blend: Blend) -> str:
+    loader, imported = "", ""
+    if blend.rows == "blocks":
+        blend.require("seq_length", why="a TokensLoader cuts blocks of it; else --rows documents")
+        # The last token of a block is only predicted.
+        loader = f", item_loader=TokensLoader(block_size={(blend.settings.seq_length or 0) + 1})"
+        imported = ", TokensLoader"
+    weighted = blend.weighted_paths()
+    return (
+        f"from litdata import CombinedStreamingDataset, StreamingDataset{imported}\n\n"
+        f"folders = {sequence([string(path) for _, path in weighted])}\n"
         "datasets = [\n"
         f"    StreamingDataset(folder, shuffle=True{loader})\n"
         "    for folder in folders\n"
         "]\n"
         "dataset = CombinedStreamingDataset(\n"
         "    datasets,\n"
-        f"    seed={mixture.settings.seed},\n"
-        f"    weights={sequence([plain(share) for share, _ in blend], '    ', '()')},\n"
+        f"    seed={blend.settings.seed},\n"
+        f"    weights={sequence([share for share, _ in weighted], '    ', '()')},\n"
         "    iterate_over_all=False,\n"
         ")\n"
     )
 
 
-_TITAN_IMPORTS = """from torchtitan.components.data import (
-    ConcatThenSplitPackingConfig,
-    DatasetMixConfig,
-    IndexedJsonlSource,
-    SingleDatasetConfig,
-    WeightedDataset,
+_TITAN = """from datasets import load_dataset
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import (
+    DATASETS,
+    HFDataSource,
+    InterleavedHuggingFaceTextDataLoader,
 )
-from torchtitan.hf_datasets.text_datasets import TextProcessor
-"""
-_TITAN_DOMAIN = """def domain(*patterns):
-    dataset = SingleDatasetConfig(
-        source=IndexedJsonlSource.Config(patterns=patterns),
-        processor=TextProcessor.Config(),
-        post_filters=(lambda sample: sample is not None,),
+
+
+def source(name, weight, reader, **files):
+    DATASETS[name] = DatasetConfig(
+        path=reader,
+        loader=lambda path: load_dataset(path, **files, split="train", streaming=True),
+        sample_processor=lambda row: row["text"],
     )
-    return {domain}
+    return HFDataSource(dataset=name, weight=weight)
+
+
 """
 
 
-def _torchtitan(mixture: Mixture) -> str:
-    """Rows of equal length are packed before they are mixed, documents after."""
-    is_packed = mixture.rows == "blocks"
-    pack = "ConcatThenSplitPackingConfig(dataset={})"
-    weighted = [
-        f"WeightedDataset(dataset=domain({_strings(mixture, name)}), weight={plain(share)})"
-        for name, share in mixture.shares().items()
-    ]
-    made = _TITAN_DOMAIN.replace("{domain}", pack.format("dataset") if is_packed else "dataset")
-    text = (
-        f"{_TITAN_IMPORTS}\n\n{made}\n\n"
-        f"mixture = DatasetMixConfig(\n    datasets={sequence(weighted, '    ', '()')},\n)\n"
+def _torchtitan(blend: Blend) -> str:
+    sources = []
+    for name, share in blend.shares().items():
+        paths = blend.paths_of(name)
+        reader = reader_of(paths)
+        files = f", data_files=[{strings(paths)}]" if reader else ""
+        where = string(reader or blend.one_path(name))
+        # It looks names up in lower case.
+        sources.append(f"source({string(name.lower())}, {plain(share)}, {where}{files})")
+    names = {name.lower() for name in blend.shares()}
+    if len(names) < len(sources):
+        raise ValueError(
+            "torchtitan knows data sets by their names in lower case, and two of these are then "
+            f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
+        )
+    return (
+        f"{_TITAN}dataloader = InterleavedHuggingFaceTextDataLoader.Config(\n"
+        f"    sources={sequence(sources, '    ')},\n"
+        f"    seed={blend.settings.seed},\n"
+        ")\n"
     )
-    return text if is_packed else f"{text}mixture = {pack.format('mixture')}\n"
-
-
-def _strings(mixture: Mixture, name: str) -> str:
-    return ", ".join(string(path) for path in mixture.paths_of(name))
 
 
 _OLMO = """from olmo_core.data import TokenizerConfig
@@ -124,27 +164,25 @@ def domain(label, ratio, repetition, *paths):
 """
 
 
-def _olmo_composable(mixture: Mixture) -> str:
-    mixture.require("seq_length", why="instances are chunks of so many tokens")
-    specs = []
-    for name, share in mixture.shares().items():
-        passes = mixture.passes(name, float(share)) or 1
-        repetition = max(1.0, math.ceil(passes * 1000) / 1000)
-        specs.append(
-            f"domain({string(name)}, {plain(share)}, {repetition}, {_strings(mixture, name)})"
-        )
-    head = _OLMO.replace("{length}", str(mixture.settings.seq_length))
+def _olmo_composable(blend: Blend) -> str:
+    blend.require("seq_length", why="instances are chunks of so many tokens")
+    settings = blend.settings
+    specs = [
+        f"domain({string(name)}, {plain(share)}, {blend.repetition(name)}, "
+        f"{strings(blend.paths_of(name))})"
+        for name, share in blend.shares().items()
+    ]
+    budget = f"    num_tokens={settings.budget_tokens},\n" if settings.budget_tokens else ""
     return (
-        f"{head}source = MixingInstanceSourceConfig(\n"
+        f"{_OLMO.replace('{length}', str(settings.seq_length))}"
+        "source = MixingInstanceSourceConfig(\n"
         f"    source_specs={sequence(specs, '    ')},\n"
-        f"    seed={mixture.settings.seed},\n"
+        f"    seed={settings.seed},\n{budget}"
         ")\n"
     )
 
 
-_BOTH: tuple[Rows, ...] = ("blocks", "documents")
 _FILES = "jsonl, parquet, csv, txt or arrow files, or one Hub id or folder"
-_TRAP_OF_ROWS = "It draws rows. Give --rows blocks where all rows hold equally many tokens."
 
 TARGETS: Sequence[Target] = (
     Target(
@@ -152,10 +190,9 @@ TARGETS: Sequence[Target] = (
         "Hugging Face datasets' interleave_datasets",
         _datasets,
         _FILES,
-        rows=_BOTH,
-        default_rows=None,
+        "datasets 5.2.0, 2026-11-22",
+        rows=("documents", "blocks"),
         traps=(
-            _TRAP_OF_ROWS,
             "stopping_strategy defaults to first_exhausted, which ends with the smallest domain; "
             "all_exhausted repeats the small ones until every row was seen.",
             "With several workers or ranks that rule holds in each process for its own shards.",
@@ -166,11 +203,22 @@ TARGETS: Sequence[Target] = (
         "torchdata's MultiNodeWeightedSampler",
         _torchdata,
         _FILES,
-        rows=_BOTH,
-        default_rows=None,
+        "torchdata 0.11.0, 2026-11-22",
+        rows=("documents", "blocks"),
+        traps=("CYCLE_FOREVER never ends: count the steps. Weights must be floats above 0.",),
+    ),
+    Target(
+        "ray",
+        "Ray Data's Dataset.mix",
+        _ray,
+        "jsonl, parquet, csv or txt files",
+        "ray 2.60.0, 2026-11-22",
+        rows=("documents", "blocks"),
         traps=(
-            _TRAP_OF_ROWS,
-            "CYCLE_FOREVER never ends: count the steps. Weights must be floats above 0.",
+            "stopping_condition defaults to STOP_ON_LONGEST_DROP, under which a domain that ends "
+            "leaves the mixture; STOP_ON_SHORTEST keeps the shares and ends with the first.",
+            "It mixes blocks of Ray's, each of one domain: give local_shuffle_buffer_size where "
+            "batches are drawn.",
         ),
     ),
     Target(
@@ -178,25 +226,25 @@ TARGETS: Sequence[Target] = (
         "litdata's (and litgpt's) CombinedStreamingDataset",
         _litdata,
         "folder that litdata.optimize wrote",
-        rows=_BOTH,
-        default_rows=None,
-        cuts_blocks=True,
+        "litdata 0.2.76 and litgpt 0.5.13, 2026-11-22",
+        rows=("blocks", "documents"),
         traps=(
-            "It draws items: blocks with --seq-length, whose TokensLoader cuts them.",
+            "It draws items: as litgpt has it, blocks of --seq-length tokens that a TokensLoader "
+            "cuts; with --rows documents, the items that were written.",
             "iterate_over_all is True by default and then refuses weights; without it the epoch "
             "ends with the first folder that does.",
         ),
     ),
     Target(
         "torchtitan",
-        "torchtitan's DatasetMixConfig",
+        "torchtitan's InterleavedHuggingFaceTextDataLoader",
         _torchtitan,
-        "jsonl files or globs",
-        rows=_BOTH,
+        _FILES,
+        "torchtitan 0.3.0, 2026-11-22",
         traps=(
-            "Packed before they are mixed, rows are of one length and the weights token shares; "
-            "--rows documents mixes first, with weights for that.",
-            "Where a filter rejects rows, the weights count the attempts.",
+            "It packs each source before it draws.",
+            "Every source begins again when it ends (infinite). The text is taken from a row's "
+            "text; put the result as dataloader= into the Trainer.Config.",
         ),
     ),
     Target(
@@ -204,10 +252,10 @@ TARGETS: Sequence[Target] = (
         "OLMo-core's MixingInstanceSourceConfig",
         _olmo_composable,
         "token files (.npy) or globs",
+        "ai2-olmo-core 3.0.0, 2026-11-22",
         traps=(
-            "Ratios are of instances of sequence_length, so of tokens.",
-            "Give budget_tokens, and max_repetition_factor allows the passes that it needs by the "
-            "tokens in the file.",
+            "Give budget_tokens: without num_tokens it makes as much as the sources hold. "
+            "max_repetition_factor allows the passes that it needs by the tokens in the file.",
         ),
     ),
 )

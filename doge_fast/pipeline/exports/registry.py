@@ -4,6 +4,7 @@ export(weights, to=name, paths=...)  ->  what the framework takes, as text
 import_weights(text, source=name)    ->  a record like weights.json
 """
 
+import difflib
 import functools
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,18 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import PurePosixPath
 from typing import Any
 
-from doge_fast.pipeline.exports import configs, loaders, megatron, mixture, mosaic, tables
-from doge_fast.pipeline.exports.mixture import Paths, Rows, Settings, Split
-from doge_fast.pipeline.exports.shares import by_token, normalised
+from doge_fast.pipeline.exports import configs, finetuning, loaders, megatron, mosaic, tables
+from doge_fast.pipeline.exports.blend import Blend, Paths, Settings
+from doge_fast.pipeline.exports.building import build, rows_of, token_shares
 from doge_fast.pipeline.exports.target import Found, Phases, Target
-from doge_fast.pipeline.weights_fields import check_fields, is_weight
+from doge_fast.pipeline.weights_fields import check_fields
 
 GROUP = "doge_fast.exporters"
+_FAMILIES = (megatron, mosaic, configs, loaders, finetuning, tables)
 _WIDTH = 88
 # Domains named in a sentence; more are counted.
 _NAMED = 8
-_SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_UNITS = {"blocks": "tokens", "documents": "documents"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ def targets() -> dict[str, Target]:
     Raises:
         ValueError: an entry point is not a `Target`, or takes a name that is taken.
     """
-    families = (megatron, mosaic, configs, loaders, tables)
-    found = {target.name: target for family in families for target in family.TARGETS}
+    found = {target.name: target for family in _FAMILIES for target in family.TARGETS}
     for point in _points():
         target = point.load()
         if not isinstance(target, Target):
@@ -68,6 +69,24 @@ def targets() -> dict[str, Target]:
 def _points() -> tuple[EntryPoint, ...]:
     """Asked once: it reads the metadata of every installed package."""
     return tuple(entry_points(group=GROUP))
+
+
+def _find(name: str) -> Target:
+    """The target of that name.
+
+    Raises:
+        ValueError: there is none; the sentence names those that are spelt alike.
+    """
+    known = targets()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=3)
+    if near:
+        raise ValueError(
+            f"There is no target {name!r}; did you mean {' or '.join(near)}? "
+            "doge-fast export --list names all."
+        )
+    raise ValueError(f"There is no target {name!r}; there are {', '.join(known)}.")
 
 
 def export(
@@ -103,83 +122,34 @@ def export(
             would not take what it was given; the text says what to do.
     """
     target = _find(to)
-    settings = replace(settings or Settings(), **changes)
-    given = dict(zip(_SPLITS, (paths, valid_paths, test_paths), strict=True))
-    record = _record(weights)
-    made, warnings = mixture.build(
-        record,
-        rows=_rows(target, settings),
-        has_phases=target.has_phases,
-        paths={split: dict(found or {}) for split, found in given.items()},
-        needs_paths=target.needs_paths,
-        settings=settings,
+    blend, warnings = build(
+        weights,
+        target,
+        {"train": paths or {}, "valid": valid_paths or {}, "test": test_paths or {}},
+        replace(settings or Settings(), **changes),
     )
-    notes = (*_meaning(target, made), *target.traps)
+    notes = (_unit(target, blend), *target.traps)
     return Exported(
-        text=_commented(target, [*warnings, *notes]) + target.write(made),
+        text=_commented(target, [*warnings, *notes]) + target.write(blend),
         warnings=tuple(warnings),
         notes=notes,
         has_comments=target.comment is not None,
     )
 
 
-def _find(name: str) -> Target:
-    known = targets()
-    if name not in known:
-        raise ValueError(f"There is no target {name!r}; there are {', '.join(known)}.")
-    return known[name]
-
-
-def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record; a plain {domain: weight} becomes one.
-
-    Raises:
-        ValueError: there is no domain, or a weight is not a finite number >= 0.
-    """
-    record = weights
-    if not isinstance(weights.get("domains"), Sequence):
-        named = [{"name": name, "weight": value} for name, value in weights.items()]
-        record = {"domains": named}
-    if not record["domains"]:
-        raise ValueError("A mixture needs at least one domain; the weights have none.")
-    for entry in record["domains"]:
-        if not is_weight(entry["weight"]):
-            raise ValueError(
-                f"A domain weight must be a finite number >= 0; that of {entry['name']} is "
-                f"{entry['weight']!r}."
-            )
-    names = [entry["name"] for entry in record["domains"]]
-    if len(set(names)) < len(names):
-        raise ValueError(f"A domain has one weight; the names are {', '.join(names)}.")
-    return record
-
-
-def _rows(target: Target, settings: Settings) -> Rows:
-    """What the numbers count: as the target decides, as asked, or documents."""
-    asked = settings.rows
-    if asked is None and target.cuts_blocks and settings.seq_length:
-        return "blocks"
-    if asked is not None and asked not in target.rows:
-        raise ValueError(
-            f"{target.name} counts {' or '.join(target.rows)}, by its own decision; rows={asked!r} "
-            "cannot change that. Leave it out."
-        )
-    return asked or target.default_rows or "documents"
-
-
-def _meaning(target: Target, made: mixture.Mixture) -> list[str]:
-    """The unit, where the target leaves it open."""
-    if made.rows == "documents":
-        lengths = [f"{name} {tokens:.6g}" for name, tokens in sorted(made.mean_doc_tokens.items())]
-        more = len(lengths) - _NAMED
-        ending = f" and {more} more" if more > 0 else ""
-        return [
-            "Weights are shares of documents, made from the learned shares of tokens by the mean "
-            f"tokens of a document: {', '.join(lengths[:_NAMED])}{ending}."
-        ]
-    if len(target.rows) > 1:
-        return ["Weights are shares of tokens: all rows are taken to hold equally many."]
-    return []
+def _unit(target: Target, blend: Blend) -> str:
+    """What the numbers are shares of, and what they would be otherwise."""
+    is_open = len(target.rows) > 1
+    if blend.rows == "blocks":
+        way = ": all rows are taken to hold equally many (else --rows documents)" if is_open else ""
+        return f"Weights are shares of tokens{way}."
+    lengths = [f"{name} {tokens:.6g}" for name, tokens in sorted(blend.mean_doc_tokens.items())]
+    more = f" and {len(lengths) - _NAMED} more" if len(lengths) > _NAMED else ""
+    way = "; --rows blocks where all rows hold equally many" if is_open else ""
+    return (
+        "Weights are shares of documents, made from the learned shares of tokens by the mean "
+        f"tokens of a document: {', '.join(lengths[:_NAMED])}{more}{way}."
+    )
 
 
 def _commented(target: Target, lines: Sequence[str]) -> str:
@@ -230,14 +200,19 @@ def import_weights(
         readable = [name for name, each in targets().items() if each.read]
         raise ValueError(f"{source} is not read back; these are: {', '.join(readable)}.")
     settings = replace(settings or Settings(), **changes)
+    rows = rows_of(target, settings)
     names = {path: name for name, given in (paths or {}).items() for path in _list(given)}
-    found = _parsed(target, text)
     phases = [
-        (_step(target, first, settings), _as_tokens(target, _sums(shares, names), settings))
-        for first, shares in found
+        (_step(target, first, settings), token_shares(_sums(shares, names), rows, settings))
+        for first, shares in _parsed(target, text)
     ]
     ordered = dict.fromkeys(name for _, sums in phases for name in sums)
-    _check_named(ordered, paths or {})
+    unknown = sorted(set(paths or {}) - set(ordered))
+    if unknown:
+        raise ValueError(
+            f"paths name {', '.join(unknown)}, and the file holds none of their paths; it holds "
+            f"{', '.join(ordered)}."
+        )
     # How long the last phase lasts is not known, so there is no mean to take.
     constant = phases[-1][1]
     record: dict[str, Any] = {
@@ -260,10 +235,13 @@ def _parsed(target: Target, text: str) -> Phases:
     assert target.read is not None
     try:
         found = target.read(text)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"The text must be {target.title}, and is not: {error}.") from error
-    if not found:
-        raise ValueError(f"The text must be {target.title}; it holds no weights.")
+        if not all(shares for _, shares in found) or not found:
+            raise ValueError("it holds no weights")
+    except KeyError as error:
+        raise ValueError(f"The text must be {target.title}, and is not: no {error}.") from error
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
     return found
 
 
@@ -271,22 +249,13 @@ def _step(target: Target, first: int, settings: Settings) -> int:
     """The optimizer step at which a phase begins, from what the format counts."""
     if target.phases_in == "steps" or not first:
         return first
-    length, batch = settings.seq_length, settings.batch_size
-    if not (length and batch):
+    tokens = settings.tokens_per_step()
+    if tokens is None:
         raise ValueError(
             f"The phases of {target.name} begin after so many tokens, and weights.json counts "
             "steps: give seq_length and batch_size."
         )
-    return round(first / (length * batch))
-
-
-def _check_named(found: Mapping[str, Any], paths: Paths) -> None:
-    unknown = sorted(set(paths) - set(found))
-    if unknown:
-        raise ValueError(
-            f"paths name {', '.join(unknown)}, and the file holds none of their paths; it holds "
-            f"{', '.join(found)}."
-        )
+    return round(first / tokens)
 
 
 def _list(paths: str | Sequence[str] | Mapping[str, float]) -> list[str]:
@@ -302,46 +271,28 @@ def _sums(shares: Sequence[Found], names: Mapping[str, str]) -> dict[str, float]
     sums: dict[str, float] = {}
     for share in shares:
         path = _clean(share.path or "")
-        name = names.get(path) or share.name or PurePosixPath(path).name
+        name = str(names.get(path) or share.name or PurePosixPath(path).name)
         if not name:
             raise ValueError(f"A share of {share.weight} has neither a name nor a path.")
         if not 0 <= share.weight < float("inf"):
             raise ValueError(f"A weight must be a finite number >= 0; {name} has {share.weight}.")
-        sums[str(name)] = sums.get(str(name), 0.0) + share.weight
+        sums[name] = sums.get(name, 0.0) + share.weight
     return sums
-
-
-def _as_tokens(target: Target, sums: Mapping[str, float], settings: Settings) -> dict[str, float]:
-    """Shares of tokens, from those of what the framework counts."""
-    parts = normalised(sums)
-    if _rows(target, settings) == "documents":
-        named: dict[str, Mapping[str, Any]] = {name: {} for name in parts}
-        lengths = mixture.mean_doc_tokens(
-            [name for name, part in parts.items() if part], named, settings.mean_doc_tokens
-        )
-        parts = by_token({name: part for name, part in parts.items() if part}, lengths) | {
-            name: part for name, part in parts.items() if not part
-        }
-    return {name: float(part) for name, part in parts.items()}
 
 
 def listing() -> str:
     """Every target, what it writes, what a path is, what its numbers count: lines for people."""
     lines = []
     for target in targets().values():
+        default, *others = target.rows
+        counts = [_UNITS[default], *(f"{_UNITS[rows]} with --rows {rows}" for rows in others)]
+        able = [*["phases"] * target.has_phases, *["--from"] * (target.read is not None)]
+        told = {
+            "path": target.takes,
+            "counts": ", or ".join(counts),
+            "also": ", ".join(able),
+            "checked": target.checked,
+        }
         lines.append(f"{target.name}: {target.title}")
-        if target.has_paths:
-            lines.append(f"    path   {target.takes}")
-        lines.append(f"    counts {_counts(target)}")
-        able = ["phases"] if target.has_phases else []
-        able += ["--from"] if target.read else []
-        if able:
-            lines.append(f"    also   {', '.join(able)}")
+        lines += [f"    {what:<7} {words}" for what, words in told.items() if words]
     return "\n".join(lines)
-
-
-def _counts(target: Target) -> str:
-    words = {"blocks": "tokens", "documents": "documents"}
-    default: Rows = target.default_rows or "documents"
-    others = [rows for rows in target.rows if rows != default]
-    return ", or ".join([words[default], *(f"{words[rows]} with --rows {rows}" for rows in others)])

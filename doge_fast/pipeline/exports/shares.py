@@ -70,10 +70,10 @@ def by_document(
 
     Args:
         parts: {domain: w_j}, shares of tokens.
-        mean_doc_tokens: {domain: l_j > 0}, of every domain in `parts`.
+        mean_doc_tokens: {domain: l_j > 0}, of every domain with w_j > 0.
     """
     return normalised(
-        {name: part / Fraction(mean_doc_tokens[name]) for name, part in parts.items()}
+        {n: part / Fraction(mean_doc_tokens[n]) if part else part for n, part in parts.items()}
     )
 
 
@@ -82,5 +82,5 @@ def by_token(
 ) -> dict[str, Fraction]:
     """The inverse of `by_document`: shares of tokens that shares of documents make."""
     return normalised(
-        {name: part * Fraction(mean_doc_tokens[name]) for name, part in parts.items()}
+        {n: part * Fraction(mean_doc_tokens[n]) if part else part for n, part in parts.items()}
     )

@@ -3,23 +3,22 @@
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from doge_fast.pipeline.exports.mixture import Mixture
-from doge_fast.pipeline.exports.target import Found, Phases, Target
+from doge_fast.pipeline.exports.blend import Blend
+from doge_fast.pipeline.exports.target import Phases, Target, named
 from doge_fast.pipeline.exports.text import plain, to_json
+from doge_fast.pipeline.tables import markdown, table_of
 
-_TOO_MANY = 4
 
-
-def _rows(mixture: Mixture) -> list[dict[str, Any]]:
+def _rows(blend: Blend) -> list[dict[str, Any]]:
     """A row per domain, largest weight first; columns that no domain has are left out."""
-    shares = mixture.shares()
+    shares = blend.shares()
     rows = []
     for name in sorted(shares, key=lambda name: (-shares[name], name)):
-        entry, share = mixture.entries[name], float(shares[name])
-        prior, epochs = entry.get("prior"), mixture.passes(name, share)
+        entry, share = blend.entries[name], float(shares[name])
+        prior, epochs = entry.get("prior"), blend.passes(name, share)
         rows.append(
             {
                 "domain": name,
@@ -36,43 +35,22 @@ def _rows(mixture: Mixture) -> list[dict[str, Any]]:
     return [{key: row[key] for key in kept} for row in rows]
 
 
-def _markdown(mixture: Mixture) -> str:
-    rows = _rows(mixture)
-    header = list(rows[0])
-    cells = [[_cell(mixture, key, row[key]) for key in header] for row in rows]
-    widths = [max(len(line[column]) for line in [header, *cells]) for column in range(len(header))]
-    rule = [
-        "-" * width if column == 0 else "-" * (width - 1) + ":"
-        for column, width in enumerate(widths)
+def _markdown(blend: Blend) -> str:
+    share = f".{blend.settings.decimals}f"
+    forms = {"domain": "", "weight": "f", "tokens": ",", "ratio": ".2f", "epochs": ".2f"}
+    rows = _rows(blend)
+    cells = [
+        [
+            "" if value is None else format(value, forms.get(key, share))
+            for key, value in row.items()
+        ]
+        for row in rows
     ]
-    lines = [_line(line, widths) for line in [header, rule, *cells]]
-    return "\n".join(lines) + "\n"
+    return markdown(table_of(list(rows[0]), cells)) + "\n"
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [
-        cell.ljust(width) if column == 0 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return f"| {' | '.join(padded)} |"
-
-
-def _cell(mixture: Mixture, key: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if key == "domain":
-        return str(value).replace("|", "\\|")
-    if key == "weight":
-        return plain(value)
-    if key == "tokens":
-        return f"{value:,}"
-    if key in ("ratio", "epochs"):
-        return f"{value:.2f}"
-    return f"{value:.{mixture.settings.decimals}f}"
-
-
-def _csv(mixture: Mixture) -> str:
-    rows = _rows(mixture)
+def _csv(blend: Blend) -> str:
+    rows = _rows(blend)
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -81,82 +59,57 @@ def _csv(mixture: Mixture) -> str:
 
 
 def _read_csv(text: str) -> Phases:
-    rows = list(csv.DictReader(io.StringIO(text)))
-    if not rows or not {"domain", "weight"} <= set(rows[0]):
-        raise ValueError("A CSV of weights must have the columns domain and weight.")
-    return [(0, [Found(_number(row["weight"]), name=row["domain"]) for row in rows])]
+    rows = csv.DictReader(io.StringIO(text))
+    return [(0, named((row["domain"], row["weight"]) for row in rows))]
 
 
-def _json(mixture: Mixture) -> str:
-    if len(mixture.phases) == 1:
-        return to_json(mixture.numbers())
+def _json(blend: Blend) -> str:
+    if len(blend.phases) == 1:
+        return to_json(blend.numbers())
     return to_json(
         [
-            {"first_step": phase.first_step, "weights": mixture.numbers(index)}
-            for index, phase in enumerate(mixture.phases)
+            {"first_step": phase.first_step, "weights": blend.numbers(index)}
+            for index, phase in enumerate(blend.phases)
         ]
     )
 
 
 def _read_json(text: str) -> Phases:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"Weights in JSON must be JSON: {error}.") from None
+    value = json.loads(text)
     if isinstance(value, dict):
         value = [{"first_step": 0, "weights": value}]
-    try:
-        return [(int(each["first_step"]), _named(each["weights"])) for each in value]
-    except (TypeError, KeyError):
-        raise ValueError(
-            'Weights in JSON must be {domain: weight}, or a list of {"first_step", "weights"}; got '
-            f"{text.strip()[:60]}."
-        ) from None
+    return [(int(each["first_step"]), named(each["weights"].items())) for each in value]
 
 
-def _named(weights: Mapping[str, Any]) -> list[Found]:
-    return [Found(_number(weight), name=name) for name, weight in weights.items()]
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"A weight must be a number; got {value!r}.") from None
-
+_OURS = "a format of doge-fast's own"
 
 TARGETS: Sequence[Target] = (
     Target(
         "markdown",
         "a table for people",
         _markdown,
+        checked=_OURS,
         needs_paths=False,
-        has_paths=False,
         comment=None,
-        traps=(
-            f"Weights are shares of tokens; epochs, with a budget, above {_TOO_MANY} repeat a "
-            "domain more often than is known to help.",
-        ),
+        traps=("Epochs, with a budget, above 4 repeat a domain more often than is known to help.",),
     ),
     Target(
         "json",
         "{domain: share}, or a list of phases",
         _json,
+        checked=_OURS,
         has_phases=True,
         needs_paths=False,
-        has_paths=False,
         comment=None,
-        traps=("Weights are shares of tokens.",),
         read=_read_json,
     ),
     Target(
         "csv",
-        "the table, for spreadsheets",
+        "a CSV of domains and weights, for spreadsheets",
         _csv,
+        checked=_OURS,
         needs_paths=False,
-        has_paths=False,
         comment=None,
-        traps=("Weights are shares of tokens.",),
         read=_read_csv,
     ),
 )

@@ -1,6 +1,8 @@
 """Forms that several targets share: YAML, JSON, and calls in Python."""
 
+import itertools
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import PurePosixPath
@@ -8,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from doge_fast.pipeline.exports.mixture import REMOTE
+from doge_fast.pipeline.exports.blend import REMOTE
 
-# The reader of `datasets` that a suffix asks for.
+# The reader that a suffix asks for, by the name that `datasets` and Ray Data give it.
 _READERS = {
     ".jsonl": "json",
     ".json": "json",
@@ -27,7 +29,7 @@ def to_yaml(value: Any) -> str:
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100_000))
 
 
-def parsed_yaml(text: str, where: str) -> Any:
+def from_yaml(text: str, where: str = "The text") -> Any:
     """What a YAML or JSON text holds.
 
     Raises:
@@ -40,16 +42,12 @@ def parsed_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} must be YAML or JSON and is not: {reason}.") from None
 
 
-def from_yaml(text: str, where: str) -> Any:
-    """The mapping in a YAML or JSON text.
-
-    Raises:
-        ValueError: it is neither, or not a mapping.
-    """
-    value = parsed_yaml(text, where)
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must hold a mapping; it holds a {type(value).__name__}.")
-    return value
+def arguments(text: str, flag: str) -> list[str]:
+    """The words after a flag, up to the next one; empty where a command line has not the flag."""
+    # A line that goes on is one for the shell.
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    rest = words[words.index(flag) + 1 :] if flag in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
 
 def to_json(value: Any) -> str:
@@ -67,16 +65,44 @@ def string(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def mapping(items: Mapping[str, Any], indent: str = "") -> str:
-    """A dict, an item a line; values are source text."""
-    lines = [f"{indent}    {string(key)}: {value},\n" for key, value in items.items()]
-    return "{\n" + "".join(lines) + indent + "}"
+def strings(values: Iterable[str]) -> str:
+    """Python literals between commas."""
+    return ", ".join(map(string, values))
 
 
-def sequence(items: Iterable[str], indent: str = "", brackets: str = "[]") -> str:
-    """A list or tuple, an item a line; items are source text."""
-    lines = [f"{indent}    {item},\n" for item in items]
+def mapping(items: Mapping[str, Any]) -> str:
+    """A dict, an item a line; values are source text, a decimal its number."""
+    lines = [f"    {string(key)}: {_source(value)},\n" for key, value in items.items()]
+    return "{\n" + "".join(lines) + "}"
+
+
+def _source(value: Any) -> str:
+    return plain(value) if isinstance(value, Decimal) else str(value)
+
+
+def sequence(items: Iterable[Any], indent: str = "", brackets: str = "[]") -> str:
+    """A list or tuple, an item a line; items are source text, a decimal its number."""
+    lines = [f"{indent}    {_source(item)},\n" for item in items]
     return f"{brackets[0]}\n{''.join(lines)}{indent}{brackets[1]}"
+
+
+def reader_of(paths: Iterable[str]) -> str | None:
+    """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None.
+
+    Raises:
+        ValueError: the paths are of different kinds.
+    """
+    found = list(paths)
+    readers = {_reader(path) for path in found}
+    if len(readers) > 1:
+        raise ValueError(f"The files of a domain must be of one kind; {', '.join(found)} are not.")
+    return readers.pop() if readers else None
+
+
+def _reader(path: str) -> str | None:
+    suffixes = PurePosixPath(path.split(REMOTE)[-1]).suffixes
+    kept = [suffix for suffix in suffixes if suffix not in _PACKED]
+    return _READERS.get(kept[-1]) if kept else None
 
 
 def load_dataset(paths: Iterable[str]) -> str:
@@ -86,23 +112,11 @@ def load_dataset(paths: Iterable[str]) -> str:
         ValueError: paths of different kinds, or several of one that `load_dataset` takes alone.
     """
     files = list(paths)
-    readers = sorted({_reader(path) or "" for path in files})
-    if len(readers) > 1:
-        raise ValueError(f"The files of a domain must be of one kind; {', '.join(files)} are not.")
-    if readers[0]:
-        names = ", ".join(string(path) for path in files)
-        call = f'"{readers[0]}", data_files=[{names}]'
-    elif len(files) == 1:
-        call = string(files[0])
-    else:
+    reader = reader_of(files)
+    if reader is None and len(files) > 1:
         raise ValueError(
             f"load_dataset takes one directory or Hub id; got {', '.join(files)}. Name files "
             "(jsonl, parquet, csv, txt, arrow), or make each a domain."
         )
+    call = f'"{reader}", data_files=[{strings(files)}]' if reader else string(files[0])
     return f'load_dataset({call}, split="train", streaming=True)'
-
-
-def _reader(path: str) -> str | None:
-    suffixes = PurePosixPath(path.split(REMOTE)[-1]).suffixes
-    kept = [suffix for suffix in suffixes if suffix not in _PACKED]
-    return _READERS.get(kept[-1]) if kept else None
