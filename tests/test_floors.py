@@ -12,7 +12,7 @@ FLOORS = [
     line.split()
     for line in """
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
-        doge_fast.weights_file
+        doge_fast.alternation doge_fast.weights_file
     doge_fast.kernels doge_fast.wrapper
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
