@@ -43,10 +43,11 @@ FLOORS = [
     doge_fast.pipeline.sources doge_fast.pipeline.exports.mixture
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
-    doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
+    doge_fast.pipeline.profile_report doge_fast.pipeline.model doge_fast.pipeline.domains \
+        doge_fast.pipeline.records \
         doge_fast.pipeline.baselines \
         EXPORT_FAMILIES
-    doge_fast.pipeline.exports.registry
+    doge_fast.pipeline.exports.registry doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
     doge_fast.pipeline.reporting.statistics
     doge_fast.pipeline.reporting.runs
