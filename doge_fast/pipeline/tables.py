@@ -126,7 +126,7 @@ def _rendered(
     left: Sequence[int],
 ) -> str:
     made = RichTable(
-        box=_RULE, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
+        box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True
     )
     made.add_column(Text(table.corner), width=first, no_wrap=True)
     for i in part:
@@ -164,7 +164,8 @@ def markdown(table: Table) -> str:
             for cell, shown in zip(row.cells, cells, strict=True)
         )
         made.add_row(Text(_escaped(row.label)), *map(Text, marked))
-    return _printed(made)
+    # Where other boxes have an upper edge, this one has an empty line.
+    return _printed(made).lstrip("\n")
 
 
 def _escaped(words: str) -> str:
