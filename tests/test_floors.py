@@ -12,7 +12,7 @@ FLOORS = [
     line.split()
     for line in """
     doge_fast._layout doge_fast.simplex doge_fast.generalization doge_fast.tracing \
-        doge_fast.alternation doge_fast.weights_file
+        doge_fast.alternation doge_fast.weights_file doge_fast.projection
     doge_fast.kernels doge_fast.wrapper
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
@@ -35,7 +35,8 @@ FLOORS = [
     doge_fast.integrations.domain_data
     doge_fast.integrations.causal_lm
     doge_fast.integrations.transformers
-    doge_fast.pipeline.config.components doge_fast.pipeline.tables doge_fast.pipeline.progress
+    doge_fast.pipeline.config.components doge_fast.pipeline.tables doge_fast.pipeline.progress \
+        doge_fast.pipeline.named
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
@@ -49,14 +50,16 @@ FLOORS = [
         EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
-    doge_fast.pipeline.reporting.statistics
+    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.weight_texts
     doge_fast.pipeline.reporting.runs
     doge_fast.pipeline.reporting.study
     doge_fast.pipeline.reporting.mixtures doge_fast.pipeline.reporting.experiment
     doge_fast.pipeline.reporting.verdicts doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.training doge_fast.pipeline.reporting.tables \
-        doge_fast.pipeline.reporting.figures doge_fast.pipeline.weights
-    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.arm_figures
+        doge_fast.pipeline.reporting.figures doge_fast.pipeline.weights \
+        doge_fast.pipeline.warm_start
+    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.arm_figures \
+        doge_fast.pipeline.bounds
     doge_fast.pipeline.reporting.kinds
     doge_fast.pipeline.reporting.findings
     STAGES
