@@ -29,8 +29,10 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     SelectConfig,
     WeightsAverageConfig,
+    WeightsCardConfig,
     WeightsConstrainConfig,
     WeightsDiffConfig,
+    WeightsPlotConfig,
     WeightsShowConfig,
 )
 
@@ -52,6 +54,8 @@ _WEIGHTS_VERBS: dict[str, type] = {
     "diff": WeightsDiffConfig,
     "average": WeightsAverageConfig,
     "constrain": WeightsConstrainConfig,
+    "plot": WeightsPlotConfig,
+    "card": WeightsCardConfig,
 }
 _VERBS: dict[str, Any] = {
     "demo": DemoConfig,
@@ -280,6 +284,18 @@ def _weights(verb: str) -> Callable[[Any], list[str]]:
     return run
 
 
+def _weights_plot(config: WeightsPlotConfig) -> list[str]:
+    from doge_fast.pipeline.weights_plot import plot
+
+    return plot(config)
+
+
+def _weights_card(config: WeightsCardConfig) -> list[str]:
+    from doge_fast.pipeline.weights_card import card
+
+    return card(config)
+
+
 _STAGES: dict[type, Callable[[Any], list[str]]] = {
     DemoConfig: _demo,
     ProxyConfig: _proxy,
@@ -293,6 +309,8 @@ _STAGES: dict[type, Callable[[Any], list[str]]] = {
     InfoConfig: _info,
     ProfileConfig: _profile,
     **{config: _weights(name) for name, config in _WEIGHTS_VERBS.items()},
+    WeightsPlotConfig: _weights_plot,
+    WeightsCardConfig: _weights_card,
 }
 
 

@@ -63,6 +63,8 @@ FLOORS = [
     doge_fast.pipeline.reporting.kinds
     doge_fast.pipeline.reporting.findings
     STAGES
+    doge_fast.pipeline.weights_plot
+    doge_fast.pipeline.weights_card
     doge_fast.pipeline.demo doge_fast.pipeline.experiments.runner
     doge_fast.cli
     doge_fast.__main__

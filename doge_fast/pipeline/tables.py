@@ -164,8 +164,8 @@ def markdown(table: Table) -> str:
             for cell, shown in zip(row.cells, cells, strict=True)
         )
         made.add_row(Text(_escaped(row.label)), *map(Text, marked))
-    # Where other boxes have an upper edge, this one has an empty line.
-    return _printed(made).lstrip("\n")
+    # Where other boxes have an edge, this one has an empty line.
+    return _printed(made).strip("\n")
 
 
 def _escaped(words: str) -> str:

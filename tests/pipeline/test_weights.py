@@ -89,6 +89,16 @@ def test_describe_refuses(options: dict[str, Any], message: str) -> None:
         weights.describe(record(), **options)
 
 
+def test_a_notebook_shows_a_table_with_bars_and_names_as_they_are() -> None:
+    names = ("<b>code</b>", "prose", "verse")
+    shown = weights.describe(record(names=names, tokens=None))._repr_html_()
+    assert "<td>&lt;b&gt;code&lt;/b&gt;</td><td>0.5000</td>" in shown
+    assert [float(width) for width in re.findall(r"width:([\d.]+)em", shown)] == [9.0, 5.4, 3.6]
+    assert shown.count("<tr>") == 4
+    assert "prior" not in shown
+    assert "2.80 of 3" in shown
+
+
 # Differences.
 
 
@@ -498,9 +508,104 @@ def test_a_refusal_writes_nothing(
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
 
 
-@pytest.mark.parametrize("verb", ["show", "diff", "average", "constrain"])
+@pytest.mark.parametrize("verb", ["show", "diff", "average", "constrain", "plot", "card"])
 def test_every_verb_explains_its_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["weights", verb, "--help"])
     assert end.value.code == 0
     assert f"usage: doge-fast weights {verb}" in capsys.readouterr().out
+
+
+# Pictures and cards.
+
+
+def make_run(folder: Path, steps: int = 30) -> Path:
+    """What a proxy leaves, as far as it is drawn."""
+    write(folder / "weights.json", record(versions={"python": "3.12"}, tokenizer_sha256="ab" * 32))
+    (folder / "config.json").write_text('{"created": "2026-01-02T03:04:05+00:00"}')
+    for step in range(steps):
+        mean = dict(zip(NAMES, (0.4 + step / 300, 0.4 - step / 300, 0.2), strict=True))
+        records.append_metrics(folder, {"step": step, "kind": "train", "alpha_mean": mean})
+    return folder
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot_draws_the_weights_and_of_a_run_their_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "new" / f"w.{ending}"
+    text = said(capsys, "plot", run, "--out", out)
+    steps = out.with_stem("w-steps")
+    assert text.splitlines() == [f"figure: {out}", f"figure: {steps}"]
+    for file in (out, steps):
+        content = file.read_bytes()
+        assert content.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+        if ending == "svg":
+            assert all(f">{name}</text>" in content.decode() for name in NAMES)
+    if ending == "svg":
+        shown = out.read_text()
+        assert [word in shown for word in (">natural<", ">uniform<")] == [True, True]
+    several = said(capsys, "plot", run, write(tmp_path / "b.json"), "--out", out)
+    assert several.splitlines() == [f"figure: {out}"]
+
+
+def test_uniform_and_natural_are_drawn_where_all_files_agree_on_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", record((1.0,), ("x",), None))]
+    said(capsys, "plot", *files, "--out", tmp_path / "w.svg")
+    shown = (tmp_path / "w.svg").read_text()
+    assert [f">{word}<" in shown for word in ("uniform", "natural", "a.json")] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_card_holds_what_is_known_and_no_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "card"
+    words = ["card", run, "--budget-tokens", "2e7", "--out", out]
+    assert said(capsys, *words) == f"card: {out / 'README.md'}\n"
+    assert {file.name for file in out.iterdir()} == {
+        *("README.md", "weights.json", "weights.png", "weights-steps.png")
+    }
+    page = (out / "README.md").read_text()
+    assert page.startswith("---\nlibrary_name: doge_fast\n")
+    assert "| verse  | 0.2000 | 0.2000 | 0.1000 |  2.00 |    1 M |   4.00 |" in page
+    for known in (
+        *("- method: doge", "- target: all domains alike", "- steps: 300", "- seed: 0"),
+        *("- begun: 2026-01-02", "- versions: python 3.12", "- tokenizer, SHA-256: abab"),
+        *("training of 20 M tokens", "(weights-steps.png)", "doge-fast export weights.json"),
+    ):
+        assert known in page, known
+    assert str(tmp_path) not in page
+    assert records.read_weights(out) == records.read_weights(run)
+    # A card may be written again, here as its page's name; another page may not.
+    assert said(capsys, *words[:-1], out / "README.md") == f"card: {out / 'README.md'}\n"
+    (out / "README.md").write_text("# My project")
+    refused = said(capsys, *words, code=cli.EXIT_REFUSED)
+    assert "is another page. Name another with --out" in refused
+    assert (out / "README.md").read_text() == "# My project"
+
+
+def test_a_card_of_averaged_and_bounded_weights_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    averaged = weights.average(seeds(WEIGHTS, (0.4, 0.4, 0.2), model="/home/me/models/mine"))
+    content = bounds.constrain(averaged, floor={"verse": 0.25}, source="/home/me/w.json").record
+    said(capsys, "card", write(tmp_path / "w.json", content), "--out", tmp_path / "card")
+    page = (tmp_path / "card" / "README.md").read_text()
+    assert "- average: mean of 2 runs, seeds 0 and 1" in page
+    assert "- bounds: floor 0.25 of verse" in page
+    assert "- proxy model: mine" in page
+    assert "/home" not in page
+    assert "weights-steps" not in page
+
+
+def test_a_figure_of_another_kind_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plot", write(tmp_path / "w.json"), "--out", tmp_path / "w.pdf"]
+    assert "out must end in .png or .svg" in said(capsys, *words, code=cli.EXIT_REFUSED)

@@ -27,8 +27,10 @@ from doge_fast.pipeline.config.tools import (
     ProfileConfig,
     ReportConfig,
     WeightsAverageConfig,
+    WeightsCardConfig,
     WeightsConstrainConfig,
     WeightsDiffConfig,
+    WeightsPlotConfig,
     WeightsShowConfig,
 )
 
@@ -49,7 +51,9 @@ __all__ = [
     "SelectConfig",
     "TrainingConfig",
     "WeightsAverageConfig",
+    "WeightsCardConfig",
     "WeightsConstrainConfig",
     "WeightsDiffConfig",
+    "WeightsPlotConfig",
     "WeightsShowConfig",
 ]
