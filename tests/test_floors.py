@@ -44,7 +44,8 @@ FLOORS = [
     doge_fast.pipeline.sources doge_fast.pipeline.exports.mixture
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
-    doge_fast.pipeline.profile_report doge_fast.pipeline.model doge_fast.pipeline.domains \
+    doge_fast.pipeline.profile_report doge_fast.pipeline.fewshot_documents \
+        doge_fast.pipeline.model doge_fast.pipeline.domains \
         doge_fast.pipeline.records \
         doge_fast.pipeline.baselines \
         EXPORT_FAMILIES
