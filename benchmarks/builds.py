@@ -26,8 +26,8 @@ from benchmarks import cases, protocol
 from benchmarks.cases import Case
 from benchmarks.operators import checked, fastest_yardstick
 from benchmarks.problems import DTYPES, NUM_ROWS, SHAPES, Arena, coefficients
-from benchmarks.protocol import Call, Ratio
 from doge_fast._layout import CSRC_DIR
+from doge_fast.alternation import Call, Ratio, alternated, ratio_of
 from doge_fast.kernels import build, compilers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def measure(
     yardstick, num_bytes = fastest_yardstick(case)
     assert yardstick is not None
     before = protocol.cold(case.num_bytes, case.device)
-    times = protocol.alternated(
+    times = alternated(
         {**right, YARDSTICK: case.yardsticks[yardstick][0]},
         rounds=rounds,
         before=before,
@@ -96,8 +96,8 @@ def measure(
     return {
         name: Timed(
             ms=statistics.median(times[name]),
-            of_memory=protocol.ratio_of(times[YARDSTICK], times[name], case.num_bytes / num_bytes),
-            over_first=None if first is None else protocol.ratio_of(times[name], first),
+            of_memory=ratio_of(times[YARDSTICK], times[name], case.num_bytes / num_bytes),
+            over_first=None if first is None else ratio_of(times[name], first),
         )
         for name in right
     }

@@ -22,8 +22,8 @@ from benchmarks.problems import (
     coefficients,
     largest_model,
 )
-from benchmarks.protocol import Call
 from doge_fast import reference
+from doge_fast.alternation import Call
 from doge_fast.kernels import accumulate, gram, implementations, reweight, weighted_sum
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, MODULES
 from doge_fast.kernels.reweight.packing import Settings, new_settings, new_state

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks import cases, models, operators, optimizer_step, protocol, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem, coefficients
-from benchmarks.protocol import Clock
 from benchmarks.steps import Problem
+from doge_fast.alternation import Clock
 from doge_fast.kernels import accumulate, gram, implementations, weighted_sum
 from doge_fast.kernels.dispatch import chosen
 

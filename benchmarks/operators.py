@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks import cases, protocol
 from benchmarks.cases import Case
 from benchmarks.problems import DTYPES, NUM_ROWS, SHAPES, Arena
-from benchmarks.protocol import Call, Clock
+from doge_fast.alternation import Call, Clock, Ratio, alternated, ratio_of, timed_ms
 
 Row = dict[str, Any]
 
@@ -128,9 +128,7 @@ def measure(case: Case, *, rounds: int, seconds: float) -> list[Row]:
     num_calls = CALLS_PER_SAMPLE if case.is_small else 1
     rows: list[Row] = []
     for _ in range(MOST_ATTEMPTS):
-        more = protocol.alternated(
-            calls, rounds=rounds, device=case.device, before=before, seconds=seconds
-        )
+        more = alternated(calls, rounds=rounds, device=case.device, before=before, seconds=seconds)
         for name, each in more.items():
             times[name] += [ms / num_calls for ms in each]
         rows = _judged(
@@ -256,7 +254,7 @@ def _product(
 
 def _warm_ms(call: Call, device: torch.device) -> float:
     call()
-    return min(protocol.timed_ms(call, device) for _ in range(3))
+    return min(timed_ms(call, device) for _ in range(3))
 
 
 def checked(case: Case, call: Call) -> Row:
@@ -300,7 +298,7 @@ def _fastest_plain(case: Case) -> tuple[str | None, Row]:
             reason = str(failure).strip().splitlines() or [""]
             screened[name] = {"failed": f"{type(failure).__name__}: {reason[0]}"}
             continue
-        ms = protocol.timed_ms(call, case.device)
+        ms = timed_ms(call, case.device)
         screened[name] = {"ms": protocol.rounded(ms), "error": _finite(error)}
     running = [name for name, found in screened.items() if "ms" in found]
     return min(running, key=lambda name: screened[name]["ms"], default=None), screened
@@ -332,7 +330,7 @@ def _limits(
     # What the cache holds is no measure of the memory.
     if yardstick_ms is None or case.num_bytes < protocol.last_cache_bytes(case.device):
         return row
-    of_memory = protocol.ratio_of(yardstick_ms, ours_ms, case.num_bytes / yardstick_bytes)
+    of_memory = ratio_of(yardstick_ms, ours_ms, case.num_bytes / yardstick_bytes)
     row |= {
         "yardstick": yardstick,
         "yardstick_gigabytes_per_s": protocol.rounded(
@@ -345,7 +343,7 @@ def _limits(
 
 def _arithmetic(row: Row, in_products: float, ours_ms: list[float], product_ms: list[float]) -> Row:
     """The other roof, where its floor counts. `in_products`: the arithmetic, in square products."""
-    of_compute, of_bandwidth = protocol.ratio_of(product_ms, ours_ms, in_products), row["fraction"]
+    of_compute, of_bandwidth = ratio_of(product_ms, ours_ms, in_products), row["fraction"]
     floors = of_compute.ratio / of_bandwidth[0]
     if floors * RIDGE < 1:
         return {}
@@ -354,7 +352,7 @@ def _arithmetic(row: Row, in_products: float, ours_ms: list[float], product_ms: 
     return {"roof": roof, "fraction": fraction, "of_bandwidth": of_bandwidth[0]}
 
 
-def _values(ratio: protocol.Ratio) -> list[float]:
+def _values(ratio: Ratio) -> list[float]:
     return [protocol.rounded(value) for value in (ratio.ratio, ratio.low, ratio.high)]
 
 
@@ -363,7 +361,7 @@ def _comparison(
 ) -> Row:
     if plain is None or plain_ms is None:
         return {"plain_formulations": screened}
-    over = protocol.ratio_of(ours_ms, plain_ms)
+    over = ratio_of(ours_ms, plain_ms)
     return {
         "plain": plain,
         "plain_ms": protocol.rounded(over.baseline_ms),

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import memory, models, protocol, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.steps import Problem
+from doge_fast.alternation import paired
 
 # Two cores: what the tokens of a step take in seconds, and a bar at few tokens a domain.
 CPU_PROBLEMS = (
@@ -66,7 +67,7 @@ def measure(
         "tokens": problem.num_tokens,
         "gradient_error": protocol.rounded(steps.check(problem, device), 3),
     }
-    ratio = protocol.paired(
+    ratio = paired(
         steps.DogeStep(problem, device),
         steps.PlainStep(problem, device),
         pairs=pairs,

@@ -25,6 +25,7 @@ from benchmarks import memory, models, protocol, published, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.steps import LEARNING_RATE, DogeStep, PlainStep, Problem
 from doge_fast import reference
+from doge_fast.alternation import paired
 
 MU = 1.0
 CPU_PROBLEM = Problem(Shape(4, 4, 256, 4096, 128), 7, 7)
@@ -337,7 +338,7 @@ def _measured(
         del step
         step = _made(name, problem, device, checkout)
     plain = PlainStep(problem, device)
-    ratio = protocol.paired(step, plain, pairs=pairs, device=device, seconds=seconds)
+    ratio = paired(step, plain, pairs=pairs, device=device, seconds=seconds)
     return row | protocol.as_dict(ratio)
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from benchmarks import memory, models, optimizer_step, protocol, steps
 from benchmarks.models import Shape
 from benchmarks.steps import DogeStep, PlainStep, Problem
+from doge_fast.alternation import alternated, paired, ratio_of
 from doge_fast.losses import domain_losses, linear_domain_losses
 
 # Two cores; bars of the ratio to a plain step. The others show where one after another wins.
@@ -80,19 +81,15 @@ def measure_step(
     for call in calls.values():
         for _ in range(steps.WARM_UP):
             call()
-    times = protocol.alternated(calls, rounds=pairs, device=device)
+    times = alternated(calls, rounds=pairs, device=device)
     row: dict[str, Any] = {
         "problem": str(problem),
         "domains": problem.num_domains,
         "tokens_per_domain": problem.num_tokens // problem.num_domains,
         "gradient_error": protocol.rounded(error, 3),
-        "over_plain": protocol.as_dict(protocol.ratio_of(times["stacked"], times["plain"])),
-        "over_sequential": protocol.as_dict(
-            protocol.ratio_of(times["stacked"], times["sequential"])
-        ),
-        "fused_over_sequential": protocol.as_dict(
-            protocol.ratio_of(times["fused"], times["sequential"])
-        ),
+        "over_plain": protocol.as_dict(ratio_of(times["stacked"], times["plain"])),
+        "over_sequential": protocol.as_dict(ratio_of(times["stacked"], times["sequential"])),
+        "fused_over_sequential": protocol.as_dict(ratio_of(times["fused"], times["sequential"])),
         "bar": problem.bar,
     }
     if problem.bar is not None:
@@ -183,7 +180,7 @@ def measure_head(
     )
     if not error < (2**-7 if torch.device(device).type == "cuda" else 1e-5):
         raise RuntimeError(f"the gradients of the head are off by {error:.1e}; nothing is timed.")
-    ratio = protocol.paired(fused, naive, pairs=pairs, device=device)
+    ratio = paired(fused, naive, pairs=pairs, device=device)
     row: dict[str, Any] = {
         **dict(zip(("domains", "tokens", "width", "vocabulary"), sizes, strict=True)),
         "gradient_error": protocol.rounded(error, 3),

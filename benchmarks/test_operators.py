@@ -18,6 +18,7 @@ import torch
 from benchmarks import cases, protocol
 from benchmarks.cases import Case
 from benchmarks.problems import BLOCKS, DTYPES, MATRIX, NUM_ROWS, SHAPES, Arena
+from doge_fast.alternation import synchronize
 from doge_fast.kernels.dispatch import MODULES
 
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
@@ -125,11 +126,11 @@ def run(benchmark: Any, options: Any, case: Case, whose: str, which: str) -> Non
     def setup() -> None:
         if before is not None:
             before()
-        protocol.synchronize(case.device)
+        synchronize(case.device)
 
     def timed() -> None:
         call()
-        protocol.synchronize(case.device)
+        synchronize(case.device)
 
     benchmark.group = str(case)
     benchmark.extra_info |= {"bytes": case.num_bytes, "error": f"{error:.1e}"}

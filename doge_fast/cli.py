@@ -29,8 +29,10 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     SelectConfig,
     WeightsAverageConfig,
+    WeightsCardConfig,
     WeightsConstrainConfig,
     WeightsDiffConfig,
+    WeightsPlotConfig,
     WeightsShowConfig,
 )
 
@@ -257,7 +259,8 @@ def _info(config: InfoConfig) -> list[str]:
 
 
 def _profile(config: ProfileConfig) -> list[str]:
-    from doge_fast.pipeline.profiling import profile, table
+    from doge_fast.pipeline.profile_report import table
+    from doge_fast.pipeline.profiling import profile
 
     files = {"json": config.json, "trace": config.trace, "operators": config.trace_operators}
     written = [f"{name}: {path}" for name, path in files.items() if path is not None]
@@ -280,6 +283,18 @@ def _weights(verb: str) -> Callable[[Any], list[str]]:
     return run
 
 
+def _weights_plot(config: WeightsPlotConfig) -> list[str]:
+    from doge_fast.pipeline.weights_plot import plot
+
+    return plot(config)
+
+
+def _weights_card(config: WeightsCardConfig) -> list[str]:
+    from doge_fast.pipeline.weights_card import card
+
+    return card(config)
+
+
 VERBS: dict[str, Verb] = {
     "demo": Verb(DemoConfig, _demo),
     "proxy": Verb(ProxyConfig, _proxy),
@@ -293,6 +308,8 @@ VERBS: dict[str, Verb] = {
     "weights diff": Verb(WeightsDiffConfig, _weights("diff"), True, True),
     "weights average": Verb(WeightsAverageConfig, _weights("average"), True, True),
     "weights constrain": Verb(WeightsConstrainConfig, _weights("constrain"), True, True),
+    "weights plot": Verb(WeightsPlotConfig, _weights_plot, is_positional=True),
+    "weights card": Verb(WeightsCardConfig, _weights_card, is_positional=True),
     "export": Verb(ExportConfig, _export, is_quick=True),
     "info": Verb(InfoConfig, _info, is_quick=True),
     "profile": Verb(ProfileConfig, _profile),

@@ -6,13 +6,13 @@ counts the bytes read and the bytes written.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from doge_fast.alternation import Call, alternated, quartiles
 from doge_fast.kernels.operators import gram, weighted_sum
 
 # Larger than any cache; small beside the memory of anything that trains.
@@ -21,8 +21,6 @@ NUM_BYTES_ELSEWHERE = 1 << 30
 REPEATS = 9
 # torch.dot goes through BLAS, whose sizes are 32-bit.
 MAX_BLAS = 2**31
-
-Call = Callable[[], object]
 
 
 class Bandwidth(NamedTuple):
@@ -70,46 +68,27 @@ def _measured(device: torch.device, num_bytes: int, num_threads: int) -> Bandwid
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     one_R = torch.ones(1, device=device, dtype=torch.float64)
-    reads: list[Call] = [source.sum, lambda: gram(source[None])]
+    reads: dict[str, Call] = {"sum": source.sum, "gram": lambda: gram(source[None])}
     if source.numel() < MAX_BLAS:
-        reads.append(lambda: torch.dot(source, source))
-    copies: list[Call] = [
-        lambda: target.copy_(source),
-        lambda: weighted_sum(source[None], one_R, out=target),
-    ]
-    seconds = _alternated([*reads, *copies], device)
-    read = min(seconds[: len(reads)], key=statistics.median)
-    copy = min(seconds[len(reads) :], key=statistics.median)
+        reads["dot"] = lambda: torch.dot(source, source)
+    copies: dict[str, Call] = {
+        "copy": lambda: target.copy_(source),
+        "weighted_sum": lambda: weighted_sum(source[None], one_R, out=target),
+    }
+    calls = reads | copies
+    for call in calls.values():
+        call()
+    times = alternated(calls, rounds=REPEATS, device=device)
+    read = min((times[name] for name in reads), key=statistics.median)
+    copy = min((times[name] for name in copies), key=statistics.median)
     size = source.numel() * source.element_size()
     return Bandwidth(
-        read=size / statistics.median(read),
-        copy=2 * size / statistics.median(copy),
+        read=1e3 * size / statistics.median(read),
+        copy=2e3 * size / statistics.median(copy),
         spread=max(_spread(read), _spread(copy)),
     )
 
 
-def _alternated(calls: Sequence[Call], device: torch.device) -> list[list[float]]:
-    """Seconds of each call, in rounds: what else the machine does meets all alike."""
-    for call in calls:
-        call()
-    rounds = [[_timed(call, device) for call in calls] for _ in range(REPEATS)]
-    return [list(of_one) for of_one in zip(*rounds, strict=True)]
-
-
-def _timed(call: Call, device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):
-        begin.record()
-        call()
-        end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _spread(seconds: Sequence[float]) -> float:
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / middle
+def _spread(milliseconds: Sequence[float]) -> float:
+    low, high = quartiles(milliseconds)
+    return (high - low) / statistics.median(milliseconds)

@@ -12,7 +12,7 @@ FLOORS = [
     line.split()
     for line in """
     doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
-        doge_fast.tracing doge_fast.weights_file
+        doge_fast.tracing doge_fast.alternation doge_fast.weights_file doge_fast.projection
     doge_fast.kernels doge_fast.wrapper
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
@@ -44,22 +44,28 @@ FLOORS = [
     doge_fast.pipeline.sources doge_fast.pipeline.exports.blend
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
-    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model doge_fast.pipeline.domains \
-        doge_fast.pipeline.records doge_fast.pipeline.baselines \
+    doge_fast.pipeline.profile_report doge_fast.pipeline.fewshot_documents \
+        doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
+        doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.building EXPORT_FAMILIES
-    doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans
+    doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
+        doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
-    doge_fast.pipeline.reporting.statistics
+    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.weight_texts
     doge_fast.pipeline.reporting.runs
     doge_fast.pipeline.reporting.study
     doge_fast.pipeline.reporting.mixtures doge_fast.pipeline.reporting.experiment
     doge_fast.pipeline.reporting.verdicts doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.training doge_fast.pipeline.reporting.tables \
-        doge_fast.pipeline.reporting.figures doge_fast.pipeline.weights
-    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.arm_figures
+        doge_fast.pipeline.reporting.figures doge_fast.pipeline.weights \
+        doge_fast.pipeline.warm_start
+    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.arm_figures \
+        doge_fast.pipeline.bounds
     doge_fast.pipeline.reporting.kinds
     doge_fast.pipeline.reporting.findings
     STAGES
+    doge_fast.pipeline.weights_plot
+    doge_fast.pipeline.weights_card
     doge_fast.pipeline.experiments.runner doge_fast.flags
     doge_fast.cli
     doge_fast.__main__

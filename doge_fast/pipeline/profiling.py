@@ -1,9 +1,9 @@
 """What generalization estimation costs: each phase of a step against the machine's limits.
 
 A plain step and a DoGE step on the same model, random tokens and micro-batches. Their ratio comes
-from whole steps, alternated, with nobody watching; the phases from other steps, in which each
-range that the optimizer names (`doge_fast.tracing`) is timed. Bytes are the least that a phase can
-move; bandwidth is measured in the same process.
+from whole steps, alternated (`doge_fast.alternation`), with nobody observing; the phases from other
+steps, in which each phase that is named (`doge_fast.tracing`) is timed. Bytes are the least that a
+phase can move; bandwidth is measured in the same process.
 """
 
 import gc
@@ -15,27 +15,26 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 from torch.profiler import profile as operators_seen
 
-import doge_fast.combining
-import doge_fast.flat_buffer
-import doge_fast.optimizer
+from doge_fast.alternation import alternated, ratio_of, synchronize
 from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
-from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.pipeline.config import ModelConfig, ProfileConfig
-from doge_fast.pipeline.model import SIZES, build_model, load_architecture
+from doge_fast.pipeline.config import ProfileConfig
+from doge_fast.pipeline.profile_report import Phase, Profile, Span, trace_of
+from doge_fast.pipeline.profile_steps import STEPS, DogeStep, PlainStep, Traffic
+from doge_fast.tracing import observed
+from doge_fast.weights_file import plain
 
 _log = logging.getLogger(__name__)
 
@@ -44,98 +43,67 @@ SCHEMA_VERSION = 1
 MOST_THREADS = 1024
 WARM_UP = 2
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
-# Those of the family that are made for CPUs.
-SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
-SMALL = ("tiny", "mini", "small")
 
 
-class Traffic(NamedTuple):
-    """Bytes that must be read and written."""
+def profile(config: ProfileConfig) -> Profile:
+    """Measure a step, its phases and its memory.
 
-    read: int
-    written: int
+    Writes `config.json`, `config.trace` and `config.trace_operators` where they are asked for.
 
-    def seconds(self, limits: Bandwidth) -> float:
-        """The time this takes at the measured limits; what is read beside a write is a copy."""
-        copied = min(self.read, self.written)
-        seconds: float = 2 * copied / limits.copy + (self.read - copied) / limits.read
-        return seconds
-
-
-class Span(NamedTuple):
-    """One range of one step; seconds since the recording began."""
-
-    side: str
-    name: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One line of the table."""
-
-    name: str
-    milliseconds: float
-    """Median over the steps, of all its ranges in a step."""
-    share: float
-    """Of the step it was seen in."""
-    num_bytes: int
-    """The least that it can move."""
-    fraction: float
-    """Of the bandwidth that was measured: the time that those bytes must take over its own."""
+    Raises:
+        ValueError: a setting outside its range, an unknown model, a device that is not there.
+    """
+    device = _device(config)
+    _check(config)
+    with _threads(config.threads):
+        measured, formula = _of_steps(config, device)
+        if config.memory:
+            # What this process held is free again: on a GPU its children need the space.
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            measured = replace(measured, memory=_memory(config, formula, device))
+    if config.json is not None:
+        _write(config.json, {"schema_version": SCHEMA_VERSION, **asdict(measured)})
+    return measured
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Everything that was measured; `--json` writes these fields and a `schema_version`."""
-
-    settings: dict[str, Any]
-    """The fields of `ProfileConfig`, the device settled."""
-    device: str
-    threads: int
-    versions: dict[str, str]
-    implementations: dict[str, str]
-    """Of each operator."""
-    num_parameters: int
-    """Those that train."""
-    num_rows: int
-    """R, training domains and targets."""
-    row_bytes: int
-    """Of all rows, padding included."""
-    tokens: int
-    """Of a step, all rows together."""
-    plain_ms: float
-    doge_ms: float
-    """Medians of whole steps."""
-    overhead: float
-    """Median over pairs of DoGE step / plain step."""
-    overhead_low: float
-    overhead_high: float
-    """Quartiles."""
-    phases: tuple[Phase, ...]
-    """Of other DoGE steps than the timed ones; "other" is what no phase covers."""
-    read_bandwidth: float
-    copy_bandwidth: float
-    """Bytes per second; a copy counts both ways."""
-    bandwidth_spread: float
-    """How far their quartiles lie apart, over the median."""
-    memory: dict[str, int] | None = None
-    """Bytes: the peak of a `plain` and of a `doge` step, the `extra` of the latter and the
-    `formula` for it, R x N x itemsize with padding (R + 1 where one backward pass fills all rows:
-    the combined gradient); None: not measured."""
-
-
-class _Vocabulary:
-    """As much of a tokenizer as a fresh model asks for."""
-
-    eos_token_id = 0
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
+def _of_steps(config: ProfileConfig, device: torch.device) -> tuple[Profile, int]:
+    """All but the memory, and what that should be by its formula."""
+    plain_step, doge_step = PlainStep(config, device), DogeStep(config, device)
+    calls = {step.name: step for step in (plain_step, doge_step)}
+    for _ in range(WARM_UP):
+        for call in calls.values():
+            call()
+    times = alternated(calls, rounds=config.steps, device=device)
+    ratio = ratio_of(times["doge"], times["plain"])
+    spans = _spans(list(calls.values()), config.steps)
+    limits = bandwidth(device)
+    if config.trace is not None:
+        _write(config.trace, trace_of(spans))
+    if config.trace_operators is not None:
+        _write_operators(config.trace_operators, doge_step)
+    measured = Profile(
+        settings=plain(replace(config, device=str(device))),
+        device=device_name(device),
+        threads=torch.get_num_threads(),
+        versions=versions(),
+        implementations={operator: chosen(device, operator) for operator in OPERATORS},
+        num_parameters=sum(p.numel() for p in doge_step.parameters),
+        num_rows=doge_step.num_rows,
+        row_bytes=doge_step.optimizer.buffer.num_bytes,
+        tokens=doge_step.tokens.numel(),
+        plain_ms=ratio.baseline_ms,
+        doge_ms=ratio.variant_ms,
+        overhead=ratio.ratio,
+        overhead_low=ratio.low,
+        overhead_high=ratio.high,
+        phases=_phases(spans, doge_step.least_traffic(), limits),
+        read_bandwidth=limits.read,
+        copy_bandwidth=limits.copy,
+        bandwidth_spread=limits.spread,
+    )
+    return measured, doge_step.extra_bytes
 
 
 class _Clock:
@@ -158,8 +126,7 @@ class _Clock:
 
     def spans(self) -> list[Span]:
         """All ranges so far. Waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return [
             Span(side, name, self._since(start), self._since(end))
             for side, name, start, end in self._marks
@@ -178,239 +145,57 @@ class _Clock:
         return float(self._zero.elapsed_time(mark)) / 1e3
 
 
-class _Side:
-    """One of the two steps that are compared; calling it runs one."""
-
-    def __init__(self, config: ProfileConfig, device: torch.device) -> None:
-        self.config = config
-        self.device = device
-        self.model = _model(config).to(device)
-        self.inner = _inner_optimizer(config, self.model, device)
-        self.tokens = _tokens(config, self.model, device)
-        self.range: Callable[[str], Any] = lambda name: nullcontext()
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss, summed over the domains of a stacked batch."""
-        with self.range("forward"), self._autocast():
-            logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
-            # One mean per domain; all have as many sequences.
-            num_parts = self.num_rows if self.config.mode == "stacked" else 1
-            losses = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
-            )
-            return losses.view(num_parts, -1).mean(1).sum() / self.config.micro_batches
-
-    @property
-    def num_rows(self) -> int:
-        """R: training domains and targets."""
-        return self.config.domains + self.config.targets
-
-    def backward(self, loss: Tensor) -> None:
-        """Timed."""
-        with self.range("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
-
-    def _autocast(self) -> Any:
-        if self.config.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+def _spans(steps: list[PlainStep], num_rounds: int) -> list[Span]:
+    """The phases of a step of each in every round, each phase before the one that it is part of."""
+    clock = _Clock(steps[0].device)
+    with observed(clock.range):
+        for _ in range(num_rounds):
+            for step in steps:
+                clock.side = step.name
+                with clock.range("step"):
+                    step()
+    return clock.spans()
 
 
-class _Plain(_Side):
-    name = "plain"
-
-    def __call__(self) -> None:
-        if self.config.mode == "stacked":
-            for batch in self.tokens.unbind(1):
-                self.backward(self.loss(batch.flatten(0, 1)) / self.num_rows)
-        else:
-            for of_domain in self.tokens:
-                for batch in of_domain:
-                    self.backward(self.loss(batch) / self.num_rows)
-        with self.range("inner_step"):
-            self.inner.step()
-        self.inner.zero_grad()
-
-
-class _Doge(_Side):
-    name = "doge"
-
-    def __init__(self, config: ProfileConfig, device: torch.device) -> None:
-        super().__init__(config, device)
-        domains = [f"domain {i}" for i in range(config.domains)]
-        targets = {f"target {i}": 1.0 for i in range(config.targets)}
-        dtype = config.buffer_dtype
-        self.optimizer = DoGEOptimizer(
-            self.inner,
-            domains=domains,
-            target=targets or "universal",
-            # Large: the weights stay near uniform, and the step costs the same.
-            mu=1e6,
-            micro_batches=config.micro_batches,
-            buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
+def _phases(spans: list[Span], least: dict[str, Traffic], limits: Bandwidth) -> tuple[Phase, ...]:
+    """The DoGE step taken apart; medians over its steps. "other" is what no phase covers."""
+    of_steps: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, float] = defaultdict(float)
+    for span, own in _own_seconds([span for span in spans if span.side == "doge"]):
+        seconds[span.name] += own
+        if span.name == "step":
+            of_steps["step"].append(span.end - span.start)
+            of_steps["other"].append(own)
+            for name in PHASES:
+                of_steps[name].append(seconds[name])
+            seconds.clear()
+    medians = {name: statistics.median(values) for name, values in of_steps.items()}
+    return tuple(
+        Phase(
+            name=name,
+            milliseconds=1e3 * medians[name],
+            share=medians[name] / medians["step"],
+            num_bytes=sum(least.get(name, ())),
+            fraction=least[name].seconds(limits) / medians[name]
+            if name in least and medians[name] > 0
+            else 0.0,
         )
-
-    def __call__(self) -> None:
-        if self.config.mode == "stacked":
-            sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
-            for batch in self.tokens.unbind(1):
-                with self.optimizer.stacked(self.model, sizes):
-                    self.backward(self.loss(batch.flatten(0, 1)))
-        else:
-            for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
-                for batch in of_domain:
-                    with self.optimizer.domain(name):
-                        self.backward(self.loss(batch))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for name in (*PHASES, "other")
+    )
 
 
-SIDES: dict[str, type[_Plain] | type[_Doge]] = {"plain": _Plain, "doge": _Doge}
-
-
-def profile(config: ProfileConfig) -> Profile:
-    """Measure a step, its phases and its memory.
-
-    Writes `config.json`, `config.trace` and `config.trace_operators` where they are asked for.
-
-    Raises:
-        ValueError: a setting outside its range, an unknown model, a device that is not there.
+def _own_seconds(spans: list[Span]) -> Iterator[tuple[Span, float]]:
+    """Every span with the time that no span inside it takes: rows are written while a backward
+    pass runs. Spans come in the order in which they end.
     """
-    device = _device(config)
-    _check(config)
-    with _threads(config.threads):
-        measured = _of_steps(config, device)
-        if config.memory:
-            # What this process held is free again: on a GPU its children need the space.
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            measured = replace(
-                measured, memory=_memory(config, _extra_bytes(config, measured), device)
-            )
-    if config.json is not None:
-        _write(config.json, {"schema_version": SCHEMA_VERSION, **asdict(measured)})
-    return measured
-
-
-def _of_steps(config: ProfileConfig, device: torch.device) -> Profile:
-    """All but the memory."""
-    plain, doge = _Plain(config, device), _Doge(config, device)
-    pairs = _alternated(plain, doge, config.steps)
-    spans = _watched(plain, doge, config.steps)
-    limits = bandwidth(device)
-    if config.trace is not None:
-        _write(config.trace, trace_of(spans))
-    if config.trace_operators is not None:
-        _write_operators(config.trace_operators, doge)
-    ratios = [ours / theirs for theirs, ours in pairs]
-    low, high = _quartiles(ratios)
-    return Profile(
-        settings={
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(replace(config, device=str(device))).items()
-        },
-        device=device_name(device),
-        threads=torch.get_num_threads(),
-        versions=versions(),
-        implementations={operator: chosen(device, operator) for operator in OPERATORS},
-        num_parameters=_num_parameters(doge),
-        num_rows=doge.num_rows,
-        row_bytes=doge.optimizer.buffer.num_bytes,
-        tokens=doge.tokens.numel(),
-        plain_ms=1e3 * statistics.median(theirs for theirs, _ in pairs),
-        doge_ms=1e3 * statistics.median(ours for _, ours in pairs),
-        overhead=statistics.median(ratios),
-        overhead_low=low,
-        overhead_high=high,
-        phases=_phases(spans, doge, limits),
-        read_bandwidth=limits.read,
-        copy_bandwidth=limits.copy,
-        bandwidth_spread=limits.spread,
-    )
-
-
-def table(measured: Profile) -> str:
-    """The measurements as text, within 100 columns but for the names of models and devices."""
-    return "\n".join(
-        [
-            *_heading(measured),
-            "",
-            f"{'phase':<14}{'ms':>10}{'share':>9}{'least MB':>12}{'GB/s':>9}{'of bandwidth':>15}",
-            *(_line(phase) for phase in measured.phases),
-            *_footnotes(measured),
-        ]
-    )
-
-
-def _heading(measured: Profile) -> list[str]:
-    settings = measured.settings
-    threads = f"{measured.threads} threads, " if settings["device"] == "cpu" else ""
-    return [
-        f"{settings['model']}: {measured.num_parameters / 1e6:.2f}M parameters, "
-        f"{measured.num_rows} rows, {measured.tokens} tokens a step, {settings['mode']}, "
-        f"{settings['dtype']}",
-        f"{measured.device}, {threads}torch {measured.versions['torch']}",
-        f"reads {measured.read_bandwidth / 1e9:.1f} GB/s, copies "
-        f"{measured.copy_bandwidth / 1e9:.1f} GB/s (quartiles within "
-        f"{100 * measured.bandwidth_spread:.0f} %)",
-        "operators: " + ", ".join(f"{k} {v}" for k, v in measured.implementations.items()),
-    ]
-
-
-def _line(phase: Phase) -> str:
-    line = f"{phase.name:<14}{phase.milliseconds:>10.3f}{100 * phase.share:>7.1f} %"
-    if not phase.num_bytes:
-        return f"{line}{'-':>12}{'-':>9}{'-':>15}"
-    rate = phase.num_bytes / phase.milliseconds / 1e6 if phase.milliseconds else 0.0
-    least = f"{phase.num_bytes / 1e6:.1f}" if phase.num_bytes >= 5e4 else "< 0.1"
-    return f"{line}{least:>12}{rate:>9.1f}{100 * phase.fraction:>13.0f} %"
-
-
-def _footnotes(measured: Profile) -> list[str]:
-    lines = []
-    if any(phase.fraction > 1 for phase in measured.phases):
-        lines.append(
-            f"Above 100 %: some of the {measured.row_bytes / 1e6:.1f} MB of rows were still in "
-            "the caches."
-        )
-    lines += [
-        "",
-        f"DoGE step {measured.doge_ms:.1f} ms, plain step {measured.plain_ms:.1f} ms: "
-        f"{measured.overhead:.3f} [{measured.overhead_low:.3f}, {measured.overhead_high:.3f}] "
-        f"(median and quartiles of {measured.settings['steps']} pairs)",
-    ]
-    if (memory := measured.memory) is not None:
-        lines.append(
-            f"peak memory: plain {memory['plain'] / 1e6:.0f} MB, DoGE {memory['doge'] / 1e6:.0f} "
-            f"MB: {memory['extra'] / 1e6:+.1f} MB; by its formula: "
-            f"{memory['formula'] / 1e6:.1f} MB"
-        )
-    return lines
-
-
-def trace_of(spans: list[Span]) -> dict[str, Any]:
-    """A timeline in the trace event format: one track for each side, phases inside steps."""
-    tracks = {side: number for number, side in enumerate(SIDES)}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "doge_fast"}}
-    ]
-    for side, number in tracks.items():
-        track = {"ph": "M", "pid": 0, "tid": number, "name": "thread_name"}
-        events.append(track | {"args": {"name": f"{side} step"}})
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": tracks[span.side],
-                "name": span.name,
-                "cat": span.side,
-                "ts": 1e6 * span.start,
-                "dur": max(0.0, 1e6 * (span.end - span.start)),
-            }
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    ended: list[Span] = []
+    for span in spans:
+        own = span.end - span.start
+        while ended and ended[-1].start >= span.start:
+            inner = ended.pop()
+            own -= inner.end - inner.start
+        ended.append(span)
+        yield span, own
 
 
 def print_peak(side: str, settings: str) -> None:
@@ -419,7 +204,7 @@ def print_peak(side: str, settings: str) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = _device(config)
-    step = SIDES[side](config, device)
+    step = STEPS[side](config, device)
     for _ in range(WARM_UP):
         step()
     if device.type == "cuda":
@@ -434,145 +219,6 @@ def print_peak(side: str, settings: str) -> None:
     status = Path("/proc/self/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
     print(int(line.split()[1]) * 1024)
-
-
-def _alternated(plain: _Plain, doge: _Doge, num_pairs: int) -> list[tuple[float, float]]:
-    """Seconds of (plain, DoGE) steps, the order swapped from pair to pair."""
-    for _ in range(WARM_UP):
-        plain()
-        doge()
-    pairs = []
-    for number in range(num_pairs):
-        found: dict[str, float] = {}
-        for side in (plain, doge) if number % 2 else (doge, plain):
-            _synchronize(side.device)
-            start = time.perf_counter()
-            side()
-            _synchronize(side.device)
-            found[side.name] = time.perf_counter() - start
-        pairs.append((found["plain"], found["doge"]))
-    return pairs
-
-
-def _watched(plain: _Plain, doge: _Doge, num_steps: int) -> list[Span]:
-    """Ranges of as many steps of both sides."""
-    clock = _Clock(plain.device)
-    modules: tuple[Any, ...] = (
-        doge_fast.optimizer,
-        doge_fast.combining,
-        doge_fast.flat_buffer,
-    )
-    originals = [module.phase for module in modules]
-    try:
-        for module in modules:
-            module.phase = clock.range
-        for side in (plain, doge):
-            side.range = clock.range
-        for _ in range(num_steps):
-            for side in (plain, doge):
-                clock.side = side.name
-                with clock.range("step"):
-                    side()
-    finally:
-        for module, original in zip(modules, originals, strict=True):
-            module.phase = original
-        for side in (plain, doge):
-            side.range = lambda name: nullcontext()
-    return clock.spans()
-
-
-def _phases(spans: list[Span], doge: _Doge, limits: Bandwidth) -> tuple[Phase, ...]:
-    """The DoGE step taken apart; medians over its steps."""
-    steps = [span for span in spans if span.side == "doge" and span.name == "step"]
-    per_step: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        inside = [
-            span
-            for span in spans
-            if span.side == "doge" and step.start <= span.start and span.end <= step.end
-        ]
-        seconds = dict.fromkeys(PHASES, 0.0)
-        for span in inside:
-            if span.name in seconds:
-                seconds[span.name] += span.end - span.start
-        # Rows are written in the middle of a backward pass.
-        backwards = [span for span in inside if span.name == "backward"]
-        seconds["backward"] -= sum(
-            span.end - span.start
-            for span in inside
-            if span.name == "accumulate"
-            and any(b.start <= span.start and span.end <= b.end for b in backwards)
-        )
-        for name, value in seconds.items():
-            per_step[name].append(value)
-        per_step["other"].append(step.end - step.start - sum(seconds.values()))
-    whole = statistics.median(step.end - step.start for step in steps)
-    least = _least_traffic(doge)
-    found = []
-    for name in (*PHASES, "other"):
-        seconds_of = statistics.median(per_step[name])
-        traffic = least.get(name, Traffic(0, 0))
-        found.append(
-            Phase(
-                name=name,
-                milliseconds=1e3 * seconds_of,
-                share=seconds_of / whole,
-                num_bytes=sum(traffic),
-                fraction=traffic.seconds(limits) / seconds_of if seconds_of > 0 else 0.0,
-            )
-        )
-    return tuple(found)
-
-
-def _least_traffic(doge: _Doge) -> dict[str, Traffic]:
-    """What each phase cannot avoid to move, activations left aside.
-
-    Forward reads the parameters once per pass, backward reads them and writes a gradient;
-    accumulation reads a gradient and writes a row (and reads it, from the second on; stacked, the
-    backward pass does both); the Gram matrix reads all rows once, the weighted sum those of the
-    training domains; the wrapped optimizer reads gradient, parameter and state and
-    writes the latter two.
-    """
-    config, params = doge.config, [p for p in doge.model.parameters() if p.requires_grad]
-    once = sum(p.numel() * p.element_size() for p in params)
-    rows = sum(
-        block.rows_RN.numel() * block.rows_RN.element_size()
-        for block in doge.optimizer.buffer.blocks
-    )
-    state = sum(
-        value.numel() * value.element_size()
-        for of_param in doge.inner.state.values()
-        for value in of_param.values()
-        if isinstance(value, Tensor) and value.dim() > 0
-    )
-    is_stacked = config.mode == "stacked"
-    num_passes = config.micro_batches * (1 if is_stacked else doge.num_rows)
-    num_added = config.micro_batches - 1
-    gradients = once * doge.num_rows * config.micro_batches
-    square = 8 * doge.num_rows**2
-    return {
-        "forward": Traffic(once * num_passes, 0),
-        "backward": Traffic(once * num_passes + rows * num_added, rows * (1 + num_added))
-        if is_stacked
-        else Traffic(once * num_passes, once * num_passes),
-        "accumulate": Traffic(0, 0)
-        if is_stacked
-        else Traffic(gradients + rows * num_added, rows * (1 + num_added)),
-        "gram": Traffic(rows, square),
-        "reweight": Traffic(2 * square, square),
-        "weighted_sum": Traffic(rows * config.domains // doge.num_rows, once),
-        "inner_step": Traffic(2 * once + state, once + state),
-    }
-
-
-def _extra_bytes(config: ProfileConfig, measured: Profile) -> int:
-    """What a DoGE step keeps and a plain one does not.
-
-    Where one backward pass fills all rows, plain training has no gradient yet at its peak, and the
-    combined one, which lasts from step to step, counts too.
-    """
-    is_one_pass = config.mode == "stacked" or measured.num_rows * config.micro_batches == 1
-    return measured.row_bytes + is_one_pass * measured.row_bytes // measured.num_rows
 
 
 def _memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
@@ -618,69 +264,22 @@ def _peak_of(side: str, config: ProfileConfig, device: torch.device) -> int:
     return int(done.stdout.split()[-1])
 
 
-def _model(config: ProfileConfig) -> Any:
-    torch.manual_seed(0)
-    vocabulary = cast(Any, _Vocabulary(_vocab_size(config)))
-    model = build_model(
-        ModelConfig(model=config.model), vocabulary, block_size=config.sequence_length
-    )
-    # Dropout would draw numbers, other ones for each side.
-    model.train(False)
-    return model
-
-
-def _vocab_size(config: ProfileConfig) -> int:
-    if config.vocab_size is not None:
-        return config.vocab_size
-    if config.model in SIZES:
-        return SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
-    return int(load_architecture(config.model).vocab_size)
-
-
-def _inner_optimizer(
-    config: ProfileConfig, model: torch.nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
-    options = {"fused": True} if device.type == "cuda" else {}
-    optimizer: torch.optim.Optimizer = kind(model.named_parameters(), lr=1e-5, **options)
-    return optimizer
-
-
-def _tokens(config: ProfileConfig, model: Any, device: torch.device) -> Tensor:
-    """[R, micro-batches, sequences of one, L], the same for both sides."""
-    shape = (
-        config.domains + config.targets,
-        config.micro_batches,
-        config.sequences // config.micro_batches,
-        config.sequence_length,
-    )
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
-
-
-def _num_parameters(side: _Side) -> int:
-    return sum(p.numel() for p in side.model.parameters() if p.requires_grad)
+# Of what a number may be; None, where a setting may be that, is not looked at.
+_LEAST = {
+    **{"domains": 1, "targets": 0, "sequences": 1, "micro_batches": 1, "sequence_length": 2},
+    **{"steps": 1, "threads": 1, "vocab_size": 1},
+}
 
 
 def _check(config: ProfileConfig) -> None:
-    for name in ("domains", "sequences", "micro_batches", "steps"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
-    if config.targets < 0:
-        raise ValueError(f"targets must be at least 0; got {config.targets}.")
-    if config.sequence_length < 2:
-        raise ValueError(
-            f"sequence_length must be at least 2, one token to predict; got "
-            f"{config.sequence_length}."
-        )
+    for name, least in _LEAST.items():
+        if (value := getattr(config, name)) is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}.")
     if config.sequences % config.micro_batches:
         raise ValueError(
             f"micro_batches must divide the sequences of a domain; got {config.sequences} "
             f"sequences in {config.micro_batches} micro-batches."
         )
-    for name in ("threads", "vocab_size"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}.")
     if config.threads is not None and config.threads > MOST_THREADS:
         raise ValueError(f"threads must be at most {MOST_THREADS}; got {config.threads}.")
     _check_files(config)
@@ -702,31 +301,24 @@ def _check_files(config: ProfileConfig) -> None:
 
 
 def _device(config: ProfileConfig) -> torch.device:
-    if config.device == "auto":
-        return (
-            torch.device("cuda", torch.cuda.current_device()) if _has_gpu() else torch.device("cpu")
-        )
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.")
+    if device.type == "cpu":
+        return device
+    index, count = device.index, torch.cuda.device_count()
+    if (index or 0) >= count:
         raise ValueError(
-            f"device must be auto, cpu, cuda or cuda:N; got {config.device!r}."
-        ) from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {config.device!r}.")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ValueError(
-                f"device is {config.device!r}, and torch {torch.__version__} sees {count} GPUs. "
-                "Pass --device cpu."
-            )
-        return torch.device("cuda", device.index or 0)
-    return device
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
+            f"device is {name!r}, and torch {torch.__version__} sees {count} GPUs. Pass "
+            "--device cpu."
+        )
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 @contextmanager
@@ -741,34 +333,16 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _write_operators(path: Path, doge: _Doge) -> None:
+def _write_operators(path: Path, doge: DogeStep) -> None:
     """One DoGE step as torch's profiler sees it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if doge.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    doge.range = lambda name: record_function(f"doge_fast.{name}")
-    try:
-        with operators_seen(activities=activities) as seen:
-            doge()
-            _synchronize(doge.device)
-    finally:
-        doge.range = lambda name: nullcontext()
+    with operators_seen(activities=activities) as seen:
+        doge()
+        synchronize(doge.device)
     seen.export_chrome_trace(str(path))
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -17,12 +17,13 @@ import torch
 from doge_fast import defaults, generalization
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.pipeline import baselines, domains, records, training, weights
+from doge_fast.pipeline import baselines, domains, records, training
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.training import ByName, RecordedTrainer, Task
+from doge_fast.pipeline.warm_start import warm_start
 
 Target = str | dict[str, float]
 
@@ -169,7 +170,7 @@ def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
     """The weights that the run begins with and where they come from, as the records hold it."""
     if config.init_weights is None:
         return None
-    start = weights.warm_start(
+    start = warm_start(
         records.read_weights(config.init_weights),
         {name: corpus.train_tokens[name] for name in corpus.names},
         split=parse_split(config.split),

@@ -131,7 +131,7 @@ def _rendered(
     width: int,
 ) -> str:
     made = RichTable(
-        box=_RULE, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
+        box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True
     )
     made.add_column(Text(table.corner), width=first, no_wrap=True)
     for i in part:

@@ -1,22 +1,30 @@
-"""The phases of a step carry names in a profile, and cost nothing without one."""
+"""The phases of a step carry names for who observes them, and cost nothing otherwise."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from doge_fast import DoGEOptimizer
-from doge_fast.tracing import phase
+from doge_fast.tracing import observed, phase
 
 PHASES = ("accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 
 
-def test_a_profile_names_the_phases() -> None:
+def step() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    for name in "ab":
+        with optimizer.domain(name):
+            model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_profile_names_the_phases() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        for name in "ab":
-            with optimizer.domain(name):
-                model(torch.randn(4, 3)).square().mean().backward()
-        optimizer.step()
+        step()
     counts = {event.key: event.count for event in seen.key_averages()}
     for name in PHASES:
         assert counts[f"doge_fast.{name}"] == (2 if name == "accumulate" else 1)
@@ -24,3 +32,22 @@ def test_a_profile_names_the_phases() -> None:
 
 def test_nobody_looking_is_the_same_nothing() -> None:
     assert phase("gram") is phase("reweight")
+
+
+def test_an_observer_is_told_of_every_phase_until_it_leaves() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def ranges(name: str) -> Iterator[None]:
+        told.append(f"{name} begins")
+        yield
+        told.append(f"{name} ends")
+
+    with observed(ranges):
+        step()
+    expected = ["accumulate", *PHASES]
+    assert told == [f"{name} {what}" for name in expected for what in ("begins", "ends")]
+    with pytest.raises(KeyError), observed(ranges):
+        raise KeyError
+    step()
+    assert len(told) == 2 * len(expected)

@@ -1,7 +1,7 @@
 """The yardstick: a bandwidth is of the order of what one call says, and is measured once."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -35,7 +35,11 @@ def test_a_bandwidth_is_that_of_one_call(device: torch.device) -> None:
 def test_the_fastest_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds by hand: three reads, then two copies."""
     seconds = [[2.0] * 9, [1.0] * 9, [4.0] * 9, [8.0] * 4 + [4.0] + [2.0] * 4, [16.0] * 9]
-    monkeypatch.setattr(roofline, "_alternated", lambda calls, device: seconds[: len(calls)])
+
+    def alternated(calls: Mapping[str, object], **_: object) -> dict[str, list[float]]:
+        return {name: [1e3 * s for s in each] for name, each in zip(calls, seconds, strict=True)}
+
+    monkeypatch.setattr(roofline, "alternated", alternated)
     limits = bandwidth("cpu", 4096)
     assert limits.read == 4096 / 1.0
     # Read and written; quartiles 2 and 8 around 4.

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records, weights
+from doge_fast.pipeline import bounds, records, weights
+from doge_fast.pipeline.warm_start import warm_start
 
 NAMES = ("code", "prose", "verse")
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -88,6 +89,16 @@ def test_describe_refuses(options: dict[str, Any], message: str) -> None:
         weights.describe(record(), **options)
 
 
+def test_a_notebook_shows_a_table_with_bars_and_names_as_they_are() -> None:
+    names = ("<b>code</b>", "prose", "verse")
+    shown = weights.describe(record(names=names, tokens=None))._repr_html_()
+    assert "<td>&lt;b&gt;code&lt;/b&gt;</td><td>0.5000</td>" in shown
+    assert [float(width) for width in re.findall(r"width:([\d.]+)em", shown)] == [9.0, 5.4, 3.6]
+    assert shown.count("<tr>") == 4
+    assert "prior" not in shown
+    assert "2.80 of 3" in shown
+
+
 # Differences.
 
 
@@ -160,7 +171,7 @@ def test_an_average_is_of_the_same_thing() -> None:
 
 
 def test_bounds_hold_and_free_domains_keep_their_ratios() -> None:
-    found = weights.constrain(record(), floor={"verse": 0.3}, source="w.json")
+    found = bounds.constrain(record(), floor={"verse": 0.3}, source="w.json")
     moved = by_name(found.record)
     assert moved == pytest.approx({"code": 0.7 * 5 / 8, "prose": 0.7 * 3 / 8, "verse": 0.3})
     assert moved["verse"] == 0.3
@@ -179,23 +190,23 @@ def test_bounds_hold_and_free_domains_keep_their_ratios() -> None:
 
 def test_epochs_become_caps_by_the_tokens_there_are() -> None:
     # verse: 3 epochs of 1 M in 20 M are 0.15; code at most 0.9.
-    found = weights.constrain(record(), max_epochs=3, budget_tokens=2e7)
+    found = bounds.constrain(record(), max_epochs=3, budget_tokens=2e7)
     assert found.bound == {"verse": "max_epochs"}
     assert by_name(found.record)["verse"] == 0.15
     assert found.record["constraints"]["budget_tokens"] == 2e7
-    one = weights.constrain(record(), max_epochs={"code": 1}, budget_tokens=2e7)
+    one = bounds.constrain(record(), max_epochs={"code": 1}, budget_tokens=2e7)
     assert by_name(one.record)["code"] == pytest.approx(0.3)
-    more = weights.constrain(record(), max_epochs=3, budget_tokens=2e7, tokens={"verse": 1e9})
+    more = bounds.constrain(record(), max_epochs=3, budget_tokens=2e7, tokens={"verse": 1e9})
     assert more.bound == {}
     assert more.total_variation == 0
-    both = weights.constrain(record(), max_epochs=3, cap={"verse": 0.1}, budget_tokens=2e7)
+    both = bounds.constrain(record(), max_epochs=3, cap={"verse": 0.1}, budget_tokens=2e7)
     assert both.bound == {"verse": "cap"}
 
 
 def test_what_was_true_of_other_weights_is_left_out() -> None:
     averaged = weights.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
     averaged["phases"] = [{"first_step": 0, "weights": by_name(averaged)}]
-    found = weights.constrain(averaged, cap=0.4).record
+    found = bounds.constrain(averaged, cap=0.4).record
     assert "phases" not in found
     assert all("weight_std" not in entry for entry in found["domains"])
     assert found["average"]["count"] == 2
@@ -203,18 +214,18 @@ def test_what_was_true_of_other_weights_is_left_out() -> None:
 
 def test_a_zero_is_lifted_by_a_floor_alone() -> None:
     content = record((0.5, 0.5, 0.0))
-    found = weights.constrain(content, floor=0.1)
+    found = bounds.constrain(content, floor=0.1)
     assert by_name(found.record) == pytest.approx({"code": 0.45, "prose": 0.45, "verse": 0.1})
     assert found.kl == math.inf
     with pytest.raises(ValueError, match=r"0.8 of it, 0.2 is missing; verse has weight zero and"):
-        weights.constrain(content, cap=0.4)
+        bounds.constrain(content, cap=0.4)
     # What a floor lifts stays at the floor.
     with pytest.raises(ValueError, match=r"domains may take 0.9 of it, 0.1 is missing. Raise caps"):
-        weights.constrain(content, cap={"code": 0.4, "prose": 0.4}, floor={"verse": 0.1})
+        bounds.constrain(content, cap={"code": 0.4, "prose": 0.4}, floor={"verse": 0.1})
 
 
 @pytest.mark.parametrize(
-    ("bounds", "message"),
+    ("options", "message"),
     [
         ({"floor": 0.4}, "Floors must leave room .* sum to 1.2, 0.2 too much"),
         ({"cap": 0.25}, "may take 0.75 of it, 0.25 is missing. Raise caps"),
@@ -239,45 +250,43 @@ def test_a_zero_is_lifted_by_a_floor_alone() -> None:
         ({"budget_tokens": -1}, "budget_tokens must be"),
     ],
 )
-def test_constrain_refuses(bounds: dict[str, Any], message: str) -> None:
+def test_constrain_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        weights.constrain(record(), **bounds)
+        bounds.constrain(record(), **options)
 
 
 def test_epochs_need_tokens() -> None:
     content = record(tokens=None)
     with pytest.raises(ValueError, match="those of code, prose and verse are not in the file"):
-        weights.constrain(content, max_epochs=4, budget_tokens=1e7)
-    weights.constrain(content, max_epochs=4, budget_tokens=1e7, tokens=TOKENS)
+        bounds.constrain(content, max_epochs=4, budget_tokens=1e7)
+    bounds.constrain(content, max_epochs=4, budget_tokens=1e7, tokens=TOKENS)
 
 
 # Starts.
 
 
 def test_a_start_of_the_same_domains_is_the_file() -> None:
-    start = weights.warm_start(record(), {"verse": 1, "code": 2, "prose": 3})
+    start = warm_start(record(), {"verse": 1, "code": 2, "prose": 3})
     assert start.weights == pytest.approx({"verse": 0.2, "code": 0.5, "prose": 0.3})
     assert list(start.weights) == ["verse", "code", "prose"]
     assert (start.added, start.dropped, start.split) == ({}, {}, {})
 
 
 def test_kept_domains_keep_their_ratios_when_others_come_and_go() -> None:
-    start = weights.warm_start(record(), {"code": 1, "prose": 1, "table": 2})
+    start = warm_start(record(), {"code": 1, "prose": 1, "table": 2})
     assert start.weights == pytest.approx({"code": 5 / 12, "prose": 3 / 12, "table": 1 / 3})
     assert start.dropped == {"verse": 0.2}
     assert start.kept == ("code", "prose")
-    natural = weights.warm_start(
-        record(), {"code": 1, "prose": 1, "table": 2}, added_share="natural"
-    )
+    natural = warm_start(record(), {"code": 1, "prose": 1, "table": 2}, added_share="natural")
     assert natural.added == {"table": 0.5}
     assert natural.weights["code"] == pytest.approx(0.5 * 5 / 8)
-    told = weights.warm_start(record(), {"code": 1, "table": 2}, added_share="0.1")
+    told = warm_start(record(), {"code": 1, "table": 2}, added_share="0.1")
     assert told.weights == pytest.approx({"code": 0.9, "table": 0.1})
 
 
 def test_parts_share_a_split_domain_by_their_tokens() -> None:
     tokens = {"code": 1, "novels": 3, "essays": 1, "verse": 5}
-    start = weights.warm_start(record(), tokens, split={"prose": ["novels", "essays"]})
+    start = warm_start(record(), tokens, split={"prose": ["novels", "essays"]})
     assert start.weights == pytest.approx(
         {"code": 0.5, "novels": 0.225, "essays": 0.075, "verse": 0.2}
     )
@@ -285,13 +294,13 @@ def test_parts_share_a_split_domain_by_their_tokens() -> None:
     assert start.dropped == {}
     # A part may go on under the old name.
     tokens = {"code": 1, "prose": 1, "essays": 1, "verse": 5}
-    start = weights.warm_start(record(), tokens, split={"prose": ["prose", "essays"]})
+    start = warm_start(record(), tokens, split={"prose": ["prose", "essays"]})
     assert start.weights["prose"] == pytest.approx(0.15)
     assert start.kept == ("code", "verse")
 
 
 def test_a_start_sums_to_one_and_says_its_zeros() -> None:
-    start = weights.warm_start(record((0.7, 0.3, 0.0)), {"code": 1, "verse": 1, "table": 1})
+    start = warm_start(record((0.7, 0.3, 0.0)), {"code": 1, "verse": 1, "table": 1})
     assert math.fsum(start.weights.values()) == pytest.approx(1, abs=1e-15)
     assert start.zeros == ("verse",)
 
@@ -316,7 +325,7 @@ def test_a_start_sums_to_one_and_says_its_zeros() -> None:
 )
 def test_warm_start_refuses(tokens: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        weights.warm_start(record(), dict.fromkeys(tokens, 10), **options)
+        warm_start(record(), dict.fromkeys(tokens, 10), **options)
 
 
 # The command line.
@@ -329,7 +338,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> s
     if not code and "{" not in text:
         # A path is as long as it is, on a line of its own.
         lines = [line for line in text.splitlines() if not line.strip().startswith("/")]
-        assert max(map(len, lines)) <= 80, text
+        assert max(map(len, lines)) <= 100, text
     return text
 
 
@@ -379,7 +388,7 @@ def test_several_files_stand_side_by_side_by_name(
     text = said(capsys, "show", first, second, "--budget-tokens", "1e7", "--sort")
     rows = [line.split()[0] for line in text.splitlines()]
     start = rows.index("domain")
-    assert rows[start + 1 : start + 5] == ["verse", "code", "table", "prose"]
+    assert rows[start + 2 : start + 6] == ["verse", "code", "table", "prose"]
     assert ["verse", "0.2000", "0.6000"] in [line.split() for line in text.splitlines()]
     assert ["table", "0.4000"] in [line.split() for line in text.splitlines()]
     assert "Epochs in 10 M tokens:" in text
@@ -401,12 +410,12 @@ def test_no_line_is_wider_than_a_terminal(
     assert cli.main(list(map(str, ["weights", *table]))) == 0
     lines = capsys.readouterr().out.splitlines()
     lines = [line for line in lines if str(tmp_path) not in line]
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= 100
     if num_files == 1:
         assert cli.main(["weights", "constrain", *files, "--floor", "0.001"]) == 0
     else:
         assert cli.main(["weights", "average", *files]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
 def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,7 +486,10 @@ def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFi
         (["constrain", "W", "--cap", "a=1", "a=1"], "each name once; got a=1 a=1"),
         (["constrain", "W", "--out", "W"], "is what is read here. Name another"),
         (["average", "W", "V", "--out", "V"], "is what is read here. Name another"),
-        (["constrain", "W", "--out", "RUN"], "is in a run directory. Name another"),
+        (
+            ["constrain", "W", "--out", "RUN"],
+            "is in a run directory, and a record of it. Name another",
+        ),
         (["constrain", "W", "--out", "V/x.json"], "x.json cannot be written: File exists"),
     ],
 )
@@ -496,9 +508,104 @@ def test_a_refusal_writes_nothing(
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
 
 
-@pytest.mark.parametrize("verb", ["show", "diff", "average", "constrain"])
+@pytest.mark.parametrize("verb", ["show", "diff", "average", "constrain", "plot", "card"])
 def test_every_verb_explains_its_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["weights", verb, "--help"])
     assert end.value.code == 0
     assert f"usage: doge-fast weights {verb}" in capsys.readouterr().out
+
+
+# Pictures and cards.
+
+
+def make_run(folder: Path, steps: int = 30) -> Path:
+    """What a proxy leaves, as far as it is drawn."""
+    write(folder / "weights.json", record(versions={"python": "3.12"}, tokenizer_sha256="ab" * 32))
+    (folder / "config.json").write_text('{"created": "2026-01-02T03:04:05+00:00"}')
+    for step in range(steps):
+        mean = dict(zip(NAMES, (0.4 + step / 300, 0.4 - step / 300, 0.2), strict=True))
+        records.append_metrics(folder, {"step": step, "kind": "train", "alpha_mean": mean})
+    return folder
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot_draws_the_weights_and_of_a_run_their_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "new" / f"w.{ending}"
+    text = said(capsys, "plot", run, "--out", out)
+    steps = out.with_stem("w-steps")
+    assert text.splitlines() == [f"figure: {out}", f"figure: {steps}"]
+    for file in (out, steps):
+        content = file.read_bytes()
+        assert content.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+        if ending == "svg":
+            assert all(f">{name}</text>" in content.decode() for name in NAMES)
+    if ending == "svg":
+        shown = out.read_text()
+        assert [word in shown for word in (">natural<", ">uniform<")] == [True, True]
+    several = said(capsys, "plot", run, write(tmp_path / "b.json"), "--out", out)
+    assert several.splitlines() == [f"figure: {out}"]
+
+
+def test_uniform_and_natural_are_drawn_where_all_files_agree_on_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", record((1.0,), ("x",), None))]
+    said(capsys, "plot", *files, "--out", tmp_path / "w.svg")
+    shown = (tmp_path / "w.svg").read_text()
+    assert [f">{word}<" in shown for word in ("uniform", "natural", "a.json")] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_card_holds_what_is_known_and_no_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "card"
+    words = ["card", run, "--budget-tokens", "2e7", "--out", out]
+    assert said(capsys, *words) == f"card: {out / 'README.md'}\n"
+    assert {file.name for file in out.iterdir()} == {
+        *("README.md", "weights.json", "weights.png", "weights-steps.png")
+    }
+    page = (out / "README.md").read_text()
+    assert page.startswith("---\nlibrary_name: doge_fast\n")
+    assert "| verse  | 0.2000 | 0.2000 | 0.1000 |  2.00 |    1 M |   4.00 |" in page
+    for known in (
+        *("- method: doge", "- target: all domains alike", "- steps: 300", "- seed: 0"),
+        *("- begun: 2026-01-02", "- versions: python 3.12", "- tokenizer, SHA-256: abab"),
+        *("training of 20 M tokens", "(weights-steps.png)", "doge-fast export weights.json"),
+    ):
+        assert known in page, known
+    assert str(tmp_path) not in page
+    assert records.read_weights(out) == records.read_weights(run)
+    # A card may be written again, here as its page's name; another page may not.
+    assert said(capsys, *words[:-1], out / "README.md") == f"card: {out / 'README.md'}\n"
+    (out / "README.md").write_text("# My project")
+    refused = said(capsys, *words, code=cli.EXIT_REFUSED)
+    assert "is another page. Name another with --out" in refused
+    assert (out / "README.md").read_text() == "# My project"
+
+
+def test_a_card_of_averaged_and_bounded_weights_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    averaged = weights.average(seeds(WEIGHTS, (0.4, 0.4, 0.2), model="/home/me/models/mine"))
+    content = bounds.constrain(averaged, floor={"verse": 0.25}, source="/home/me/w.json").record
+    said(capsys, "card", write(tmp_path / "w.json", content), "--out", tmp_path / "card")
+    page = (tmp_path / "card" / "README.md").read_text()
+    assert "- average: mean of 2 runs, seeds 0 and 1" in page
+    assert "- bounds: floor 0.25 of verse" in page
+    assert "- proxy model: mine" in page
+    assert "/home" not in page
+    assert "weights-steps" not in page
+
+
+def test_a_figure_of_another_kind_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plot", write(tmp_path / "w.json"), "--out", tmp_path / "w.pdf"]
+    assert "out must end in .png or .svg" in said(capsys, *words, code=cli.EXIT_REFUSED)

@@ -34,8 +34,10 @@ from doge_fast.pipeline.config.tools import (
     ProfileConfig,
     ReportConfig,
     WeightsAverageConfig,
+    WeightsCardConfig,
     WeightsConstrainConfig,
     WeightsDiffConfig,
+    WeightsPlotConfig,
     WeightsShowConfig,
 )
 
@@ -63,7 +65,9 @@ __all__ = [
     "TasksConfig",
     "TrainingConfig",
     "WeightsAverageConfig",
+    "WeightsCardConfig",
     "WeightsConstrainConfig",
     "WeightsDiffConfig",
+    "WeightsPlotConfig",
     "WeightsShowConfig",
 ]

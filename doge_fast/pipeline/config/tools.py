@@ -111,6 +111,31 @@ class WeightsConstrainConfig:
 
 
 @dataclass(frozen=True)
+class WeightsPlotConfig:
+    """A figure of the weights beside natural and uniform ones; of one run, over its steps too."""
+
+    files: tuple[Path, ...]
+    """weights.json files, or run directories; several stand side by side."""
+    out: Path = Path("weights.png")
+    """The figure, .png or .svg; the weights over the steps go beside it, to NAME-steps."""
+
+
+@dataclass(frozen=True)
+class WeightsCardConfig:
+    """A page with provenance, table and figure, to put beside the weights on the Hub; nothing is
+    pushed."""
+
+    file: Path
+    """A weights.json, or a run directory."""
+    out: Path = Path("weights-card")
+    """The directory for README.md, weights.json and the figures; or its README.md."""
+    budget_tokens: float | None = None
+    """Tokens of the training the weights are for (1e11): shows the epochs of each domain in it."""
+    tokens: tuple[str, ...] = ()
+    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     """Domain weights as a training framework takes them, and back; --list: which ones."""
 

@@ -1,0 +1,229 @@
+"""The two steps that a profile compares, plain and DoGE, and the bytes that they cannot avoid.
+
+Both run the same model on the same random tokens in the same micro-batches, and name their phases
+(`doge_fast.tracing`).
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from doge_fast.kernels.roofline import Bandwidth
+from doge_fast.optimizer import DoGEOptimizer
+from doge_fast.pipeline.config import ModelConfig, ProfileConfig
+from doge_fast.pipeline.model import SIZES, build_model, load_architecture
+from doge_fast.tracing import phase
+
+# Those of the family that are made for CPUs.
+SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
+SMALL = ("tiny", "mini", "small")
+
+
+class Traffic(NamedTuple):
+    """Bytes that must be read and written."""
+
+    read: int
+    written: int
+
+    def seconds(self, limits: Bandwidth) -> float:
+        """The time this takes at the measured limits; what is read beside a write is a copy."""
+        copied = min(self.read, self.written)
+        seconds: float = 2 * copied / limits.copy + (self.read - copied) / limits.read
+        return seconds
+
+
+class PlainStep:
+    """A step of the wrapped optimizer alone; calling it runs one."""
+
+    name = "plain"
+
+    def __init__(self, config: ProfileConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.model = _model(config).to(device)
+        self.inner = _inner_optimizer(config, self.model, device)
+        self.tokens = _tokens(config, self.model).to(device)
+
+    def __call__(self) -> None:
+        """Run a step."""
+        if self.config.mode == "stacked":
+            for batch in self.tokens.unbind(1):
+                self.backward(self.loss(batch.flatten(0, 1)) / self.num_rows)
+        else:
+            for batch in self.tokens.flatten(0, 1):
+                self.backward(self.loss(batch) / self.num_rows)
+        with phase("inner_step"):
+            self.inner.step()
+        self.inner.zero_grad()
+
+    @property
+    def num_rows(self) -> int:
+        """R: training domains and targets."""
+        return self.config.domains + self.config.targets
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that train."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean next-token loss, summed over the domains of a stacked batch."""
+        with phase("forward"), self._autocast():
+            logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
+            # One mean per domain; all have as many sequences.
+            num_parts = self.num_rows if self.config.mode == "stacked" else 1
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+            )
+            return losses.view(num_parts, -1).mean(1).sum() / self.config.micro_batches
+
+    def backward(self, loss: Tensor) -> None:
+        """Under its name."""
+        with phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _autocast(self) -> Any:
+        if self.config.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+class DogeStep(PlainStep):
+    """A step of `DoGEOptimizer` around the same optimizer."""
+
+    name = "doge"
+
+    def __init__(self, config: ProfileConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        dtype = config.buffer_dtype
+        self.optimizer = DoGEOptimizer(
+            self.inner,
+            domains=[f"domain {i}" for i in range(config.domains)],
+            target={f"target {i}": 1.0 for i in range(config.targets)} or "universal",
+            # Large: the weights stay near uniform, and the step costs the same.
+            mu=1e6,
+            micro_batches=config.micro_batches,
+            buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
+        )
+
+    def __call__(self) -> None:
+        """Run a step."""
+        if self.config.mode == "stacked":
+            sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
+            for batch in self.tokens.unbind(1):
+                with self.optimizer.stacked(self.model, sizes):
+                    self.backward(self.loss(batch.flatten(0, 1)))
+        else:
+            for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
+                for batch in of_domain:
+                    with self.optimizer.domain(name):
+                        self.backward(self.loss(batch))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def extra_bytes(self) -> int:
+        """What this step keeps and a plain one does not.
+
+        Where one backward pass fills all rows, plain training has no gradient yet at its peak, and
+        the combined one, which lasts from step to step, counts too.
+        """
+        rows = self.optimizer.buffer.num_bytes
+        is_one_pass = (
+            self.config.mode == "stacked" or self.num_rows * self.config.micro_batches == 1
+        )
+        return rows + is_one_pass * rows // self.num_rows
+
+    def least_traffic(self) -> dict[str, Traffic]:
+        """What each phase cannot avoid to move, activations left aside.
+
+        Forward reads the parameters once per pass, backward reads them and writes a gradient;
+        accumulation reads a gradient and writes a row (and reads it, from the second on; stacked,
+        the backward pass does both); the Gram matrix reads all rows once, the weighted sum those of
+        the training domains; the wrapped optimizer reads gradient, parameter and state and writes
+        the latter two.
+        """
+        R, num_micro = self.num_rows, self.config.micro_batches
+        once = sum(map(_num_bytes, self.parameters))
+        rows = sum(_num_bytes(block.rows_RN) for block in self.optimizer.buffer.blocks)
+        states = (value for of_param in self.inner.state.values() for value in of_param.values())
+        state = sum(_num_bytes(v) for v in states if isinstance(v, Tensor) and v.dim() > 0)
+        # Of the rows: written by each micro-batch, read again by those after the first.
+        written, read_again = rows * num_micro, rows * (num_micro - 1)
+        if self.config.mode == "stacked":
+            forward = once * num_micro
+            backward, accumulate = Traffic(forward + read_again, written), Traffic(0, 0)
+        else:
+            forward = once * num_micro * R
+            backward, accumulate = Traffic(forward, forward), Traffic(forward + read_again, written)
+        square = 8 * R**2
+        return {
+            "forward": Traffic(forward, 0),
+            "backward": backward,
+            "accumulate": accumulate,
+            "gram": Traffic(rows, square),
+            "reweight": Traffic(2 * square, square),
+            "weighted_sum": Traffic(rows * self.config.domains // R, once),
+            "inner_step": Traffic(2 * once + state, once + state),
+        }
+
+
+STEPS = {step.name: step for step in (PlainStep, DogeStep)}
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Vocabulary:
+    """As much of a tokenizer as a fresh model asks for."""
+
+    eos_token_id = 0
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def _model(config: ProfileConfig) -> Any:
+    torch.manual_seed(0)
+    vocabulary = cast(Any, _Vocabulary(_vocab_size(config)))
+    model = build_model(
+        ModelConfig(model=config.model), vocabulary, block_size=config.sequence_length
+    )
+    # Dropout would draw numbers, other ones for each side.
+    model.train(False)
+    return model
+
+
+def _vocab_size(config: ProfileConfig) -> int:
+    if config.vocab_size is not None:
+        return config.vocab_size
+    if config.model in SIZES:
+        return SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
+    return int(load_architecture(config.model).vocab_size)
+
+
+def _inner_optimizer(
+    config: ProfileConfig, model: torch.nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
+    options = {"fused": True} if device.type == "cuda" else {}
+    optimizer: torch.optim.Optimizer = kind(model.named_parameters(), lr=1e-5, **options)
+    return optimizer
+
+
+def _tokens(config: ProfileConfig, model: Any) -> Tensor:
+    """[R, micro-batches, sequences of one, L], the same for both steps."""
+    shape = (
+        config.domains + config.targets,
+        config.micro_batches,
+        config.sequences // config.micro_batches,
+        config.sequence_length,
+    )
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, shape, generator=generator)

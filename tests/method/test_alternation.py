@@ -1,0 +1,38 @@
+"""How times are compared: who runs when, what is divided by what."""
+
+from doge_fast.alternation import MIN_ROUNDS, Clock, alternated, ratio_of
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    # The machine became twice as slow in the second half: the ratio of medians would be 1.
+    variant, baseline = [2.0, 2.0, 4.0, 4.0], [1.0, 1.0, 2.0, 2.0]
+    ratio = ratio_of(variant, baseline)
+    assert (ratio.ratio, ratio.low, ratio.high, ratio.pairs) == (2.0, 2.0, 2.0, 4)
+    assert (ratio.variant_ms, ratio.baseline_ms) == (3.0, 1.5)
+    assert ratio_of(variant, baseline, scale=0.5).ratio == 1.0
+
+
+def test_everything_runs_once_a_round_and_everyone_is_first_some_time() -> None:
+    ran: list[str] = []
+    calls = {name: lambda name=name: ran.append(name) for name in "abc"}
+    times = alternated(calls, rounds=6)
+    assert {name: len(each) for name, each in times.items()} == {"a": 6, "b": 6, "c": 6}
+    rounds = [ran[first : first + 3] for first in range(0, len(ran), 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert {each[0] for each in rounds} == {"a", "b", "c"}
+
+
+def test_what_runs_before_a_sample_is_not_timed() -> None:
+    seen: list[str] = []
+    times = alternated(
+        {"call": lambda: seen.append("call")}, rounds=3, before=lambda: seen.append("before")
+    )
+    assert seen == ["before", "call"] * 3
+    assert all(0 <= ms < 1000 for ms in times["call"])
+
+
+def test_time_ends_the_rounds_but_not_the_first_three() -> None:
+    times = alternated({"call": lambda: None}, rounds=50, seconds=0.0)
+    assert len(times["call"]) == MIN_ROUNDS
+    assert Clock(0.0).expired()
+    assert not Clock().expired()
