@@ -111,7 +111,8 @@ def comparison_verdict(study: Study, comparison: Comparison) -> Verdict:
 
 
 def _sentences(study: Study, comparison: Comparison, baseline: Arm) -> Iterator[str]:
-    rivals, aim, group = comparison.rivals, comparison.aim, comparison.group
+    aim, group = comparison.aim, comparison.group
+    rivals = sorted(comparison.rivals, key=lambda arm: arm is not comparison.focus)
     told = rivals if len(rivals) <= MOST_TOLD else [comparison.focus]
     yield from (_sentence(arm, baseline, comparison) for arm in told)
     if len(told) < len(rivals):
