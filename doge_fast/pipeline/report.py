@@ -31,7 +31,7 @@ from doge_fast.pipeline.reporting.run_tables import (
 from doge_fast.pipeline.reporting.study import Study, open_study
 from doge_fast.pipeline.reporting.verdicts import asked_of, summary_of
 from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
-from doge_fast.pipeline.tables import Table, text
+from doge_fast.pipeline.tables import Row, Table, text
 
 
 def write_report(config: ReportConfig) -> Path:
@@ -99,13 +99,22 @@ def terminal_table(runs: Sequence[Path]) -> str:
     study = open_study(runs)
     blocks = [f"{study.record['title']}\n{wrapped(study.record['question'])}"]
     for part in parts_of(study):
-        blocks += [f"{table.title}\n\n{text(table)}" for table in part.tables]
+        blocks += [f"{table.title}\n\n{text(_plain(table))}" for table in part.tables]
         for verdict in part.verdicts:
             told = (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)
             blocks.append("\n".join(map(wrapped, told)))
     blocks += [wrapped(summary_of(proxy)) for proxy in study.proxies]
     blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings_about(study, None)))
     return as_ascii("\n\n".join(block for block in blocks if block))
+
+
+def _plain(table: Table) -> Table:
+    """As a terminal shows it, so that columns are as wide as what stands in them."""
+    rows = [
+        Row(as_ascii(label), [cell._replace(text=as_ascii(cell.text)) for cell in cells], is_total)
+        for label, cells, is_total in table.rows
+    ]
+    return table._replace(rows=rows)
 
 
 def _settings(study: Study, token_budget: int | None) -> list[Table]:

@@ -68,7 +68,7 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     assert run_experiment(config)[0] == table
     assert "of the prompts were cut to fit" in " ".join(table.split())
     (runs[0] / "fewshot.json").unlink()
-    assert open_study([config.out]).missing == [runs[0].name]
+    assert open_study([config.out]).unscored == [runs[0].name]
     # The perplexities of that run are still known, and so is the other seed of its arm.
     tables = tables_of(config.out)
     assert [table.title for table in tables] == [table.title for table in whole]
@@ -83,7 +83,11 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     [
         ([0.02, 0.021, 0.019], 0.001, "DoGE beats uniform"),
         ([-0.02, -0.021, -0.019], 0.001, "DoGE loses to uniform"),
-        ([-0.02, 0.05, 0.01], 0.001, "Undecided: DoGE comes out {} points above uniform over 3 seeds"),
+        (
+            [-0.02, 0.05, 0.01],
+            0.001,
+            "Undecided: DoGE comes out {} points above uniform over 3 seeds",
+        ),
         # Seeds agree, and the documents are few.
         ([0.02, 0.02, 0.02], 0.1, "Undecided: DoGE comes out {} points above uniform over 3 seeds"),
     ],

@@ -232,7 +232,7 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) ->
     assert config.out is not None
     run = config.out / "runs" / "base-doge-seed0"
     evaluate(EvaluateConfig(run=run, blocks=1, domains=("code",), device="cpu"))
-    assert "base-doge-seed0" in open_study([config.out]).missing
+    assert "base-doge-seed0" in open_study([config.out]).unmeasured
     assert run_experiment(config)[0] == table
 
 

@@ -44,7 +44,7 @@ def warnings_about(study: Study, token_budget: int | None) -> list[str]:
 
 def _plan_warnings(study: Study) -> Iterator[str]:
     """Of an experiment: what is missing, and how much its seeds can tell."""
-    unscored = [name for name in study.missing if name not in study.unmeasured]
+    unscored = [name for name in study.unscored if name not in study.unmeasured]
     told = ((study.unmeasured, "not complete yet"), (unscored, "not scored on the tasks yet"))
     for missing, why in told:
         if missing:

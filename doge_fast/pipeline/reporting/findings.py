@@ -14,7 +14,6 @@ from doge_fast.pipeline.reporting.arms import Comparison, Curve, curves_of
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
 from doge_fast.pipeline.reporting.proxies import MOST_DRIFT, UNIVERSAL, Proxy
 from doge_fast.pipeline.reporting.run_tables import cost_table, share_saved
-from doge_fast.pipeline.reporting.statistics import stat_of
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import listed, plural
@@ -135,12 +134,8 @@ def _targets_part(study: Study, group: Json, prefix: str) -> Part:
 
 def _weights_part(study: Study, group: Json, prefix: str) -> Part:
     """The weights of the arms, beside each other and the paper's."""
-    known = {arm["label"]: study.weights(arm) for arm in group["arms"]}
-    stats = {
-        label: {name: stat_of(each[name] for each in seeds.values()) for name in _common(seeds)}
-        for label, seeds in known.items()
-        if seeds
-    }
+    found = {arm["label"]: study.weights(arm) for arm in group["arms"]}
+    stats = {label: weights for label, weights in found.items() if weights}
     if not stats:
         return Part(group["title"])
     targets = {
@@ -162,11 +157,6 @@ def _weights_part(study: Study, group: Json, prefix: str) -> Part:
         make = partial(figures.arms_weights_figure, stats, names)
         sketches.append(Sketch(f"{prefix}-weights", group["title"], about, make))
     return Part(group["title"], answer, [table], sketches)
-
-
-def _common(seeds: dict[int, dict[str, float]]) -> list[str]:
-    first, *others = seeds.values()
-    return [name for name in first if all(name in each for each in others)]
 
 
 def _cost_part(study: Study, group: Json, prefix: str) -> Part:

@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import mixtures
-from doge_fast.pipeline.reporting.arms import mean_loss
 from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.wording import count_text, listed, plural
@@ -95,6 +92,8 @@ def record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
     }
 
 
+# Columns of a table that are of weights that somebody learned or gave.
+_LEARNED = 2
 _FROM_FILE = "from a file"
 
 
@@ -112,7 +111,8 @@ def _comparison(runs: Sequence[Run], proxies: Sequence[Proxy], names: Mapping[Pa
     by_source: dict[_Source, list[Run]] = {}
     for run in runs:
         by_source.setdefault(_source(run, proxies), []).append(run)
-    labels = [source.label for source in by_source]
+    sources = sorted(by_source, key=lambda source: source.place)
+    labels = [source.label for source in sources]
     arms = [
         {
             "label": source.label if labels.count(source.label) == 1 else source.path,
@@ -120,35 +120,20 @@ def _comparison(runs: Sequence[Run], proxies: Sequence[Proxy], names: Mapping[Pa
             "runs": [names[run.path] for run in by_source[source]],
             "is_baseline": source.label == "uniform",
         }
-        for source in sorted(by_source, key=lambda source: source.place)
+        for source in sources
     ]
     first = runs[0]
-    aim = first.targets or first.domains
     return {
         "kind": "perplexity",
         "title": f"Out of domain, {listed(first.targets)}" if first.targets else "All domains",
         "about": f"{first.model} models, {count_text(first.tokens)} tokens each",
         "paper": None,
-        "aim": list(aim),
+        "aim": list(first.targets or first.domains),
         "others": list(first.domains if first.targets else ()),
-        "focus": _best(by_source, aim),
+        # What was learned for all domains by DoGE comes first; the baselines before it.
+        "focus": next((s.label for s in sources if s.place >= _LEARNED), "natural"),
         "arms": arms,
     }
-
-
-def _best(by_source: Mapping[_Source, Sequence[Run]], aim: Sequence[str]) -> str:
-    """The label whose loss is lowest, of learned and given weights where there are such."""
-    means = {
-        source: float(np.mean([mean_loss(found, aim) for found in losses]))
-        for source, runs in by_source.items()
-        if source.label != "uniform"
-        if (losses := [found for run in runs if (found := run.losses()) and {*aim} <= {*found}])
-    }
-    rank = {
-        source: (source.label == "natural", np.nan_to_num(means[source], nan=np.inf))
-        for source in means
-    }
-    return min(rank, key=lambda source: rank[source]).label if rank else ""
 
 
 def _source(run: Run, proxies: Sequence[Proxy]) -> _Source:
@@ -161,9 +146,9 @@ def _source(run: Run, proxies: Sequence[Proxy]) -> _Source:
     path = Path(weights)
     proxy = _proxy_of(path.parent if path.name == records.WEIGHTS else path, proxies)
     if proxy is not None:
-        return _Source(2, proxy.label, proxy.about)
+        return _Source(_LEARNED + proxies.index(proxy), proxy.label, proxy.about)
     label = f"{path.parent.name}/{path.name}" if path.name == records.WEIGHTS else path.name
-    return _Source(3, label, _FROM_FILE, weights)
+    return _Source(_LEARNED + len(proxies), label, _FROM_FILE, weights)
 
 
 def _proxy_of(folder: Path, proxies: Sequence[Proxy]) -> Proxy | None:

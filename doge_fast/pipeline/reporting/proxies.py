@@ -60,10 +60,8 @@ class Proxy:
     @cached_property
     def weights(self) -> dict[str, Stat]:
         """{domain: average domain weight}; empty where no run has a step."""
-        known = known_weights(self.runs).values()
-        if not known:
-            return {}
-        return {name: stat_of(weights[name] for weights in known) for name in self.domains}
+        known = known_weights(self.runs)
+        return {name: stat_of(each[name] for each in known) for name in self.domains if known}
 
     @property
     def has_steps(self) -> bool:
@@ -128,15 +126,14 @@ def _target_word(item: str, *, alone: bool) -> str:
     return word if alone or not weight else f"{word} ({weight})"
 
 
-def known_weights(runs: Sequence[Run]) -> dict[int, dict[str, float]]:
-    """{seed: weights} that runs found or used; where none is finished, their averages so far."""
-    found = {run.seed: records.weights_by_name(run.weights) for run in runs if run.weights}
-    return found or {run.seed: so_far for run in runs if (so_far := _average_so_far(run))}
-
-
-def _average_so_far(run: Run) -> dict[str, float]:
-    averages = (line["alpha_mean"] for line in reversed(run.train) if "alpha_mean" in line)
-    return to_floats(next(averages, {}))
+def known_weights(runs: Sequence[Run]) -> list[dict[str, float]]:
+    """The weights that each run found or used; where none is finished, their averages so far."""
+    found = [records.weights_by_name(run.weights) for run in runs if run.weights]
+    so_far = (
+        next((line["alpha_mean"] for line in reversed(run.train) if "alpha_mean" in line), None)
+        for run in runs
+    )
+    return found or [to_floats(average) for average in so_far if average]
 
 
 @dataclass(frozen=True)

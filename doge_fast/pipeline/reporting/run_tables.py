@@ -79,16 +79,14 @@ class Mixture(NamedTuple):
 
 
 def mixtures_of(study: Study) -> list[Mixture]:
-    """Every set of weights of loose runs that was learned or given."""
-    found = [Mixture(p.label, p.about, p.weights, p.first) for p in study.proxies if p.weights]
-    for group in study.groups:
-        if group["kind"] == "weights":
-            labels = {mixture.label for mixture in found}
-            for arm in (arm for arm in group["arms"] if arm["runs"] and arm["label"] not in labels):
-                (weights,) = study.weights(arm).values()
-                stats = {name: Stat(weight) for name, weight in weights.items()}
-                found.append(Mixture(arm["label"], arm["about"], stats, study.runs_of(arm)[0]))
-    return found
+    """Every set of weights that was learned or given."""
+    return [
+        Mixture(arm["label"], arm["about"], study.weights(arm), study.runs_of(arm)[0])
+        for group in study.groups
+        if group["kind"] == "weights"
+        for arm in group["arms"]
+        if arm["runs"]
+    ]
 
 
 def budget_of(study: Study, token_budget: int | None) -> int:

@@ -12,6 +12,8 @@ from doge_fast.pipeline.reporting.experiment import RUNS, is_scored, unmeasured,
 from doge_fast.pipeline.reporting.grouping import named, proxies_of, record_of
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights
 from doge_fast.pipeline.reporting.runs import Run, open_runs
+from doge_fast.pipeline.reporting.statistics import stat_of
+from doge_fast.pipeline.reporting.wording import Stat
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,9 @@ class Study:
         return unmeasured(self.record, self.runs) if self.is_experiment else []
 
     @cached_property
-    def missing(self) -> list[str]:
-        """Runs of the plan that are not there, not complete, or not measured as it says."""
-        if not self.is_experiment:
-            return []
-        lacking = {*self.unmeasured, *unscored(self.record, self.runs)}
-        return [name for name in self.record["runs"] if name in lacking]
+    def unscored(self) -> list[str]:
+        """Runs of the plan that have not been scored on the tasks it names."""
+        return unscored(self.record, self.runs) if self.is_experiment else []
 
     def runs_of(self, arm: Json) -> list[Run]:
         """Those of an arm that are there."""
@@ -99,9 +98,11 @@ class Study:
             for arm in group["arms"]
         }
 
-    def weights(self, arm: Json) -> dict[int, dict[str, float]]:
-        """{seed: {domain: weight}} of an arm; the group says those that no run has learned."""
-        return {0: arm["weights"]} if "weights" in arm else known_weights(self.runs_of(arm))
+    def weights(self, arm: Json) -> dict[str, Stat]:
+        """{domain: weight} of an arm over its seeds; the group says those that no run learned."""
+        seeds = [arm["weights"]] if "weights" in arm else known_weights(self.runs_of(arm))
+        names = [name for name in (seeds or [{}])[0] if all(name in each for each in seeds)]
+        return {name: stat_of(each[name] for each in seeds) for name in names}
 
 
 def is_experiment(runs: Sequence[Path]) -> bool:
