@@ -455,7 +455,7 @@ def needs(config: Any) -> Iterator[Path]:
         ((-0.02,), "Undecided: DoGE comes out 2.0 % below uniform in the one seed"),
         ((-2.0,), "Undecided: DoGE comes out 86.5 % below uniform in the one seed"),
         ((-1e-4,), "Undecided: DoGE comes out less than 0.1 % below uniform in the one seed"),
-        ((0.0, 0.0), "DoGE and uniform come out the same"),
+        ((0.0, 0.0), "Undecided: DoGE and uniform come out the same over 2 seeds"),
         ((math.nan, 0.1), "DoGE or uniform diverged"),
     ],
 )

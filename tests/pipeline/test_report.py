@@ -211,7 +211,7 @@ def losing(folder: Path, changes: Mapping[str, float]) -> list[Path]:
     ("changes", "headline"),
     [
         ({"learned": 0.1}, "Undecided: proxy comes out 10.5 % above uniform in the one seed."),
-        ({"learned": 0.0}, "proxy and uniform come out the same."),
+        ({"learned": 0.0}, "Undecided: proxy and uniform come out the same in the one seed."),
         ({"learned": -0.1}, "Undecided: proxy comes out 9.5 % below uniform in the one seed."),
         (
             {"learned": -0.1, "natural": -0.2},

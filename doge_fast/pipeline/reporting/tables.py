@@ -20,9 +20,9 @@ from doge_fast.pipeline.tables import Cell, Row, Table
 
 Columns = Mapping[str, Mapping[str, float]]
 Changes = Mapping[str, Mapping[str, Difference | None]]
-MARKS = (
+_MARKS = (
     f"Bold: better, and the {100 * CONFIDENCE:.0f} % interval over paired seeds (Student's) leaves "
-    "out zero."
+    "out zero; with a !: worse likewise."
 )
 _ONE_SEED = " One seed has no interval, so that nothing is bold."
 _ERRORS = " ±: standard error over seeds."
@@ -96,7 +96,7 @@ def perplexity_table(comparison: Comparison) -> Table:
     return Table(
         title=f"Perplexity per domain: {comparison.title}",
         note=(
-            f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss."
+            f"Held-out text{about}. {_MARKS} The average is the exponential of the mean loss."
             f"{_notes(comparison.arms)}{paper.PERPLEXITY_NOTE if columns else ''}"
         ),
         corner="domain",
@@ -137,7 +137,7 @@ def difference_table(comparison: Comparison) -> Table:
     note = "of twenty such intervals one is wrong by chance." if seeds > 1 else ""
     return Table(
         title=f"Against {baseline.label}, seed by seed: {comparison.title}",
-        note=f"Change of perplexity. {MARKS}{f' {note.capitalize()}' if note else _ONE_SEED}",
+        note=f"Change of perplexity. {_MARKS}{f' {note.capitalize()}' if note else _ONE_SEED}",
         corner="domain",
         columns=_arm_heads(rivals),
         rows=rows,
@@ -167,7 +167,7 @@ def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Js
         title="Perplexity on the target",
         note=(
             f"Held-out text of the target, against uniform without the target, or, fine-tuned, "
-            f"against uniform fine-tuned. {MARKS}"
+            f"against uniform fine-tuned. {_MARKS}"
             f"{_notes(arm for arms in rows.values() for arm in arms)}"
             f"{paper.PERPLEXITY_NOTE if columns else ''}"
         ),

@@ -67,14 +67,14 @@ def headline_of(
         return f"Undecided: {own} and {other} have no seed in common"
     if not math.isfinite(difference.mean):
         return f"{own} or {other} diverged"
-    if difference.mean == 0:
-        return f"{own} and {other} come out the same"
     if difference.is_decided:
         return f"{own} {'beats' if (difference.mean > 0) is is_accuracy else 'loses to'} {other}"
+    seeds = "in the one seed" if difference.pairs == 1 else f"over {difference.pairs} seeds"
+    if difference.mean == 0:
+        return f"Undecided: {own} and {other} come out the same {seeds}"
     size = abs(difference.mean if is_accuracy else 100 * change_of(difference)[0])
     told = f"{size:.1f}" if size >= 0.05 else "less than 0.1"
     unit = "points" if is_accuracy else "%"
-    seeds = "in the one seed" if difference.pairs == 1 else f"over {difference.pairs} seeds"
     side = "below" if difference.mean < 0 else "above"
     return f"Undecided: {own} comes out {told}\N{NO-BREAK SPACE}{unit} {side} {other} {seeds}"
 
@@ -99,7 +99,8 @@ def comparison_verdict(study: Study, comparison: Comparison) -> Verdict:
         headline = "No domain or target that this is about has been measured by every arm"
         return _unanswered(study, title, headline, evaluate)
     if baseline is None:
-        headline = "Nothing to compare with: no base model at uniform weights"
+        named = (arm["label"] for arm in comparison.group["arms"] if arm.get("is_baseline"))
+        headline = f"Nothing to compare with: no base model at {next(named, 'uniform')} weights"
         return _unanswered(study, title, headline, train)
     if not comparison.rivals:
         headline = f"Nothing to compare yet: only {baseline.label} weights have been tried"
