@@ -8,7 +8,7 @@ import numpy as np
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.statistics import Difference, paired_difference, stat_of
+from doge_fast.pipeline.reporting.statistics import NO_PAIR, Difference, paired_difference, stat_of
 from doge_fast.pipeline.reporting.wording import Stat, exp_or_inf, to_floats
 
 # The arms that experiments are about.
@@ -51,11 +51,11 @@ class Arm:
         name = max(names, key=lambda name: np.nan_to_num(found[name], nan=np.inf))
         return name, found[name]
 
-    def against(self, other: "Arm", names: Sequence[str]) -> Difference | None:
-        """Difference of the mean loss over `names`, seed by seed; None without a common seed."""
+    def against(self, other: "Arm", names: Sequence[str]) -> Difference:
+        """Difference of the mean loss over `names`, over the seeds that both have."""
         seeds = [seed for seed in self.losses if seed in other.losses]
         if not seeds:
-            return None
+            return NO_PAIR
         return paired_difference(
             [mean_loss(self.losses[seed], names) for seed in seeds],
             [mean_loss(other.losses[seed], names) for seed in seeds],

@@ -23,7 +23,6 @@ from doge_fast.pipeline.reporting.statistics import (
     Difference,
     Floats,
     change_of,
-    is_known,
     nan_mean,
 )
 from doge_fast.pipeline.reporting.wording import Stat
@@ -41,13 +40,13 @@ _DRIFT_SHOWN_FROM = 0.05
 
 
 def change_figure(
-    rows: Mapping[str, Sequence[Difference | None]], labels: Sequence[str], baseline: str
+    rows: Mapping[str, Sequence[Difference]], labels: Sequence[str], baseline: str
 ) -> Figure:
     """A mark an arm beside each label: its change of perplexity and the interval."""
     figure, axes = plot.canvas(max(2.6, 1.3 + (0.2 + 0.09 * len(rows)) * len(labels)))
     for i, (label, differences) in enumerate(rows.items()):
         shift = 0.16 * ((len(rows) - 1) / 2 - i)
-        known = [(place, found) for place, found in enumerate(differences) if is_known(found)]
+        known = [(place, found) for place, found in enumerate(differences) if found.is_known]
         if known:
             color = INK if i == 0 else MUTED
             style = {"color": color, "markerfacecolor": color if i < 2 else PAGE, "markersize": 5.5}
@@ -61,16 +60,16 @@ def change_figure(
     return figure
 
 
-def arms_figure(rows: Mapping[str, Sequence[Difference | None]], baseline: str) -> Figure:
+def arms_figure(rows: Mapping[str, Sequence[Difference]], baseline: str) -> Figure:
     """A line an arm: its average, the first of its differences, among those of the domains."""
     labels = list(rows)[::-1]
     figure, axes = plot.canvas(max(2.6, 1.0 + 0.3 * len(labels)))
     for place, label in enumerate(labels):
         average, *of_domains = rows[label]
-        each = [change_of(found)[0] for found in of_domains if is_known(found)]
+        each = [change_of(found)[0] for found in of_domains if found.is_known]
         hollow: dict[str, Any] = {"color": MUTED, "markerfacecolor": PAGE, "markersize": 4.5}
         axes.plot(each, [place] * len(each), linestyle="none", marker="o", **hollow)
-        if is_known(average):
+        if average.is_known:
             _mark(axes, [average], [place], fmt="o", color=INK, markersize=6)
     plot.name_places(axes, labels, _LONGEST_ARM)
     # Its names leave less room.

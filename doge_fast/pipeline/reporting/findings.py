@@ -108,7 +108,7 @@ def _targets_part(study: Study, group: Json, prefix: str) -> Part:
     """DoGE against uniform on each target, before and after further steps on it."""
     rows = {row["target"]: [study.arm(arm) for arm in row["arms"]] for row in group["rows"]}
     changes = verdicts.target_changes(rows)
-    if not any(found for each in changes.values() for found in each.values()):
+    if not any(found.pairs for each in changes.values() for found in each.values()):
         return Part(group["title"], [verdicts.nothing_yet(group)])
     words = ("before", "after fine-tuning on the target")
     targets = list(reversed(rows))

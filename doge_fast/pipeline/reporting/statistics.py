@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ def nan_mean(values: Floats) -> Floats:
 
 
 class Difference(NamedTuple):
-    """Mean of paired differences with its confidence interval; no interval for one pair."""
+    """Mean of paired differences with its interval: none for one pair, and no mean for none."""
 
     mean: float
     low: float | None
@@ -45,6 +45,21 @@ class Difference(NamedTuple):
     def is_decided(self) -> bool:
         """Whether the interval leaves out zero; with one pair it never does."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a pair and every value is finite."""
+        return math.isfinite(self.mean)
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether the interval says that the first is lower."""
+        return self.is_decided and self.mean < 0
+
+    @property
+    def is_higher(self) -> bool:
+        """Whether the interval says that the first is higher."""
+        return self.is_decided and self.mean > 0
 
 
 def paired_difference(
@@ -79,13 +94,13 @@ def paired_difference(
     return Difference(mean, float(interval.low), float(interval.high), len(own))
 
 
-def is_known(found: Difference | None) -> TypeGuard[Difference]:
-    """Whether there is a difference and it is finite."""
-    return found is not None and math.isfinite(found.mean)
+NO_PAIR = Difference(math.nan, None, None, 0)
 
 
 def change_text(difference: Difference) -> str:
     """A difference of losses as a change of perplexity: -2.1 % [-3.0, -1.2]."""
+    if not difference.pairs:
+        return "–"
     mean, low, high = change_of(difference)
     text = percent_text(mean)
     if difference.low is None:

@@ -19,7 +19,7 @@ from doge_fast.pipeline.reporting.wording import (
 from doge_fast.pipeline.tables import Cell, Row, Table
 
 Columns = Mapping[str, Mapping[str, float]]
-Changes = Mapping[str, Mapping[str, Difference | None]]
+Changes = Mapping[str, Mapping[str, Difference]]
 _MARKS = (
     f"Bold: better, and the {100 * CONFIDENCE:.0f} % interval over paired seeds (Student's) leaves "
     "out zero; with a !: worse likewise."
@@ -47,26 +47,15 @@ def _arm_heads(arms: Sequence[Arm]) -> list[tuple[str, str]]:
     return [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
 
 
-def is_better(difference: Difference | None) -> bool:
-    """Whether the interval says that the loss is lower."""
-    return difference is not None and difference.is_decided and difference.mean < 0
-
-
-def is_worse(difference: Difference | None) -> bool:
-    """Whether the interval says that the loss is higher."""
-    return difference is not None and difference.is_decided and difference.mean > 0
-
-
-def difference_cell(difference: Difference | None) -> Cell:
+def _difference_cell(found: Difference) -> Cell:
     """A change of perplexity, marked where its interval leaves out zero."""
-    if difference is None:
-        return Cell("–")
-    return Cell(change_text(difference), is_better(difference), is_worse(difference))
+    return Cell(change_text(found), is_strong=found.is_lower, is_warning=found.is_higher)
 
 
 def perplexity_table(comparison: Comparison) -> Table:
     """Perplexity per domain for every arm, as tab:universal_ppl; targets first."""
     aim, others, group = comparison.aim, comparison.others, comparison.group
+    baseline = comparison.baseline
     # Its averages are over its own domains.
     totals = {"average": "average", "worst case": "worst"} if paper.is_slimpajama(aim) else {}
     known = {name: paper.canonical(name) for name in aim}
@@ -74,7 +63,7 @@ def perplexity_table(comparison: Comparison) -> Table:
     columns = columns if any(name in column for column in columns.values() for name in aim) else {}
 
     def row(label: str, names: Sequence[str], *, is_total: bool = False) -> Row:
-        cells = [_perplexity_cell(arm, comparison, names) for arm in comparison.arms]
+        cells = [_perplexity_cell(arm, baseline, names) for arm in comparison.arms]
         return Row(label, cells + _paper_cells(columns, label, 2), is_total)
 
     rows = [
@@ -88,7 +77,6 @@ def perplexity_table(comparison: Comparison) -> Table:
     trained = others or aim
     worst = [Cell(perplexity_text(arm.worst(trained)[1])) for arm in comparison.arms]
     rows.append(Row("worst case", worst + _paper_cells(columns, "worst case", 2), True))
-    baseline = comparison.baseline
     if baseline is not None:
         counts = [Cell(_count_below(arm, baseline, trained)) for arm in comparison.arms]
         rows.append(Row(f"lower than {baseline.label}", counts + [Cell("")] * len(columns), True))
@@ -105,16 +93,15 @@ def perplexity_table(comparison: Comparison) -> Table:
     )
 
 
-def _perplexity_cell(arm: Arm, comparison: Comparison, names: Sequence[str]) -> Cell:
-    baseline = comparison.baseline
-    found = None if baseline is None or arm is baseline else arm.against(baseline, names)
-    return Cell(perplexity_stat(arm.perplexity(names)), is_better(found))
+def _perplexity_cell(arm: Arm, other: Arm | None, names: Sequence[str]) -> Cell:
+    """Bold where the interval says that the arm is better than the other."""
+    is_better = other is not None and arm is not other and arm.against(other, names).is_lower
+    return Cell(perplexity_stat(arm.perplexity(names)) if arm.losses else "–", is_better)
 
 
 def count_below(arm: Arm, other: Arm, names: Sequence[str]) -> int:
     """On how many of `names` the mean over common seeds is below the other's."""
-    found = [arm.against(other, [name]) for name in names]
-    return sum(each is not None and each.mean < 0 for each in found)
+    return sum(arm.against(other, [name]).mean < 0 for name in names)
 
 
 def _count_below(arm: Arm, baseline: Arm, names: Sequence[str]) -> str:
@@ -128,7 +115,7 @@ def difference_table(comparison: Comparison) -> Table:
 
     def row(label: str, names: Sequence[str], *, is_total: bool = False) -> Row:
         return Row(
-            label, [difference_cell(arm.against(baseline, names)) for arm in rivals], is_total
+            label, [_difference_cell(arm.against(baseline, names)) for arm in rivals], is_total
         )
 
     rows = [row(name, [name]) for name in (*comparison.aim, *comparison.others)]
@@ -158,8 +145,9 @@ def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Js
     lines = []
     for target, arms in rows.items():
         by_label = {arm.label: arm for arm in arms}
-        cells = [_target_cell(arm, by_label.get(arm.baseline or "uniform"), target) for arm in arms]
-        cells += [difference_cell(each[target]) for each in changes.values()]
+        against = [by_label.get(arm.baseline or "uniform") for arm in arms]
+        cells = [_perplexity_cell(arm, against[i], [target]) for i, arm in enumerate(arms)]
+        cells += [_difference_cell(each[target]) for each in changes.values()]
         lines.append(Row(target, cells + _paper_cells(columns, target, 2)))
     first = next(iter(rows.values()))
     told = {"DoGE": "DoGE against uniform", "DoGE, fine-tuned": "both fine-tuned"}
@@ -177,14 +165,6 @@ def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Js
         + _paper_heads(columns, group.get("paper")),
         rows=lines,
     )
-
-
-def _target_cell(arm: Arm, other: Arm | None, target: str) -> Cell:
-    if not arm.losses:
-        return Cell("–")
-    is_told = other is not None and other is not arm
-    found = arm.against(other, [target]) if is_told and other is not None else None
-    return Cell(perplexity_stat(arm.perplexity([target])), is_better(found))
 
 
 def weights_table(

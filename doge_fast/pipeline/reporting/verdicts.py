@@ -16,10 +16,10 @@ from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.statistics import (
     CONFIDENCE,
+    NO_PAIR,
     Difference,
     change_of,
     change_text,
-    is_known,
     paired_difference,
 )
 from doge_fast.pipeline.reporting.study import Study, open_study
@@ -27,8 +27,6 @@ from doge_fast.pipeline.reporting.tables import (
     Changes,
     accuracy_text,
     count_below,
-    is_better,
-    is_worse,
 )
 from doge_fast.pipeline.reporting.wording import (
     as_ascii,
@@ -52,9 +50,7 @@ class Verdict(NamedTuple):
     sentences: list[str]
 
 
-def headline_of(
-    own: str, other: str, difference: Difference | None, *, is_accuracy: bool = False
-) -> str:
+def headline_of(own: str, other: str, difference: Difference, *, is_accuracy: bool = False) -> str:
     """Which one is better, if the interval says so; with one seed it is undecided.
 
     Args:
@@ -63,9 +59,9 @@ def headline_of(
         difference: of losses, or of accuracies in percentage points.
         is_accuracy: which of the two; more accuracy is better.
     """
-    if difference is None:
+    if not difference.pairs:
         return f"Undecided: {own} and {other} have no seed in common"
-    if not math.isfinite(difference.mean):
+    if not difference.is_known:
         return f"{own} or {other} diverged"
     if difference.is_decided:
         return f"{own} {'beats' if (difference.mean > 0) is is_accuracy else 'loses to'} {other}"
@@ -122,8 +118,7 @@ def _sentences(study: Study, comparison: Comparison, baseline: Arm) -> Iterator[
     for own, other in group.get("pairs", []):
         if own in by_label and other in by_label:
             difference = by_label[own].against(by_label[other], aim)
-            if difference is not None:
-                yield f"{own} against {other}: average {change_text(difference)}."
+            yield f"{own} against {other}: average {change_text(difference)}."
     if len(comparison.arms) > 2:
         means = {arm.label: arm.perplexity(aim).mean for arm in comparison.arms}
         best = min(means, key=lambda label: np.nan_to_num(means[label], nan=np.inf))
@@ -140,14 +135,14 @@ def _sentences(study: Study, comparison: Comparison, baseline: Arm) -> Iterator[
 def _sentence(arm: Arm, baseline: Arm, comparison: Comparison) -> str:
     """lower on 5 of 7 domains than uniform; average 118.13 against 121.84, −3.0 % [−3.2, −2.9]."""
     aim, trained = comparison.aim, comparison.others or comparison.aim
-    if arm.against(baseline, aim) is None:
+    if not arm.against(baseline, aim).pairs:
         return f"{arm.label}: no seed in common with {baseline.label}."
     worst, mean = arm.worst(trained)
     other_worst, other_mean = baseline.worst(trained)
     each = {name: arm.against(baseline, [name]) for name in trained}
     clearly = {
-        "better": [name for name, found in each.items() if is_better(found)],
-        "worse": [name for name, found in each.items() if is_worse(found)],
+        "better": [name for name, found in each.items() if found.is_lower],
+        "worse": [name for name, found in each.items() if found.is_higher],
     }
     words = [f"{word} on {listed(names)}" for word, names in clearly.items() if names]
     where = ""
@@ -165,7 +160,6 @@ def _sentence(arm: Arm, baseline: Arm, comparison: Comparison) -> str:
 def _versus(arm: Arm, baseline: Arm, names: Sequence[str]) -> str:
     """15.81 against 16.53, −4.4 % [−5.0, −3.8] over 3 paired seeds."""
     difference = arm.against(baseline, names)
-    assert difference is not None
     own, other = (perplexity_text(each.perplexity(names).mean) for each in (arm, baseline))
     seeds = plural(difference.pairs, "paired seed")
     return f"{own} against {other}, {change_text(difference)} over {seeds}"
@@ -174,7 +168,7 @@ def _versus(arm: Arm, baseline: Arm, names: Sequence[str]) -> str:
 def _ranking(rivals: Sequence[Arm], baseline: Arm, names: Sequence[str]) -> Iterator[str]:
     """How many arms are lower, and which come out lowest and highest."""
     found = {arm.label: arm.against(baseline, names) for arm in rivals}
-    known = {label: each for label, each in found.items() if is_known(each)}
+    known = {label: each for label, each in found.items() if each.is_known}
     if not known:
         return
     order = sorted(known, key=lambda label: known[label].mean)
@@ -198,10 +192,10 @@ def target_changes(rows: Mapping[str, Sequence[Arm]]) -> Changes:
     }
 
 
-def _between(arms: Sequence[Arm], own: str, other: str, target: str) -> Difference | None:
+def _between(arms: Sequence[Arm], own: str, other: str, target: str) -> Difference:
     by_label = {arm.label: arm for arm in arms if arm.losses}
     if own not in by_label or other not in by_label:
-        return None
+        return NO_PAIR
     return by_label[own].against(by_label[other], [target])
 
 
@@ -209,31 +203,29 @@ def targets_verdict(rows: Mapping[str, Sequence[Arm]], changes: Changes) -> Verd
     """How DoGE comes out on each target."""
     sentences = []
     for own, other in TARGET_PAIRS:
-        found = {target: each for target, each in changes[own].items() if each is not None}
+        found = {target: each for target, each in changes[own].items() if each.pairs}
         if not found:
             continue
         below = sum(each.mean < 0 for each in found.values())
         told = listed(f"{target} {change_text(each)}" for target, each in found.items())
         sentence = f"{own}: lower on {below} of {len(found)} than {other}: {told}."
-        better = [target for target, each in found.items() if is_better(each)]
-        worse = [target for target, each in found.items() if is_worse(each)]
+        better = [target for target, each in found.items() if each.is_lower]
+        worse = [target for target, each in found.items() if each.is_higher]
         parts = [f"better on {listed(better)}"] if better else []
         parts += [f"worse on {listed(worse)}"] if worse else []
         sentences.append(sentence + (f" Beyond the interval: {listed(parts)}." if parts else ""))
     beaten = [
-        target
-        for target, arms in rows.items()
-        if is_better(_between(arms, "DoGE", "oracle", target))
+        target for target, arms in rows.items() if _between(arms, "DoGE", "oracle", target).is_lower
     ]
     if beaten:
         sentences.append(f"DoGE beats even the oracle, which trains on it, on {listed(beaten)}.")
-    known = {target: each for target, each in changes["DoGE"].items() if each is not None}
+    known = {target: each for target, each in changes["DoGE"].items() if each.pairs}
     if len(known) == 1:
         ((target, difference),) = known.items()
         headline = headline_of("DoGE", f"uniform on {target}", difference)
     else:
-        better = [target for target, each in known.items() if is_better(each)]
-        worse = [target for target, each in known.items() if is_worse(each)]
+        better = [target for target, each in known.items() if each.is_lower]
+        worse = [target for target, each in known.items() if each.is_higher]
         open_ = len(known) - len(better) - len(worse)
         headline = (
             f"DoGE beats uniform on {len(better)} of {len(known)} targets, loses on {len(worse)}, "
