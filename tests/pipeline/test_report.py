@@ -252,6 +252,9 @@ def test_arms_without_a_common_seed_are_shown_and_not_compared(tmp_path: Path) -
     text = words_of(tmp_path)
     assert "Undecided: natural and uniform have no seed in common." in text
     assert "24.78 22.42" in text
+    # Also where one of them has more.
+    write_base(tmp_path / "uniform-too", seed=2)
+    assert "Undecided: natural and uniform have no seed in common." in words_of(tmp_path)
 
 
 def cells(source: str, title: str) -> dict[str, list[str]]:

@@ -134,16 +134,10 @@ def curves_of(arms: Sequence[Arm], names: Sequence[str], until: float) -> dict[s
 
 
 def compared(group: Json, arms: Sequence[Arm]) -> Comparison:
-    """The arms with the seeds that all of them have.
+    """The measured arms with the seeds that all of them have, or, without such, each with its own.
 
-    Where there is no such seed, those of the arms with the most; an arm that has none of these is
-    left out, unless that were all.
+    Each difference is over the seeds of its two arms in any case.
     """
     arms = [arm for arm in arms if arm.losses]
-    most = max((len(arm.losses) for arm in arms), default=0)
-    seeds = [set(arm.losses) for arm in arms]
-    full = [each for each in seeds if len(each) == most]
-    kept = (seeds and set.intersection(*seeds)) or (full and set.intersection(*full))
-    if kept:
-        arms = [told for arm in arms if (told := arm.of_seeds(set(kept))).losses]
-    return Comparison(group, tuple(arms))
+    common = set.intersection(*(set(arm.losses) for arm in arms)) if arms else set()
+    return Comparison(group, tuple(arm.of_seeds(common) if common else arm for arm in arms))
