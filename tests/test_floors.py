@@ -51,17 +51,19 @@ FLOORS = [
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
-    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.weight_texts
-    doge_fast.pipeline.reporting.runs
+    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures \
+        doge_fast.pipeline.weight_texts
+    doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
+    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies \
+        doge_fast.pipeline.reporting.experiment
+    doge_fast.pipeline.reporting.grouping
     doge_fast.pipeline.reporting.study
-    doge_fast.pipeline.reporting.mixtures doge_fast.pipeline.reporting.experiment
-    doge_fast.pipeline.reporting.verdicts doge_fast.pipeline.reporting.plotting
-    doge_fast.pipeline.training doge_fast.pipeline.reporting.tables \
-        doge_fast.pipeline.reporting.figures doge_fast.pipeline.weights \
-        doge_fast.pipeline.warm_start
-    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.arm_figures \
-        doge_fast.pipeline.bounds
-    doge_fast.pipeline.reporting.kinds
+    doge_fast.pipeline.training doge_fast.pipeline.weights doge_fast.pipeline.warm_start \
+        doge_fast.pipeline.reporting.tables doge_fast.pipeline.reporting.run_tables \
+        doge_fast.pipeline.reporting.figures
+    doge_fast.pipeline.bounds
+    doge_fast.pipeline.reporting.cautions
+    doge_fast.pipeline.reporting.verdicts
     doge_fast.pipeline.reporting.findings
     STAGES
     doge_fast.pipeline.weights_plot

@@ -4,8 +4,9 @@ Reads run directories only, so a report can be made where the runs cannot: the r
 complete, and nothing here knows how they were computed. The page is one file that opens offline;
 its figures also lie beside it as PNG and SVG.
 
-Whichever arm wins is what the page says. A learned mixture is always set against the uniform one
-at equal tokens, model and settings; arms that differ in anything else are never in one table.
+Whichever arm wins is what the page says, and that it is undecided where the seeds' interval does
+not tell. Arms are compared at equal tokens, model and settings; those that differ in anything else
+are never in one table.
 """
 
 import json
@@ -13,43 +14,33 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ReportConfig
-from doge_fast.pipeline.reporting.experiment import RUNS, open_experiment
-from doge_fast.pipeline.reporting.figures import BASE_MODELS, Section, draw
-from doge_fast.pipeline.reporting.findings import findings_of
-from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing
-from doge_fast.pipeline.reporting.study import Study, read_study
-from doge_fast.pipeline.reporting.tables import (
+from doge_fast.pipeline.reporting.cautions import warnings_about
+from doge_fast.pipeline.reporting.findings import Part, parts_of, proxy_parts
+from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, drawing_of, style
+from doge_fast.pipeline.reporting.run_tables import (
     corpus_table,
-    perplexity_table,
+    epoch_tables,
     runs_table,
-    tables_of,
-    weights_table,
+    settings_table,
 )
-from doge_fast.pipeline.reporting.verdicts import (
-    asked_of,
-    proxy_warnings,
-    run_warnings,
-    summary_of,
-    verdict_on,
-    warnings_about,
-)
-from doge_fast.pipeline.reporting.wording import as_ascii, plural, wrapped
-from doge_fast.pipeline.tables import Cell, Row, Table, text
+from doge_fast.pipeline.reporting.study import Study, open_study
+from doge_fast.pipeline.reporting.verdicts import asked_of, summary_of
+from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
+from doge_fast.pipeline.tables import Row, Table, text
 
 
 def write_report(config: ReportConfig) -> Path:
     """Write the page for a set of runs, or for an experiment, and its figures beside it.
 
-    Reads records only. Runs that differ in nothing but their seed are one arm, shown as mean and
-    standard error; base models are compared where they saw the same number of tokens of the same
-    corpus with the same model and settings.
+    Reads records only, so it can be made of what there is while runs are still missing. Runs that
+    differ in nothing but their seed are one arm, compared with others seed by seed; base models are
+    compared where they saw the same number of tokens of the same corpus with the same model and
+    settings, or where an experiment's plan says so.
 
     Args:
         config: which runs, where to, and for which token budget epochs are told.
@@ -66,132 +57,72 @@ def write_report(config: ReportConfig) -> Path:
     """
     if config.token_budget is not None and config.token_budget < 1:
         raise ValueError(f"token_budget must be at least 1; got {config.token_budget}.")
-    if _is_experiment(config.runs):
-        return write_experiment_report(Path(config.runs[0]), config.out)
-    study = read_study(config.runs)
+    study = open_study(config.runs)
     page = config.out or _default_page(config.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
-    sections = draw(study)
-    _save_figures(sections, page.with_name(f"{page.stem}-figures"))
-    page.write_text(_render(study, sections, config.token_budget), encoding="utf-8")
-    return page
-
-
-def write_experiment_report(out: Path, page: Path | None = None) -> Path:
-    """Write the page of an experiment, and its figures beside it.
-
-    Reads records only, so it can be made of what there is while runs are still missing.
-
-    Args:
-        out: the experiment's directory.
-        page: None: report.html in that directory.
-
-    Returns:
-        The page.
-
-    Raises:
-        ValueError: it is no experiment's directory, no run has begun, or a record is not what it
-            should be; nothing has been written.
-    """
-    experiment = open_experiment(out)
-    findings = findings_of(experiment)
-    study = read_study(_told_runs(out))
-    sections = [*findings.sections, *(each for each in draw(study) if each.title != BASE_MODELS)]
-    page = page or out / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    _save_figures(sections, page.with_name(f"{page.stem}-figures"))
-    settings = experiment.record["settings"]
-    rows = [Row(name, [Cell(_setting_text(value))]) for name, value in settings.items()]
-    chosen = Table(f"Preset {experiment.record['preset']}", "", "setting", [("value", "")], rows)
+    parts = parts_of(study)
+    shown = [(part, _drawn(part)) for part in (*parts, *proxy_parts(study))]
+    _save_figures([each for _, drawings in shown for each in drawings], page)
     html = _template().render(
-        **_common(study),
-        title=findings.title,
-        lead=findings.question,
-        verdicts=findings.verdicts,
+        css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
+        title=study.record["title"],
+        lead=study.record["question"],
+        verdicts=[verdict for part in parts for verdict in part.verdicts],
+        has_base=any(run.stage == "base" for run in study.shown),
         summaries=[summary_of(proxy) for proxy in study.proxies],
-        warnings=[*findings.warnings, *run_warnings(study)],
-        asked=[
-            f"doge-fast experiment {experiment.record['name']}, preset "
-            f"{experiment.record['preset']}: {plural(len(study.runs), 'run')}.",
-            *findings.told,
+        warnings=warnings_about(study, config.token_budget),
+        asked=asked_of(study),
+        parts=[(part, drawings) for part, drawings in shown if drawings or part.tables],
+        settings=_settings(study, config.token_budget),
+        configurations=[
+            (run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in study.shown
         ],
-        sections=sections,
-        tables=findings.tables,
-        settings=[chosen, runs_table(study), corpus_table(study)],
+        versions=_versions(study),
     )
     page.write_text(html, encoding="utf-8")
     return page
 
 
-def experiment_table(out: Path) -> str:
-    """The tables and the answer of an experiment as aligned plain text, for a terminal.
-
-    Raises:
-        ValueError: as `write_experiment_report`.
-    """
-    findings = findings_of(open_experiment(out))
-    blocks = [f"{findings.title}\n{wrapped(findings.question)}"]
-    blocks += [f"{table.title}\n\n{text(table)}" for table in findings.tables]
-    blocks += [
-        "\n".join(map(wrapped, (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)))
-        for verdict in findings.verdicts
-    ]
-    proxies = read_study(_told_runs(out)).proxies
-    warnings = [*findings.warnings, *(each for proxy in proxies for each in proxy_warnings(proxy))]
-    blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings))
-    return as_ascii("\n\n".join(block for block in blocks if block))
-
-
-def _is_experiment(runs: Sequence[Path]) -> bool:
-    return len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
-
-
-def _told_runs(out: Path) -> list[Path]:
-    """The runs of an experiment that learn weights or train at them."""
-    told = [
-        path.parent
-        for path in sorted((out / RUNS).glob("*/config.json"))
-        if records.read_config(path.parent)["stage"] != "select"
-    ]
-    if not told:
-        raise ValueError(f"No run of the experiment in {out} has begun.")
-    return told
-
-
-def _setting_text(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "all"
-    return "none" if value is None else str(value)
-
-
 def terminal_table(runs: Sequence[Path]) -> str:
-    """The answer of a set of runs as aligned plain text, for a terminal.
+    """The tables and the answer of a set of runs as aligned plain text, for a terminal.
 
     Args:
         runs: run directories, or one directory that holds them or is an experiment's.
 
     Returns:
-        Per comparison a table of perplexities (* where better than uniform) and the verdict; the
-        learned weights; the warnings. ASCII but for the names.
+        The question; each group's tables (* where the interval says better, or a weight is above
+        uniform) and its answer; what proxies learned; the warnings. ASCII but for the names.
 
     Raises:
         ValueError: as `write_report`.
     """
-    if _is_experiment(runs):
-        return experiment_table(Path(runs[0]))
-    study = read_study(runs)
-    blocks = []
-    for comparison in study.comparisons:
-        verdict = verdict_on(comparison, study)
-        title = f"{comparison.title}: perplexity on held-out text, {comparison.settings}"
-        blocks.append(f"{wrapped(title)}\n\n{text(perplexity_table(comparison))}")
-        blocks.append(wrapped(" ".join((f"{verdict.headline}.", *verdict.sentences))))
-    if study.proxies:
-        table = weights_table(study)
-        blocks.append(f"{table.title}\n\n{text(table)}")
-        blocks += [wrapped(summary_of(proxy)) for proxy in study.proxies]
+    study = open_study(runs)
+    blocks = [f"{study.record['title']}\n{wrapped(study.record['question'])}"]
+    for part in parts_of(study):
+        blocks += [f"{table.title}\n\n{text(_plain(table))}" for table in part.tables]
+        for verdict in part.verdicts:
+            told = (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)
+            blocks.append("\n".join(map(wrapped, told)))
+    blocks += [wrapped(summary_of(proxy)) for proxy in study.proxies]
     blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings_about(study, None)))
     return as_ascii("\n\n".join(block for block in blocks if block))
+
+
+def _plain(table: Table) -> Table:
+    """As a terminal shows it, so that columns are as wide as what stands in them."""
+    rows = [
+        Row(as_ascii(label), [cell._replace(text=as_ascii(cell.text)) for cell in cells], is_total)
+        for label, cells, is_total in table.rows
+    ]
+    return table._replace(rows=rows)
+
+
+def _settings(study: Study, token_budget: int | None) -> list[Table]:
+    """What was set and what text there was."""
+    tables = [runs_table(study), corpus_table(study)]
+    if study.is_experiment:
+        return [settings_table(study.record), *tables]
+    return [*epoch_tables(study, token_budget), *tables]
 
 
 def _default_page(runs: Sequence[Path]) -> Path:
@@ -201,12 +132,17 @@ def _default_page(runs: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([Path(run).resolve().parent for run in runs])) / "report.html"
 
 
-def _save_figures(sections: Sequence[Section], folder: Path) -> None:
+def _drawn(part: Part) -> list[Drawing]:
+    with style():
+        return [drawing_of(s.name, s.title, s.caption, s.make()) for s in part.sketches]
+
+
+def _save_figures(drawings: Sequence[Drawing], page: Path) -> None:
+    folder = page.with_name(f"{page.stem}-figures")
     folder.mkdir(exist_ok=True)
-    for section in sections:
-        for drawing in section.drawings:
-            (folder / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
-            (folder / f"{drawing.name}.png").write_bytes(drawing.png)
+    for drawing in drawings:
+        (folder / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
+        (folder / f"{drawing.name}.png").write_bytes(drawing.png)
 
 
 def _inline(drawing: Drawing) -> Markup:
@@ -226,22 +162,6 @@ def _inline(drawing: Drawing) -> Markup:
     return Markup(f'{head} role="img" aria-label="{label}">{body}')
 
 
-def _render(study: Study, sections: Sequence[Section], token_budget: int | None) -> str:
-    return _template().render(
-        **_common(study),
-        title="Domain weights",
-        lead=f"{plural(sum(len(proxy.runs) for proxy in study.proxies), 'proxy run')}, "
-        f"{plural(len(study.bases), 'base model')}",
-        verdicts=[verdict_on(comparison, study) for comparison in study.comparisons],
-        summaries=[summary_of(proxy) for proxy in study.proxies],
-        warnings=warnings_about(study, token_budget),
-        asked=asked_of(study),
-        sections=sections,
-        tables=tables_of(study, token_budget),
-        settings=[runs_table(study), corpus_table(study)],
-    )
-
-
 def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -254,22 +174,10 @@ def _template() -> Template:
     return environment.get_template("report.html")
 
 
-def _common(study: Study) -> dict[str, Any]:
-    """What every page holds."""
-    css = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    return {
-        "css": Markup(css),
-        "configurations": [
-            (run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in study.runs
-        ],
-        "versions": _versions(study),
-    }
-
-
 def _versions(study: Study) -> list[str]:
     """Every set of versions that runs were made with."""
     lines = [
         ", ".join(f"{name} {version}" for name, version in run.versions.items())
-        for run in study.runs
+        for run in study.shown
     ]
     return list(dict.fromkeys(line for line in lines if line))

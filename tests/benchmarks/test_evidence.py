@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from benchmarks import evidence
 from doge_fast import cli
-from doge_fast.pipeline.report import experiment_table
+from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.runs import open_runs
 from tests.pages import ROOT, blocks_of
 from tests.pipeline.written_runs import write_experiment
@@ -29,7 +29,7 @@ def test_the_kept_records_make_the_same_tables_and_the_page(
     capsys.readouterr()
     assert cli.main(["report", "--runs", str(again)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(experiment_table(experiment))
+    assert printed.startswith(terminal_table([experiment]))
     assert printed.endswith(f"report: {again / 'report.html'}\n")
     assert "DoGE beats uniform" in (again / "report.html").read_text(encoding="utf-8")
 
@@ -51,7 +51,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found = {}
     for file in sorted((ROOT / "benchmarks" / "results").glob("evidence-*.json")):
         record = json.loads(file.read_text(encoding="utf-8"))
-        found[file.stem] = experiment_table(evidence.unpack(record, folder / file.stem))
+        found[file.stem] = terminal_table([evidence.unpack(record, folder / file.stem)])
     return found
 
 

@@ -12,8 +12,9 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewsh
 from doge_fast.pipeline import fewshot, records, training
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments.runner import run_experiment
-from doge_fast.pipeline.reporting.experiment import open_experiment
-from doge_fast.pipeline.reporting.findings import findings_of
+from doge_fast.pipeline.reporting.findings import parts_of
+from doge_fast.pipeline.reporting.study import open_study
+from doge_fast.pipeline.tables import Table
 from tests.pipeline.task_documents import write_documents
 from tests.pipeline.written_runs import write_experiment
 
@@ -23,6 +24,10 @@ TASKS = ("copa", "wic")
 @pytest.fixture(scope="module")
 def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("tasks"), *TASKS)
+
+
+def tables_of(folder: Path) -> list[Table]:
+    return [table for part in parts_of(open_study([folder])) for table in part.tables]
 
 
 def refused(*args: Any, **kwargs: Any) -> None:
@@ -50,7 +55,7 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     assert all(word in table for word in ("copa", "wic", "chance", "50.0"))
     assert "of 2 tasks, over 2 paired seeds" in " ".join(table.split())
     assert "Tasks:" in Path(page.removeprefix("report: ")).read_text(encoding="utf-8")
-    whole = findings_of(open_experiment(config.out)).tables
+    whole = tables_of(config.out)
     monkeypatch.setattr(fewshot, "few_shot", refused)
     assert run_experiment(config)[0] == table
     # Other documents are another question.
@@ -63,9 +68,9 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     assert run_experiment(config)[0] == table
     assert "of the prompts were cut to fit" in " ".join(table.split())
     (runs[0] / "fewshot.json").unlink()
-    assert open_experiment(config.out).missing == [runs[0].name]
+    assert open_study([config.out]).unscored == [runs[0].name]
     # The perplexities of that run are still known, and so is the other seed of its arm.
-    tables = findings_of(open_experiment(config.out)).tables
+    tables = tables_of(config.out)
     assert [table.title for table in tables] == [table.title for table in whole]
     told = [table == other for table, other in zip(tables, whole, strict=True)]
     assert [table.title for table, same in zip(tables, told, strict=True) if not same] == [
@@ -78,9 +83,13 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     [
         ([0.02, 0.021, 0.019], 0.001, "DoGE beats uniform"),
         ([-0.02, -0.021, -0.019], 0.001, "DoGE loses to uniform"),
-        ([-0.02, 0.05, 0.01], 0.001, "DoGE comes out above uniform on average, which 3 seeds"),
+        (
+            [-0.02, 0.05, 0.01],
+            0.001,
+            "Undecided: DoGE comes out {} points above uniform over 3 seeds",
+        ),
         # Seeds agree, and the documents are few.
-        ([0.02, 0.02, 0.02], 0.1, "DoGE comes out above uniform on average, which 3 seeds"),
+        ([0.02, 0.02, 0.02], 0.1, "Undecided: DoGE comes out {} points above uniform over 3 seeds"),
     ],
 )
 def test_more_right_answers_are_better(
@@ -101,9 +110,9 @@ def test_more_right_answers_are_better(
             setting = {"shots": 2, "fewshot_seed": 0, "positions": 32}
             told = records.few_shot(step=1, tasks={"copa": score}, setting=setting)
             records.write_few_shot(tmp_path / "runs" / f"{name}-seed{seed}", told)
-    verdict = findings_of(open_experiment(tmp_path)).verdicts[-1]
-    assert verdict.headline.startswith(headline)
+    verdict = parts_of(open_study([tmp_path]))[-1].verdicts[-1]
     mean = 100 * sum(gains) / len(gains)
+    assert verdict.headline.replace("\N{NO-BREAK SPACE}", " ") == headline.format(f"{mean:.1f}")
     assert f"DoGE: {mean:+.1f} points [".replace("-", "−") in verdict.sentences[0]
     spread = math.hypot(10 / math.sqrt(3), 100 * error)
     told = f"uniform answers 60.0 ± {spread:.1f} % rightly, guessing 50.0 %."

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import records, report, training
+from doge_fast.pipeline import records, report, tables, training
 from doge_fast.pipeline.config import (
     BaseConfig,
     EvaluateConfig,
     ExperimentConfig,
     ProxyConfig,
+    ReportConfig,
 )
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import presets, runner
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
-from doge_fast.pipeline.reporting import study
-from doge_fast.pipeline.reporting.arm_figures import arms_figure, extremes
-from doge_fast.pipeline.reporting.experiment import Measured, open_experiment
-from doge_fast.pipeline.reporting.findings import findings_of
-from doge_fast.pipeline.reporting.kinds import perplexity
+from doge_fast.pipeline.reporting.arms import Arm, compared
+from doge_fast.pipeline.reporting.figures import arms_figure, extremes
+from doge_fast.pipeline.reporting.findings import parts_of
 from doge_fast.pipeline.reporting.statistics import Difference
-from doge_fast.pipeline.tables import PIPE_WIDTH
+from doge_fast.pipeline.reporting.study import Study, open_study
+from doge_fast.pipeline.reporting.verdicts import Verdict, comparison_verdict
 from tests.pipeline.written_runs import write_experiment
 
 Make = Callable[..., ExperimentConfig]
@@ -69,10 +69,10 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     for column in ("uniform", "natural", "DoGE", "DoReMi, 4 steps", "DoReMi, 6 steps"):
         assert column in table
     assert "over 2 paired seeds" in table
-    assert max(map(len, table.splitlines())) <= PIPE_WIDTH
+    assert max(map(len, table.splitlines())) <= tables.PIPE_WIDTH
     source = (config.out / "report.html").read_text(encoding="utf-8")
     assert "What learning the weights costs" in source
-    assert list((config.out / "report-figures").glob("experiment-1-change.*"))
+    assert list((config.out / "report-figures").glob("group-1-change.*"))
     # Arms of a seed begin alike: the same numbers, the same first loss on the same blocks.
     first = {
         name: records.read_metrics(config.out / "runs" / name, kind="eval")[0]
@@ -226,27 +226,28 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) ->
     assert config.out is not None
     run = config.out / "runs" / "base-doge-seed0"
     evaluate(EvaluateConfig(run=run, blocks=1, domains=("code",), device="cpu"))
-    assert "base-doge-seed0" in open_experiment(config.out).missing
+    assert "base-doge-seed0" in open_study([config.out]).unmeasured
     assert run_experiment(config)[0] == table
 
 
 def test_of_many_arms_the_answer_names_the_best_and_the_worst() -> None:
     losses = {"uniform": 3.0} | {f"DoGE {i}": 3.0 + (i - 2) / 100 for i in range(9)}
     arms = [
-        Measured(label, "", {0: {"a": loss, "b": loss}}, [], label == "uniform", None)
+        Arm(label, "", {}, {0: {"a": loss, "b": loss}}, label == "uniform")
         for label, loss in losses.items()
     ]
-    group = {"title": "Base models"}
-    verdict = perplexity._verdict(arms, arms[0], ["a", "b"], group)
-    assert verdict.sentences[0].startswith("DoGE 0: better on 2 of 2 than uniform")
+    group = {"title": "Base models", "aim": ["a", "b"]}
+    record = Study({"groups": [group]}, {}, (), Path())
+    verdict = comparison_verdict(record, compared(group, arms))
     told = [sentence.replace("\N{NO-BREAK SPACE}", " ") for sentence in verdict.sentences]
+    assert told[0].startswith("DoGE 0: lower on 2 of 2 domains than uniform")
     assert told[1:3] == [
         "2 of 9 arms below uniform on average.",
         "Lowest: DoGE 0: −2.0 %; DoGE 1: −1.0 %; DoGE 2: +0.0 %. "
         "Highest: DoGE 8: +6.2 %; DoGE 7: +5.1 %; DoGE 6: +4.1 %.",
     ]
-    few = perplexity._verdict(arms[:6], arms[0], ["a", "b"], group)
-    assert sum("better on" in sentence for sentence in few.sentences) == 5
+    few = comparison_verdict(record, compared(group, arms[:6]))
+    assert sum("lower on" in sentence for sentence in few.sentences) == 5
 
 
 def test_many_arms_have_a_line_each_and_the_extreme_curves() -> None:
@@ -284,25 +285,32 @@ def test_a_mu_that_is_none_is_refused_before_anything_is_trained(
     [
         ((-0.02, -0.021, -0.019), "DoGE beats uniform"),
         ((0.02, 0.021, 0.019), "DoGE loses to uniform"),
-        ((0.02, -0.03, 0.001), "DoGE comes out below uniform on average, which 3 seeds cannot"),
-        ((-0.02,), "DoGE comes out below uniform in the one seed, which one seed cannot"),
-        ((0.0, 0.0), "DoGE and uniform come out the same"),
+        ((0.02, -0.03, 0.001), "Undecided: DoGE comes out 0.3 % below uniform over 3 seeds"),
+        ((0.02, 0.021, 0.001), "Undecided: DoGE comes out 1.4 % above uniform over 3 seeds"),
+        ((-0.02,), "Undecided: DoGE comes out 2.0 % below uniform in the one seed"),
+        ((-2.0,), "Undecided: DoGE comes out 86.5 % below uniform in the one seed"),
+        ((-1e-4,), "Undecided: DoGE comes out less than 0.1 % below uniform in the one seed"),
+        ((0.0, 0.0), "Undecided: DoGE and uniform come out the same over 2 seeds"),
         ((math.nan, 0.1), "DoGE or uniform diverged"),
     ],
 )
 def test_the_headline_is_whoever_wins_as_far_as_seeds_tell(
     tmp_path: Path, changes: Sequence[float], headline: str
 ) -> None:
-    found = findings_of(open_experiment(write_experiment(tmp_path / "e", changes)))
-    assert found.verdicts[0].headline.startswith(headline)
+    verdict = verdict_of(write_experiment(tmp_path / "e", changes))
+    assert verdict.headline.replace("\N{NO-BREAK SPACE}", " ") == headline
+
+
+def verdict_of(folder: Path) -> Verdict:
+    return parts_of(open_study([folder]))[0].verdicts[0]
 
 
 def test_the_sentence_gives_the_paired_interval(tmp_path: Path) -> None:
     out = write_experiment(tmp_path / "e", (-0.02, -0.03, -0.025))
-    found = findings_of(open_experiment(out))
-    (sentence, *_) = found.verdicts[0].sentences
+    (sentence, *_) = verdict_of(out).sentences
     # The seeds' own spread, a hundred times as large, is not in it.
-    assert "better on 7 of 7 than uniform; average −2.5\N{NO-BREAK SPACE}% [−3.7, −1.3]" in sentence
+    assert "lower on 7 of 7 domains than uniform; average" in sentence
+    assert ", −2.5\N{NO-BREAK SPACE}% [−3.7, −1.3] over 3 paired seeds" in sentence
     assert "over 3 paired seeds" in sentence
 
 
@@ -311,7 +319,7 @@ def test_a_page_of_unfinished_runs_says_so(tmp_path: Path) -> None:
     record = json.loads((out / "experiment.json").read_text())
     record["runs"].append("doge-seed2")
     (out / "experiment.json").write_text(json.dumps(record))
-    page = report.write_experiment_report(out)
+    page = report.write_report(ReportConfig(runs=(out,)))
     assert "1 run of 7 not complete yet, so left out: doge-seed2" in page.read_text()
 
 
@@ -321,7 +329,7 @@ def test_a_page_of_unfinished_runs_says_so(tmp_path: Path) -> None:
 def test_the_drift_of_an_average_leaves_out_what_it_leaves_out(
     proxy: Callable[..., ProxyConfig],
 ) -> None:
-    """Of the steps 4, 5 and 6 the last fifth begins after 5.4."""
+    """Of the steps 4, 5 and 6 the last fifth begins after 5.4: the record rounds it to step 5."""
     from doge_fast.pipeline.proxy import learn_weights
 
     config = proxy("late-drift", steps=6, mu=0.001, average_from=0.5)
@@ -333,8 +341,12 @@ def test_the_drift_of_an_average_leaves_out_what_it_leaves_out(
     )
     assert expected > 0
     assert records.read_weights(config.out)["drift"] == pytest.approx(expected, rel=1e-5)
-    (learned,) = study.read_study([config.out]).proxies
-    assert learned.drift()[1][-1] == pytest.approx(expected, rel=1e-5)
+    # The page takes four tenths of step 6, so that no step is rounded.
+    (learned,) = open_study([config.out]).proxies
+    mean = {name: sum(lines[step][name] for step in (4, 5, 6)) / 3 for name in lines[6]}
+    early = {name: (lines[4][name] + lines[5][name] + 0.4 * lines[6][name]) / 2.4 for name in mean}
+    drift = sum(abs(mean[name] - early[name]) for name in mean)
+    assert learned.movement.drift[-1] == pytest.approx(drift, rel=1e-4)
 
 
 def test_an_average_may_leave_out_the_early_steps(proxy: Callable[..., ProxyConfig]) -> None:

@@ -17,6 +17,7 @@ from doge_fast.pipeline.config import (
     EvaluateConfig,
     ExperimentConfig,
     ProxyConfig,
+    ReportConfig,
 )
 from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
@@ -30,7 +31,7 @@ from doge_fast.pipeline.experiments.presets import (
     with_mu,
 )
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.report import experiment_table, write_experiment_report
+from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.experiment import is_measured, is_scored
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.sources import find_parts
@@ -69,8 +70,8 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
         _make(job, plan, config)
     if config.only:
         return [f"run: {job.config.out}" for job in jobs]
-    page = write_experiment_report(out)
-    return [experiment_table(out), f"report: {page}"]
+    page = write_report(ReportConfig(runs=(out,)))
+    return [terminal_table([out]), f"report: {page}"]
 
 
 def plan_lines(config: ExperimentConfig, command: str) -> list[str]:

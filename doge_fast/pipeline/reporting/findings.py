@@ -1,104 +1,304 @@
-"""An experiment's records -> the answer in words, its tables beside the paper's, its figures."""
+"""A study -> the answer in words, its tables, and its figures with their captions."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from doge_fast.pipeline.reporting.experiment import Experiment
-from doge_fast.pipeline.reporting.figures import Section
-from doge_fast.pipeline.reporting.kinds.cost import cost_part
-from doge_fast.pipeline.reporting.kinds.perplexity import perplexity_part
-from doge_fast.pipeline.reporting.kinds.targets import targets_part
-from doge_fast.pipeline.reporting.kinds.tasks import task_warnings, tasks_part
-from doge_fast.pipeline.reporting.kinds.weights import weights_part
-from doge_fast.pipeline.reporting.plotting import style
+from matplotlib.figure import Figure
+
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.reporting import figures, tables, verdicts
+from doge_fast.pipeline.reporting.arms import Comparison, Curve, curves_of
+from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
+from doge_fast.pipeline.reporting.proxies import MOST_DRIFT, UNIVERSAL, Proxy
+from doge_fast.pipeline.reporting.run_tables import cost_table, share_saved
+from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.verdicts import Verdict
-from doge_fast.pipeline.reporting.wording import count_text, listed, plural
+from doge_fast.pipeline.reporting.wording import listed, plural
 from doge_fast.pipeline.tables import Table
 
 
+class Sketch(NamedTuple):
+    """A figure that is drawn when the page is made."""
+
+    name: str
+    title: str
+    caption: str
+    make: Callable[[], Figure]
+
+
 @dataclass(frozen=True)
-class Findings:
-    """What an experiment came to."""
+class Part:
+    """What a group, or a proxy, came to."""
 
     title: str
-    question: str
-    told: list[str]
-    """What was run, in sentences."""
-    verdicts: list[Verdict]
-    tables: list[Table]
-    sections: list[Section]
-    warnings: list[str]
-    missing: list[str]
-    """Runs that are not complete yet; the tables leave them out."""
+    verdicts: Sequence[Verdict] = ()
+    tables: Sequence[Table] = ()
+    sketches: Sequence[Sketch] = ()
+    note: str = ""
 
 
-def findings_of(experiment: Experiment) -> Findings:
-    """Tables, figures and the answer, of the runs that there are so far."""
-    verdicts, tables, drawings = [], [], []
-    with style():
-        for number, group in enumerate(experiment.record["groups"], start=1):
-            part = _PARTS[group["kind"]](experiment, group, f"experiment-{number}")
-            verdicts += part.verdicts
-            tables += part.tables
-            drawings += part.drawings
-    about = "Marks: means over seeds; bars: 95 % intervals of the difference, seed by seed."
-    return Findings(
-        title=experiment.record["title"],
-        question=experiment.record["question"],
-        told=_told(experiment),
-        verdicts=verdicts,
-        tables=tables,
-        sections=[Section("The experiment", about, drawings)] if drawings else [],
-        warnings=list(_warnings(experiment)),
-        missing=experiment.missing,
-    )
-
-
-def _told(experiment: Experiment) -> list[str]:
-    settings = experiment.record["settings"]
-    seeds = listed(map(str, settings["seeds"]))
-    tokens = settings["batch_size"] * settings["block_size"]
-    plural_s = "s" if len(settings["seeds"]) > 1 else ""
+def parts_of(study: Study) -> list[Part]:
+    """What each group came to, of the runs that there are so far."""
     return [
-        f"Text: {experiment.record['data']}. Every arm with seed{plural_s} {seeds}; runs of one "
-        "seed begin with the same numbers and see each domain's blocks in the same order, so arms "
-        "are compared seed by seed.",
-        f"Proxies: {settings['proxy_steps']} steps of {settings['sequences_per_domain']} blocks of "
-        f"every domain, mu {settings['mu']:g}, score {settings['score']}. Base models: "
-        f"{settings['base_steps']} steps of {settings['batch_size']} blocks, "
-        f"{count_text(settings['base_steps'] * tokens)} tokens. A block is "
-        f"{settings['block_size']} tokens.",
+        _PARTS[group["kind"]](study, group, f"group-{number}")
+        for number, group in enumerate(study.groups, start=1)
     ]
 
 
-def _warnings(experiment: Experiment) -> Iterator[str]:
-    unscored = [name for name in experiment.missing if name not in experiment.unmeasured]
-    for missing, told in (
-        (experiment.unmeasured, "not complete yet"),
-        (unscored, "not scored on the tasks yet"),
-    ):
-        if missing:
-            shown = listed(missing[:5]) + (" and others" if len(missing) > 5 else "")
-            yield (
-                f"{plural(len(missing), 'run')} of {len(experiment.record['runs'])} {told}, so "
-                f"left out: {shown}. The same command goes on with them."
-            )
-    seeds = experiment.record["settings"]["seeds"]
-    if len(seeds) == 1:
-        yield "1 seed: differences cannot be told from chance. Take three or more."
-    elif len(seeds) == 2:
-        yield "2 seeds: every interval rests on how two numbers differ. Take three or more."
-    for group in experiment.record["groups"]:
-        if group["kind"] == "tasks":
-            yield from task_warnings(experiment, group)
-    if experiment.record["preset"] == "smoke":
-        yield "preset smoke: runs of a few steps, which show that everything works and no more."
+def _perplexity_part(study: Study, group: Json, prefix: str) -> Part:
+    """Arms against a baseline, domain by domain, and their losses during training."""
+    comparison = study.comparison(group)
+    answer = [verdicts.comparison_verdict(study, comparison)]
+    if not comparison.arms or not (comparison.aim or comparison.others):
+        return Part(group["title"], answer)
+    shown = [tables.perplexity_table(comparison)]
+    if comparison.baseline is None or not comparison.rivals or not comparison.aim:
+        return Part(group["title"], answer, shown)
+    shown.append(tables.difference_table(comparison))
+    sketches = _comparison_sketches(comparison, comparison.baseline.label, prefix)
+    return Part(group["title"], answer, shown, list(sketches))
+
+
+def _comparison_sketches(comparison: Comparison, baseline: str, prefix: str) -> Iterator[Sketch]:
+    title, aim, others = comparison.title, comparison.aim, comparison.others
+    # The one that is asked about first, in ink.
+    rivals = sorted(comparison.rivals, key=lambda arm: arm is not comparison.focus)
+    about = (
+        f"Change of held-out perplexity. Left of the line is better than {baseline}. Bars: 95 % "
+        "intervals over paired seeds, where there are several."
+    )
+    groups: list[tuple[str, Sequence[str]]] = [("average", others or aim)]
+    groups += [(name, [name]) for name in reversed(others)]
+    groups += [(f"{name} (target)" if others else name, [name]) for name in reversed(aim)]
+    own = comparison.baseline
+    assert own is not None
+    if len(rivals) > verdicts.MOST_TOLD:
+        about += " Filled: the average over the domains; hollow: one domain."
+        groups[0] = ("average", aim)
+    rows = {arm.label: [arm.against(own, names) for _, names in groups] for arm in rivals}
+    make = partial(figures.change_figure, rows, [label for label, _ in groups], baseline)
+    if len(rivals) > verdicts.MOST_TOLD:
+        make = partial(figures.arms_figure, rows, baseline)
+    yield Sketch(f"{prefix}-change", f"Perplexity against {baseline}: {title}", about, make)
+    curves = comparison.curves(aim)
+    if curves:
+        shown = figures.extremes(curves, baseline)
+        cut = f"; of {len(curves)} arms {baseline} and those that end lowest and highest"
+        yield Sketch(
+            f"{prefix}-curves",
+            f"Held-out loss during training: {title}",
+            f"Mean over {listed(aim) if others else 'the domains'} and over seeds, one line an arm"
+            f"{cut if len(shown) < len(curves) else ''}.",
+            partial(figures.curves_figure, shown),
+        )
+    for place, name in enumerate(aim if comparison.until < 1 else ()):
+        yield from _curves(comparison.curves([name]), f"{prefix}-domain-{place}", f"on {name}")
+
+
+def _curves(curves: dict[str, Curve], name: str, where: str) -> Iterator[Sketch]:
+    if curves:
+        make = partial(figures.curves_figure, curves)
+        yield Sketch(name, f"Held-out loss {where}", "Mean over seeds, one line an arm.", make)
+
+
+def _targets_part(study: Study, group: Json, prefix: str) -> Part:
+    """DoGE against uniform on each target, before and after further steps on it."""
+    rows = {row["target"]: [study.arm(arm) for arm in row["arms"]] for row in group["rows"]}
+    changes = verdicts.target_changes(rows)
+    if not any(found.pairs for each in changes.values() for found in each.values()):
+        return Part(group["title"], [verdicts.nothing_yet(group)])
+    words = ("before", "after fine-tuning on the target")
+    targets = list(reversed(rows))
+    marks = {
+        word: [each[target] for target in targets]
+        for word, each in zip(words, changes.values(), strict=True)
+    }
+    sketches = [
+        Sketch(
+            f"{prefix}-change",
+            "Perplexity on the target: DoGE against uniform",
+            "Both without the target among the domains; then both after further steps on it.",
+            partial(figures.change_figure, marks, targets, "uniform"),
+        )
+    ]
+    for place, (target, arms) in enumerate(rows.items()):
+        shown = [arm for arm in arms if arm.losses and "fine-tuned" not in arm.label]
+        name = f"{prefix}-target-{place}"
+        sketches += _curves(curves_of(shown, [target], 1.0), name, f"on {target} during training")
+    answer = verdicts.targets_verdict(rows, changes)
+    return Part(group["title"], [answer], [tables.targets_table(rows, changes, group)], sketches)
+
+
+def _weights_part(study: Study, group: Json, prefix: str) -> Part:
+    """The weights of the arms, beside each other and the paper's."""
+    found = {arm["label"]: study.weights(arm) for arm in group["arms"]}
+    stats = {label: weights for label, weights in found.items() if weights}
+    if not stats:
+        return Part(group["title"])
+    targets = {
+        arm["label"]: next((run.targets for run in study.runs_of(arm)), ()) for arm in group["arms"]
+    }
+    saved = {}
+    if group.get("has_columns"):
+        saved = {arm["label"]: share_saved(study, arm) for arm in group["arms"]}
+    table = tables.weights_table(group, stats, targets, saved)
+    answer = []
+    reference = group.get("reference", "")
+    if reference in stats and len(stats) > 1:
+        answer.append(verdicts.scale_verdict(group, tables.gaps_of(stats, reference)))
+    sketches = []
+    if len(stats) > 1:
+        names = [row.label for row in table.rows if not row.is_total]
+        about = "Average domain weights, mean over seeds; darker is more."
+        about += " A dash: not among the domains." if len({*map(len, stats.values())}) > 1 else ""
+        make = partial(figures.arms_weights_figure, stats, names)
+        sketches.append(Sketch(f"{prefix}-weights", group["title"], about, make))
+    return Part(group["title"], answer, [table], sketches)
+
+
+def _cost_part(study: Study, group: Json, prefix: str) -> Part:
+    table = cost_table(study, group)
+    return Part(group["title"], tables=[table] if table else [])
+
+
+def _tasks_part(study: Study, group: Json, prefix: str) -> Part:
+    """Accuracies of the arms over their common seeds, and the gain over the baseline's."""
+    scores = {label: each for label, each in study.scores(group).items() if each}
+    seeds = sorted(set.intersection(*map(set, scores.values()))) if scores else []
+    kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
+    table = tables.task_table(group, kept) if seeds else None
+    if table is None:
+        return Part(group["title"], [verdicts.nothing_yet(group)])
+    baselines = [arm["label"] for arm in group["arms"] if arm.get("is_baseline")]
+    answer = [
+        verdicts.tasks_verdict(group, kept, label)
+        for label in baselines
+        if label in kept and len(kept) > 1
+    ]
+    return Part(group["title"], answer, [table])
 
 
 _PARTS = {
-    "perplexity": perplexity_part,
-    "targets": targets_part,
-    "weights": weights_part,
-    "cost": cost_part,
-    "tasks": tasks_part,
+    "perplexity": _perplexity_part,
+    "targets": _targets_part,
+    "weights": _weights_part,
+    "cost": _cost_part,
+    "tasks": _tasks_part,
 }
+
+
+def proxy_parts(study: Study) -> list[Part]:
+    """What each proxy did over its steps."""
+    drawn = [proxy for proxy in study.proxies if proxy.has_steps]
+    return [
+        Part(
+            f"{proxy.label}: weights for {proxy.target}",
+            sketches=list(_proxy_sketches(study, proxy, prefix)),
+            note=_settings(proxy),
+        )
+        for proxy, prefix in zip(drawn, _prefixes(drawn), strict=True)
+    ]
+
+
+def _prefixes(proxies: Sequence[Proxy]) -> list[str]:
+    """Names for files and ids, of letters, digits and hyphens, no two alike."""
+    slugs = [re.sub(r"[^A-Za-z0-9]+", "-", proxy.label).strip("-") for proxy in proxies]
+    return [
+        f"proxy-{slug}" if slug and slugs.count(slug) == 1 else f"proxy-{number}-{slug or 'run'}"
+        for number, slug in enumerate(slugs, start=1)
+    ]
+
+
+def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]:
+    number, colors = len(proxy.runs), study.colors
+    seeds = f" Mean of {number} seeds; {{}}: ± one standard error." if number > 1 else ""
+    chunk = chunk_size(len(proxy.series("loss", proxy.domains)[0]), NOISY_POINTS)
+    binned = f" Each point is the mean of {chunk} logged steps." if chunk > 1 else ""
+    yield Sketch(
+        f"{prefix}-weights-final",
+        "Learned weights",
+        "Average domain weights, the result, against uniform weights and the natural ones, which "
+        f"follow the tokens there are.{seeds.format('bars')}",
+        partial(figures.final_figure, proxy, colors),
+    )
+    yield Sketch(
+        f"{prefix}-weights",
+        "Weights over the steps",
+        "Thick: their mean over all steps so far. Thin: the weights that the model was trained "
+        f"with at each step. Dotted: uniform.{seeds.format('bands')}",
+        partial(figures.weights_figure, proxy, colors),
+    )
+    spread = ", and at most what seeds differ by" if number > 1 else ""
+    yield Sketch(
+        f"{prefix}-drift",
+        "Has the average settled?",
+        f"{verdicts.drift_sentence(proxy)} The line shows this change up to every step, as the sum "
+        f"of absolute differences. It may be {MOST_DRIFT:g} of the distance from uniform{spread}.",
+        partial(figures.drift_figure, proxy),
+    )
+    if proxy.is_doremi:
+        yield Sketch(
+            f"{prefix}-excess",
+            "What moves the weights",
+            "Loss of the proxy in excess of the reference model's, on the batches of every "
+            f"domain.{binned}",
+            partial(figures.loss_figure, proxy, "excess", colors),
+        )
+    else:
+        only = [name for name in proxy.rows if name not in proxy.domains]
+        note = f" {listed(only)}: measured only, not trained on." if only else ""
+        yield Sketch(
+            f"{prefix}-affinity",
+            "How alike the domains' gradients are",
+            f"Cosine between the gradients of two domains, mean over the steps.{note}",
+            partial(figures.affinity_figure, proxy),
+        )
+        yield Sketch(
+            f"{prefix}-gain",
+            "What moves the weights",
+            "Generalization estimation W, mean over the steps weighted by learning rate. "
+            f"{_parts_note(proxy)}",
+            partial(figures.parts_figure, proxy, colors),
+        )
+    yield Sketch(
+        f"{prefix}-loss",
+        "Training loss of each domain",
+        f"Loss of the proxy on the batches of every domain.{binned}",
+        partial(figures.loss_figure, proxy, "loss", colors),
+    )
+
+
+def _settings(proxy: Proxy) -> str:
+    config, told = proxy.first.config, proxy.first.weights or {}
+    begin = f"{proxy.first.model} model, {proxy.first.steps} steps of "
+    seeds = plural(len(proxy.runs), "seed")
+    if proxy.is_doremi:
+        # Not in the configuration where the variant's own were taken.
+        step = f", step size {told['step_size']:g}" if "step_size" in told else ""
+        blocks = plural(config["batch_size"], "block")
+        return f"{begin}{blocks}, DoReMi (variant {config['variant']}){step}, {seeds}."
+    cut = config["domain_max_grad_norm"]
+    return (
+        f"{begin}{plural(config['sequences_per_domain'], 'block')} of every domain, mu "
+        f"{config['mu']:g}, score as in the {config['score']}"
+        f"{'' if config['score'] == 'paper' else ' code'}"
+        f"{f', domain gradients cut to norm {cut:g}' if cut else ''}, {seeds}."
+    )
+
+
+def _parts_note(proxy: Proxy) -> str:
+    parts = (
+        "It is the domain's influence on the others plus its own difficulty, the squared norm of "
+        "its gradient."
+        if UNIVERSAL in proxy.first.config["target"]
+        else "It is the influence on the target alone, for no training domain is a target."
+    )
+    if proxy.first.config["score"] == "published":
+        parts += (
+            " The weights moved with the published code's score: W over the mean gradient norm, "
+            "cut to [0, 5]; the parts are as before that."
+        )
+    return parts

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from doge_fast.pipeline.reporting.wording import Floats, nan_mean
+from doge_fast.pipeline.reporting.statistics import Floats, nan_mean
 
 
 def column_texts(values: Floats) -> list[str]:
@@ -172,16 +172,12 @@ def plot_lines(
     colors: Mapping[str, int],
     *,
     width: float = 1.6,
+    alpha: float = 1.0,
 ) -> None:
     """A line a domain, in its colour."""
-    for j, name in enumerate(names):
-        axes.plot(
-            steps_T,
-            values_TK[:, j],
-            color=color_of(name, colors),
-            linestyle=_dash(name, colors),
-            linewidth=width,
-        )
+    for j, (color, dash) in enumerate(domain_styles(names, colors).values()):
+        style = {"color": color, "linestyle": dash, "linewidth": width, "alpha": alpha}
+        axes.plot(steps_T, values_TK[:, j], **style)
 
 
 def ticks(*, integer: bool = False) -> MaxNLocator:

@@ -59,6 +59,11 @@ class Run:
         return int(self.config["training"]["seed"])
 
     @property
+    def model(self) -> str:
+        """Size, or name, of the model that it trains."""
+        return str(self.config["model"]["model"])
+
+    @property
     def steps(self) -> int:
         """Optimizer steps that were asked for."""
         return int(self.config["training"]["steps"])
@@ -67,6 +72,11 @@ class Run:
     def last_step(self) -> int:
         """The last step that the records know of."""
         return max((line["step"] for line in (*self.train, *self.evals)), default=0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it came to its end."""
+        return self.last_step >= self.steps
 
     @property
     def tokens(self) -> int:
@@ -137,6 +147,11 @@ class Run:
             return to_floats(self.evaluation["loss"])
         last = self.evals[-1] if self.evals else None
         return to_floats(last["loss"]) if last and last["step"] == self.steps else None
+
+    def losses_until(self, share: float) -> dict[str, float] | None:
+        """Held-out losses as measured last before a share of the steps."""
+        lines = [line for line in self.evals if line["step"] <= share * self.steps]
+        return to_floats(lines[-1]["loss"]) if lines else None
 
     def measured_blocks(self) -> dict[str, int]:
         """Held-out blocks per domain behind `losses`."""

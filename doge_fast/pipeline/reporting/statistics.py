@@ -1,19 +1,40 @@
-"""Arms compared seed by seed: the mean difference and how far chance may have moved it."""
+"""Means over seeds, and arms compared seed by seed: the one statistic of every table."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
-from doge_fast.pipeline.reporting.wording import percent_text
+from doge_fast.pipeline.reporting.wording import Stat, percent_text
 
+Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
 
 
+def stat_of(values: Iterable[float]) -> Stat:
+    """Mean and standard error of one value a seed."""
+    array = np.asarray(list(values), dtype=np.float64)
+    if len(array) == 1:
+        return Stat(float(array[0]))
+    if not np.isfinite(array).all():
+        return Stat(float(array.mean()), math.nan)
+    return Stat(float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array))))
+
+
+def nan_mean(values: Floats) -> Floats:
+    """Mean over the first axis of what is a number; nan where nothing is."""
+    kept = np.isfinite(values)
+    count = kept.sum(0)
+    mean: Floats = np.where(kept, values, 0.0).sum(0) / np.where(count > 0, count, math.nan)
+    return mean
+
+
 class Difference(NamedTuple):
-    """Mean of paired differences with its confidence interval; no interval for one pair."""
+    """Mean of paired differences with its interval: none for one pair, and no mean for none."""
 
     mean: float
     low: float | None
@@ -22,8 +43,23 @@ class Difference(NamedTuple):
 
     @property
     def is_decided(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval leaves out zero; with one pair it never does."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a pair and every value is finite."""
+        return math.isfinite(self.mean)
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether the interval says that the first is lower."""
+        return self.is_decided and self.mean < 0
+
+    @property
+    def is_higher(self) -> bool:
+        """Whether the interval says that the first is higher."""
+        return self.is_decided and self.mean > 0
 
 
 def paired_difference(
@@ -48,30 +84,28 @@ def paired_difference(
         raise ValueError(
             f"Paired differences need two values for each seed; got {len(own)} and {len(other)}."
         )
-    differences = np.asarray(own, dtype=np.float64) - np.asarray(other, dtype=np.float64)
-    mean, pairs = float(differences.mean()), len(differences)
-    if pairs == 1 or not np.isfinite(differences).all():
-        return Difference(mean, None, None, pairs)
-    error = float(differences.std(ddof=1)) / math.sqrt(pairs)
-    reach = float(stats.t.ppf((1 + confidence) / 2, pairs - 1)) * error
-    return Difference(mean, mean - reach, mean + reach, pairs)
+    mean = float(np.mean(np.subtract(own, other)))
+    if len(own) == 1 or not math.isfinite(mean):
+        return Difference(mean, None, None, len(own))
+    with warnings.catch_warnings():
+        # Seeds that differ by the same to the last digit: their interval has no width.
+        warnings.filterwarnings("ignore", "Precision loss occurred", RuntimeWarning)
+        interval = stats.ttest_rel(own, other).confidence_interval(confidence)
+    return Difference(mean, float(interval.low), float(interval.high), len(own))
 
 
-def is_known(found: Difference | None) -> TypeGuard[Difference]:
-    """Whether there is a difference and it is finite."""
-    return found is not None and math.isfinite(found.mean)
+NO_PAIR = Difference(math.nan, None, None, 0)
 
 
 def change_text(difference: Difference) -> str:
     """A difference of losses as a change of perplexity: -2.1 % [-3.0, -1.2]."""
-    text = percent_text(_change(difference.mean))
-    if difference.low is None or difference.high is None:
+    if not difference.pairs:
+        return "–"
+    mean, low, high = change_of(difference)
+    text = percent_text(mean)
+    if difference.low is None:
         return text
-    low, high = (
-        f"{100 * _change(value):+.1f}".replace("-", "−")
-        for value in (difference.low, difference.high)
-    )
-    return f"{text} [{low}, {high}]"
+    return f"{text} [{100 * low:+.1f}, {100 * high:+.1f}]".replace("-", "−")
 
 
 def change_of(difference: Difference) -> tuple[float, float, float]:

@@ -1,284 +1,328 @@
-"""The report's tables, before they are a page's or a terminal's."""
+"""The tables of results: one function for each kind, whoever planned the runs."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
-from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.mixtures import (
-    MAX_EPOCHS,
-    PAPER_NOTE,
-    Mixture,
-    baselines_of,
-    budget_of,
-    effective_domains,
-    mixtures_of,
-    paper_mixture,
-)
-from doge_fast.pipeline.reporting.paper import columns_beside
-from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.study import Arm, Comparison, Proxy, Study
-from doge_fast.pipeline.reporting.verdicts import beats, num_better
+from doge_fast.pipeline.reporting import paper
+from doge_fast.pipeline.reporting.arms import Arm, Comparison
+from doge_fast.pipeline.reporting.mixtures import effective_domains
+from doge_fast.pipeline.reporting.statistics import CONFIDENCE, Difference, change_text, stat_of
 from doge_fast.pipeline.reporting.wording import (
-    count_text,
+    Stat,
     listed,
-    or_dash,
     perplexity_stat,
-    stat_of,
+    perplexity_text,
+    plural,
     weight_text,
 )
 from doge_fast.pipeline.tables import Cell, Row, Table
 
+Columns = Mapping[str, Mapping[str, float]]
+Changes = Mapping[str, Mapping[str, Difference]]
+_MARKS = (
+    f"Bold: better, and the {100 * CONFIDENCE:.0f} % interval over paired seeds (Student's) leaves "
+    "out zero; with a !: worse likewise."
+)
+_ONE_SEED = " One seed has no interval, so that nothing is bold."
+_ERRORS = " ±: standard error over seeds."
+
+
+def _notes(arms: Iterable[Arm]) -> str:
+    return _ERRORS if any(len(arm.losses) > 1 for arm in arms) else _ONE_SEED
+
+
+def _paper_cells(columns: Columns, row: str, digits: int) -> list[Cell]:
+    """A row of the paper's columns, blank where one has no number for it."""
+    return [
+        Cell(f"{column[row]:.{digits}f}" if row in column else "") for column in columns.values()
+    ]
+
+
+def _paper_heads(columns: Columns, table: str | None) -> list[tuple[str, str]]:
+    return [(f"paper: {label}", str(table)) for label in columns]
+
+
+def _arm_heads(arms: Sequence[Arm]) -> list[tuple[str, str]]:
+    return [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
+
+
+def _difference_cell(found: Difference) -> Cell:
+    """A change of perplexity, marked where its interval leaves out zero."""
+    return Cell(change_text(found), is_strong=found.is_lower, is_warning=found.is_higher)
+
 
 def perplexity_table(comparison: Comparison) -> Table:
-    """Perplexity per domain for every arm, as tab:universal_ppl."""
-    arms, names = comparison.arms, comparison.domains
-    rows = [_perplexity_row(f"{name} (target)", [name], comparison) for name in comparison.targets]
-    if len(comparison.targets) > 1:
-        rows.append(_perplexity_row("average of targets", comparison.targets, comparison))
-    rows = [row._replace(is_total=True) for row in rows]
-    rows += [_perplexity_row(name, [name], comparison) for name in names]
-    average = "average, training domains" if comparison.targets else "average"
-    rows.append(_perplexity_row(average, names, comparison)._replace(is_total=True))
-    rows.append(Row("worst case", [_worst_cell(arm, comparison) for arm in arms], True))
-    better = [Cell(_better_count(arm, comparison)) for arm in arms]
-    rows.append(Row("better than uniform", better, True))
-    return Table(
-        title=f"Perplexity per domain: {comparison.title.lower()}",
-        note=(
-            f"Held-out text; {comparison.settings}. Bold: better than uniform. The average is the "
-            f"exponential of the mean loss.{_error_note(arm.losses for arm in arms)}"
-        ),
-        corner="domain",
-        columns=[(arm.label, _column_about(arm.about, len(arm.losses))) for arm in arms],
-        rows=rows,
-    )
+    """Perplexity per domain for every arm, as tab:universal_ppl; targets first."""
+    aim, others, group = comparison.aim, comparison.others, comparison.group
+    baseline = comparison.baseline
+    # Its averages are over its own domains.
+    totals = {"average": "average", "worst case": "worst"} if paper.is_slimpajama(aim) else {}
+    known = {name: paper.canonical(name) for name in aim}
+    columns = paper.columns_beside(group["paper"], known | totals)
+    columns = columns if any(name in column for column in columns.values() for name in aim) else {}
 
+    def row(label: str, names: Sequence[str], *, is_total: bool = False) -> Row:
+        cells = [_perplexity_cell(arm, baseline, names) for arm in comparison.arms]
+        return Row(label, cells + _paper_cells(columns, label, 2), is_total)
 
-def _perplexity_row(label: str, names: Sequence[str], comparison: Comparison) -> Row:
-    uniform = comparison.uniform
-    cells = [
-        Cell(
-            perplexity_stat(arm.perplexity(names)),
-            uniform is not None and beats(arm, uniform, names),
-        )
-        for arm in comparison.arms
-    ]
-    return Row(label, cells)
-
-
-def _worst_cell(arm: Arm, comparison: Comparison) -> Cell:
-    _, own = arm.worst(comparison.domains)
-    uniform = comparison.uniform
-    is_better = uniform is not None and own.mean < uniform.worst(comparison.domains)[1].mean
-    return Cell(perplexity_stat(own), is_better)
-
-
-def _better_count(arm: Arm, comparison: Comparison) -> str:
-    uniform = comparison.uniform
-    if uniform is None or arm is uniform:
-        return "–"
-    return f"{num_better(arm, uniform, comparison)} of {len(comparison.domains)}"
-
-
-def _column_about(about: str, num_seeds: int) -> str:
-    return about if num_seeds == 1 else f"{about}, {num_seeds} seeds"
-
-
-def _error_note(groups: Iterable[Sequence[object]]) -> str:
-    return " ±: standard error over seeds." if any(len(group) > 1 for group in groups) else ""
-
-
-def weights_table(study: Study) -> Table:
-    """Weights of all proxies side by side, as tab:ood-dw; the paper's where the domains match."""
-    mixtures = mixtures_of(study)
-    if study.proxies and _is_for_all(study.proxies):
-        mixtures = [baselines_of(study.proxies[0].first)[1], *mixtures]
-    paper = [column for mixture in mixtures if (column := paper_mixture(mixture, study))]
-    mixtures += paper
-    names = [name for name in study.colors if any(name in each.weights for each in mixtures)]
-    names += [name for name in study.colors if any(name in each.targets for each in mixtures)]
     rows = [
-        Row(name, [_weight_cell(name, mixture) for mixture in mixtures])
-        for name in dict.fromkeys(names)
+        row(f"{name} (target)" if others else name, [name], is_total=bool(others)) for name in aim
     ]
-    uniform = [Cell(f"{1 / len(mixture.weights):.3f}") for mixture in mixtures]
-    effective = [
-        Cell(f"{effective_domains(mixture.weights):.1f} of {len(mixture.weights)}")
-        for mixture in mixtures
-    ]
-    rows += [Row("uniform would be", uniform, True), Row("effective domains", effective, True)]
+    if len(aim) > 1 or not others:
+        rows.append(row("average of targets" if others else "average", aim, is_total=True))
+    rows += [row(name, [name]) for name in others]
+    if others:
+        rows.append(row("average, training domains", others, is_total=True))
+    trained = others or aim
+    worst = [Cell(perplexity_text(arm.worst(trained)[1])) for arm in comparison.arms]
+    rows.append(Row("worst case", worst + _paper_cells(columns, "worst case", 2), True))
+    if baseline is not None:
+        counts = [Cell(_count_below(arm, baseline, trained)) for arm in comparison.arms]
+        rows.append(Row(f"lower than {baseline.label}", counts + [Cell("")] * len(columns), True))
+    about = f"; {group['about']}" if "about" in group else ""
     return Table(
-        title="Domain weights",
+        title=f"Perplexity per domain: {comparison.title}",
         note=(
-            "Averages over the proxies' steps. Bold: above uniform. Effective domains: exp of the "
-            f"entropy of the weights.{_error_note(proxy.runs for proxy in study.proxies)}"
-            f"{PAPER_NOTE if paper else ''}"
+            f"Held-out text{about}. {_MARKS} The average is the exponential of the mean loss."
+            f"{_notes(comparison.arms)}{paper.PERPLEXITY_NOTE if columns else ''}"
         ),
         corner="domain",
-        columns=[(mixture.label, mixture.about) for mixture in mixtures],
+        columns=_arm_heads(comparison.arms) + _paper_heads(columns, group["paper"]),
         rows=rows,
     )
 
 
-def _is_for_all(proxies: Sequence[Proxy]) -> bool:
-    """Whether the natural weights of the first proxy's domains are worth a column for all."""
-    tokens = proxies[0].first.train_tokens
-    return all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies)
+def _perplexity_cell(arm: Arm, other: Arm | None, names: Sequence[str]) -> Cell:
+    """Bold where the interval says that the arm is better than the other."""
+    is_better = other is not None and arm is not other and arm.against(other, names).is_lower
+    return Cell(perplexity_stat(arm.perplexity(names)) if arm.losses else "–", is_better)
 
 
-def _weight_cell(name: str, mixture: Mixture) -> Cell:
-    if name in mixture.targets:
-        return Cell("target")
-    if name not in mixture.weights:
-        return Cell("–")
-    stat = mixture.weights[name]
-    return Cell(weight_text(stat), stat.mean > 1 / len(mixture.weights))
+def count_below(arm: Arm, other: Arm, names: Sequence[str]) -> int:
+    """On how many of `names` the mean over common seeds is below the other's."""
+    return sum(arm.against(other, [name]).mean < 0 for name in names)
 
 
-def _epoch_tables(study: Study, token_budget: int | None) -> list[Table]:
-    """One for every set of domains that weights were made for."""
-    budget = budget_of(study, token_budget)
-    runs: dict[tuple[tuple[str, int], ...], Run] = {}
-    for run in sorted(study.runs, key=lambda run: bool(run.targets)):
-        runs.setdefault(tuple(run.train_tokens.items()), run)
-    tables = []
-    for run in runs.values():
-        mixtures = [
-            mixture for mixture in mixtures_of(study) if mixture.train_tokens == run.train_tokens
-        ]
-        tables.append(_epoch_table(run, [*baselines_of(run), *mixtures], budget))
-    return tables
+def _count_below(arm: Arm, baseline: Arm, names: Sequence[str]) -> str:
+    return "–" if arm is baseline else f"{count_below(arm, baseline, names)} of {len(names)}"
 
 
-def _epoch_table(run: Run, mixtures: Sequence[Mixture], budget: int) -> Table:
-    epochs = [mixture.epochs(budget) for mixture in mixtures]
+def difference_table(comparison: Comparison) -> Table:
+    """Changes of perplexity against the baseline, with their intervals over paired seeds."""
+    baseline, rivals = comparison.baseline, comparison.rivals
+    assert baseline is not None
+
+    def row(label: str, names: Sequence[str], *, is_total: bool = False) -> Row:
+        return Row(
+            label, [_difference_cell(arm.against(baseline, names)) for arm in rivals], is_total
+        )
+
+    rows = [row(name, [name]) for name in (*comparison.aim, *comparison.others)]
+    rows.append(row("average", comparison.others or comparison.aim, is_total=True))
+    seeds = max(len(arm.losses) for arm in comparison.arms)
+    note = "of twenty such intervals one is wrong by chance." if seeds > 1 else ""
+    return Table(
+        title=f"Against {baseline.label}, seed by seed: {comparison.title}",
+        note=f"Change of perplexity. {_MARKS}{f' {note.capitalize()}' if note else _ONE_SEED}",
+        corner="domain",
+        columns=_arm_heads(rivals),
+        rows=rows,
+    )
+
+
+def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Json) -> Table:
+    """A target a row, as tab:ppl-ood.
+
+    Args:
+        rows: {target: the same arms for each}.
+        changes: {label of an arm: {target: its difference from the arm it is told against}}.
+        group: of the experiment.
+    """
+    columns = paper.columns_beside(
+        group.get("paper"), {name: paper.canonical(name) for name in rows}
+    )
+    lines = []
+    for target, arms in rows.items():
+        by_label = {arm.label: arm for arm in arms}
+        against = [by_label.get(arm.baseline or "uniform") for arm in arms]
+        cells = [_perplexity_cell(arm, against[i], [target]) for i, arm in enumerate(arms)]
+        cells += [_difference_cell(each[target]) for each in changes.values()]
+        lines.append(Row(target, cells + _paper_cells(columns, target, 2)))
+    first = next(iter(rows.values()))
+    told = {"DoGE": "DoGE against uniform", "DoGE, fine-tuned": "both fine-tuned"}
+    return Table(
+        title="Perplexity on the target",
+        note=(
+            f"Held-out text of the target, against uniform without the target, or, fine-tuned, "
+            f"against uniform fine-tuned. {_MARKS}"
+            f"{_notes(arm for arms in rows.values() for arm in arms)}"
+            f"{paper.PERPLEXITY_NOTE if columns else ''}"
+        ),
+        corner="target",
+        columns=[(arm.label, arm.about) for arm in first]
+        + [(told[own], "change") for own in changes]
+        + _paper_heads(columns, group.get("paper")),
+        rows=lines,
+    )
+
+
+def weights_table(
+    group: Json,
+    stats: Mapping[str, Mapping[str, Stat]],
+    targets: Mapping[str, Sequence[str]],
+    saved: Mapping[str, float | None],
+) -> Table:
+    """Domain weights of several arms, as tab:dw, tab:ood-dw, tab:robust and tab:cc-dw.
+
+    Args:
+        group: of the study.
+        stats: {label of an arm: its weights}.
+        targets: {label of an arm: the domains it is not trained on}.
+        saved: {label of an arm: share of the parameters that stay out of W}; none: no such row.
+    """
+    printed = _paper_weights(group, stats, targets)
+    columns = {label: column for label, (_, column) in printed.items()}
+    names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
     rows = [
         Row(
             name,
-            [
-                Cell(count_text(tokens)),
-                *(Cell(f"{each[name]:.2f}", is_warning=each[name] > MAX_EPOCHS) for each in epochs),
-            ],
+            [_weight_cell(name, weights, targets[label]) for label, weights in stats.items()]
+            + _paper_cells(columns, name, 3),
         )
-        for name, tokens in run.train_tokens.items()
+        for name in names
     ]
-    without = f", without {listed(run.targets)}" if run.targets else ""
+    blank = [Cell("")] * len(columns)
+    if group.get("has_uniform"):
+        cells = [Cell(f"{1 / len(weights):.3f}") for weights in stats.values()]
+        rows.append(Row("uniform would be", cells + blank, True))
+    effective = [
+        Cell(f"{effective_domains(found):.1f} of {len(found)}") for found in stats.values()
+    ]
+    rows.append(Row("effective domains", effective + blank, True))
+    reference = group.get("reference", "")
+    if reference in stats:
+        cells = _gap_cells(_means(stats), reference)
+        own = _gap_cells(columns, "82M") if "82M" in columns else blank
+        rows.append(Row(f"mean absolute difference from {reference}", cells + own, True))
+    if saved:
+        shares = [saved.get(label) for label in stats]
+        cells = [Cell("/" if share is None else f"{100 * share:.1f} %") for share in shares]
+        own = [Cell(f"{paper.SAVED[name]} %" if name in paper.SAVED else "/") for name in columns]
+        rows.append(Row("columns left out", cells + own, True))
+    is_several = any(stat.error is not None for found in stats.values() for stat in found.values())
     return Table(
-        title=f"Implied epochs{without}",
+        title=group["title"],
         note=(
-            f"How often {count_text(budget)} tokens at these weights go through each domain. "
-            f"Marked: above {MAX_EPOCHS:.0f}, where repeated text is worth less than fresh text."
+            f"Averages over the steps{', mean over seeds' if is_several else ''}. Bold: above "
+            "uniform. Effective domains: exp of the entropy of the weights."
+            f"{_ERRORS if is_several else ''}{paper.WEIGHTS_NOTE if columns else ''}"
         ),
         corner="domain",
-        columns=[("tokens", "in all"), *((mixture.label, mixture.about) for mixture in mixtures)],
+        columns=[(arm["label"], arm["about"]) for arm in group["arms"] if arm["label"] in stats]
+        + [(f"paper: {label}", table) for label, (table, _) in printed.items()],
         rows=rows,
     )
 
 
-def runs_table(study: Study) -> Table:
-    """Every run and its settings, a line each."""
-    columns = ("stage", "what", "model", "steps", "tokens", "peak lr", "seed", "s per step", "date")
-    rows = [
-        Row(
-            run.name,
-            [
-                Cell(run.stage),
-                Cell(_what(run)),
-                Cell(str(run.config["model"]["model"])),
-                Cell(str(run.steps)),
-                Cell(count_text(run.tokens)),
-                Cell(f"{run.config['training']['learning_rate']:g}"),
-                Cell(str(run.seed)),
-                Cell(or_dash(run.seconds_per_step, ".2g")),
-                Cell(run.created[:10]),
-            ],
-        )
-        for run in study.runs
-    ]
-    return Table("Runs", "", "run", [(column, "") for column in columns], rows)
+def _paper_weights(
+    group: Json,
+    stats: Mapping[str, Mapping[str, Stat]],
+    targets: Mapping[str, Sequence[str]],
+) -> dict[str, tuple[str, dict[str, float]]]:
+    """{column: (table, weights)} of the paper for the domains and the target of one of our arms."""
+    asked = group.get("paper") or []
+    found = {}
+    for table in [asked] if isinstance(asked, str) else asked:
+        for column, values in paper.TABLES[table].items():
+            for label, weights in stats.items():
+                wanted = [paper.canonical(name) for name in targets[label]]
+                is_asked = [column] == [f"for {name}" for name in wanted] or (
+                    not wanted and not column.startswith("for ")
+                )
+                known = {name: paper.canonical(name) for name in weights}
+                if is_asked and set(known.values()) == set(values):
+                    found[column] = (table, {own: values[name] for own, name in known.items()})
+    return found
 
 
-def _what(run: Run) -> str:
-    if run.stage == "base":
-        weights = Path(str(run.config["weights"]))
-        return f"weights {weights.parent.name if weights.name == records.WEIGHTS else weights.name}"
-    if run.stage == "doremi":
-        return f"{run.config['variant']}, reference {Path(run.config['reference']).name}"
-    return f"target {' '.join(run.config['target'])}, mu {run.config['mu']:g}"
+def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str]) -> Cell:
+    if name not in weights:
+        return Cell("target" if name in targets else "–")
+    return Cell(weight_text(weights[name]), weights[name].mean > 1 / len(weights))
 
 
-def corpus_table(study: Study) -> Table:
-    """What there is of every domain; of a domain of several corpora, what the first run saw."""
-    entries: dict[str, Json] = {}
-    for run in study.runs:
-        for name, entry in {**run.corpus["domains"], **run.corpus["targets"]}.items():
-            entries.setdefault(name, entry)
-    keys = ("train_tokens", "documents", "train_blocks", "validation_blocks")
-    rows = [
-        Row(name, [Cell(f"{entry[key]:,}".replace(",", " ")) for key in keys])
-        for name, entry in entries.items()
-    ]
-    block_size = study.runs[0].corpus["block_size"]
-    columns = ["training tokens", "documents", "training blocks", "held-out blocks"]
-    note = f"Blocks of {block_size} tokens; a vocabulary of {study.runs[0].corpus['vocab_size']}."
-    return Table("Corpus", note, "domain", [(column, "") for column in columns], rows)
+def _means(stats: Mapping[str, Mapping[str, Stat]]) -> dict[str, dict[str, float]]:
+    """Weights without their errors."""
+    return {
+        label: {name: stat.mean for name, stat in weights.items()}
+        for label, weights in stats.items()
+    }
 
 
-def task_table(title: str, arms: Mapping[str, tuple[str, Sequence[Json]]]) -> Table | None:
-    """k-shot accuracies, as tab:fewshot.
+def gaps_of(stats: Mapping[str, Mapping[str, Stat]], reference: str) -> dict[str, float]:
+    """{label: mean absolute difference from the weights of `reference`}, of the others."""
+    return _gaps(_means(stats), reference)
+
+
+def _gaps(columns: Columns, reference: str) -> dict[str, float]:
+    """Over the domains of both."""
+    other, gaps = columns[reference], {}
+    for label, own in columns.items():
+        if label != reference:
+            names = own.keys() & other.keys()
+            total = math.fsum(abs(own[name] - other[name]) for name in names)
+            gaps[label] = total / len(names)
+    return gaps
+
+
+def _gap_cells(columns: Columns, reference: str) -> list[Cell]:
+    gaps = _gaps(columns, reference)
+    return [Cell(f"{100 * gaps[label]:.2f} %" if label in gaps else "/") for label in columns]
+
+
+def task_table(group: Json, scores: Mapping[str, Sequence[Json]]) -> Table | None:
+    """k-shot accuracies, as tab:fewshot; None where no task has been scored of all arms.
 
     Args:
-        title: of the table.
-        arms: {label: (about, fewshot.json of each seed)}.
-
-    Returns:
-        The table of the tasks that all have; None where there are none.
+        group: of the study.
+        scores: {label of an arm: fewshot.json of each seed}.
     """
-    told = {label: found for label, (_, found) in arms.items() if found}
-    if not told:
-        return None
-    scored = [record["tasks"] for found in told.values() for record in found]
-    names = [name for name in scored[0] if all(name in tasks for tasks in scored)]
+    found = [record["tasks"] for records in scores.values() for record in records]
+    names = [name for name in (found or [{}])[0] if all(name in tasks for tasks in found)]
     if not names:
         return None
-    paper = columns_beside("tab:fewshot", {**{name: name for name in names}, "average": "average"})
+    columns = paper.columns_beside("tab:fewshot", {name: name for name in (*names, "average")})
+    if len(names) < 6:
+        # The average is of these tasks alone where the paper's is of all its six.
+        columns = {
+            label: {name: value for name, value in column.items() if name != "average"}
+            for label, column in columns.items()
+        }
     rows = []
     for name in (*names, "average"):
         values = [
-            [record["tasks"][name] if name in names else record["average"] for record in found]
-            for found in told.values()
+            [{**record["tasks"], "average": record["average"]}[name] for record in records]
+            for records in scores.values()
         ]
-        # The average is of these tasks alone where the paper's is of all its six.
-        printed = [
-            f"{column[name]:.1f}" if name in column and (name in names or len(names) == 6) else ""
-            for column in paper.values()
-        ]
-        cells = [Cell(accuracy_text(scores)) for scores in values]
-        chance = Cell(f"{100 * values[0][0]['chance']:.1f}")
-        rows.append(Row(name, [*cells, chance, *map(Cell, printed)], name == "average"))
-    cut = any(task["truncated_requests"] for tasks in scored for task in tasks.values())
-    shots = {record["shots"] for found in told.values() for record in found}
+        cells = [Cell(accuracy_text(each)) for each in values]
+        cells.append(Cell(f"{100 * values[0][0]['chance']:.1f}"))
+        rows.append(Row(name, cells + _paper_cells(columns, name, 1), name == "average"))
+    shots = {record["shots"] for records in scores.values() for record in records}
     note = (
         "Accuracy in per cent; answered examples before a question: "
         f"{listed(map(str, sorted(shots)))}; ±: standard error, of documents and, where there are "
         "several, of seeds."
     )
-    if cut:
+    if any(task["truncated_requests"] for tasks in found for task in tasks.values()):
         note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
-    columns = [(label, _column_about(arms[label][0], len(found))) for label, found in told.items()]
-    columns += [("chance", "one of the choices")]
-    columns += [(f"paper: {label}", "tab:fewshot") for label in paper]
-    return Table(title, note, "task", columns, rows)
-
-
-def _task_table(comparison: Comparison) -> Table | None:
-    found = {
-        arm.label: (arm.about, [run.few_shot for run in arm.runs if run.few_shot])
-        for arm in comparison.arms
-    }
-    return task_table(f"Tasks: {comparison.title.lower()}", found)
+    abouts = {arm["label"]: arm["about"] for arm in group["arms"]}
+    heads = [
+        (label, f"{abouts[label]}, {plural(len(records), 'seed')}")
+        for label, records in scores.items()
+    ]
+    heads += [("chance", "one of the choices"), *_paper_heads(columns, "tab:fewshot")]
+    return Table(group["title"], note, "task", heads, rows)
 
 
 def accuracy_text(scores: Sequence[Json]) -> str:
@@ -291,12 +335,3 @@ def accuracy_text(scores: Sequence[Json]) -> str:
     # Seeds answer the same documents, so that more of them do not make these fewer.
     error = math.hypot(seeds.error or 0.0, math.fsum(of_documents) / len(scores))
     return f"{mean} ± {100 * error:.1f}"
-
-
-def tables_of(study: Study, token_budget: int | None) -> list[Table]:
-    """All results as tables."""
-    tables = [perplexity_table(each) for each in study.comparisons if each.domains and each.arms]
-    tables += [table for each in study.comparisons if (table := _task_table(each)) is not None]
-    if mixtures_of(study):
-        tables.append(weights_table(study))
-    return tables + _epoch_tables(study, token_budget)

@@ -1,179 +1,302 @@
-"""What came out, in words: the answer whichever arm wins, and what to know before believing it."""
+"""What came out, in words: better, worse or undecided, as far as the seeds' interval tells."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
-from doge_fast.pipeline.reporting.mixtures import (
-    MAX_EPOCHS,
-    PAPER_VERDICT,
-    Mixture,
-    budget_of,
-    effective_domains,
-    is_slimpajama,
-    mixtures_of,
+import numpy as np
+
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.reporting import paper
+from doge_fast.pipeline.reporting.arms import Arm, Comparison
+from doge_fast.pipeline.reporting.cautions import has_moved, proxy_warnings
+from doge_fast.pipeline.reporting.mixtures import effective_domains
+from doge_fast.pipeline.reporting.proxies import Proxy
+from doge_fast.pipeline.reporting.statistics import (
+    CONFIDENCE,
+    NO_PAIR,
+    Difference,
+    change_of,
+    change_text,
+    paired_difference,
 )
-from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.study import (
-    MAX_DRIFT,
-    Arm,
-    Comparison,
-    Proxy,
-    Study,
-    read_study,
+from doge_fast.pipeline.reporting.study import Study, open_study
+from doge_fast.pipeline.reporting.tables import (
+    Changes,
+    accuracy_text,
+    count_below,
 )
 from doge_fast.pipeline.reporting.wording import (
     as_ascii,
     count_text,
     listed,
-    nan_as_inf,
-    percent_text,
     perplexity_text,
     plural,
-    relative_change,
     weight_text,
     wrapped,
 )
 
-# Nearly everything on one domain; the paper's most extreme weight is 0.72.
-COLLAPSED = 0.8
-# Hardly moved: no domain is further than this from uniform, as a share of uniform.
-UNMOVED = 0.02
-# Of uniform. A rule of thumb: in docs/evidence.md a domain at a half of uniform lost a quarter
-# already, and one at a twentieth nothing, for others stood in for it.
-STARVED = 1 / 3
-# Single-seed differences below this are called small; the paper's seeds differ by about as much.
-SMALL_CHANGE = 0.01
+# Arms of which each gets a sentence, and a mark beside each domain in a figure.
+MOST_TOLD = 5
 
 
 class Verdict(NamedTuple):
-    """The answer of a comparison."""
+    """The answer of a group."""
 
     title: str
     headline: str
     sentences: list[str]
 
 
-def verdict_on(comparison: Comparison, study: Study) -> Verdict:
-    """Whether weights other than uniform helped, whichever way it went."""
-    title = comparison.title
-    if not comparison.arms or not comparison.domains:
-        return Verdict(title, "No base model here has been measured", [_EVALUATE])
-    if comparison.first.targets and not comparison.targets:
-        return Verdict(title, "The target has not been measured by every arm", [_EVALUATE])
-    if comparison.uniform is None:
-        return Verdict(title, "Nothing to compare with: no base model at uniform weights", [_TRAIN])
+def headline_of(own: str, other: str, difference: Difference, *, is_accuracy: bool = False) -> str:
+    """Which one is better, if the interval says so; with one seed it is undecided.
+
+    Args:
+        own: label of the arm that the question is about.
+        other: label of what it is set against.
+        difference: of losses, or of accuracies in percentage points.
+        is_accuracy: which of the two; more accuracy is better.
+    """
+    if not difference.pairs:
+        return f"Undecided: {own} and {other} have no seed in common"
+    if not difference.is_known:
+        return f"{own} or {other} diverged"
+    if difference.is_decided:
+        return f"{own} {'beats' if (difference.mean > 0) is is_accuracy else 'loses to'} {other}"
+    seeds = "in the one seed" if difference.pairs == 1 else f"over {difference.pairs} seeds"
+    if difference.mean == 0:
+        return f"Undecided: {own} and {other} come out the same {seeds}"
+    size = abs(difference.mean if is_accuracy else 100 * change_of(difference)[0])
+    told = f"{size:.1f}" if size >= 0.05 else "less than 0.1"
+    unit = "points" if is_accuracy else "%"
+    side = "below" if difference.mean < 0 else "above"
+    return f"Undecided: {own} comes out {told}\N{NO-BREAK SPACE}{unit} {side} {other} {seeds}"
+
+
+def _unanswered(study: Study, title: str, headline: str, way_out: str) -> Verdict:
+    """There is nothing to compare; of an experiment all ways out are one."""
+    told = "The same command goes on with the runs." if study.is_experiment else way_out
+    return Verdict(title, headline, [told] if told else [])
+
+
+def comparison_verdict(study: Study, comparison: Comparison) -> Verdict:
+    """Whether weights other than the baseline's helped, whichever way it went."""
+    title, baseline, aim = comparison.title, comparison.baseline, comparison.aim
+    evaluate = "Run doge-fast evaluate on each finished base run."
+    train = (
+        "Train one with doge-fast base --weights uniform and the settings of the others; without "
+        "it nobody can tell whether learned weights help."
+    )
+    if not comparison.arms:
+        return _unanswered(study, title, "No base model here has been measured", evaluate)
+    if not aim:
+        headline = "No domain or target that this is about has been measured by every arm"
+        return _unanswered(study, title, headline, evaluate)
+    if baseline is None:
+        named = (arm["label"] for arm in comparison.group["arms"] if arm.get("is_baseline"))
+        headline = f"Nothing to compare with: no base model at {next(named, 'uniform')} weights"
+        return _unanswered(study, title, headline, train)
     if not comparison.rivals:
-        return Verdict(title, "Only uniform weights have been tried", [])
-    judge = _against_on_target if comparison.targets else _against
-    sentences = [judge(arm, comparison.uniform, comparison) for arm in comparison.rivals]
-    sentences += _for_scale(comparison, study)
-    if not comparison.targets and is_slimpajama(comparison.domains):
-        sentences.append(PAPER_VERDICT)
-    return Verdict(title, _headline(comparison, comparison.uniform), sentences)
+        headline = f"Nothing to compare yet: only {baseline.label} weights have been tried"
+        return _unanswered(study, title, headline, "")
+    difference = comparison.focus.against(baseline, aim)
+    where = f" on {listed(aim)}" if comparison.others else ""
+    headline = headline_of(comparison.focus.label, baseline.label + where, difference)
+    return Verdict(title, headline, list(_sentences(study, comparison, baseline)))
 
 
-_EVALUATE = "Run doge-fast evaluate on each finished base run."
-_TRAIN = (
-    "Train one with doge-fast base --weights uniform and the settings of the others; without it "
-    "nobody can tell whether learned weights help."
-)
+def _sentences(study: Study, comparison: Comparison, baseline: Arm) -> Iterator[str]:
+    aim, group = comparison.aim, comparison.group
+    rivals = sorted(comparison.rivals, key=lambda arm: arm is not comparison.focus)
+    told = rivals if len(rivals) <= MOST_TOLD else [comparison.focus]
+    yield from (_sentence(arm, baseline, comparison) for arm in told)
+    if len(told) < len(rivals):
+        yield from _ranking(rivals, baseline, aim)
+    by_label = {arm.label: arm for arm in comparison.arms}
+    for own, other in group.get("pairs", []):
+        if own in by_label and other in by_label:
+            difference = by_label[own].against(by_label[other], aim)
+            yield f"{own} against {other}: average {change_text(difference)}."
+    if len(comparison.arms) > 2:
+        means = {arm.label: arm.perplexity(aim).mean for arm in comparison.arms}
+        best = min(means, key=lambda label: np.nan_to_num(means[label], nan=np.inf))
+        yield f"Lowest average perplexity: {best}, {perplexity_text(means[best])}."
+    if group.get("oracle"):
+        reached = study.arm(group["oracle"])
+        if all(set(aim) <= set(losses) for losses in reached.losses.values()) and reached.losses:
+            text = perplexity_text(reached.perplexity(aim).mean)
+            yield f"For scale: uniform weights with {listed(aim)} among the domains reach {text}."
+    if not study.is_experiment and paper.is_slimpajama(aim):
+        yield paper.VERDICT
 
 
-def _headline(comparison: Comparison, uniform: Arm) -> str:
-    learned = [arm for arm in comparison.rivals if arm.kind != "natural"] or comparison.rivals
-    arm = min(learned, key=lambda arm: nan_as_inf(arm.loss(comparison.aim).mean))
-    what = "Natural" if arm.kind == "natural" else "Learned" if arm.kind == "learned" else "Given"
-    where = f" on {listed(comparison.targets)}" if comparison.targets else ""
-    own, base = (nan_as_inf(each.loss(comparison.aim).mean) for each in (arm, uniform))
-    if own == base:
-        return f"{what} weights and uniform ones come out the same{where}"
-    if own > base:
-        return f"{what} weights do not beat uniform ones{where}"
-    best = min(comparison.arms, key=lambda other: nan_as_inf(other.loss(comparison.aim).mean))
-    if best is not arm:
-        return f"{what} weights beat uniform ones{where}; {best.label} weights are better still"
-    if not comparison.targets and 2 * num_better(arm, uniform, comparison) < len(
-        comparison.domains
-    ):
-        return f"{what} weights beat uniform ones on average, but on fewer than half the domains"
-    return f"{what} weights beat uniform ones{where}"
-
-
-def num_better(arm: Arm, uniform: Arm, comparison: Comparison) -> int:
-    """How many training domains `arm` predicts better than `uniform`."""
-    return sum(beats(arm, uniform, [name]) for name in comparison.domains)
-
-
-def beats(arm: Arm, uniform: Arm, names: Sequence[str]) -> bool:
-    """Whether the mean loss over `names` is below uniform's."""
-    return arm.loss(names).mean < nan_as_inf(uniform.loss(names).mean)
-
-
-def _against(arm: Arm, uniform: Arm, comparison: Comparison) -> str:
-    names = comparison.domains
-    worst, worst_stat = arm.worst(names)
-    other_worst, other_stat = uniform.worst(names)
+def _sentence(arm: Arm, baseline: Arm, comparison: Comparison) -> str:
+    """lower on 5 of 7 domains than uniform; average 118.13 against 121.84, −3.0 % [−3.2, −2.9]."""
+    aim, trained = comparison.aim, comparison.others or comparison.aim
+    if not arm.against(baseline, aim).pairs:
+        return f"{arm.label}: no seed in common with {baseline.label}."
+    worst, mean = arm.worst(trained)
+    other_worst, other_mean = baseline.worst(trained)
+    each = {name: arm.against(baseline, [name]) for name in trained}
+    clearly = {
+        "better": [name for name, found in each.items() if found.is_lower],
+        "worse": [name for name, found in each.items() if found.is_higher],
+    }
+    words = [f"{word} on {listed(names)}" for word, names in clearly.items() if names]
+    where = ""
+    if comparison.others:
+        where = f"on {listed(aim)}, which is not trained on, {_versus(arm, baseline, aim)}; "
     return (
-        f"{arm.label}: better on {num_better(arm, uniform, comparison)} of {len(names)} domains "
-        f"than uniform; average perplexity {_versus(arm, uniform, names)}; worst domain {worst} "
-        f"at {perplexity_text(worst_stat.mean)}, with uniform {other_worst} at "
-        f"{perplexity_text(other_stat.mean)}.{_confidence(arm, uniform, names)}"
+        f"{arm.label}: {where}lower on {count_below(arm, baseline, trained)} of {len(trained)} "
+        f"domains than {baseline.label}; average {_versus(arm, baseline, trained)}; worst domain "
+        f"{worst} at {perplexity_text(mean)}, with {baseline.label} {other_worst} at "
+        f"{perplexity_text(other_mean)}{'; beyond its interval ' if words else ''}"
+        f"{'; '.join(words)}."
     )
 
 
-def _against_on_target(arm: Arm, uniform: Arm, comparison: Comparison) -> str:
-    names = comparison.targets
-    return (
-        f"{arm.label}: perplexity on {listed(names)}, which was never trained on, "
-        f"{_versus(arm, uniform, names)}; average over the training domains "
-        f"{_versus(arm, uniform, comparison.domains)}.{_confidence(arm, uniform, names)}"
+def _versus(arm: Arm, baseline: Arm, names: Sequence[str]) -> str:
+    """15.81 against 16.53, −4.4 % [−5.0, −3.8] over 3 paired seeds."""
+    difference = arm.against(baseline, names)
+    own, other = (perplexity_text(each.perplexity(names).mean) for each in (arm, baseline))
+    seeds = plural(difference.pairs, "paired seed")
+    return f"{own} against {other}, {change_text(difference)} over {seeds}"
+
+
+def _ranking(rivals: Sequence[Arm], baseline: Arm, names: Sequence[str]) -> Iterator[str]:
+    """How many arms are lower, and which come out lowest and highest."""
+    found = {arm.label: arm.against(baseline, names) for arm in rivals}
+    known = {label: each for label, each in found.items() if each.is_known}
+    if not known:
+        return
+    order = sorted(known, key=lambda label: known[label].mean)
+    below = sum(each.mean < 0 for each in known.values())
+    lowest, highest = (
+        "; ".join(f"{label}: {change_text(known[label])}" for label in chosen)
+        for chosen in (order[:3], order[:-4:-1])
     )
+    yield f"{below} of {plural(len(known), 'arm')} below {baseline.label} on average."
+    yield f"Lowest: {lowest}. Highest: {highest}."
 
 
-def _versus(arm: Arm, uniform: Arm, names: Sequence[str]) -> str:
-    """15.81 against 16.53 (−4.4 %)."""
-    own, other = arm.perplexity(names).mean, uniform.perplexity(names).mean
-    change = percent_text(relative_change(own, other))
-    return f"{perplexity_text(own)} against {perplexity_text(other)} ({change})"
+TARGET_PAIRS = (("DoGE", "uniform"), ("DoGE, fine-tuned", "uniform, fine-tuned"))
 
 
-def _confidence(arm: Arm, uniform: Arm, names: Sequence[str]) -> str:
-    """What the seeds allow to say about a difference."""
-    own, other = arm.loss(names), uniform.loss(names)
-    if own.error is not None and other.error is not None:
-        spread = math.hypot(own.error, other.error)
-        ratio = abs(own.mean - other.mean) / spread if spread > 0 else math.inf
-        seeds = f"{len(arm.losses)} and {len(uniform.losses)} seeds"
-        return f" The difference is {ratio:.1f} standard errors ({seeds})."
-    change = relative_change(arm.perplexity(names).mean, uniform.perplexity(names).mean)
-    if abs(change) < SMALL_CHANGE:
-        return " With one seed a difference this small may be chance."
-    return ""
+def target_changes(rows: Mapping[str, Sequence[Arm]]) -> Changes:
+    """{label: {target: difference from uniform}}, before and after further steps on the target."""
+    return {
+        own: {target: _between(arms, own, other, target) for target, arms in rows.items()}
+        for own, other in TARGET_PAIRS
+    }
 
 
-def _for_scale(comparison: Comparison, study: Study) -> list[str]:
-    """What a uniform model reaches that was trained on the targets too, at equal tokens."""
-    if not comparison.targets:
-        return []
-    for other in study.comparisons:
-        uniform = other.uniform
-        if uniform and _is_oracle(other, comparison):
-            reached = perplexity_text(uniform.perplexity(comparison.targets).mean)
-            target = listed(comparison.targets)
-            return [f"For scale: uniform weights with {target} among the domains reach {reached}."]
-    return []
+def _between(arms: Sequence[Arm], own: str, other: str, target: str) -> Difference:
+    by_label = {arm.label: arm for arm in arms if arm.losses}
+    if own not in by_label or other not in by_label:
+        return NO_PAIR
+    return by_label[own].against(by_label[other], [target])
 
 
-def _is_oracle(other: Comparison, comparison: Comparison) -> bool:
-    own, its = comparison.first, other.first
-    return (
-        set(comparison.targets) <= set(other.domains)
-        and its.tokens == own.tokens
-        and its.config["model"] == own.config["model"]
-        and its.corpus["tokenizer_sha256"] == own.corpus["tokenizer_sha256"]
+def targets_verdict(rows: Mapping[str, Sequence[Arm]], changes: Changes) -> Verdict:
+    """How DoGE comes out on each target."""
+    sentences = []
+    for own, other in TARGET_PAIRS:
+        found = {target: each for target, each in changes[own].items() if each.pairs}
+        if not found:
+            continue
+        below = sum(each.mean < 0 for each in found.values())
+        told = listed(f"{target} {change_text(each)}" for target, each in found.items())
+        sentence = f"{own}: lower on {below} of {len(found)} than {other}: {told}."
+        better = [target for target, each in found.items() if each.is_lower]
+        worse = [target for target, each in found.items() if each.is_higher]
+        parts = [f"better on {listed(better)}"] if better else []
+        parts += [f"worse on {listed(worse)}"] if worse else []
+        sentences.append(sentence + (f" Beyond the interval: {listed(parts)}." if parts else ""))
+    beaten = [
+        target for target, arms in rows.items() if _between(arms, "DoGE", "oracle", target).is_lower
+    ]
+    if beaten:
+        sentences.append(f"DoGE beats even the oracle, which trains on it, on {listed(beaten)}.")
+    known = {target: each for target, each in changes["DoGE"].items() if each.pairs}
+    if len(known) == 1:
+        ((target, difference),) = known.items()
+        headline = headline_of("DoGE", f"uniform on {target}", difference)
+    else:
+        better = [target for target, each in known.items() if each.is_lower]
+        worse = [target for target, each in known.items() if each.is_higher]
+        open_ = len(known) - len(better) - len(worse)
+        headline = (
+            f"DoGE beats uniform on {len(better)} of {len(known)} targets, loses on {len(worse)}, "
+            f"undecided on {open_}"
+        )
+    return Verdict("Out of domain", headline, sentences)
+
+
+def nothing_yet(group: Json) -> Verdict:
+    """The answer while no two arms of an experiment can be compared."""
+    title = str(group["title"])
+    return Verdict(title, "Nothing to compare yet", ["The same command goes on with the runs."])
+
+
+def scale_verdict(group: Json, gaps: Mapping[str, float]) -> Verdict:
+    """How far the weights of other proxies are from those of the reference."""
+    told = listed(f"{label} {100 * gap:.2f} %" for label, gap in gaps.items())
+    headline = f"Mean absolute difference from the {group['reference']} proxy's weights: {told}"
+    said = (
+        "The paper: 1.45 % (60M) and 0.48 % (124M) from its 82M proxy; in the text less than 0.015 "
+        "and 0.005."
     )
+    return Verdict(group["title"], headline, [said])
+
+
+def tasks_verdict(group: Json, scores: Mapping[str, Sequence[Json]], baseline: str) -> Verdict:
+    """Accuracies against the baseline's, in points, over the same seeds."""
+    rivals = [label for label in scores if label != baseline]
+    wanted = group.get("focus") or "DoGE"
+    focus = next((label for label in rivals if label.startswith(wanted)), rivals[-1])
+    gains = {label: _accuracy_gain(scores[label], scores[baseline]) for label in rivals}
+    number = len(scores[baseline][0]["tasks"])
+    sentences = [
+        f"{label}: {_points_text(found)} against {baseline} in the average of "
+        f"{plural(number, 'task')}, over {plural(found.pairs, 'paired seed')}."
+        for label, found in gains.items()
+    ]
+    average = [score["average"] for score in scores[baseline]]
+    sentences.append(
+        f"{baseline} answers {accuracy_text(average)} % rightly, guessing "
+        f"{100 * average[0]['chance']:.1f} %."
+    )
+    headline = headline_of(focus, baseline, gains[focus], is_accuracy=True)
+    return Verdict(group["title"], headline, sentences)
+
+
+def _accuracy_gain(own: Sequence[Json], other: Sequence[Json]) -> Difference:
+    """Of the average accuracy over tasks, in percentage points.
+
+    Seeds answer the same documents, so the error of these is in the interval too, beside that of
+    the seeds; as if each arm had drawn its own, which is too much rather than too little.
+    """
+    ours, theirs = ([each["average"] for each in arm] for arm in (own, other))
+    found = paired_difference(
+        [100 * each["acc"] for each in ours], [100 * each["acc"] for each in theirs]
+    )
+    errors = [each["acc_stderr"] for each in (*ours, *theirs)]
+    if found.low is None or None in errors:
+        return found._replace(low=None, high=None)
+    of_documents = 100 * math.sqrt(2 * math.fsum(error**2 for error in errors) / len(errors))
+    reach = math.hypot(
+        found.mean - found.low, NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * of_documents
+    )
+    return found._replace(low=found.mean - reach, high=found.mean + reach)
+
+
+def _points_text(difference: Difference) -> str:
+    text = f"{difference.mean:+.1f} points"
+    if difference.low is not None and difference.high is not None:
+        text += f" [{difference.low:+.1f}, {difference.high:+.1f}]"
+    return text.replace("-", "−")
 
 
 def summary_of(proxy: Proxy) -> str:
@@ -182,7 +305,8 @@ def summary_of(proxy: Proxy) -> str:
         return f"{proxy.label}: has not logged a step yet."
     first, *others = sorted(proxy.weights.items(), key=lambda item: -item[1].mean)
     top = listed(
-        f"{name} {weight_text(stat)} ({_times(stat.mean, proxy)})"
+        f"{name} {weight_text(stat)} ({stat.mean * len(proxy.domains):.1f}\N{NO-BREAK SPACE}× "
+        "uniform)"
         for name, stat in [first, *others[:-1]][:2]
     )
     least = f", least to {others[-1][0]} {weight_text(others[-1][1])}" if others else ""
@@ -193,8 +317,26 @@ def summary_of(proxy: Proxy) -> str:
     )
 
 
-def _times(weight: float, proxy: Proxy) -> str:
-    return f"{weight * len(proxy.domains):.1f}\N{NO-BREAK SPACE}× uniform"
+def drift_sentence(proxy: Proxy) -> str:
+    """Whether a proxy's running average has settled, and the numbers that say so."""
+    moved = proxy.movement
+    drift, distance = _share(moved.drift[-1]), _share(moved.distance[-1])
+    told = (
+        f"the last fifth of the {int(moved.steps[-1])} steps reassigned {drift} of the tokens; "
+        f"from uniform weights it is {distance}"
+    )
+    if moved.spread is not None:
+        told += f", and between seeds {_share(moved.spread[-1])}"
+    if not has_moved(proxy):
+        return f"The running average has hardly moved: {told}."
+    state = "has settled" if moved.is_settled else "is still moving"
+    return f"The running average {state}: {told}."
+
+
+def _share(distance: float) -> str:
+    """A sum of absolute differences as a share of the tokens, to two digits."""
+    percent = 50 * distance
+    return f"{percent:.{1 if percent >= 1 else 2}f}\N{NO-BREAK SPACE}%"
 
 
 def remarks_on(run: Path) -> list[str]:
@@ -203,159 +345,47 @@ def remarks_on(run: Path) -> list[str]:
     Raises:
         ValueError: `run` is no such run.
     """
-    (proxy,) = read_study([run]).proxies
+    (proxy,) = open_study([run]).proxies
     warnings = (*proxy.first.warnings, *proxy_warnings(proxy))
     remarks = [summary_of(proxy), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]
 
 
-def drift_sentence(proxy: Proxy) -> str:
-    """Whether a proxy's running average has settled, in a sentence."""
-    steps_T, drift_T = proxy.drift()
-    share = f"{50 * drift_T[-1]:.1f}\N{NO-BREAK SPACE}%"
-    moved = f"the last fifth of the {int(steps_T[-1])} steps reassigned {share} of the tokens"
-    if not _has_moved(proxy):
-        return f"The running average has hardly moved: {moved}."
-    if drift_T[-1] <= MAX_DRIFT:
-        return f"The running average has settled: {moved}."
-    return f"The running average is still moving: {moved}."
-
-
 def asked_of(study: Study) -> list[str]:
     """What was asked and what was run, in sentences."""
-    sentences = [
-        f"{proxy.label} asks which mixture of {listed(proxy.domains)} lowers the loss on "
-        f"{proxy.target}{'' if not proxy.first.targets else ', which is not trained on'} "
-        f"({plural(len(proxy.runs), 'seed')}; {proxy.first.config['model']['model']} model, "
-        f"{proxy.first.steps} steps, {count_text(proxy.first.tokens)} tokens)."
-        for proxy in study.proxies
+    return _planned(study) if study.is_experiment else list(_found(study))
+
+
+def _planned(study: Study) -> list[str]:
+    record, settings = study.record, study.record["settings"]
+    seeds = settings["seeds"]
+    tokens = settings["base_steps"] * settings["batch_size"] * settings["block_size"]
+    return [
+        f"doge-fast experiment {record['name']}, preset {record['preset']}: "
+        f"{plural(len(study.shown), 'run')}.",
+        f"Text: {record['data']}. Every arm with seed{'s' if len(seeds) > 1 else ''} "
+        f"{listed(map(str, seeds))}; runs of one seed begin with the same numbers and see each "
+        "domain's blocks in the same order, so arms are compared seed by seed.",
+        f"Proxies: {settings['proxy_steps']} steps of {settings['sequences_per_domain']} blocks of "
+        f"every domain, mu {settings['mu']:g}, score {settings['score']}. Base models: "
+        f"{settings['base_steps']} steps of {settings['batch_size']} blocks, {count_text(tokens)} "
+        f"tokens. A block is {settings['block_size']} tokens.",
     ]
-    for comparison in study.comparisons:
-        labels = [arm.label for arm in comparison.arms]
-        names = f": {listed(labels)}" if labels else ""
-        sentences.append(
-            f"{comparison.title}: {plural(comparison.num_seen, 'arm')} of base models on "
-            f"{plural(len(comparison.first.domains), 'domain')}, {comparison.settings}{names}."
-        )
-    return sentences
 
 
-def warnings_about(study: Study, token_budget: int | None) -> list[str]:
-    """Everything that a reader should know before believing a number."""
-    found = run_warnings(study)
-    found += [warning for each in study.comparisons for warning in _comparison_warnings(each)]
-    budget = budget_of(study, token_budget)
-    for mixture in mixtures_of(study):
-        found += _epoch_warnings(mixture, budget)
-    return found
-
-
-def run_warnings(study: Study) -> list[str]:
-    """What a reader should know of the corpus, of the proxies and of single runs."""
-    # Runs of one corpus say the same.
-    found = list(dict.fromkeys(warning for run in study.runs for warning in run.warnings))
-    found += [warning for proxy in study.proxies for warning in proxy_warnings(proxy)]
-    found += [
-        f"{proxy.label}: one seed, so the spread of its weights is unknown."
-        for proxy in study.proxies
-        if proxy.has_steps and len(proxy.runs) == 1
-    ]
-    return found + [warning for run in study.runs for warning in _run_warnings(run)]
-
-
-def proxy_warnings(proxy: Proxy) -> Iterator[str]:
-    """What a reader should know of learned weights, and what to do about it."""
-    if not proxy.has_steps:
-        return
-    largest = max(proxy.weights, key=lambda name: proxy.weights[name].mean)
-    weight, uniform = proxy.weights[largest].mean, 1 / len(proxy.domains)
-    if weight > COLLAPSED and len(proxy.domains) > 1:
-        remedy = (
-            "A smaller step_size or more smoothing"
-            if proxy.is_doremi
-            else "A larger mu, smoothing or domain_max_grad_norm"
-        )
+def _found(study: Study) -> Iterator[str]:
+    for proxy in study.proxies:
+        first = proxy.first
         yield (
-            f"{proxy.label}: the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps "
-            "them apart."
+            f"{proxy.label} asks which mixture of {listed(proxy.domains)} lowers the loss on "
+            f"{proxy.target}{', which is not trained on' if first.targets else ''} "
+            f"({plural(len(proxy.runs), 'seed')}; {first.model} model, {first.steps} steps, "
+            f"{count_text(first.tokens)} tokens)."
         )
-    elif not _has_moved(proxy):
-        yield (
-            f"{proxy.label}: the weights hardly left uniform. A "
-            f"{'larger step_size' if proxy.is_doremi else 'smaller mu'} or more steps would move "
-            "them."
-        )
-    elif proxy.is_for_all_domains:
-        yield from _starved(proxy, uniform)
-    if not proxy.is_settled:
-        yield (
-            f"{proxy.label}: the running average of the weights is still drifting; more steps "
-            "would change the result."
-        )
-
-
-def _has_moved(proxy: Proxy) -> bool:
-    """Whether a domain is further from uniform than chance would take it; one domain cannot be."""
-    uniform = 1 / len(proxy.domains)
-    furthest = max(abs(stat.mean - uniform) for stat in proxy.weights.values())
-    return furthest >= UNMOVED * uniform or len(proxy.domains) == 1
-
-
-def _starved(proxy: Proxy, uniform: float) -> Iterator[str]:
-    """Domains that are to get better and are hardly trained on."""
-    names = [name for name, stat in proxy.weights.items() if stat.mean < STARVED * uniform]
-    if names:
-        milder = "a smaller step_size" if proxy.is_doremi else "a larger mu or --target mix"
-        yield (
-            f"{proxy.label}: {listed(names)} would be read less than a third as often as at "
-            f"uniform weights, and a small model tends to pay for it there. Try {milder}, or set a "
-            "floor: doge-fast weights constrain --floor."
-        )
-
-
-def _comparison_warnings(comparison: Comparison) -> Iterator[str]:
-    missing = comparison.num_seen - len(comparison.arms)
-    if missing:
-        yield f"{comparison.title}: {plural(missing, 'arm')} not measured yet, so left out."
-    if not comparison.arms:
-        return
-    if comparison.uniform is None:
-        yield f"{comparison.title}: no uniform baseline at these settings."
-    if not comparison.first.targets and all(arm.kind != "natural" for arm in comparison.arms):
-        yield f"{comparison.title}: no natural baseline at these settings."
-    single = [arm.label for arm in comparison.arms if len(arm.losses) == 1]
-    if single:
-        yield (
-            f"{comparison.title}: one seed of {listed(single)}, so small differences may be chance."
-        )
-    measured = [run.measured_blocks() for arm in comparison.arms for run in arm.runs]
-    if any(blocks != measured[0] for blocks in measured):
-        yield f"{comparison.title}: the arms were measured on different numbers of held-out blocks."
-
-
-def _run_warnings(run: Run) -> Iterator[str]:
-    if run.last_step < run.steps:
-        yield (
-            f"{run.name}: not complete, its records end at step {run.last_step} of {run.steps}. "
-            "The command that began it resumes it."
-        )
-    if run.skipped:
-        yield (
-            f"{run.name}: {plural(run.skipped, 'logged step')} skipped for a gradient that was "
-            "not finite."
-        )
-    losses = run.losses() or {}
-    diverged = [name for name, loss in losses.items() if not math.isfinite(loss)]
-    if diverged:
-        yield f"{run.name}: diverged; the held-out loss of {listed(diverged)} is not finite."
-
-
-def _epoch_warnings(mixture: "Mixture", budget: int) -> Iterator[str]:
-    epochs = mixture.epochs(budget)
-    often = [name for name, count in epochs.items() if count > MAX_EPOCHS]
-    if often and mixture.is_learned:
-        told = listed(f"{name} {epochs[name]:.1f} times" for name in often)
-        yield (
-            f"{mixture.label}: {count_text(budget)} tokens at these weights repeat {told}; beyond "
-            f"{MAX_EPOCHS:.0f} epochs text is worth less. Use smoothing, or get more of it."
-        )
+    for group in study.groups:
+        if group["kind"] == "perplexity":
+            labels = [arm["label"] for arm in group["arms"]]
+            yield (
+                f"{group['title']}: {plural(len(labels), 'arm')} of base models, {group['about']}: "
+                f"{listed(labels)}."
+            )

@@ -1,14 +1,9 @@
-"""Numbers as text, and means with their errors: what tables, figures and sentences share."""
+"""Numbers as text: what tables, figures and sentences share. Imports nothing heavy."""
 
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
 
 
 class Stat(NamedTuple):
@@ -16,16 +11,6 @@ class Stat(NamedTuple):
 
     mean: float
     error: float | None = None
-
-
-def stat_of(values: Iterable[float]) -> Stat:
-    """Mean and standard error of one value a seed."""
-    array = np.asarray(list(values), dtype=np.float64)
-    if len(array) == 1:
-        return Stat(float(array[0]))
-    if not np.isfinite(array).all():
-        return Stat(float(array.mean()), math.nan)
-    return Stat(float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array))))
 
 
 def wrapped(text: str) -> str:
@@ -59,16 +44,6 @@ def exp_or_inf(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
 
 
-def nan_as_inf(value: float) -> float:
-    """What is no number is worse than any."""
-    return math.inf if math.isnan(value) else value
-
-
-def relative_change(own: float, other: float) -> float:
-    """own / other - 1; nan where there is nothing to compare with."""
-    return own / other - 1 if other > 0 else math.nan
-
-
 def perplexity_text(value: float) -> str:
     """Four digits, or words where it is not finite."""
     if not math.isfinite(value):
@@ -76,16 +51,29 @@ def perplexity_text(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 10_000 else f"{value:.2e}"
 
 
+def with_error(stat: Stat, *, most: int) -> str:
+    """0.2760 ± 0.0002: the error to two significant digits, the mean to the same place.
+
+    Args:
+        stat: a finite mean with an error.
+        most: decimals that are never exceeded; an error below the last is rounded up to it.
+    """
+    assert stat.error is not None
+    error = max(stat.error, 10.0**-most) if stat.error > 0 else 0.0
+    decimals = min(max(1 - math.floor(math.log10(error)), 0), most) if error > 0 else most
+    return f"{stat.mean:.{decimals}f} ± {error:.{decimals}f}"
+
+
 def perplexity_stat(stat: Stat) -> str:
     """Perplexity, with its standard error where there is one."""
     if stat.error is None or not math.isfinite(stat.mean):
         return perplexity_text(stat.mean)
-    return f"{perplexity_text(stat.mean)} ± {stat.error:.2g}"
+    return with_error(stat, most=3)
 
 
 def weight_text(stat: Stat) -> str:
     """A domain weight, with its standard error where there is one."""
-    return f"{stat.mean:.3f}" if stat.error is None else f"{stat.mean:.3f} ± {stat.error:.2g}"
+    return f"{stat.mean:.3f}" if stat.error is None else with_error(stat, most=4)
 
 
 def percent_text(change: float) -> str:
@@ -117,11 +105,3 @@ def listed(words: Iterable[str]) -> str:
     """a, b and c."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def nan_mean(values: Floats) -> Floats:
-    """Mean over the first axis of what is a number; nan where nothing is."""
-    kept = np.isfinite(values)
-    count = kept.sum(0)
-    mean: Floats = np.where(kept, values, 0.0).sum(0) / np.where(count > 0, count, math.nan)
-    return mean

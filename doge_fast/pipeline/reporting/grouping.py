@@ -1,0 +1,206 @@
+"""Loose runs put into the groups that an experiment's record has.
+
+Runs that differ in nothing but their seed are one arm. Base models are one comparison where they
+share corpus, model, settings and number of tokens; uniform weights are its baseline.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from doge_fast.pipeline import records
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.reporting import mixtures
+from doge_fast.pipeline.reporting.proxies import Proxy
+from doge_fast.pipeline.reporting.runs import Run
+from doge_fast.pipeline.reporting.wording import count_text, listed, plural
+
+
+def named(runs: Sequence[Run]) -> dict[str, Run]:
+    """Runs by name; directories of one name are told apart by the folder they lie in."""
+    labels = _distinct([run.name for run in runs], [[run] for run in runs])
+    return dict(zip(labels, runs, strict=True))
+
+
+def proxies_of(runs: Sequence[Run]) -> tuple[Proxy, ...]:
+    """Runs that learned weights, the seeds of each together."""
+    groups = _grouped([run for run in runs if run.stage in ("proxy", "doremi")], Run.settings)
+    # What is asked of all domains comes before what is asked of one, the baseline after both.
+    groups.sort(key=lambda group: (group[0].stage == "doremi", bool(group[0].targets)))
+    labels = _distinct([_common_name(group) for group in groups], groups)
+    return tuple(Proxy(label, tuple(group)) for label, group in zip(labels, groups, strict=True))
+
+
+def _grouped(runs: Iterable[Run], key: Callable[[Run], str]) -> list[list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.values())
+
+
+def _common_name(runs: Sequence[Run]) -> str:
+    """ca-seed0, ca-seed1 -> ca."""
+    if len(runs) == 1:
+        return runs[0].name
+    prefix = os.path.commonprefix([run.name for run in runs])  # noqa: RUF071
+    stem = re.sub(r"[-_. ]*(seed|s)?[-_. ]*\d*$", "", prefix)
+    return stem or runs[0].name
+
+
+def _distinct(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
+    return [
+        label if labels.count(label) == 1 else f"{group[0].path.parent.name}/{group[0].name}"
+        for label, group in zip(labels, groups, strict=True)
+    ]
+
+
+def record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
+    """What experiment.json would say of these runs.
+
+    Beside the keys that an experiment's groups have, one of base models may have `others` (domains
+    that are measured and not aimed at), `about` (what its arms share) and `oracle` (an arm that was
+    trained on the targets too).
+    """
+    names = {run.path: name for name, run in runs.items()}
+    bases = [run for run in runs.values() if run.stage == "base"]
+    groups = _grouped(bases, Run.settings)
+    groups.sort(key=lambda group: bool(group[0].targets))
+    told = [_comparison(group, proxies, names) for group in groups]
+    for group, told_of in zip(groups, told, strict=True):
+        oracles = (
+            arm
+            for other, its in zip(groups, told, strict=True)
+            for arm in its["arms"]
+            if arm["label"] == "uniform" and _is_oracle(other[0], group[0])
+        )
+        told_of["oracle"] = next(oracles, None) if group[0].targets else None
+    tasks = [
+        {"kind": "tasks", "title": f"Tasks: {group['title'].lower()}", "arms": group["arms"]}
+        for group in told
+        if any(runs[name].few_shot for arm in group["arms"] for name in arm["runs"])
+    ]
+    learned = _weights(runs, proxies, names, told)
+    num_proxies = sum(len(proxy.runs) for proxy in proxies)
+    return {
+        "title": "Domain weights",
+        "question": f"{plural(num_proxies, 'proxy run')}, {plural(len(bases), 'base model')}",
+        "settings": {},
+        "runs": list(runs),
+        "groups": [*told, *tasks, *([learned] if learned["arms"] else [])],
+    }
+
+
+# Columns of a table that are of weights that somebody learned or gave.
+_LEARNED = 2
+_FROM_FILE = "from a file"
+
+
+class _Source(NamedTuple):
+    """Where a base run's weights came from; sorted as the columns of a table are."""
+
+    place: int
+    label: str
+    about: str
+    path: str = ""
+    """Of a file, for files of one name are not one source."""
+
+
+def _comparison(runs: Sequence[Run], proxies: Sequence[Proxy], names: Mapping[Path, str]) -> Json:
+    by_source: dict[_Source, list[Run]] = {}
+    for run in runs:
+        by_source.setdefault(_source(run, proxies), []).append(run)
+    sources = sorted(by_source, key=lambda source: source.place)
+    labels = [source.label for source in sources]
+    arms = [
+        {
+            "label": source.label if labels.count(source.label) == 1 else source.path,
+            "about": source.about,
+            "runs": [names[run.path] for run in by_source[source]],
+            "is_baseline": source.label == "uniform",
+        }
+        for source in sources
+    ]
+    first = runs[0]
+    return {
+        "kind": "perplexity",
+        "title": f"Out of domain, {listed(first.targets)}" if first.targets else "All domains",
+        "about": f"{first.model} models, {count_text(first.tokens)} tokens each",
+        "paper": None,
+        "aim": list(first.targets or first.domains),
+        "others": list(first.domains if first.targets else ()),
+        # What was learned for all domains by DoGE comes first; the baselines before it.
+        "focus": next((s.label for s in sources if s.place >= _LEARNED), "natural"),
+        "arms": arms,
+    }
+
+
+def _source(run: Run, proxies: Sequence[Proxy]) -> _Source:
+    """`weights` of a base run is a baseline's name, or the path of a file or of a proxy run."""
+    weights = str(run.config["weights"])
+    if weights == "uniform":
+        return _Source(0, weights, "baseline")
+    if weights == "natural":
+        return _Source(1, weights, "by tokens")
+    path = Path(weights)
+    proxy = _proxy_of(path.parent if path.name == records.WEIGHTS else path, proxies)
+    if proxy is not None:
+        return _Source(_LEARNED + proxies.index(proxy), proxy.label, proxy.about)
+    label = f"{path.parent.name}/{path.name}" if path.name == records.WEIGHTS else path.name
+    return _Source(_LEARNED + len(proxies), label, _FROM_FILE, weights)
+
+
+def _proxy_of(folder: Path, proxies: Sequence[Proxy]) -> Proxy | None:
+    """The proxy that lies there, or, where runs have been moved, the only one of that name."""
+    for proxy in proxies:
+        if any(run.path == folder.resolve() for run in proxy.runs):
+            return proxy
+    found = [proxy for proxy in proxies if any(run.name == folder.name for run in proxy.runs)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_oracle(other: Run, run: Run) -> bool:
+    """Whether `other` is trained on the targets of `run` too, at equal tokens and model."""
+    return (
+        set(run.targets) <= set(other.domains)
+        and other.tokens == run.tokens
+        and other.config["model"] == run.config["model"]
+        and other.corpus["tokenizer_sha256"] == run.corpus["tokenizer_sha256"]
+    )
+
+
+def _weights(
+    runs: Mapping[str, Run],
+    proxies: Sequence[Proxy],
+    names: Mapping[Path, str],
+    comparisons: Sequence[Json],
+) -> Json:
+    """Every set of weights: natural ones, of each proxy, and those that came from elsewhere."""
+    arms: list[Json] = [
+        {
+            "label": proxy.label,
+            "about": proxy.about,
+            "runs": [names[run.path] for run in proxy.runs],
+        }
+        for proxy in proxies
+        if proxy.weights
+    ]
+    arms += [
+        arm | {"runs": arm["runs"][:1]}
+        for group in comparisons
+        for arm in group["arms"]
+        if arm["about"] == _FROM_FILE and runs[arm["runs"][0]].weights is not None
+    ]
+    tokens = proxies[0].first.train_tokens if proxies else {}
+    if proxies and all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies):
+        natural = {name: stat.mean for name, stat in mixtures.natural(tokens).items()}
+        about = {"label": "natural", "about": "by tokens", "runs": [], "weights": natural}
+        arms.insert(0, about)
+    return {
+        "kind": "weights",
+        "title": "Domain weights",
+        "paper": ["tab:dw", "tab:ood-dw", "tab:ood-wiki-dw"],
+        "has_uniform": True,
+        "arms": arms,
+    }

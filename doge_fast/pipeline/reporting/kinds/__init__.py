@@ -1,1 +1,0 @@
-"""The kinds of groups that an experiment has, each with its answers, tables and figures."""
