@@ -121,8 +121,8 @@ class ExportConfig:
     from_: str | None = None
     """The target whose file is read; without --to it becomes a weights.json."""
     list: bool = False
-    """Say which targets there are, what a path is to each, what its weights count, and which version
-    of its framework it was checked against."""
+    """Say which targets there are, what a path is to each, what its weights count, and against
+    which version of its framework it was checked."""
     paths: tuple[str, ...] = ()
     """NAME=PATH for every domain, again for a further path; or one JSON or YAML file, {name: path},
     {name: [path, ...]} or {name: {path: tokens, ...}}."""
