@@ -358,6 +358,117 @@ def test_mosaic_draws_at_random_and_asks_for_a_batch() -> None:
     assert foundry["train_loader"]["dataset"]["batching_method"] == "random"
 
 
+EXACT = {
+    "energon": """__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train:
+    blend:
+    - weight: 0.5
+      path: /d/a
+    - weight: 0.3
+      path: /d/b
+    - weight: 0.2
+      path: /d/c
+  val:
+    blend:
+    - weight: 1.0
+      path: /v/a
+""",
+    "maxtext": """dataset_type: grain
+grain_file_type: arrayrecord
+grain_train_files: /d/a,0.500000;/d/b,0.300000;/d/c,0.200000
+""",
+    "llama-factory": """dataset: /d/a,/d/b,/d/c
+mix_strategy: interleave_over
+interleave_probs: 0.500000,0.300000,0.200000
+""",
+    "ms-swift": """--dataset /d/a /d/b /d/c \\
+--interleave_prob 0.500000 0.300000 0.200000 \\
+--stopping_strategy all_exhausted
+""",
+    "dataflex": """dataset: /d/a,/d/b,/d/c
+train_type: dynamic_mix
+static_mix: true
+mixture_sample_rule: mixture
+init_mixture_proportions:
+- 0.5
+- 0.3
+- 0.2
+""",
+}
+ABC = {"a": 0.5, "b": 0.3, "c": 0.2}
+
+
+@pytest.mark.parametrize("to", EXACT)
+def test_a_target_writes_exactly_this(to: str) -> None:
+    paths = {name: f"/d/{name}" for name in ABC}
+    result = export(ABC, to=to, paths=paths, valid_paths={"a": "/v/a"}, rows="blocks")
+    kept = [line for line in result.text.splitlines(keepends=True) if line[:2] != "# "]
+    assert "".join(kept) == EXACT[to]
+
+
+def test_ray_mixes_what_it_reads() -> None:
+    paths: dict[str, Any] = {"a": ["/d/1.jsonl.gz", "/d/2.jsonl"], "b": "/d/b.parquet"}
+    text = export({"a": 0.5, "b": 0.5}, to="ray", paths=paths, rows="blocks").text
+    assert text.partition("import ray")[2].splitlines()[3:] == [
+        "domains = {",
+        '    "a": ray.data.read_json(["/d/1.jsonl.gz", "/d/2.jsonl"]),',
+        '    "b": ray.data.read_parquet(["/d/b.parquet"]),',
+        "}",
+        "weights = {",
+        '    "a": 0.500000,',
+        '    "b": 0.500000,',
+        "}",
+        "first, *others = domains.values()",
+        "dataset = first.mix(",
+        "    *others,",
+        "    weights=list(weights.values()),",
+        "    stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST,",
+        ")",
+    ]
+    with pytest.raises(ValueError, match=r"by the suffix of its files.*; b has /d/b"):
+        export({"b": 1.0}, to="ray", paths={"b": "/d/b"}, rows="blocks")
+
+
+def test_what_a_new_consumer_would_misread_is_refused() -> None:
+    for to in ("llama-factory", "dataflex"):
+        with pytest.raises(ValueError, match="at commas; a,b holds one"):
+            export({"a,b": 1.0}, to=to, rows="blocks")
+        # Without a path a domain is known by its own name.
+        assert "dataset: web\n" in export({"web": 1.0}, to=to, rows="blocks").text
+    with pytest.raises(ValueError, match=r"rounds weights to 4 decimals.*none of /d/b"):
+        export(
+            {"a": 0.99997, "b": 0.00003},
+            to="maxtext",
+            paths={"a": "/d/a", "b": "/d/b"},
+            rows="blocks",
+        )
+    with pytest.raises(ValueError, match=r"splits grain_train_files.*/d/a;b"):
+        export({"a": 1.0}, to="maxtext", paths={"a": "/d/a;b"}, rows="blocks")
+    # One set has no weight there.
+    alone = export({"a": 1.0}, to="maxtext", paths={"a": "/d/a*"}, rows="blocks")
+    assert "grain_train_files: /d/a*\n" in alone.text
+    with pytest.raises(ValueError, match=r"names in lower case.*Web, web"):
+        export({"Web": 0.5, "web": 0.5}, to="torchtitan", paths={"Web": "/a", "web": "/b"})
+
+
+def test_olmo_is_given_the_budget_and_the_passes() -> None:
+    entries = [{"name": "a", "weight": 1.0, "tokens": 1001}]
+    options: dict[str, Any] = {"paths": {"a": "/d/a.npy"}, "seq_length": 10}
+    text = export(
+        {"domains": entries}, to="olmo-core-composable", budget_tokens=2002, **options
+    ).text
+    assert "    num_tokens=2002,\n" in text
+    # 991 tokens are in whole sequences at least.
+    assert 'domain("a", 1.000000, 2.021, "/d/a.npy")' in text
+    assert "num_tokens" not in "".join(
+        line
+        for line in export({"a": 1.0}, to="olmo-core-composable", **options).text.splitlines()
+        if line[:1] != "#"
+    )
+
+
 def test_phases_go_where_they_are_known_and_are_averaged_elsewhere() -> None:
     weights = record(phases=PHASES)
     stages = yaml.safe_load(made("nanotron", weights))["data_stages"]

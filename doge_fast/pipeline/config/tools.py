@@ -142,11 +142,12 @@ class ExportConfig:
     file: Path | None = None
     """A weights.json, or a run directory that holds one; with --from, a framework's file."""
     to: str | None = None
-    """The target."""
+    """The target; --list names them."""
     from_: str | None = None
     """The target whose file is read; without --to it becomes a weights.json."""
     list: bool = False
-    """Say which targets there are, what a path is to each and what its weights count."""
+    """Say which targets there are, what a path is to each, what its weights count, and against
+    which version of its framework it was checked."""
     paths: tuple[str, ...] = ()
     """NAME=PATH for every domain, again for a further path; or one JSON or YAML file, {name: path},
     {name: [path, ...]} or {name: {path: tokens, ...}}."""

@@ -163,12 +163,13 @@ class Blend:
 
     def repetition(self, name: str) -> float:
         """Epochs of a domain to allow, at least 1: rounded up, for a token too few is refused."""
-        passes, tokens = self.passes(name, self.numbers()[name]), self.entries[name].get("tokens")
-        if passes is None:
+        budget, tokens = self.settings.budget_tokens, self.entries[name].get("tokens")
+        if not (budget and tokens):
             return 1.0
         # The rest of a file that is no whole sequence is not used.
         rests = len(self.paths_of(name)) * (self.settings.seq_length or 0)
-        return max(1.0, math.ceil(passes * tokens / max(1, tokens - rests) * 1000) / 1000)
+        passes = Fraction(budget) * Fraction(self.numbers()[name]) / max(1, int(tokens) - rests)
+        return max(1.0, math.ceil(passes * 1000) / 1000)
 
     def require(self, *names: str, why: str) -> None:
         """Refuse where a setting that this target needs was not given.

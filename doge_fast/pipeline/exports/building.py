@@ -101,11 +101,7 @@ def token_shares(weights: Mapping[str, float], rows: Rows, settings: Settings) -
 
 
 def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record; a plain {domain: weight} becomes one.
-
-    Raises:
-        ValueError: there is no domain, or a weight is not a finite number >= 0.
-    """
+    """The record; a plain {domain: weight} becomes one."""
     record = weights
     if not isinstance(weights.get("domains"), Sequence):
         record = {"domains": [{"name": name, "weight": value} for name, value in weights.items()]}
@@ -170,11 +166,7 @@ def _lengths(
     entries: Mapping[str, Mapping[str, Any]],
     given: Mapping[str, float],
 ) -> dict[str, float]:
-    """{domain: mean tokens of a document}: as given, else as the record says.
-
-    Raises:
-        ValueError: it is not known of one that is needed, or is given of an unknown domain.
-    """
+    """{domain: mean tokens of a document}: as given, else as the record says."""
     unknown = sorted(set(given) - set(entries))
     if unknown:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.blend import Paths, Settings
-from doge_fast.pipeline.exports.registry import export, import_weights, listing
+from doge_fast.pipeline.exports.registry import Exported, export, import_weights, listing
 from doge_fast.pipeline.exports.text import from_yaml, to_json
 
 _LOG = logging.getLogger(__name__)
@@ -44,38 +44,36 @@ def run(config: ExportConfig) -> list[str]:
     paths = read_paths(config.paths, "paths")
     settings = _settings(config)
     record = _record(config, config.file, paths, settings)
-    if config.to is None:
-        return _keep(out, record)
-    made = export(
-        record,
-        to=config.to,
-        paths=paths,
-        valid_paths=read_paths(config.valid_paths, "valid-paths"),
-        test_paths=read_paths(config.test_paths, "test-paths"),
-        settings=settings,
-    )
-    # What was left out always; the rest where the text does not say it.
+    made = None
+    if config.to is not None:
+        made = export(
+            record,
+            to=config.to,
+            paths=paths,
+            valid_paths=read_paths(config.valid_paths, "valid-paths"),
+            test_paths=read_paths(config.test_paths, "test-paths"),
+            settings=settings,
+        )
+        _tell(made)
+    text = made.text if made else to_json(record)
+    if out is None:
+        return [text.rstrip("\n")]
+    try:
+        if made:
+            out.write_text(text, encoding="utf-8")
+        else:
+            records.write_weights(out, record)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror}.") from None
+    return [f"{'written' if made else 'weights'}: {out}"]
+
+
+def _tell(made: Exported) -> None:
+    """What was left out always; the rest where the text does not say it."""
     for line in made.warnings:
         _LOG.warning(line)
     for line in () if made.has_comments else made.notes:
         _LOG.info(line)
-    if out is None:
-        return [made.text.rstrip("\n")]
-    try:
-        out.write_text(made.text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}.") from None
-    return [f"written: {out}"]
-
-
-def _keep(out: Path | None, record: Mapping[str, Any]) -> list[str]:
-    if out is None:
-        return [to_json(record).rstrip("\n")]
-    try:
-        records.write_weights(out, record)
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}.") from None
-    return [f"weights: {out}"]
 
 
 def _read(config: ExportConfig) -> list[Path]:
@@ -106,20 +104,18 @@ def with_counts(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         file: a run directory, or weights.json in one or elsewhere.
     """
     run = file if file.is_dir() else file.parent
-    own = (file, file / records.WEIGHTS)
-    if not (run / records.CONFIG).exists() or run / records.WEIGHTS not in own:
+    is_own = file in (run, run / records.WEIGHTS)
+    if not (is_own and (run / records.CONFIG).exists()):
         return record
     about = records.read_config(run)
-    known = about["corpus"].get("domains", {})
     steps = about["config"].get("training", {}).get("steps")
+    domains = []
+    for entry in record["domains"]:
+        held = about["corpus"].get("domains", {}).get(entry["name"], {})
+        counts = {"tokens": held.get("train_tokens"), "documents": held.get("documents")}
+        domains.append({key: value for key, value in counts.items() if value} | entry)
     more = {"steps": steps} if steps and "stages" in record else {}
-    return more | {**record, "domains": [_filled(entry, known) for entry in record["domains"]]}
-
-
-def _filled(entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    held = known.get(entry["name"], {})
-    counts = {"tokens": held.get("train_tokens"), "documents": held.get("documents")}
-    return {key: value for key, value in counts.items() if value} | dict(entry)
+    return more | {**record, "domains": domains}
 
 
 def _with_phases(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -135,16 +131,16 @@ def _with_phases(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
             f'{path} must hold phases, a list of {{"first_step", "weights"}}, by itself or under '
             '"phases" or "stages"; it holds none.'
         )
-    names = [entry["name"] for entry in record["domains"]]
+    # A phase may leave out domains, which then have no weight in it.
+    nothing = {entry["name"]: 0.0 for entry in record["domains"]}
+    phases = [
+        each | {"weights": nothing | each["weights"]}
+        if isinstance(each, dict) and isinstance(each.get("weights"), dict)
+        else each
+        for each in value
+    ]
     # Steps of the run that the phases are of, not of the one that the weights are of.
-    return {**record, "steps": steps, "phases": [_completed(each, names) for each in value]}
-
-
-def _completed(phase: Any, names: Sequence[str]) -> Any:
-    """A phase may leave out domains, which then have no weight in it."""
-    if not isinstance(phase, dict) or not isinstance(phase.get("weights"), dict):
-        return phase
-    return phase | {"weights": dict.fromkeys(names, 0.0) | phase["weights"]}
+    return {**record, "steps": steps, "phases": phases}
 
 
 def read_paths(words: Sequence[str], flag: str) -> dict[str, Any]:

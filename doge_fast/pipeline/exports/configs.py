@@ -96,13 +96,7 @@ def _levanter(blend: Blend) -> str:
 
 
 def _levanter_block(blend: Blend) -> int:
-    """The first block, from the default on, that holds every domain and rounds little.
-
-    Every phase must begin at the end of a block.
-
-    Raises:
-        ValueError: such a block would be too short to hold the shares, or a domain has none.
-    """
+    """The first block, from the default on, that holds every domain and rounds little."""
     blocks = _levanter_blocks(blend)
     block = next((block for block in blocks if not _is_coarse(blend, block)), blocks[-1])
     lost = _without_sequence(blend, block)
@@ -124,21 +118,19 @@ def _levanter_blocks(blend: Blend) -> list[int]:
     usual = [_LEVANTER_BLOCK * 2**power for power in range(5)]
     longest = next((b for b in range(_LONGEST_BLOCK, _SHORTEST_BLOCK - 1, -1) if end % b == 0), 0)
     if not longest:
-        multiple = _LEVANTER_BLOCK // math.gcd(batch or 1, _LEVANTER_BLOCK)
+        every = _LEVANTER_BLOCK // math.gcd(batch or 1, _LEVANTER_BLOCK)
         raise ValueError(
             f"Levanter changes weights between blocks of {_LEVANTER_BLOCK} sequences; at {batch} "
-            f"in a step that is every {multiple} steps, and phases begin at {[0, *firsts]}. Let "
-            "them begin at multiples of that, or nearly."
+            f"in a step that is every {every} steps, and phases begin at {[0, *firsts]}. Let them "
+            "begin at multiples of that, or nearly."
         )
     return [*(block for block in usual if end % block == 0), longest]
 
 
 def _is_coarse(blend: Blend, block: int) -> bool:
     """Whether rounding takes all from a domain, or from all together what makes a mixture."""
-    kept = min(
-        sum(int(share * block) for share in blend.numbers(phase).values())
-        for phase in range(len(blend.phases))
-    )
+    phases = [blend.numbers(phase).values() for phase in range(len(blend.phases))]
+    kept = min(sum(int(share * block) for share in shares) for shares in phases)
     return block - kept > _MOST_ROUNDED * block or bool(_without_sequence(blend, block))
 
 

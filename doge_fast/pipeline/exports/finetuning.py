@@ -11,11 +11,7 @@ from doge_fast.pipeline.exports.text import arguments, from_yaml, plain, to_yaml
 
 
 def _datasets(blend: Blend) -> dict[str, Decimal]:
-    """{data set: share}, by its name in dataset_info.json: the path given, or else the domain's.
-
-    Raises:
-        ValueError: a name holds a comma, at which LLaMA-Factory splits them.
-    """
+    """{data set: share}, by its name in dataset_info.json: the path given, or else the domain's."""
     found = {
         blend.one_path(name) if blend.paths_of(name) else name: share
         for name, share in blend.shares().items()

@@ -33,11 +33,7 @@ _LM = "Megatron-LM 019eddb, megatron-core 0.16.1, 2026-11-22"
 
 
 def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tuple[Decimal, str]]:
-    """[(share, prefix)] of a split; empty where it has no paths.
-
-    Raises:
-        ValueError: two paths are one prefix, whose data would count twice.
-    """
+    """[(share, prefix)] of a split; empty where it has no paths."""
     if split != "train" and not blend.paths[split]:
         return []
     found = [(share, prefix_of(path)) for share, path in blend.weighted_paths(phase, split)]
@@ -231,7 +227,7 @@ TARGETS = (
         "GPT-NeoX config lines",
         _neox,
         _TAKES,
-        "gpt-neox main, 2026-11-22",
+        "gpt-neox 0097a39, 2026-11-22",
         traps=(
             _PREFIXES,
             "weight_by_num_documents would override the weights; train_epochs cannot go with them.",

@@ -72,11 +72,7 @@ def _points() -> tuple[EntryPoint, ...]:
 
 
 def _find(name: str) -> Target:
-    """The target of that name.
-
-    Raises:
-        ValueError: there is none; the sentence names those that are spelt alike.
-    """
+    """The target of that name."""
     known = targets()
     if name in known:
         return known[name]

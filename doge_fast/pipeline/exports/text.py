@@ -3,7 +3,7 @@
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
@@ -86,37 +86,31 @@ def sequence(items: Iterable[Any], indent: str = "", brackets: str = "[]") -> st
     return f"{brackets[0]}\n{''.join(lines)}{indent}{brackets[1]}"
 
 
-def reader_of(paths: Iterable[str]) -> str | None:
+def reader_of(paths: Sequence[str]) -> str | None:
     """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None.
 
     Raises:
         ValueError: the paths are of different kinds.
     """
-    found = list(paths)
-    readers = {_reader(path) for path in found}
+    suffixes = [PurePosixPath(path.split(REMOTE)[-1]).suffixes for path in paths]
+    kept = [[suffix for suffix in found if suffix not in _PACKED] for found in suffixes]
+    readers = {_READERS.get(found[-1]) if found else None for found in kept}
     if len(readers) > 1:
-        raise ValueError(f"The files of a domain must be of one kind; {', '.join(found)} are not.")
+        raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
     return readers.pop() if readers else None
 
 
-def _reader(path: str) -> str | None:
-    suffixes = PurePosixPath(path.split(REMOTE)[-1]).suffixes
-    kept = [suffix for suffix in suffixes if suffix not in _PACKED]
-    return _READERS.get(kept[-1]) if kept else None
-
-
-def load_dataset(paths: Iterable[str]) -> str:
+def load_dataset(paths: Sequence[str]) -> str:
     """The call that opens a domain's data as a stream, with the reader its suffix asks for.
 
     Raises:
         ValueError: paths of different kinds, or several of one that `load_dataset` takes alone.
     """
-    files = list(paths)
-    reader = reader_of(files)
-    if reader is None and len(files) > 1:
+    reader = reader_of(paths)
+    if reader is None and len(paths) > 1:
         raise ValueError(
-            f"load_dataset takes one directory or Hub id; got {', '.join(files)}. Name files "
+            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
             "(jsonl, parquet, csv, txt, arrow), or make each a domain."
         )
-    call = f'"{reader}", data_files=[{strings(files)}]' if reader else string(files[0])
+    call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
     return f'load_dataset({call}, split="train", streaming=True)'
