@@ -22,6 +22,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -32,6 +33,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
+
+_log = logging.getLogger("doge_fast")
 
 # Part of the cache's key: changes when the same environment would give other text.
 _FORMAT = 1
@@ -110,6 +113,7 @@ def save(directory: Path) -> None:
     Raises:
         RuntimeError: as `load`; nothing is written.
     """
+    _log.info("Collecting text of this Python environment.")
     for name, domain in load().items():
         (directory / name).mkdir(parents=True)
         for split in ("train", "validation"):

@@ -46,12 +46,10 @@ Encode = Callable[[Sequence[str]], list[Ints]]
 
 def open_tokenizer(config: CorpusConfig, parts: Mapping[str, Part]) -> PreTrainedTokenizerFast:
     """The tokenizer that `config` names, or one trained on these domains."""
-    if config.tokenizer == "train":
-        return _load_tokenizer(str(_trained_tokenizer(config, parts)))
-    return _load_tokenizer(str(Path(config.tokenizer).expanduser()))
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    is_trained = config.tokenizer == "train"
+    name = str(
+        _trained_tokenizer(config, parts) if is_trained else Path(config.tokenizer).expanduser()
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -109,7 +107,8 @@ def _trained_tokenizer(config: CorpusConfig, parts: Mapping[str, Part]) -> Path:
 
 
 def _train_tokenizer(parts: Mapping[str, Part], vocab_size: int) -> PreTrainedTokenizerFast:
-    _log.info("Training a tokenizer of %d entries.", vocab_size)
+    texts = list(_tokenizer_texts(parts))
+    _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -119,7 +118,7 @@ def _train_tokenizer(parts: Mapping[str, Part], vocab_size: int) -> PreTrainedTo
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_tokenizer_texts(parts), trainer)
+    backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
@@ -156,6 +155,8 @@ def pack(
     """{domain: blocks}, packing what the cache does not hold."""
     sha256 = tokenizer_sha256(tokenizer)
     entries = {name: _entry(config, name, part, sha256) for name, part in parts.items()}
+    if any(not entry.exists() for entry in entries.values()):
+        _log.info("Packing %s; the blocks are kept in %s.", config.data, cache.directory(config))
     for part, names in by_part(parts):
         absent = {name: entries[name] for name in names if not entries[name].exists()}
         if absent:

@@ -22,5 +22,5 @@ def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
 
 
 def over(items: Iterable[Any], what: str, unit: str) -> Iterator[Any]:
-    """`items`, with a bar once they have taken two seconds."""
-    yield from tqdm(items, desc=what, unit=f" {unit}s", delay=2, disable=None, dynamic_ncols=True)
+    """`items`, with a bar once they have taken a second."""
+    yield from tqdm(items, desc=what, unit=f" {unit}s", delay=1, disable=None, dynamic_ncols=True)

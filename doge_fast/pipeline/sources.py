@@ -38,7 +38,9 @@ _SUFFIXES = {
     ".jsonl.zst": "json",
     ".txt": "text",
 }
-_SPLIT = re.compile(r"(?:(train(?:ing)?)|(validation|valid|val|dev)|(test))(?![a-z])")
+_SPLIT = re.compile(
+    r"(?:(?P<train>train(?:ing)?)|(?P<validation>validation|valid|val|dev)|(?P<test>test))(?![a-z])"
+)
 
 # A text file is cut at the first blank line past this many characters, so that it has
 # documents to hold out; and anywhere past sixteen times as many.
@@ -64,12 +66,12 @@ class Part:
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """{domain: where it is read}, for all that `config.data` holds."""
     path = Path(config.data).expanduser()
-    is_here = config.data == "installed" or path.exists()
     if config.streaming:
-        _check_streaming(config, is_here=is_here)
+        _check_streaming(config)
     if config.data == "installed":
-        return _directory_parts(_installed_directory(config), config)
-    if not is_here:
+        directory = cache.directory(config) / "installed" / local_corpus.fingerprint()
+        return _directory_parts(cache.made(directory, local_corpus.save), config)
+    if not path.exists():
         return _hub_parts(config, targets)
     if config.domain_column is not None:
         return _column_parts(config, _path_splits(path), _stamp(_data_files(path)), targets)
@@ -99,9 +101,10 @@ def by_part(parts: Mapping[str, Part]) -> list[tuple[Part, list[str]]]:
     return list(grouped.values())
 
 
-def _check_streaming(config: CorpusConfig, *, is_here: bool) -> None:
+def _check_streaming(config: CorpusConfig) -> None:
     """A stream ends where its domains are full, so they must be known, and what full is."""
-    if is_here and config.domain_column is None:
+    has_rows = config.domain_column is not None or not Path(config.data).expanduser().exists()
+    if config.data == "installed" or not has_rows:
         raise ValueError(
             "streaming (--streaming) reads a Hub data set, or files with a domain_column "
             f"(--domain-column); got {config.data}. Leave it out: packing a directory of domains "
@@ -147,24 +150,30 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
 
 def _files_part(name: str, directory: Path, files: Sequence[Path], config: CorpusConfig) -> Part:
     """One domain's files, sorted into the two splits by what their names begin with."""
-    split_of = {file: _path_split(file.relative_to(directory).parts[1:]) for file in files}
     splits: dict[str, list[Path]] = {}
-    for file, split in split_of.items():
+    for file in files:
+        split = _path_split(file.relative_to(directory).parts[1:])
         splits.setdefault(split, []).append(file)
-    held_out = splits.get("validation") or splits.get("test")
     if "train" not in splits:
         raise ValueError(
             f"The domain {name} needs training files; {directory / name} holds only "
             f"{', '.join(file.name for file in files)}."
         )
-    chars = _TEXT_DOCUMENT_CHARS if held_out else _text_document_chars(splits["train"])
-    read = functools.partial(_file_documents, config, name, chars)
+    is_divided_here = list(splits) == ["train"]
+    chars = _text_document_chars(files) if is_divided_here else _TEXT_DOCUMENT_CHARS
     stamp = _stamp(files)
+    # Another cut makes other documents of the same files.
+    fingerprint = stamp if chars == _TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars])
+    return _part(splits, functools.partial(_file_documents, config, name, chars), fingerprint)
+
+
+def _part(splits: Mapping[str, Any], read: Callable[..., Any], fingerprint: str) -> Part:
+    """What `read` makes of the two splits; a test split is held out where there is no other."""
+    held_out = splits.get("validation", splits.get("test"))
     return Part(
         train=functools.partial(read, splits["train"]),
-        validation=functools.partial(read, held_out) if held_out else None,
-        # Another cut makes other documents of the same files.
-        fingerprint=stamp if chars == _TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars]),
+        validation=None if held_out is None else functools.partial(read, held_out),
+        fingerprint=fingerprint,
     )
 
 
@@ -183,9 +192,7 @@ def _path_split(parts: Sequence[str]) -> str:
 def _split_of(name: str) -> str | None:
     """train, validation or test, where `name` begins with it or a usual short form."""
     found = _SPLIT.match(name.lower())
-    if found is None:
-        return None
-    return ("train", "validation", "test")[(found.lastindex or 1) - 1]
+    return found.lastgroup if found else None
 
 
 def _data_files(path: Path) -> list[Path]:
@@ -237,17 +244,17 @@ def _is_empty(file: Path) -> bool:
     """Whether there are no rows: `datasets` fails on files like that."""
     if _kind(file) != "parquet":
         return file.stat().st_size == 0
-    with _readable(str(file)):
+    with _told(f"{file} cannot be read"):
         return bool(pq.read_metadata(file).num_rows == 0)
 
 
 @contextlib.contextmanager
-def _readable(where: str) -> Iterator[None]:
-    """Tells what went wrong inside the readers of files in a sentence about the file."""
+def _told(sentence: str, *errors: type[Exception]) -> Iterator[None]:
+    """What goes wrong inside the readers ends a sentence of ours."""
     try:
         yield
-    except (datasets.exceptions.DatasetsError, pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{where} cannot be read: {cache.one_line(error)}.") from error
+    except (datasets.exceptions.DatasetsError, pa.ArrowInvalid, OSError, *errors) as error:
+        raise ValueError(f"{sentence}: {cache.one_line(error)}.") from error
 
 
 def _text_documents(files: Iterable[Path], chars: int) -> Iterator[str]:
@@ -276,9 +283,21 @@ def _cut(file: Path, chars: int) -> Iterator[str]:
 
 def _open_files(kind: str, files: Sequence[Path]) -> datasets.IterableDataset:
     """Rows of local files as they are read; nothing is copied."""
-    return datasets.load_dataset(
-        kind, data_files={"train": [str(file) for file in files]}, split="train", streaming=True
-    )
+    data_files = {"train": [str(file) for file in files]}
+    with _without_bars():
+        return datasets.load_dataset(kind, data_files=data_files, split="train", streaming=True)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """`datasets` shows no bars: what takes a while is announced, or has one of ours."""
+    had_bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if had_bars:
+            datasets.enable_progress_bars()
 
 
 def _row_documents(
@@ -288,7 +307,7 @@ def _row_documents(
     columns = {"text_column": config.text_column}
     if domain is None:
         columns["domain_column"] = str(config.domain_column).split(".")[0]
-    with _readable(where):
+    with _told(f"{where} cannot be read"):
         first = next(iter(rows), None)
         if first is None:
             return
@@ -321,14 +340,13 @@ def _batches(
 
 
 def _check_columns(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
-    """A row has the columns that the options of these names ask for; the text column has text."""
+    """A row has the columns that the options of these names ask for."""
     for option, column in columns.items():
         if column not in row:
             raise ValueError(
                 f'{where} has no column "{column}"; its columns are {", ".join(row)}. '
                 f"Name the right one with {option} (--{option.replace('_', '-')})."
             )
-    _check_text(row[columns["text_column"]], columns["text_column"], where)
 
 
 def _check_text(text: Any, column: str, where: str) -> None:
@@ -353,28 +371,22 @@ def _column_parts(
     config: CorpusConfig, splits: Splits, fingerprint: str, targets: Sequence[str]
 ) -> dict[str, Part]:
     """One set of rows whose `domain_column` says which domain each belongs to."""
-    stamp = cache.digest([fingerprint, config.domain_column])
-    part = _rows_part(config, splits, config.data, stamp)
+    fingerprint = cache.digest([fingerprint, config.domain_column])
+    part = _rows_part(config, splits, fingerprint, config.data)
     names = (*config.domains, *targets) if config.domains else _names_in_rows(config, part)
     return dict.fromkeys(names, part)
 
 
 def _rows_part(
-    config: CorpusConfig, splits: Splits, where: str, fingerprint: str, domain: str | None = None
+    config: CorpusConfig, splits: Splits, fingerprint: str, where: str, domain: str | None = None
 ) -> Part:
     """Rows of one domain or, without `domain`, of those that the domain column names."""
     found = {_split_of(name) or name: rows for name, rows in splits.items()}
     if "train" not in found:
         raise ValueError(f"{where} needs a train split; it has {', '.join(splits)}.")
-    read = functools.partial(_row_documents, config, where, domain)
-    held_out = found.get("validation", found.get("test"))
     if config.streaming:
         fingerprint = cache.digest([fingerprint, "streaming", config.stream_seed])
-    return Part(
-        train=functools.partial(read, found["train"]),
-        validation=functools.partial(read, held_out) if held_out is not None else None,
-        fingerprint=fingerprint,
-    )
+    return _part(found, functools.partial(_row_documents, config, where, domain), fingerprint)
 
 
 def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
@@ -392,7 +404,9 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
 def _path_splits(path: Path) -> Splits:
     """A file, or a directory as `datasets` reads a Hub repository."""
     if path.is_dir():
-        return _load_splits(str(path), None)
+        with _from_hub(str(path)), _without_bars():
+            splits: Splits = datasets.load_dataset(str(path), streaming=True)
+            return splits
     if _kind(path) == "text":
         raise ValueError(
             f"A text file has no columns, so no domain_column (--domain-column); this is {path}."
@@ -410,45 +424,24 @@ def _hub_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
         )
     _log.info("Asking the Hub for the files of %s.", data)
     if config.domain_column is not None:
-        return _column_parts(config, _load_splits(data, None), _hub_stamp(data, None), targets)
+        return _column_parts(config, *_open_hub(data, None), targets)
     names: Sequence[str] = (*config.domains, *targets)
     if not config.domains:
         with _from_hub(data):
             names = datasets.get_dataset_config_names(data)
     return {
-        name: _rows_part(
-            config, _load_splits(data, name), f"{data}, {name}", _hub_stamp(data, name), name
-        )
+        name: _rows_part(config, *_open_hub(data, name), f"{data}, {name}", name)
         for name in dict.fromkeys(names)
     }
 
 
-@contextlib.contextmanager
-def _from_hub(data: str) -> Iterator[None]:
-    """Tells what went wrong on the way to a data set in a sentence."""
-    try:
-        yield
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"{data} is neither a path here nor a data set that could be opened: "
-            f"{cache.one_line(error)}."
-        ) from error
-
-
-def _load_splits(data: str, name: str | None) -> Splits:
-    with _from_hub(data):
-        splits: Splits = datasets.load_dataset(data, name, streaming=True)
-        return splits
-
-
-def _hub_stamp(data: str, name: str | None) -> str:
-    """Changes with the data set's revision."""
-    with _from_hub(data):
+def _open_hub(data: str, name: str | None) -> tuple[Splits, str]:
+    """The splits of a data set or of its configuration; a stamp that changes with its revision."""
+    with _from_hub(data), _without_bars():
         builder = datasets.load_dataset_builder(data, name)
-    return cache.digest([data, builder.config.name, builder.hash])
+        stamp = cache.digest([data, builder.config.name, builder.hash])
+        return builder.as_streaming_dataset(), stamp
 
 
-def _installed_directory(config: CorpusConfig) -> Path:
-    """The text of this Python environment as a directory of domains, made where absent."""
-    directory = cache.directory(config) / "installed" / local_corpus.fingerprint()
-    return cache.made(directory, local_corpus.save)
+def _from_hub(data: str) -> contextlib.AbstractContextManager[None]:
+    return _told(f"{data} is neither a path here nor a data set that could be opened", ValueError)

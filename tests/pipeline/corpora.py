@@ -89,16 +89,18 @@ def answer_as_hub(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> l
         read.append(row["text"])
         return row
 
-    for function in ("load_dataset", "load_dataset_builder", "get_dataset_config_names"):
+    for function in ("load_dataset_builder", "get_dataset_config_names"):
         real = getattr(datasets, function)
 
         def answer(path: str, *args: Any, real: Any = real, **options: Any) -> Any:
             if path != name:
                 return real(path, *args, **options)
             found = real(str(folder), *args, **options)
-            if not isinstance(found, datasets.IterableDatasetDict):
-                return found
-            return {split: rows.map(watch) for split, rows in found.items()}
+            if isinstance(found, datasets.DatasetBuilder):
+                splits = found.as_streaming_dataset()
+                watched = {split: rows.map(watch) for split, rows in splits.items()}
+                monkeypatch.setattr(found, "as_streaming_dataset", lambda: watched)
+            return found
 
         monkeypatch.setattr(datasets, function, answer)
     return read

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from doge_fast.pipeline import packing, sources
@@ -226,3 +227,17 @@ def test_a_stream_without_an_end_is_refused(columned, change, message):
 def test_a_directory_of_domains_is_no_stream(config, where):
     there = rename(config, streaming=True, max_tokens_per_domain=160, data=where or config.data)
     check_refused(there, r"streaming \(--streaming\) reads a Hub data set, or files with a domain")
+
+
+def test_datasets_shows_no_bars_and_its_switch_is_left_as_it_was(mingled, columned, monkeypatch):
+    are_off = []
+    load = datasets.load_dataset
+
+    def watch(*args: Any, **options: Any) -> Any:
+        are_off.append(datasets.are_progress_bars_disabled())
+        return load(*args, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", watch)
+    load_corpus(columned(data=str(mingled)))
+    assert are_off == [True]
+    assert not datasets.are_progress_bars_disabled()
