@@ -340,28 +340,23 @@ class ProxyBatches(_Batches):
         super().__init__(corpus, steps, start_step)
         self.size = sequences_per_domain
         self.seed = seed
-        self.mixture = None if corpus.mix is None else self._uniform(corpus.mix)
-
-    def _uniform(self, mix: Mapping[str, datasets.Dataset]) -> BlockSampler:
-        """What mix batches are drawn by."""
-        num_blocks = {name: len(blocks) for name, blocks in mix.items()}
-        uniform = dict.fromkeys(mix, 1 / len(mix))
-        return BlockSampler(self.seed, uniform, self.size, num_blocks, stream=MIX)
+        self.mixture = None
+        if corpus.mix is not None:
+            num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
+            uniform = dict.fromkeys(num_blocks, 1 / len(num_blocks))
+            self.mixture = BlockSampler(seed, uniform, self.size, num_blocks, stream=MIX)
 
     def batch(self, step: int) -> dict[str, Batch]:
         """Batch `step`, whatever was asked for before."""
-        corpus = self.corpus
-        batches = {
-            name: _mixed_batch(corpus.train, {name: self._rows(name, step)})
-            for name in (*corpus.names, *corpus.targets)
-        }
-        if corpus.mix is not None and self.mixture is not None:
-            batches[MIX] = _mixed_batch(corpus.mix, self.mixture.blocks(step))
+        train, mix = self.corpus.train, self.corpus.mix
+        batches = {}
+        for name in (*self.corpus.names, *self.corpus.targets):
+            size = {"num_blocks": len(train[name]), "size": self.size}
+            rows = domain_blocks(self.seed, step, domain=name, **size)
+            batches[name] = _mixed_batch(train, {name: rows})
+        if mix is not None and self.mixture is not None:
+            batches[MIX] = _mixed_batch(mix, self.mixture.blocks(step))
         return batches
-
-    def _rows(self, name: str, step: int) -> Ints:
-        num_blocks = len(self.corpus.train[name])
-        return domain_blocks(self.seed, step, domain=name, num_blocks=num_blocks, size=self.size)
 
 
 class BaseBatches(_Batches):
