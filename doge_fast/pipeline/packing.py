@@ -174,7 +174,7 @@ def _entry(config: CorpusConfig, name: str, part: Part, tokenizer_sha256: str) -
         tokenizer_sha256,
         config.block_size,
         config.max_tokens_per_domain,
-        None if part.validation else config.validation_fraction,
+        config.validation_fraction if _is_shared(config, part) else None,
     ]
     return cache.directory(config) / "blocks" / cache.digest(facts)
 
@@ -217,14 +217,16 @@ def _pack_part(
 
 
 def _limits(config: CorpusConfig, part: Part) -> dict[str, int | None]:
-    """Tokens where packing stops; of held-out documents, their share of that.
-
-    A split that the data brings is packed as far as the other, unless it is streamed.
-    """
+    """Tokens where packing stops."""
     limit = config.max_tokens_per_domain
-    if limit is None or (part.validation is not None and not config.streaming):
+    if limit is None or not _is_shared(config, part):
         return {"train": limit, "validation": limit}
     return {"train": limit, "validation": int(config.validation_fraction * limit)}
+
+
+def _is_shared(config: CorpusConfig, part: Part) -> bool:
+    """Whether held-out text is a share of all; else a split that the data brings, as it is."""
+    return part.validation is None or config.streaming
 
 
 def _passes(

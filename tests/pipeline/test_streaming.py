@@ -158,6 +158,8 @@ def test_configurations_are_streams_of_their_own(stream, monkeypatch, tmp_path):
     assert starts(loaded, "ca", "validation")[0] == "held-out ca 0"
     # A row to look at its columns and one read of 128 rows, twice for either split of both.
     assert len(read) <= 2 * 2 * 2 * 129
+    more = load_corpus(stream(validation_fraction=0.2), targets=["ca"])
+    assert len(more.validation["ca"]) == 20
 
 
 def test_a_stream_is_packed_once_and_apart_from_the_whole(mingled, columned, monkeypatch):
