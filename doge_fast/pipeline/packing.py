@@ -107,8 +107,9 @@ def _trained_tokenizer(config: CorpusConfig, parts: Mapping[str, Part]) -> Path:
 
 
 def _train_tokenizer(parts: Mapping[str, Part], vocab_size: int) -> PreTrainedTokenizerFast:
+    _log.info("Training a tokenizer of %d entries on %s.", vocab_size, ", ".join(parts))
     texts = list(_tokenizer_texts(parts))
-    _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
+    _log.info("Read %d documents; counting pairs of tokens.", len(texts))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
