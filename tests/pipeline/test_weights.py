@@ -92,7 +92,7 @@ def test_describe_refuses(options: dict[str, Any], message: str) -> None:
 def test_a_notebook_shows_a_table_with_bars_and_names_as_they_are() -> None:
     names = ("<b>code</b>", "prose", "verse")
     shown = weights.describe(record(names=names, tokens=None))._repr_html_()
-    assert "<td>&lt;b&gt;code&lt;/b&gt;</td><td>0.5000</td>" in shown
+    assert ">&lt;b&gt;code&lt;/b&gt;</td><td>0.5000</td>" in shown
     assert [float(width) for width in re.findall(r"width:([\d.]+)em", shown)] == [9.0, 5.4, 3.6]
     assert shown.count("<tr>") == 4
     assert "prior" not in shown
