@@ -31,7 +31,7 @@ from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profile_report import Phase, Profile, Span, trace_of
+from doge_fast.pipeline.profile_report import SIDES, Phase, Profile, Span, trace_of
 from doge_fast.pipeline.profile_steps import STEPS, DogeStep, PlainStep, Traffic
 from doge_fast.tracing import observed
 from doge_fast.weights_file import plain
@@ -224,12 +224,12 @@ def print_peak(side: str, settings: str) -> None:
 def _memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
     """Peaks of both sides and what the difference should be; None where it cannot be measured."""
     try:
-        plain, ours = (_peak_of(side, config, device) for side in ("plain", "doge"))
+        base, ours = (_peak_of(side, config, device) for side in SIDES)
     except RuntimeError as error:
         # The rest was measured, and is not lost.
         _log.warning("%s", error)
         return None
-    return {"plain": plain, "doge": ours, "extra": ours - plain, "formula": formula}
+    return {"plain": base, "doge": ours, "extra": ours - base, "formula": formula}
 
 
 def _peak_of(side: str, config: ProfileConfig, device: torch.device) -> int:

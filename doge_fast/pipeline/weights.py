@@ -55,7 +55,9 @@ class WeightsSummary:
 
     def table(self, *, largest_first: bool = False) -> Table:
         """A row for each domain; a column for each quantity that is known of some domain."""
-        shares = sorted(self.domains, key=lambda share: -share.weight * largest_first)
+        shares = list(self.domains)
+        if largest_first:
+            shares.sort(key=lambda share: -share.weight)
         columns = {
             "weight": [weight_text(share.weight) for share in shares],
             "std": [weight_text(share.std) for share in shares],
@@ -72,12 +74,10 @@ class WeightsSummary:
     def _repr_html_(self) -> str:
         table = self.table()
         most = max(share.weight for share in self.domains) or 1.0
-        labels = [table.corner, *(label for label, _ in table.columns), ""]
-        lines = ["".join(f"<th>{html.escape(label)}</th>" for label in labels)]
+        lines = [_html_cells("th", [table.corner, *(label for label, _ in table.columns), ""])]
         for row, share in zip(table.rows, self.domains, strict=True):
-            texts = [row.label, *(cell.text for cell in row.cells)]
             bar = f"<td>{_BAR.format(width=9 * share.weight / most)}</td>"
-            lines.append("".join(f"<td>{html.escape(text)}</td>" for text in texts) + bar)
+            lines.append(_html_cells("td", [row.label, *(cell.text for cell in row.cells)]) + bar)
         rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
         total = f"Effective domains: {self.effective_domains:.2f} of {len(self.domains)}."
         return f"<table>\n{rows}\n</table>\n<p>{total}</p>"
@@ -85,6 +85,13 @@ class WeightsSummary:
 
 # The bar of a weight; the colour is read on light pages and on dark ones.
 _BAR = '<div style="width:{width:.2f}em;height:.7em;background:#3f7fd0"></div>'
+
+
+def _html_cells(tag: str, texts: Sequence[str]) -> str:
+    """Cells of a row, the first of them, a name, to the left."""
+    first, *others = (html.escape(text) for text in texts)
+    cells = "".join(f"<{tag}>{text}</{tag}>" for text in others)
+    return f'<{tag} style="text-align:left">{first}</{tag}>{cells}'
 
 
 def describe(

@@ -45,7 +45,7 @@ def card(config: WeightsCardConfig) -> list[str]:
 
     Raises:
         ValueError: the file does not hold weights, a number is out of its range, or the folder
-            holds a README.md that is no card.
+            holds a README.md that is no card, or other weights.
     """
     record = records.read_weights(config.file)
     mixture = weights.describe(
@@ -55,14 +55,16 @@ def card(config: WeightsCardConfig) -> list[str]:
     )
     folder = config.out.parent if config.out.suffix == ".md" else config.out
     page = config.out if config.out.suffix == ".md" else folder / PAGE
-    _check_page(page)
+    source = config.file / records.WEIGHTS if config.file.is_dir() else config.file
+    copy = folder / records.WEIGHTS
+    is_copied = copy.resolve() != source.resolve()
+    _check_place(page, copy if is_copied else None)
     drawings = [weights_drawing({str(config.file): record}), *steps_drawing(config.file)]
     figures = {f"weights{drawing.name}.png": drawing for drawing in drawings}
     for file, drawing in figures.items():
         written(drawing, folder / file)
-    source = config.file / records.WEIGHTS if config.file.is_dir() else config.file
-    if source.resolve() != (folder / records.WEIGHTS).resolve():
-        records.write_weights(folder / records.WEIGHTS, record)
+    if is_copied:
+        records.write_weights(copy, record)
     provenance = _provenance(record, config.file)
     titles = {file: drawing.title for file, drawing in figures.items()}
     page.write_text(
@@ -71,13 +73,17 @@ def card(config: WeightsCardConfig) -> list[str]:
     return [f"card: {page}"]
 
 
-def _check_page(page: Path) -> None:
-    """A card may be written again; another page is somebody's work."""
-    if page.exists() and not page.read_text(encoding="utf-8").startswith(_HEAD):
-        raise ValueError(
-            f"out must be a new place or an earlier card; {page} is another page. Name another "
-            "with --out."
-        )
+def _check_place(page: Path, copy: Path | None) -> None:
+    """A card may be written again; another page, or other weights, are somebody's work."""
+    is_card = page.exists() and page.read_text(encoding="utf-8").startswith(_HEAD)
+    for file in (page, copy):
+        if file is not None and file.exists() and not is_card:
+            raise ValueError(
+                f"out must be a new place or an earlier card; {file} is there already. Name "
+                "another with --out."
+            )
+    if copy is not None:
+        records.check_out(copy, [])
 
 
 def _page(

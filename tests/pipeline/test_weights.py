@@ -92,7 +92,7 @@ def test_describe_refuses(options: dict[str, Any], message: str) -> None:
 def test_a_notebook_shows_a_table_with_bars_and_names_as_they_are() -> None:
     names = ("<b>code</b>", "prose", "verse")
     shown = weights.describe(record(names=names, tokens=None))._repr_html_()
-    assert "<td>&lt;b&gt;code&lt;/b&gt;</td><td>0.5000</td>" in shown
+    assert ">&lt;b&gt;code&lt;/b&gt;</td><td>0.5000</td>" in shown
     assert [float(width) for width in re.findall(r"width:([\d.]+)em", shown)] == [9.0, 5.4, 3.6]
     assert shown.count("<tr>") == 4
     assert "prior" not in shown
@@ -586,8 +586,24 @@ def test_a_card_holds_what_is_known_and_no_paths(
     assert said(capsys, *words[:-1], out / "README.md") == f"card: {out / 'README.md'}\n"
     (out / "README.md").write_text("# My project")
     refused = said(capsys, *words, code=cli.EXIT_REFUSED)
-    assert "is another page. Name another with --out" in refused
+    assert "README.md is there already. Name another with --out" in refused
     assert (out / "README.md").read_text() == "# My project"
+
+
+def test_a_card_does_not_replace_other_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = make_run(tmp_path / "run", steps=0), write(tmp_path / "other" / "mine.json")
+    kept = write(tmp_path / "other" / "weights.json", record((0.1, 0.1, 0.8)))
+    for place in (run, Path(kept).parent):
+        before = (place / "weights.json").read_bytes()
+        text = said(capsys, "card", other, "--out", place, code=cli.EXIT_REFUSED)
+        assert "weights.json is there already" in text
+        assert (place / "weights.json").read_bytes() == before
+    # Beside the weights that it is of, it is at home; and no other moves in.
+    said(capsys, "card", run, "--out", run)
+    assert (run / "README.md").exists()
+    assert "in a run directory" in said(capsys, "card", other, "--out", run, code=cli.EXIT_REFUSED)
 
 
 def test_a_card_of_averaged_and_bounded_weights_says_so(
