@@ -35,6 +35,7 @@ from tests.pipeline.written_runs import (
     corpus,
     without,
     write_base,
+    write_experiment,
     write_proxy,
 )
 
@@ -501,6 +502,20 @@ def test_weights_from_a_file_are_an_arm_of_their_own(tmp_path: Path) -> None:
     assert "mine.json: lower on 7 of 7 domains" in page.text
     assert "Given weights" not in page.text
     assert cells(page.source, "Domain weights")["stdlib"] == ["0.143"]
+
+
+def test_targets_that_nobody_goes_on_with_have_one_change(tmp_path: Path) -> None:
+    write_experiment(tmp_path, (-0.02, -0.021, -0.019))
+    record = records.read_experiment(tmp_path)
+    rows = [{"target": "tests", "domains": [], "arms": record["groups"][0]["arms"]}]
+    group = {"kind": "targets", "title": "Target", "paper": None, "rows": rows}
+    records.write_json(tmp_path / records.EXPERIMENT, record | {"groups": [group]})
+    page = page_of(tmp_path)
+    table = cells(page.source, "Perplexity on the target")
+    assert len(table["tests"]) == 3
+    assert table["tests"][2].startswith("<b>−2.0")
+    assert "DoGE beats uniform on tests." in page.text
+    assert "fine-tuned" not in page.text.replace("or, fine-tuned, against uniform fine-tuned", "")
 
 
 def test_files_of_one_name_are_arms_of_their_own(tmp_path: Path) -> None:

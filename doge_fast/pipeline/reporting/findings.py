@@ -110,17 +110,14 @@ def _targets_part(study: Study, group: Json, prefix: str) -> Part:
     changes = verdicts.target_changes(rows)
     if not any(found.pairs for each in changes.values() for found in each.values()):
         return Part(group["title"], [verdicts.nothing_yet(group)])
-    words = ("before", "after fine-tuning on the target")
     targets = list(reversed(rows))
-    marks = {
-        word: [each[target] for target in targets]
-        for word, each in zip(words, changes.values(), strict=True)
-    }
+    marks = {label: [each[target] for target in targets] for label, each in changes.items()}
+    after = "; then both after further steps on it" if len(changes) > 1 else ""
     sketches = [
         Sketch(
             f"{prefix}-change",
             "Perplexity on the target: DoGE against uniform",
-            "Both without the target among the domains; then both after further steps on it.",
+            f"Both without the target among the domains{after}.",
             partial(figures.change_figure, marks, targets, "uniform"),
         )
     ]

@@ -181,14 +181,17 @@ def _ranking(rivals: Sequence[Arm], baseline: Arm, names: Sequence[str]) -> Iter
     yield f"Lowest: {lowest}. Highest: {highest}."
 
 
-TARGET_PAIRS = (("DoGE", "uniform"), ("DoGE, fine-tuned", "uniform, fine-tuned"))
+# Of a table of targets: what is told against what, where the experiment has both.
+_TARGET_PAIRS = {"DoGE": "uniform", "DoGE, fine-tuned": "uniform, fine-tuned"}
 
 
 def target_changes(rows: Mapping[str, Sequence[Arm]]) -> Changes:
     """{label: {target: difference from uniform}}, before and after further steps on the target."""
+    labels = {arm.label for arms in rows.values() for arm in arms}
     return {
         own: {target: _between(arms, own, other, target) for target, arms in rows.items()}
-        for own, other in TARGET_PAIRS
+        for own, other in _TARGET_PAIRS.items()
+        if {own, other} <= labels
     }
 
 
@@ -202,8 +205,9 @@ def _between(arms: Sequence[Arm], own: str, other: str, target: str) -> Differen
 def targets_verdict(rows: Mapping[str, Sequence[Arm]], changes: Changes) -> Verdict:
     """How DoGE comes out on each target."""
     sentences = []
-    for own, other in TARGET_PAIRS:
-        found = {target: each for target, each in changes[own].items() if each.pairs}
+    for own, each_target in changes.items():
+        other = _TARGET_PAIRS[own]
+        found = {target: each for target, each in each_target.items() if each.pairs}
         if not found:
             continue
         below = sum(each.mean < 0 for each in found.values())
