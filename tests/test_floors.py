@@ -43,8 +43,9 @@ FLOORS = [
     doge_fast.pipeline.sources doge_fast.pipeline.exports.mixture
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
+    doge_fast.pipeline.records.files
     doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
-        doge_fast.pipeline.baselines \
+        doge_fast.pipeline.baselines doge_fast.pipeline.group_dro \
         EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry
     doge_fast.pipeline.reporting.wording
@@ -53,8 +54,9 @@ FLOORS = [
     doge_fast.pipeline.reporting.study
     doge_fast.pipeline.reporting.mixtures doge_fast.pipeline.reporting.experiment
     doge_fast.pipeline.reporting.verdicts doge_fast.pipeline.reporting.plotting
-    doge_fast.pipeline.training doge_fast.pipeline.reporting.tables \
-        doge_fast.pipeline.reporting.figures doge_fast.pipeline.weights
+    doge_fast.pipeline.training doge_fast.pipeline.trainer doge_fast.pipeline.weights \
+        doge_fast.pipeline.reporting.tables doge_fast.pipeline.reporting.figures
+    doge_fast.pipeline.stage
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.arm_figures
     doge_fast.pipeline.reporting.kinds
     doge_fast.pipeline.reporting.findings

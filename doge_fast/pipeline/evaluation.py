@@ -8,6 +8,7 @@ import torch
 from doge_fast.pipeline import domains, progress, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.model import open_model
+from doge_fast.pipeline.trainer import held_out_loss
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     loss: dict[str, float] = {}
     blocks: dict[str, int] = {}
     for name in progress.over(names, f"{config.run.name}: held-out loss", "domain"):
-        loss[name], blocks[name] = training.held_out_loss(
+        loss[name], blocks[name] = held_out_loss(
             model,
             corpus.validation[name],
             num_blocks=config.blocks,

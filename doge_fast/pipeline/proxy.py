@@ -6,31 +6,27 @@ are kept beside them.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from transformers import PreTrainedModel
 
-from doge_fast import generalization, simplex
-from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.pipeline import baselines, domains, records, training, weights
+from doge_fast import generalization, parameters
+from doge_fast.integrations.transformers import DoGETrainer, Mode
+from doge_fast.pipeline import baselines, records, stage, weights
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed
-from doge_fast.pipeline.training import ByName, RecordedTrainer, Task
+from doge_fast.pipeline.stage import Stage
+from doge_fast.pipeline.trainer import ByName, RecordedTrainer
+from doge_fast.reweighting import DomainWeights
 
 Target = str | dict[str, float]
 
 _log = logging.getLogger("doge_fast")
-
-
-class ProxyTrainer(RecordedTrainer, DoGETrainer):
-    """DoGETrainer over ready-made batches, with records and whole checkpoints."""
 
 
 def learn_weights(config: ProxyConfig) -> Path:
@@ -52,63 +48,147 @@ def learn_weights(config: ProxyConfig) -> Path:
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
-    target = parse_target(config.target)
-    _check(config)
-    is_begun = records.check_run(config.out, stage="proxy", config=config)
-    if is_begun and training.closed(config.out):
-        return config.out
-    corpus = domains.load_corpus(config.corpus, targets=_held_out(target))
-    # A resumed run keeps the weights it began with, whatever became of the file.
-    recorded = records.read_config(config.out) if is_begun else {}
-    initial = recorded.get("initial") or _initial(config, corpus)
-    resolved = recorded.get("resolved") or _resolved(config, corpus, target)
-    asked, config = config, replace(config, mu=resolved.get("mu", config.mu))
-    options = _doge_options(config, corpus, target, initial)
-    model = training.fresh_model(config.model, config.training, corpus)
-    _check_options(model, options)
-    records.open_run(
-        config.out,
-        stage="proxy",
-        config=asked,
-        initial=initial,
-        resolved=resolved,
-        **corpus.recorded(),
-    )
-    task = Task(
-        out=config.out,
-        model=model,
-        trainer=partial(ProxyTrainer, mode=config.mode, **options),
-        batches=partial(_batches, config, corpus),
-        measure=partial(_measure, config, corpus),
-        first_line=_first_line(corpus, initial),
-        held_out=corpus.validation,
-        log_every=config.log_every,
-    )
-    trainer = training.train(task, config.training)
-    assert isinstance(trainer, ProxyTrainer)
-    record = _weights_record(config, corpus, target, initial, trainer)
-    records.write_weights(config.out, record)
-    training.finish(config.out, trainer, corpus.tokenizer)
-    return config.out
+    return stage.run(ProxyStage(config))
 
 
-def _check(config: ProxyConfig) -> None:
-    for name in ("sequences_per_domain", "log_every"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
-    if not 0 <= config.average_from < 1:
-        raise ValueError(
-            f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
+class ProxyStage(Stage[ProxyConfig]):
+    """Domains weighed while a proxy learns them."""
+
+    name = "proxy"
+    counts = ("sequences_per_domain", "log_every")
+
+    def check(self) -> None:
+        """Beside its own settings, words that say how to read others."""
+        config = self.config
+        if not 0 <= config.average_from < 1:
+            raise ValueError(
+                f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
+            )
+        if config.mode not in get_args(Mode):
+            raise ValueError(
+                f"mode must be one of {', '.join(get_args(Mode))}; got {config.mode!r}."
+            )
+        self.target = parse_target(config.target)
+        parse_split(config.split)
+        if config.init_weights is None and (config.split or config.added_share != "uniform"):
+            name = "split" if config.split else "added_share"
+            raise ValueError(
+                f"{name} says what becomes of the weights of a file; name it with init_weights "
+                "(--init-weights)."
+            )
+
+    @property
+    def targets(self) -> Sequence[str]:
+        """Those that the objective names."""
+        return () if isinstance(self.target, str) else tuple(self.target)
+
+    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+        """Where the weights start and how they move: everything that the optimizer would refuse."""
+        self.corpus, config = corpus, self.config
+        # A resumed run keeps the weights and the mu it began with, whatever became of the file.
+        self.initial = recorded.get("initial") or _initial(config, corpus)
+        self.mu = recorded.get("resolved", {}).get("mu", config.mu)
+        options: dict[str, Any] = {
+            "domains": corpus.names,
+            "target": self.target,
+            "score": config.score,
+            # On the command line 0 is easier to say than None.
+            "domain_max_grad_norm": config.domain_max_grad_norm or None,
+            "smoothing": config.smoothing,
+            "initial": None if self.initial is None else self.initial["weights"],
+        }
+        start = DomainWeights.of(lr=config.training.learning_rate, mu=self.mu, **options)
+        self.mu = start.rule.mu
+        self.options = options | {"mu": self.mu, "mode": config.mode}
+        if config.selection is not None:
+            names = _read_selection(config.selection)
+            by_name = dict(model.named_parameters())
+            trained = [param for param in by_name.values() if param.requires_grad]
+            parameters.resolve(names, trained, by_name)
+            self.options["selection"] = names
+
+    @property
+    def to_record(self) -> Json:
+        """The start, and the `mu` that follows from other settings."""
+        resolved = {} if self.config.mu is not None else {"mu": self.mu}
+        return {"initial": self.initial, "resolved": resolved}
+
+    def batches(self, start_step: int) -> ProxyBatches:
+        """As many blocks of every domain."""
+        return ProxyBatches(
+            self.corpus,
+            sequences_per_domain=self.config.sequences_per_domain,
+            seed=self.config.training.seed,
+            start_step=start_step,
         )
-    # Here, since the default mu follows the learning rate.
-    training.check(config.training)
-    parse_split(config.split)
-    if config.init_weights is None and (config.split or config.added_share != "uniform"):
-        name = "split" if config.split else "added_share"
-        raise ValueError(
-            f"{name} says what becomes of the weights of a file; name it with init_weights "
-            "(--init-weights)."
-        )
+
+    def trainer(self, **options: Any) -> "ProxyTrainer":
+        """DoGETrainer, recorded."""
+        return ProxyTrainer(**self.options, **options)
+
+    def first_line(self) -> Json:
+        """Before the first step the weights are those of the start, and so is their average."""
+        uniform = baselines.uniform(dict.fromkeys(self.corpus.names, 1))
+        start = uniform if self.initial is None else self.initial["weights"]
+        return {"alpha": start, "alpha_mean": start}
+
+    def measure(self, trainer: "ProxyTrainer", step: int) -> Json:
+        """What a step leaves in the records; everything K x K, read when the line is written."""
+        doge, last = trainer.doge, trainer.doge.last
+        assert last is not None
+        tokens = step * self.config.sequences_per_domain * self.corpus.block_size
+        losses_R = torch.stack([trainer.domain_losses[name] for name in doge.rows])
+        return {
+            "loss": ByName(doge.rows, losses_R),
+            "alpha": ByName(doge.domains, last.alpha),
+            "alpha_mean": ByName(doge.domains, doge.alpha_mean),
+            "gain": ByName(doge.domains, last.gain),
+            "influence": ByName(doge.domains, last.influence),
+            "difficulty": ByName(doge.domains, last.difficulty),
+            "grad_norm": ByName(doge.rows, last.grad_norms),
+            "rows": list(doge.rows),
+            "cosine": generalization.cosine(last.gram),
+            "combined_norm": last.combined_norm,
+            "skipped": last.skipped,
+            "tokens": dict.fromkeys(doge.rows, tokens),
+        }
+
+    def end(self, trainer: "ProxyTrainer") -> None:
+        """The average of the weights, then the model."""
+        records.write_weights(self.out, self._record(trainer))
+        super().end(trainer)
+
+    def _record(self, trainer: "ProxyTrainer") -> Json:
+        """What weights.json holds."""
+        config, corpus = self.config, self.corpus
+        lines, share = records.read_metrics(self.out, kind="train"), config.average_from
+        ends = {"step": config.training.steps, "alpha_mean": trainer.weights}
+        first, _ = records.lines_of_average(lines, share)
+        # Over the steps after `average_from` of them.
+        average = records.average_between(first, ends)
+        last = dict(zip(corpus.names, trainer.doge.alpha.tolist(), strict=True))
+        # Of what is trained on: targets have tokens too, and no share.
+        prior = baselines.natural({name: corpus.train_tokens[name] for name in corpus.names})
+        record = {
+            "method": "doge",
+            "score": config.score,
+            "target": self.target,
+            "mu": self.mu,
+            "average_from": share,
+            "domains": stage.entries(corpus, weight=average, weight_last=last, prior=prior),
+            "model": config.model.model,
+            "tokenizer_sha256": corpus.tokenizer_sha256,
+            "block_size": corpus.block_size,
+            "steps": config.training.steps,
+            "seed": config.training.seed,
+            "drift": records.drift(lines, average, average_from=share),
+            "versions": records.versions(),
+        }
+        return record if self.initial is None else record | {"initial": self.initial}
+
+
+class ProxyTrainer(RecordedTrainer, DoGETrainer):
+    """DoGETrainer over ready-made batches, with records and whole checkpoints."""
 
 
 def parse_target(names: Sequence[str]) -> Target:
@@ -194,34 +274,6 @@ def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
     }
 
 
-def _held_out(target: Target) -> tuple[str, ...]:
-    return () if isinstance(target, str) else tuple(target)
-
-
-def _doge_options(
-    config: ProxyConfig, corpus: Corpus, target: Target, initial: Json | None
-) -> dict[str, Any]:
-    return {
-        "domains": corpus.names,
-        "target": target,
-        "mu": config.mu,
-        "score": config.score,
-        # On the command line 0 is easier to say than None.
-        "domain_max_grad_norm": config.domain_max_grad_norm or None,
-        "smoothing": config.smoothing,
-        "selection": None if config.selection is None else _read_selection(config.selection),
-        "initial": None if initial is None else initial["weights"],
-    }
-
-
-def _resolved(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[str, float]:
-    """Settings whose default depends on others."""
-    if config.mu is not None:
-        return {}
-    total = len(corpus.names) if isinstance(target, str) else sum(target.values())
-    return {"mu": simplex.default_mu(config.training.learning_rate, total)}
-
-
 def _read_selection(path: Path) -> list[str]:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
@@ -230,96 +282,3 @@ def _read_selection(path: Path) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"selection must be a JSON list of parameter names; {path} is not.")
     return names
-
-
-def _check_options(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
-    """What the optimizer would refuse after the run directory was made, it refuses now."""
-    stateless = torch.optim.SGD(model.named_parameters(), lr=0.0)
-    DoGEOptimizer(stateless, **options).release()
-
-
-def _batches(config: ProxyConfig, corpus: Corpus, start_step: int) -> ProxyBatches:
-    return ProxyBatches(
-        corpus,
-        sequences_per_domain=config.sequences_per_domain,
-        seed=config.training.seed,
-        start_step=start_step,
-    )
-
-
-def _first_line(corpus: Corpus, initial: Json | None) -> dict[str, Any]:
-    """Before the first step the weights are those of the start, and so is their average."""
-    uniform = baselines.uniform(dict.fromkeys(corpus.names, 1))
-    start = uniform if initial is None else initial["weights"]
-    return {"alpha": start, "alpha_mean": start}
-
-
-def _measure(
-    config: ProxyConfig, corpus: Corpus, trainer: ProxyTrainer, step: int
-) -> dict[str, Any]:
-    """What a step leaves in the records; everything K x K, read when the line is written."""
-    doge, last = trainer.doge, trainer.doge.last
-    assert last is not None
-    tokens = step * config.sequences_per_domain * corpus.block_size
-    losses_R = torch.stack([trainer.domain_losses[name] for name in doge.rows])
-    return {
-        "loss": ByName(doge.rows, losses_R),
-        "alpha": ByName(doge.domains, last.alpha),
-        "alpha_mean": ByName(doge.domains, doge.alpha_mean),
-        "gain": ByName(doge.domains, last.gain),
-        "influence": ByName(doge.domains, last.influence),
-        "difficulty": ByName(doge.domains, last.difficulty),
-        "grad_norm": ByName(doge.rows, last.grad_norms),
-        "rows": list(doge.rows),
-        "cosine": generalization.cosine(last.gram),
-        "combined_norm": last.combined_norm,
-        "skipped": last.skipped,
-        "tokens": dict.fromkeys(doge.rows, tokens),
-    }
-
-
-def _weights_record(
-    config: ProxyConfig,
-    corpus: Corpus,
-    target: Target,
-    initial: Json | None,
-    trainer: ProxyTrainer,
-) -> dict[str, Any]:
-    average, last = _average(config, trainer), trainer.doge.alpha.tolist()
-    # Of what is trained on: targets have tokens too, and no share.
-    prior = baselines.natural({name: corpus.train_tokens[name] for name in corpus.names})
-    entries = [
-        {
-            "name": name,
-            "weight": average[name],
-            "weight_last": last[j],
-            "prior": prior[name],
-            **corpus.sizes(name),
-        }
-        for j, name in enumerate(corpus.names)
-    ]
-    record = {
-        "method": "doge",
-        "score": config.score,
-        "target": target,
-        "mu": config.mu,
-        "average_from": config.average_from,
-        "domains": entries,
-        "model": config.model.model,
-        "tokenizer_sha256": corpus.tokenizer_sha256,
-        "block_size": corpus.block_size,
-        "steps": config.training.steps,
-        "seed": config.training.seed,
-        "drift": records.drift(config.out, average, average_from=config.average_from),
-        "versions": records.versions(),
-    }
-    return record if initial is None else record | {"initial": initial}
-
-
-def _average(config: ProxyConfig, trainer: ProxyTrainer) -> dict[str, float]:
-    """Mean of the weights over the steps after `average_from` of them."""
-    average = trainer.weights
-    lines = records.read_metrics(config.out, kind="train")
-    first, _ = records.lines_of_average(lines, config.average_from)
-    last = {"step": config.training.steps, "alpha_mean": average}
-    return records.average_between(first, last)

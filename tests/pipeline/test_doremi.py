@@ -19,16 +19,15 @@ from doge_fast.pipeline import domains, records, report, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
 from doge_fast.pipeline.domains import BaseBatches
-from doge_fast.pipeline.doremi import (
+from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
+from doge_fast.pipeline.group_dro import (
     SMOOTHING,
     STEP_SIZE,
     DomainWeights,
-    DoReMiTrainer,
     Variant,
     domain_means,
     example_shares,
     excess_losses,
-    learn_by_excess_loss,
     token_losses,
 )
 from doge_fast.pipeline.model import open_model

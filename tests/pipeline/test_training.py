@@ -15,7 +15,8 @@ from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TrainingConfig
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.training import device_of, held_out_loss, scalars_of, training_arguments
+from doge_fast.pipeline.trainer import held_out_loss, scalars_of
+from doge_fast.pipeline.training import device_of, training_arguments
 
 
 def tiny_model() -> GPT2LMHeadModel:

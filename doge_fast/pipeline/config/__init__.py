@@ -19,6 +19,7 @@ from doge_fast.pipeline.config.stages import (
     DoReMiConfig,
     ProxyConfig,
     SelectConfig,
+    StageConfig,
 )
 from doge_fast.pipeline.config.tools import (
     EvaluateConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "ProxyConfig",
     "ReportConfig",
     "SelectConfig",
+    "StageConfig",
     "TrainingConfig",
     "WeightsAverageConfig",
     "WeightsConstrainConfig",

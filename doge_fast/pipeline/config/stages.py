@@ -130,3 +130,7 @@ class SelectConfig:
     """Blocks in every step, as many of each domain."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
+
+
+StageConfig = ProxyConfig | BaseConfig | DoReMiConfig | SelectConfig
+"""What a stage that trains is told."""
