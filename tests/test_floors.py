@@ -76,7 +76,8 @@ FLOORS = [
         " ".join(
             f"doge_fast.pipeline.{stage}"
             for stage in (
-                *("proxy", "base", "doremi", "selection", "evaluation", "fewshot"),
+                *("proxy", "base", "doremi", "selection", "rehearsal", "evaluation"),
+                "fewshot",
                 *("exports.command", "report", "profiling", "weights_verbs"),
             )
         ),

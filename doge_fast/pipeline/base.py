@@ -46,6 +46,7 @@ class BaseStage(MixtureStage[BaseConfig]):
     name = "base"
     counts = ("stages", "batch_size", "log_every")
     needs_float64 = False
+    further = "doge-fast base --weights"
     weights: tuple[Phase, ...]
 
     def check(self) -> None:
@@ -71,6 +72,11 @@ class BaseStage(MixtureStage[BaseConfig]):
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
         """The weights."""
         self.corpus, self.weights = corpus, resolve_phases(self.config, corpus)
+
+    def outline(self) -> list[tuple[str, str]]:
+        """The weights' source."""
+        phases = f", {len(self.weights)} phases" if len(self.weights) > 1 else ""
+        return [("weights", self.config.weights + phases)]
 
     def begin(self) -> None:
         """weights.json."""

@@ -121,7 +121,7 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
             "excess": ByName(names, weights.excess),
             "alpha": ByName(names, weights.alpha),
             "alpha_mean": ByName(names, weights.alpha_mean),
-            "tokens": self.tokens(trainer, step),
+            "tokens": self.tokens(step),
         }
 
     def end(self, trainer: "DoReMiTrainer") -> None:

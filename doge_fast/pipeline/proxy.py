@@ -56,6 +56,7 @@ class ProxyStage(Stage[ProxyConfig]):
 
     name = "proxy"
     counts = ("sequences_per_domain", "log_every")
+    further = "doge-fast proxy --init-weights"
 
     def check(self) -> None:
         """Beside its own settings, words that say how to read others."""
@@ -98,7 +99,7 @@ class ProxyStage(Stage[ProxyConfig]):
             "initial": None if self.initial is None else self.initial["weights"],
         }
         start = DomainWeights.of(lr=config.training.learning_rate, mu=self.mu, **options)
-        self.mu = start.rule.mu
+        self.mu, self.rows = start.rule.mu, start.objective.rows
         self.options = options | {"mu": self.mu, "mode": config.mode}
         if config.selection is not None:
             names = _read_selection(config.selection)
@@ -113,6 +114,16 @@ class ProxyStage(Stage[ProxyConfig]):
         resolved = {} if self.config.mu is not None else {"mu": self.mu}
         return {"initial": self.initial, "resolved": resolved}
 
+    @property
+    def num_rows(self) -> int:
+        """One for each domain and each target."""
+        return len(self.rows)
+
+    def outline(self) -> list[tuple[str, str]]:
+        """Whose loss is to become small, and how fast the weights move."""
+        target = self.target if isinstance(self.target, str) else ", ".join(self.target)
+        return [("target", target), ("mu", f"{self.mu:g}")]
+
     def batches(self, start_step: int) -> ProxyBatches:
         """As many blocks of every domain."""
         return ProxyBatches(
@@ -121,6 +132,11 @@ class ProxyStage(Stage[ProxyConfig]):
             seed=self.config.training.seed,
             start_step=start_step,
         )
+
+    def tokens(self, steps: int) -> dict[str, int]:
+        """As many of every row, targets and "mix" among them."""
+        each = steps * self.config.sequences_per_domain * self.corpus.block_size
+        return dict.fromkeys(self.rows, each)
 
     def trainer(self, **options: Any) -> "ProxyTrainer":
         """DoGETrainer, recorded."""
@@ -136,7 +152,6 @@ class ProxyStage(Stage[ProxyConfig]):
         """What a step leaves in the records; everything K x K, read when the line is written."""
         doge, last = trainer.doge, trainer.doge.last
         assert last is not None
-        tokens = step * self.config.sequences_per_domain * self.corpus.block_size
         losses_R = torch.stack([trainer.domain_losses[name] for name in doge.rows])
         return {
             "loss": ByName(doge.rows, losses_R),
@@ -150,7 +165,7 @@ class ProxyStage(Stage[ProxyConfig]):
             "cosine": generalization.cosine(last.gram),
             "combined_norm": last.combined_norm,
             "skipped": last.skipped,
-            "tokens": dict.fromkeys(doge.rows, tokens),
+            "tokens": self.tokens(step),
         }
 
     def end(self, trainer: "ProxyTrainer") -> None:

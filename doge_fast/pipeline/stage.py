@@ -9,11 +9,13 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from doge_fast.mixture.counts import Phase
@@ -27,6 +29,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.domains import BaseBatches, Corpus
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.sampling import BlockSampler
 from doge_fast.pipeline.trainer import RecordedTrainer
 
 Config = TypeVar("Config", ProxyConfig, BaseConfig, DoReMiConfig, SelectConfig)
@@ -47,6 +50,8 @@ class Stage(Generic[Config]):
     """Settings that are at least one."""
     needs_float64: ClassVar[bool] = True
     """Whether float64 is computed on the device."""
+    further: ClassVar[str] = ""
+    """The command that starts from a complete run, up to its directory; empty: there is none."""
 
     def __init__(self, config: Config) -> None:
         self.config: Config = config
@@ -81,11 +86,24 @@ class Stage(Generic[Config]):
         """What config.json keeps beside settings and corpus: `initial` and `resolved`."""
         return {}
 
+    @property
+    def num_rows(self) -> int:
+        """Gradients of all parameters that a step keeps beside the one that moves them."""
+        return 0
+
+    def outline(self) -> list[tuple[str, str]]:
+        """(what, value) of the stage's own settings, for a dry run."""
+        return []
+
     def begin(self) -> None:
         """Write what stands in the run directory before the first step."""
 
     def batches(self, start_step: int) -> IterableDataset[Any]:
         """The batches from a step on (0 is the first)."""
+        raise NotImplementedError
+
+    def tokens(self, steps: int) -> dict[str, int]:
+        """{domain: tokens of it in the first steps}."""
         raise NotImplementedError
 
     def trainer(self, **options: Any) -> RecordedTrainer:
@@ -130,13 +148,16 @@ class MixtureStage(Stage[Mixed]):
 
     def measure(self, trainer: Any, step: int) -> Json:
         """Loss of the step, and tokens of each domain in all steps so far."""
-        return {"loss": trainer.step_loss, "tokens": self.tokens(trainer, step)}
+        return {"loss": trainer.step_loss, "tokens": self.tokens(step)}
 
-    def tokens(self, trainer: RecordedTrainer, step: int) -> dict[str, int]:
-        """{domain: tokens of it in the first steps}."""
-        batches = cast(BaseBatches, trainer.train_dataset)
-        drawn = zip(self.corpus.names, batches.mixture.drawn(step).tolist(), strict=True)
+    def tokens(self, steps: int) -> dict[str, int]:
+        """As the mixture rounds them."""
+        drawn = zip(self.corpus.names, self._mixture.drawn(steps).tolist(), strict=True)
         return {name: blocks * self.corpus.block_size for name, blocks in drawn}
+
+    @cached_property
+    def _mixture(self) -> BlockSampler:
+        return self.batches(0).mixture
 
 
 def run(stage: Stage[Any]) -> Path:
@@ -153,6 +174,8 @@ def run(stage: Stage[Any]) -> Path:
             be, or the directory holds another run; nothing has been written.
     """
     out = stage.out
+    if getattr(stage.config, "dry_run", False):
+        raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     recorded = check(stage)
     if recorded is not None and stage.is_finished:
         # A kill may have left them after the last step.
@@ -186,7 +209,38 @@ def check(stage: Stage[Any]) -> Json | None:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
     stage.check()
-    return records.check_run(stage.out, stage=stage.name, config=config)
+    try:
+        return records.check_run(stage.out, stage=stage.name, config=config)
+    except ValueError:
+        _refuse_more_steps(stage)
+        raise
+
+
+def _refuse_more_steps(stage: Stage[Any]) -> None:
+    """Say why a complete run cannot have more steps, where that is what is asked for."""
+    config, out = stage.config, stage.out
+    if not stage.is_finished:
+        return
+    done, asked = records.read_config(out)["config"]["training"]["steps"], config.training.steps
+    shorter = replace(config, training=replace(config.training, steps=done))
+    try:
+        records.check_run(out, stage=stage.name, config=shorter)
+    except ValueError:
+        # Something else differs too.
+        return
+    if asked < done:
+        return
+    model = out / training.MODEL
+    further = (
+        " Or train its model further, with a learning rate that starts anew and the other settings "
+        f"as they were: {stage.further} {out} --model {model} --pretrained --tokenizer {model} "
+        f"--steps {asked - done} --seed {config.training.seed + 1} --out NEW"
+    )
+    raise ValueError(
+        f"{out} is complete after {done} steps, and {asked} are asked for. Its learning rate has "
+        f"come to its end and its optimizer's state is gone, so it cannot become a run of {asked} "
+        f"steps. Name another directory to make one.{further if stage.further else ''}"
+    )
 
 
 def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
@@ -213,12 +267,15 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
     return model
 
 
-def train(stage: Stage[Any], model: PreTrainedModel) -> RecordedTrainer:
+def train(
+    stage: Stage[Any], model: PreTrainedModel, *, callbacks: Sequence[TrainerCallback] = ()
+) -> RecordedTrainer:
     """Run the stage's steps, from its last checkpoint where there is one.
 
     Args:
         stage: prepared, its run directory opened.
         model: the fresh one.
+        callbacks: of Trainer, that watch.
 
     Returns:
         The trainer, at the last step.
@@ -234,7 +291,11 @@ def train(stage: Stage[Any], model: PreTrainedModel) -> RecordedTrainer:
     # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
     trainer = stage.trainer(
-        model=model, args=arguments, train_dataset=stage.batches(start), stage=stage
+        model=model,
+        args=arguments,
+        train_dataset=stage.batches(start),
+        callbacks=list(callbacks),
+        stage=stage,
     )
     trainer.go_on(checkpoint)
     return trainer

@@ -135,6 +135,16 @@ def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
             records.check_run(config.out, stage="proxy", config=other)
 
 
+def test_a_dry_run_is_no_setting_of_a_run(tmp_path):
+    config = proxy_config(tmp_path / "run")
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    assert "dry_run" not in records.read_config(config.out)["config"]
+    assert records.check_run(config.out, stage="proxy", config=replace(config, dry_run=True))
+    more = replace(config.training, steps=400)
+    with pytest.raises(ValueError, match=r"training.steps is 300 there and 400 here\. Name"):
+        records.check_run(config.out, stage="proxy", config=replace(config, training=more))
+
+
 def test_what_a_run_begins_with_and_was_told_is_recorded(tmp_path):
     config = proxy_config(tmp_path / "run")
     told = {

@@ -51,6 +51,9 @@ class ProxyConfig:
     """A backward pass per domain, one for all, or whichever suits the batch (see DoGETrainer)."""
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
+    dry_run: bool = False
+    """Write nothing: say what would be read, trained and written, and what it would take, after a
+    few steps that are timed."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class BaseConfig:
     """Blocks in every step, over all domains."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
+    dry_run: bool = False
+    """Write nothing: say what would be read, trained and written, and what it would take, after a
+    few steps that are timed."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
             f"{out} holds a {recorded['stage']} run; this is the {stage} stage. "
             "Name another directory."
         )
-    before = _with_defaults(recorded["config"], config)
+    before = _kept(_with_defaults(recorded["config"], config))
     _check_same("configuration", out, before, _kept(config), _NOT_COMPARED)
     return recorded
 
