@@ -1,7 +1,7 @@
 """evaluation.json, fewshot.json and experiment.json: what was measured, and of which runs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,26 @@ _EXPERIMENT_KEYS = (
 
 
 def evaluation(
-    *, step: int, blocks: Mapping[str, int], loss: Mapping[str, float], block_size: int
+    *,
+    step: int,
+    blocks: Mapping[str, int],
+    loss: Mapping[str, float],
+    block_size: int,
+    target: Sequence[str] = (),
 ) -> Json:
     """What evaluation.json holds, from the held-out loss of every domain.
 
     perplexity_d        =  exp(loss_d)
     average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
     worst               =  max_d perplexity_d
+    target_perplexity   =  exp(mean_d loss_d)      over the domains of the target, where there are
 
     Args:
         step: optimizer steps the model has made.
         blocks: held-out blocks measured, per domain.
         loss: mean loss per predicted token in nats, per domain.
         block_size: tokens in a block; the first of each is not predicted.
+        target: domains among them that the weights are meant for.
 
     Raises:
         ValueError: the domains of `blocks` and `loss` differ, or there are none.
@@ -57,7 +64,7 @@ def evaluation(
             f"{sorted(blocks)} and loss of {sorted(loss)}."
         )
     perplexity = {name: _exp(value) for name, value in loss.items()}
-    return {
+    record = {
         "step": step,
         "blocks": dict(blocks),
         "loss": dict(loss),
@@ -66,6 +73,10 @@ def evaluation(
         "worst": max(perplexity.values()),
         "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
     }
+    if target:
+        mean = math.fsum(loss[name] for name in target) / len(target)
+        record |= {"target": list(target), "target_perplexity": _exp(mean)}
+    return record
 
 
 def _exp(value: float) -> float:
@@ -73,10 +84,11 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
 
 
-def write_evaluation(run: Path, record: Mapping[str, Any]) -> None:
-    """Write evaluation.json (see `evaluation`) into the run directory."""
-    check_keys(record, _EVALUATION_KEYS, run / EVALUATION)
-    write_json(run / EVALUATION, record)
+def write_evaluation(path: Path, record: Mapping[str, Any]) -> None:
+    """Write evaluation.json (see `evaluation`): the file, or into the run directory."""
+    file = path / EVALUATION if path.is_dir() else path
+    check_keys(record, _EVALUATION_KEYS, file)
+    write_json(file, record)
 
 
 def read_evaluation(run: Path) -> Json:
