@@ -1,6 +1,7 @@
 """Per-domain perplexity of a run's model on held-out documents, its own or others."""
 
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -52,10 +53,16 @@ def evaluate(config: EvaluateConfig) -> Json:
     names = dict.fromkeys((*(config.domains or held_out), *config.target))
     loss: dict[str, float] = {}
     blocks: dict[str, int] = {}
-    for name in progress.over(names, f"{config.run.name}: held-out loss", "domain"):
-        loss[name], blocks[name] = held_out_loss(
-            model, held_out[name], num_blocks=config.blocks, batch_size=config.batch_size
-        )
+    total = sum(min(config.blocks or math.inf, len(held_out[name])) for name in names)
+    with progress.bar(int(total), f"{config.run.name}: held-out loss", "block") as bar:
+        for name in names:
+            loss[name], blocks[name] = held_out_loss(
+                model,
+                held_out[name],
+                num_blocks=config.blocks,
+                batch_size=config.batch_size,
+                advance=bar.update,
+            )
     result = records.evaluation(
         step=record["config"]["training"]["steps"],
         blocks=blocks,

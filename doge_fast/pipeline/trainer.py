@@ -8,7 +8,7 @@ import copy
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -196,6 +196,7 @@ class _Recorder(TrainerCallback):
             self._add_line(step)
         every = config.training.eval_every
         if is_last or (every is not None and step % every == 0):
+            self.bar.set_postfix_str("held-out loss")
             loss = self.trainer.evaluate_domains()
             self.trainer.record({"step": step, "kind": "eval", "loss": loss})
             # Not part of what a step costs.
@@ -264,7 +265,12 @@ def _by_name(value: Any) -> Any:
 
 
 def held_out_loss(
-    model: PreTrainedModel, blocks: Any, *, num_blocks: int | None = None, batch_size: int = 16
+    model: PreTrainedModel,
+    blocks: Any,
+    *,
+    num_blocks: int | None = None,
+    batch_size: int = 16,
+    advance: Callable[[int], Any] = lambda _: None,
 ) -> tuple[float, int]:
     """Mean cross-entropy per predicted token over held-out blocks, and how many were measured.
 
@@ -275,6 +281,7 @@ def held_out_loss(
         blocks: a dataset with a column `input_ids` of blocks of one length.
         num_blocks: how many; None: all.
         batch_size: blocks in a forward pass.
+        advance: told how many blocks more are done, as a progress bar is.
 
     Returns:
         (nats per token, number of blocks).
@@ -296,6 +303,7 @@ def held_out_loss(
             tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"])).to(device, torch.long)
             losses.append(model(input_ids=tokens_BL, labels=tokens_BL).loss)
             sizes.append(len(chunk))
+            advance(len(chunk))
     model.train(was_training)
     # Added on the host, in float64: not every device has it.
     means = torch.stack(losses).tolist()
