@@ -72,11 +72,8 @@ class BaseStage(MixtureStage[BaseConfig]):
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
         """The weights."""
         self.corpus, self.weights = corpus, resolve_phases(self.config, corpus)
-
-    def outline(self) -> list[tuple[str, str]]:
-        """The weights' source."""
         phases = f", {len(self.weights)} phases" if len(self.weights) > 1 else ""
-        return [("weights", self.config.weights + phases)]
+        self.outline = [("weights", self.config.weights + phases)]
 
     def begin(self) -> None:
         """weights.json."""

@@ -77,93 +77,6 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Path:
     return stage.run(DoReMiStage(config))
 
 
-class DoReMiStage(MixtureStage[DoReMiConfig]):
-    """Domains weighed by how much worse the proxy predicts them than the reference."""
-
-    name = "doremi"
-    counts = ("batch_size", "log_every")
-    domain_ids = True
-    weights: dict[str, float]
-
-    def check(self) -> None:
-        """Settings, those of the variant where none is given, and that the reference is one."""
-        config = self.config
-        if config.variant not in STEP_SIZE:
-            raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {config.variant!r}.")
-        step_size = STEP_SIZE[config.variant] if config.step_size is None else config.step_size
-        if not 0 < step_size < math.inf:
-            raise ValueError(f"step_size must be positive and finite; got {step_size}.")
-        smoothing = SMOOTHING[config.variant] if config.smoothing is None else config.smoothing
-        simplex.check_smoothing(smoothing)
-        self.rule = WeightUpdate(config.variant, step_size, smoothing)
-
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
-        """The reference, whose weights are where the learned ones start."""
-        self.corpus = corpus
-        self.reference = _open_reference(self.config.reference, corpus)
-        self.weights = self.reference.weights
-
-    def trainer(self, **options: Any) -> "DoReMiTrainer":
-        """Trainer with a loss that is weighted by domain."""
-        start = _start(self.reference, self.corpus, self.rule)
-        return DoReMiTrainer(reference=self.reference, rule=self.rule, start=start, **options)
-
-    def first_line(self) -> Json:
-        """Before the first step the weights are the reference's, and so is their average."""
-        return {"alpha": self.weights, "alpha_mean": self.weights}
-
-    def measure(self, trainer: "DoReMiTrainer", step: int) -> Json:
-        """What a step leaves in the records; losses are null for a domain not in its batch."""
-        names, weights = self.corpus.names, trainer.weights
-        return {
-            "loss": ByName(names, trainer.domain_losses),
-            "reference_loss": ByName(names, trainer.reference_losses),
-            "excess": ByName(names, weights.excess),
-            "alpha": ByName(names, weights.alpha),
-            "alpha_mean": ByName(names, weights.alpha_mean),
-            "tokens": self.tokens(step),
-        }
-
-    def end(self, trainer: "DoReMiTrainer") -> None:
-        """The average of the weights, then the model."""
-        records.write_weights(self.out, self._record(trainer))
-        super().end(trainer)
-
-    def _record(self, trainer: "DoReMiTrainer") -> Json:
-        """What weights.json holds."""
-        config, corpus = self.config, self.corpus
-        average, last = (
-            dict(zip(corpus.names, each.tolist(), strict=True))
-            for each in (trainer.weights.alpha_mean, trainer.weights.alpha)
-        )
-        domains = stage.entries(
-            corpus,
-            weight=average,
-            weight_last=last,
-            reference_weight=self.weights,
-            prior=baselines.natural({name: corpus.train_tokens[name] for name in corpus.names}),
-        )
-        steps = config.training.steps
-        model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
-        lines = records.read_metrics(self.out, kind="train")
-        return {
-            "method": "doremi",
-            **self.rule._asdict(),
-            "domains": domains,
-            "model": config.model.model,
-            "parameters": model.num_parameters(),
-            "tokenizer_sha256": corpus.tokenizer_sha256,
-            "block_size": corpus.block_size,
-            "batch_size": config.batch_size,
-            "steps": steps,
-            "tokens": steps * config.batch_size * corpus.block_size,
-            "seed": config.training.seed,
-            "drift": records.drift(lines, average),
-            "reference": self.reference.record,
-            "versions": records.versions(),
-        }
-
-
 class DoReMiTrainer(RecordedTrainer):
     """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
 
@@ -243,6 +156,87 @@ class DoReMiTrainer(RecordedTrainer):
                 "in another directory."
             )
         self.weights = DomainWeights(**state)
+
+
+class DoReMiStage(MixtureStage[DoReMiConfig]):
+    """Domains weighed by how much worse the proxy predicts them than the reference."""
+
+    name = "doremi"
+    trainer = DoReMiTrainer
+    counts = ("batch_size", "log_every")
+    domain_ids = True
+    weights: dict[str, float]
+
+    def check(self) -> None:
+        """Settings, those of the variant where none is given, and that the reference is one."""
+        config = self.config
+        if config.variant not in STEP_SIZE:
+            raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {config.variant!r}.")
+        step_size = STEP_SIZE[config.variant] if config.step_size is None else config.step_size
+        if not 0 < step_size < math.inf:
+            raise ValueError(f"step_size must be positive and finite; got {step_size}.")
+        smoothing = SMOOTHING[config.variant] if config.smoothing is None else config.smoothing
+        simplex.check_smoothing(smoothing)
+        self.rule = WeightUpdate(config.variant, step_size, smoothing)
+
+    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+        """The reference, whose weights are where the learned ones start."""
+        self.corpus = corpus
+        self.reference = _open_reference(self.config.reference, corpus)
+        self.weights = self.start = self.reference.weights
+        start = _start(self.reference, corpus, self.rule)
+        self.options = {"reference": self.reference, "rule": self.rule, "start": start}
+
+    def measure(self, trainer: "DoReMiTrainer", step: int) -> Json:
+        """What a step leaves in the records; losses are null for a domain not in its batch."""
+        names, weights = self.corpus.names, trainer.weights
+        return {
+            "loss": ByName(names, trainer.domain_losses),
+            "reference_loss": ByName(names, trainer.reference_losses),
+            "excess": ByName(names, weights.excess),
+            "alpha": ByName(names, weights.alpha),
+            "alpha_mean": ByName(names, weights.alpha_mean),
+            "tokens": self.tokens(step),
+        }
+
+    def end(self, trainer: "DoReMiTrainer") -> None:
+        """The average of the weights, then the model."""
+        records.write_weights(self.out, self._record(trainer))
+        super().end(trainer)
+
+    def _record(self, trainer: "DoReMiTrainer") -> Json:
+        """What weights.json holds."""
+        config, corpus = self.config, self.corpus
+        average, last = (
+            dict(zip(corpus.names, each.tolist(), strict=True))
+            for each in (trainer.weights.alpha_mean, trainer.weights.alpha)
+        )
+        domains = stage.entries(
+            corpus,
+            weight=average,
+            weight_last=last,
+            reference_weight=self.weights,
+            prior=baselines.natural({name: corpus.train_tokens[name] for name in corpus.names}),
+        )
+        steps = config.training.steps
+        model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
+        lines = records.read_metrics(self.out, kind="train")
+        return {
+            "method": "doremi",
+            **self.rule._asdict(),
+            "domains": domains,
+            "model": config.model.model,
+            "parameters": model.num_parameters(),
+            "tokenizer_sha256": corpus.tokenizer_sha256,
+            "block_size": corpus.block_size,
+            "batch_size": config.batch_size,
+            "steps": steps,
+            "tokens": steps * config.batch_size * corpus.block_size,
+            "seed": config.training.seed,
+            "drift": records.drift(lines, average),
+            "reference": self.reference.record,
+            "versions": records.versions(),
+        }
 
 
 def _read_reference(run: Path) -> dict[str, Any]:

@@ -51,12 +51,17 @@ def learn_weights(config: ProxyConfig) -> Path:
     return stage.run(ProxyStage(config))
 
 
+class ProxyTrainer(RecordedTrainer, DoGETrainer):
+    """DoGETrainer over ready-made batches, with records and whole checkpoints."""
+
+
 class ProxyStage(Stage[ProxyConfig]):
     """Domains weighed while a proxy learns them."""
 
     name = "proxy"
     counts = ("sequences_per_domain", "log_every")
     further = "doge-fast proxy --init-weights"
+    trainer = ProxyTrainer
 
     def check(self) -> None:
         """Beside its own settings, words that say how to read others."""
@@ -70,6 +75,7 @@ class ProxyStage(Stage[ProxyConfig]):
                 f"mode must be one of {', '.join(get_args(Mode))}; got {config.mode!r}."
             )
         self.target = parse_target(config.target)
+        self.targets = () if isinstance(self.target, str) else tuple(self.target)
         parse_split(config.split)
         if config.init_weights is None and (config.split or config.added_share != "uniform"):
             name = "split" if config.split else "added_share"
@@ -78,17 +84,14 @@ class ProxyStage(Stage[ProxyConfig]):
                 "(--init-weights)."
             )
 
-    @property
-    def targets(self) -> Sequence[str]:
-        """Those that the objective names."""
-        return () if isinstance(self.target, str) else tuple(self.target)
-
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
         """Where the weights start and how they move: everything that the optimizer would refuse."""
         self.corpus, config = corpus, self.config
         # A resumed run keeps the weights and the mu it began with, whatever became of the file.
-        self.initial = recorded.get("initial") or _initial(config, corpus)
-        self.mu = recorded.get("resolved", {}).get("mu", config.mu)
+        initial = recorded.get("initial") or _initial(config, corpus)
+        mu = recorded.get("resolved", {}).get("mu", config.mu)
+        uniform = baselines.uniform(dict.fromkeys(corpus.names, 1))
+        self.start = initial["weights"] if initial else uniform
         options: dict[str, Any] = {
             "domains": corpus.names,
             "target": self.target,
@@ -96,33 +99,16 @@ class ProxyStage(Stage[ProxyConfig]):
             # On the command line 0 is easier to say than None.
             "domain_max_grad_norm": config.domain_max_grad_norm or None,
             "smoothing": config.smoothing,
-            "initial": None if self.initial is None else self.initial["weights"],
+            "initial": initial and initial["weights"],
         }
-        start = DomainWeights.of(lr=config.training.learning_rate, mu=self.mu, **options)
-        self.mu, self.rows = start.rule.mu, start.objective.rows
+        moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
+        self.mu, self.rows = moved.rule.mu, moved.objective.rows
         self.options = options | {"mu": self.mu, "mode": config.mode}
         if config.selection is not None:
-            names = _read_selection(config.selection)
-            by_name = dict(model.named_parameters())
-            trained = [param for param in by_name.values() if param.requires_grad]
-            parameters.resolve(names, trained, by_name)
-            self.options["selection"] = names
-
-    @property
-    def to_record(self) -> Json:
-        """The start, and the `mu` that follows from other settings."""
-        resolved = {} if self.config.mu is not None else {"mu": self.mu}
-        return {"initial": self.initial, "resolved": resolved}
-
-    @property
-    def num_rows(self) -> int:
-        """One for each domain and each target."""
-        return len(self.rows)
-
-    def outline(self) -> list[tuple[str, str]]:
-        """Whose loss is to become small, and how fast the weights move."""
-        target = self.target if isinstance(self.target, str) else ", ".join(self.target)
-        return [("target", target), ("mu", f"{self.mu:g}")]
+            self.options["selection"] = _read_selection(config.selection, model)
+        resolved = {} if config.mu is not None else {"mu": self.mu}
+        self.resolved = {"initial": initial, "resolved": resolved}
+        self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
 
     def batches(self, start_step: int) -> ProxyBatches:
         """As many blocks of every domain."""
@@ -137,16 +123,6 @@ class ProxyStage(Stage[ProxyConfig]):
         """As many of every row, targets and "mix" among them."""
         each = steps * self.config.sequences_per_domain * self.corpus.block_size
         return dict.fromkeys(self.rows, each)
-
-    def trainer(self, **options: Any) -> "ProxyTrainer":
-        """DoGETrainer, recorded."""
-        return ProxyTrainer(**self.options, **options)
-
-    def first_line(self) -> Json:
-        """Before the first step the weights are those of the start, and so is their average."""
-        uniform = baselines.uniform(dict.fromkeys(self.corpus.names, 1))
-        start = uniform if self.initial is None else self.initial["weights"]
-        return {"alpha": start, "alpha_mean": start}
 
     def measure(self, trainer: "ProxyTrainer", step: int) -> Json:
         """What a step leaves in the records; everything K x K, read when the line is written."""
@@ -199,11 +175,8 @@ class ProxyStage(Stage[ProxyConfig]):
             "drift": records.drift(lines, average, average_from=share),
             "versions": records.versions(),
         }
-        return record if self.initial is None else record | {"initial": self.initial}
-
-
-class ProxyTrainer(RecordedTrainer, DoGETrainer):
-    """DoGETrainer over ready-made batches, with records and whole checkpoints."""
+        initial = self.resolved["initial"]
+        return record | {"initial": initial} if initial else record
 
 
 def parse_target(names: Sequence[str]) -> Target:
@@ -289,11 +262,14 @@ def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
     }
 
 
-def _read_selection(path: Path) -> list[str]:
+def _read_selection(path: Path, model: PreTrainedModel) -> list[str]:
+    """Names of parameters that the model trains."""
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"selection must be a JSON file; {path} is not ({error}).") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"selection must be a JSON list of parameter names; {path} is not.")
+    by_name = dict(model.named_parameters())
+    parameters.resolve(names, (each for each in by_name.values() if each.requires_grad), by_name)
     return names

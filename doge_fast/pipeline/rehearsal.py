@@ -57,14 +57,14 @@ def rehearse(stage: Stage[Any]) -> str:
         ValueError: what the run would refuse.
     """
     recorded = stages.check(stage)
-    if recorded is not None and stage.is_finished:
+    if recorded is not None and stages.is_finished(stage):
         return f"{stage.out}: complete already, nothing to do"
     model = stages.prepare(stage, recorded)
     parameters = model.num_parameters(only_trainable=True)
     cost = _cost(stage, model)
     plan = [
         ("model", f"{stage.config.model.model}, {parameters:,} parameters"),
-        *stage.outline(),
+        *stage.outline,
         ("steps", _steps(stage)),
         *_written(stage, parameters, is_resumed=recorded is not None),
         *_needed(stage, parameters, cost),
@@ -110,7 +110,7 @@ def _needed(stage: Stage[Any], parameters: int, cost: Cost) -> Iterator[tuple[st
         "parameters": 4 * parameters,
         "gradients": 4 * parameters,
         "AdamW": 8 * parameters,
-        f"gradients of {stage.num_rows} rows": 4 * parameters * stage.num_rows,
+        f"gradients of {len(stage.rows)} rows": 4 * parameters * len(stage.rows),
     }
     known = {name: size for name, size in parts.items() if size}
     yield "memory", f"{_size(sum(known.values()))} and activations, about:"

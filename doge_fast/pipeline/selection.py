@@ -75,56 +75,6 @@ def table(run: Path) -> str:
     return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
 
 
-class SelectStage(MixtureStage[SelectConfig]):
-    """Parameters scored while a fresh model trains on all domains alike."""
-
-    name = "select"
-    counts = ("batch_size", "log_every")
-
-    @property
-    def is_finished(self) -> bool:
-        """The scores are there."""
-        return (self.out / CANCELLATION).exists()
-
-    def check(self) -> None:
-        """Strategies, reading and mode."""
-        config = self.config
-        for strategy in config.strategies:
-            parse_strategy(strategy)
-        if not config.strategies or len(set(config.strategies)) < len(config.strategies):
-            raise ValueError(
-                "strategies must be distinct, and at least one; got "
-                f"{' '.join(config.strategies) or 'none'}."
-            )
-        if config.reading not in READINGS:
-            raise ValueError(
-                f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}."
-            )
-        if config.mode not in ("auto", "together", "single"):
-            raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
-        if config.training.compile:
-            raise ValueError(
-                "The cancellation effect is read off between the modules of the model, which a "
-                "compiler fuses. Run select without compile."
-            )
-
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
-        """Uniform weights, and whether the examples of a batch can go through the model at once."""
-        self.corpus = corpus
-        self.weights = baselines.uniform(dict.fromkeys(corpus.names, 1))
-        _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
-        check_coupling(model)
-        self.is_together = _is_together(self.config, model, self.batches(0).batch(0))
-
-    def trainer(self, **options: Any) -> "SelectionTrainer":
-        """Trainer whose steps are scored."""
-        return SelectionTrainer(is_together=self.is_together, **options)
-
-    def end(self, trainer: "SelectionTrainer") -> None:
-        """The scores; the model is of no more use."""
-        weights_file.write_json(self.out / CANCELLATION, _record(trainer.effect))
-
-
 class SelectionTrainer(RecordedTrainer):
     """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints.
 
@@ -179,6 +129,50 @@ class SelectionTrainer(RecordedTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.effect.load_state_dict(load_file(Path(checkpoint) / _STATE))
+
+
+class SelectStage(MixtureStage[SelectConfig]):
+    """Parameters scored while a fresh model trains on all domains alike."""
+
+    name = "select"
+    trainer = SelectionTrainer
+    last = CANCELLATION
+    counts = ("batch_size", "log_every")
+
+    def check(self) -> None:
+        """Strategies, reading and mode."""
+        config = self.config
+        for strategy in config.strategies:
+            parse_strategy(strategy)
+        if not config.strategies or len(set(config.strategies)) < len(config.strategies):
+            raise ValueError(
+                "strategies must be distinct, and at least one; got "
+                f"{' '.join(config.strategies) or 'none'}."
+            )
+        if config.reading not in READINGS:
+            raise ValueError(
+                f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}."
+            )
+        if config.mode not in ("auto", "together", "single"):
+            raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
+        if config.training.compile:
+            raise ValueError(
+                "The cancellation effect is read off between the modules of the model, which a "
+                "compiler fuses. Run select without compile."
+            )
+
+    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+        """Uniform weights, and whether the examples of a batch can go through the model at once."""
+        self.corpus = corpus
+        self.weights = baselines.uniform(dict.fromkeys(corpus.names, 1))
+        _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
+        check_coupling(model)
+        is_together = _is_together(self.config, model, self.batches(0).batch(0))
+        self.options = {"is_together": is_together}
+
+    def end(self, trainer: "SelectionTrainer") -> None:
+        """The scores; the model is of no more use."""
+        weights_file.write_json(self.out / CANCELLATION, _record(trainer.effect))
 
 
 def _check_strategies(config: SelectConfig, num_parameters: int) -> None:

@@ -20,26 +20,21 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import domains, records, training
-from doge_fast.pipeline.config import (
-    BaseConfig,
-    DoReMiConfig,
-    ProxyConfig,
-    SelectConfig,
-)
+from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.domains import BaseBatches, Corpus
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.sampling import BlockSampler
 from doge_fast.pipeline.trainer import RecordedTrainer
 
-Config = TypeVar("Config", ProxyConfig, BaseConfig, DoReMiConfig, SelectConfig)
-Mixed = TypeVar("Mixed", BaseConfig, DoReMiConfig, SelectConfig)
+Config = TypeVar("Config", bound=StageConfig)
+Mixed = TypeVar("Mixed", bound=BaseConfig | DoReMiConfig | SelectConfig)
 
 _log = logging.getLogger("doge_fast")
 
 
 class Stage(Generic[Config]):
-    """What is a stage's own; `run` calls these from top to bottom.
+    """What is a stage's own; `run` calls the methods from top to bottom.
 
     Args:
         config: its settings.
@@ -50,25 +45,31 @@ class Stage(Generic[Config]):
     """Settings that are at least one."""
     needs_float64: ClassVar[bool] = True
     """Whether float64 is computed on the device."""
+    last: ClassVar[str] = training.MODEL
+    """What is written last, so that it says that a run is complete."""
     further: ClassVar[str] = ""
     """The command that starts from a complete run, up to its directory; empty: there is none."""
+    trainer: ClassVar[type[RecordedTrainer]] = RecordedTrainer
+    corpus: Corpus
 
     def __init__(self, config: Config) -> None:
         self.config: Config = config
         self.out: Path = config.out
+        self.targets: Sequence[str] = ()
+        """Domains that are measured and never trained on, as `load_corpus` takes them."""
+        self.rows: Sequence[str] = ()
+        """Domains and targets of which a step keeps a gradient each."""
+        self.start: Mapping[str, float] | None = None
+        """Domain weights before the first step, where they are to be learned."""
+        self.options: Json = {}
+        """What the trainer is told beside what every stage's is."""
+        self.resolved: Json = {}
+        """What config.json keeps beside settings and corpus: "initial" and "resolved"."""
+        self.outline: list[tuple[str, str]] = []
+        """(what, value) of the stage's own settings, for a dry run."""
 
     def check(self) -> None:
         """Raise ValueError where a setting of the stage is out of its range."""
-        raise NotImplementedError
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run came to its end before."""
-        return training.is_finished(self.out)
-
-    @property
-    def targets(self) -> Sequence[str]:
-        """Domains that are measured and never trained on, as `load_corpus` takes them."""
         raise NotImplementedError
 
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
@@ -79,21 +80,7 @@ class Stage(Generic[Config]):
             model: the fresh one, which is left as it is.
             recorded: config.json of the run that is resumed; of a new one, empty.
         """
-        self.corpus = corpus
-
-    @property
-    def to_record(self) -> Json:
-        """What config.json keeps beside settings and corpus: `initial` and `resolved`."""
-        return {}
-
-    @property
-    def num_rows(self) -> int:
-        """Gradients of all parameters that a step keeps beside the one that moves them."""
-        return 0
-
-    def outline(self) -> list[tuple[str, str]]:
-        """(what, value) of the stage's own settings, for a dry run."""
-        return []
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Write what stands in the run directory before the first step."""
@@ -106,20 +93,12 @@ class Stage(Generic[Config]):
         """{domain: tokens of it in the first steps}."""
         raise NotImplementedError
 
-    def trainer(self, **options: Any) -> RecordedTrainer:
-        """The trainer, given Trainer's keyword arguments."""
-        return RecordedTrainer(**options)
-
-    def first_line(self) -> Json | None:
-        """Fields of the line of step 0, where there is something to say before the first step."""
-        return None
-
     def measure(self, trainer: Any, step: int) -> Json:
         """Fields of a step's line in metrics.jsonl; tensors and `ByName` are read later."""
         raise NotImplementedError
 
     def end(self, trainer: Any) -> None:
-        """Leave the results, last what says that the run is complete."""
+        """Leave the results; of them `last` is the last."""
         leave_model(self.out, trainer, self.corpus)
 
 
@@ -130,10 +109,9 @@ class MixtureStage(Stage[Mixed]):
     domain_ids: ClassVar[bool] = False
     """Whether a batch says which domain each of its rows is of."""
 
-    @property
-    def targets(self) -> Sequence[str]:
-        """Those of its settings."""
-        return self.config.targets
+    def __init__(self, config: Mixed) -> None:
+        super().__init__(config)
+        self.targets = config.targets
 
     def batches(self, start_step: int) -> BaseBatches:
         """Blocks drawn at the weights."""
@@ -146,18 +124,18 @@ class MixtureStage(Stage[Mixed]):
             domain_ids=self.domain_ids,
         )
 
-    def measure(self, trainer: Any, step: int) -> Json:
-        """Loss of the step, and tokens of each domain in all steps so far."""
-        return {"loss": trainer.step_loss, "tokens": self.tokens(step)}
+    @cached_property
+    def _mixture(self) -> BlockSampler:
+        return self.batches(0).mixture
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As the mixture rounds them."""
         drawn = zip(self.corpus.names, self._mixture.drawn(steps).tolist(), strict=True)
         return {name: blocks * self.corpus.block_size for name, blocks in drawn}
 
-    @cached_property
-    def _mixture(self) -> BlockSampler:
-        return self.batches(0).mixture
+    def measure(self, trainer: Any, step: int) -> Json:
+        """Loss of the step, and tokens of each domain in all steps so far."""
+        return {"loss": trainer.step_loss, "tokens": self.tokens(step)}
 
 
 def run(stage: Stage[Any]) -> Path:
@@ -177,21 +155,26 @@ def run(stage: Stage[Any]) -> Path:
     if getattr(stage.config, "dry_run", False):
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     recorded = check(stage)
-    if recorded is not None and stage.is_finished:
+    if recorded is not None and is_finished(stage):
         # A kill may have left them after the last step.
         shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
         _log.info("%s: complete already, nothing to do", out)
         return out
     model = prepare(stage, recorded)
     if recorded is None:
-        recorded_too = stage.corpus.recorded() | stage.to_record
-        records.open_run(out, stage=stage.name, config=stage.config, **recorded_too)
+        known = stage.corpus.recorded() | stage.resolved
+        records.open_run(out, stage=stage.name, config=stage.config, **known)
     else:
         records.check_corpus(out, recorded, stage.corpus.describe())
     stage.begin()
     stage.end(train(stage, model))
     shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
     return out
+
+
+def is_finished(stage: Stage[Any]) -> bool:
+    """Whether the run in the stage's directory came to its end."""
+    return (stage.out / stage.last).exists()
 
 
 def check(stage: Stage[Any]) -> Json | None:
@@ -219,7 +202,7 @@ def check(stage: Stage[Any]) -> Json | None:
 def _refuse_more_steps(stage: Stage[Any]) -> None:
     """Say why a complete run cannot have more steps, where that is what is asked for."""
     config, out = stage.config, stage.out
-    if not stage.is_finished:
+    if not is_finished(stage):
         return
     done, asked = records.read_config(out)["config"]["training"]["steps"], config.training.steps
     shorter = replace(config, training=replace(config.training, steps=done))
@@ -296,6 +279,7 @@ def train(
         train_dataset=stage.batches(start),
         callbacks=list(callbacks),
         stage=stage,
+        **stage.options,
     )
     trainer.go_on(checkpoint)
     return trainer

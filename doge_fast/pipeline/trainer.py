@@ -55,8 +55,9 @@ class Followed(Protocol):
     def corpus(self) -> Corpus:
         """Whose held-out blocks are followed."""
 
-    def first_line(self) -> dict[str, Any] | None:
-        """Fields of the line of step 0, where there is something to say before the first step."""
+    @property
+    def start(self) -> Mapping[str, float] | None:
+        """Domain weights before the first step, where they are to be learned."""
 
     def measure(self, trainer: Any, step: int) -> dict[str, Any]:
         """Fields of a step's line; tensors and `ByName` are read later."""
@@ -178,9 +179,10 @@ class _Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         stage = self.trainer.stage
-        first_line = stage.first_line() if state.global_step == 0 else None
-        if first_line is not None:
-            self.trainer.record({"step": 0, "kind": "train", **first_line})
+        if state.global_step == 0 and stage.start is not None:
+            # Their average too.
+            weights = {"alpha": stage.start, "alpha_mean": stage.start}
+            self.trainer.record({"step": 0, "kind": "train", **weights})
             self.trainer.flush()
         self.last_line, self.last_step = time.monotonic(), state.global_step
         self.bar = progress.bar(
