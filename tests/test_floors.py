@@ -43,7 +43,7 @@ FLOORS = [
     doge_fast.pipeline.sources doge_fast.pipeline.exports.mixture
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
-    doge_fast.pipeline.records.files
+    doge_fast.pipeline.records.runs
     doge_fast.pipeline.model doge_fast.pipeline.domains doge_fast.pipeline.records \
         doge_fast.pipeline.baselines doge_fast.pipeline.group_dro \
         EXPORT_FAMILIES

@@ -76,12 +76,8 @@ class BaseStage(MixtureStage[BaseConfig]):
         self.outline = [("weights", self.config.weights + phases)]
 
     def begin(self) -> None:
-        """weights.json."""
-        records.write_weights(self.out, self._record())
-
-    def _record(self) -> Json:
-        """What was used: the mean over the run's steps, and of a curriculum its phases."""
-        config, corpus, phases = self.config, self.corpus, self.weights
+        """What is used: the mean over the run's steps, and of a curriculum its phases."""
+        config, phases = self.config, self.weights
         ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
         shares = [
             (end - phase.first_step) / config.training.steps
@@ -91,21 +87,17 @@ class BaseStage(MixtureStage[BaseConfig]):
             name: sum(
                 phase.weights[name] * share for phase, share in zip(phases, shares, strict=True)
             )
-            for name in corpus.names
+            for name in self.corpus.names
         }
-        record = {
-            "method": config.weights if config.weights in BASELINES else "given",
-            "source": config.weights,
-            "domains": stage.entries(corpus, weight=mean),
-            "tokenizer_sha256": corpus.tokenizer_sha256,
-            "block_size": corpus.block_size,
-            "versions": records.versions(),
-        }
-        if len(phases) > 1:
-            record["stages"] = [
-                {"first_step": phase.first_step, "weights": dict(phase.weights)} for phase in phases
-            ]
-        return record
+        steps = [
+            {"first_step": phase.first_step, "weights": dict(phase.weights)} for phase in phases
+        ]
+        self.write_weights(
+            {"weight": mean},
+            method=config.weights if config.weights in BASELINES else "given",
+            source=config.weights,
+            **({"stages": steps} if len(phases) > 1 else {}),
+        )
 
 
 def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:

@@ -80,20 +80,14 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Path:
 class DoReMiTrainer(RecordedTrainer):
     """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
 
-    def __init__(
-        self,
-        *args: Any,
-        reference: Reference,
-        rule: WeightUpdate,
-        start: DomainWeights,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, stage: "DoReMiStage", **kwargs: Any) -> None:
+        super().__init__(*args, stage=stage, **kwargs)
         device = self.args.device
-        self.reference = reference.model.train(False).requires_grad_(False)
+        self.reference = stage.reference.model.train(False).requires_grad_(False)
         nn.Module.to(self.reference, device)
-        self.reference_sha256 = str(reference.record["model_sha256"])
-        self.rule = rule
+        self.reference_sha256 = str(stage.reference.record["model_sha256"])
+        self.rule = stage.rule
+        start = _start(stage.reference, stage.corpus, stage.rule)
         self.weights = DomainWeights(*(each.to(device) for each in start))
         self.sampling_K = self.weights.alpha
         self.domain_losses = self.reference_losses = torch.full_like(self.sampling_K, math.nan)
@@ -184,8 +178,6 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
         self.corpus = corpus
         self.reference = _open_reference(self.config.reference, corpus)
         self.weights = self.start = self.reference.weights
-        start = _start(self.reference, corpus, self.rule)
-        self.options = {"reference": self.reference, "rule": self.rule, "start": start}
 
     def measure(self, trainer: "DoReMiTrainer", step: int) -> Json:
         """What a step leaves in the records; losses are null for a domain not in its batch."""
@@ -201,62 +193,43 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
 
     def end(self, trainer: "DoReMiTrainer") -> None:
         """The average of the weights, then the model."""
-        records.write_weights(self.out, self._record(trainer))
-        super().end(trainer)
-
-    def _record(self, trainer: "DoReMiTrainer") -> Json:
-        """What weights.json holds."""
-        config, corpus = self.config, self.corpus
+        config, names = self.config, self.corpus.names
         average, last = (
-            dict(zip(corpus.names, each.tolist(), strict=True))
+            dict(zip(names, each.tolist(), strict=True))
             for each in (trainer.weights.alpha_mean, trainer.weights.alpha)
         )
-        domains = stage.entries(
-            corpus,
-            weight=average,
-            weight_last=last,
-            reference_weight=self.weights,
-            prior=baselines.natural({name: corpus.train_tokens[name] for name in corpus.names}),
-        )
-        steps = config.training.steps
-        model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
-        lines = records.read_metrics(self.out, kind="train")
-        return {
-            "method": "doremi",
-            **self.rule._asdict(),
-            "domains": domains,
-            "model": config.model.model,
-            "parameters": model.num_parameters(),
-            "tokenizer_sha256": corpus.tokenizer_sha256,
-            "block_size": corpus.block_size,
-            "batch_size": config.batch_size,
-            "steps": steps,
-            "tokens": steps * config.batch_size * corpus.block_size,
-            "seed": config.training.seed,
-            "drift": records.drift(lines, average),
-            "reference": self.reference.record,
-            "versions": records.versions(),
+        columns = {
+            "weight": average,
+            "weight_last": last,
+            "reference_weight": self.weights,
+            "prior": baselines.natural({name: self.corpus.train_tokens[name] for name in names}),
         }
-
-
-def _read_reference(run: Path) -> dict[str, Any]:
-    """config.json of the reference, if it is a finished base run."""
-    record = records.read_config(run)
-    if record["stage"] != "base":
-        raise ValueError(
-            f"reference must be a base run; {run} holds a {record['stage']} run. Train one with "
-            "doge-fast base, at the reference weights."
+        model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
+        self.write_weights(
+            columns,
+            method="doremi",
+            **self.rule._asdict(),
+            parameters=model.num_parameters(),
+            batch_size=config.batch_size,
+            tokens=sum(self.tokens(config.training.steps).values()),
+            model=config.model.model,
+            steps=config.training.steps,
+            seed=config.training.seed,
+            drift=records.drift(records.read_metrics(self.out, kind="train"), average),
+            reference=self.reference.record,
         )
-    if not training.is_finished(run):
-        raise ValueError(
-            f"reference must be a complete run; {run} has no {training.MODEL}/. Repeat the "
-            "command that began it; it resumes."
-        )
-    return record
+        super().end(trainer)
 
 
 def _open_reference(run: Path, corpus: Corpus) -> Reference:
-    recorded = _read_reference(run)
+    """A finished base run on the corpus, with every domain of it."""
+    recorded = records.read_config(run)
+    if recorded["stage"] != "base":
+        raise ValueError(
+            f"reference must be a base run; {run} holds a {recorded['stage']} run. Train one with "
+            "doge-fast base, at the reference weights."
+        )
+    training.check_finished(run)
     weights = records.weights_by_name(records.read_weights(run, domains=corpus.names))
     _check_reference(run, recorded["corpus"], weights, corpus)
     model = open_model(run / training.MODEL)

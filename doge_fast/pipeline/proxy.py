@@ -146,37 +146,34 @@ class ProxyStage(Stage[ProxyConfig]):
 
     def end(self, trainer: "ProxyTrainer") -> None:
         """The average of the weights, then the model."""
-        records.write_weights(self.out, self._record(trainer))
-        super().end(trainer)
-
-    def _record(self, trainer: "ProxyTrainer") -> Json:
-        """What weights.json holds."""
-        config, corpus = self.config, self.corpus
+        config, names = self.config, self.corpus.names
         lines, share = records.read_metrics(self.out, kind="train"), config.average_from
-        ends = {"step": config.training.steps, "alpha_mean": trainer.weights}
         first, _ = records.lines_of_average(lines, share)
         # Over the steps after `average_from` of them.
-        average = records.average_between(first, ends)
-        last = dict(zip(corpus.names, trainer.doge.alpha.tolist(), strict=True))
-        # Of what is trained on: targets have tokens too, and no share.
-        prior = baselines.natural({name: corpus.train_tokens[name] for name in corpus.names})
-        record = {
-            "method": "doge",
-            "score": config.score,
-            "target": self.target,
-            "mu": self.mu,
-            "average_from": share,
-            "domains": stage.entries(corpus, weight=average, weight_last=last, prior=prior),
-            "model": config.model.model,
-            "tokenizer_sha256": corpus.tokenizer_sha256,
-            "block_size": corpus.block_size,
-            "steps": config.training.steps,
-            "seed": config.training.seed,
-            "drift": records.drift(lines, average, average_from=share),
-            "versions": records.versions(),
+        average = records.average_between(
+            first, {"step": config.training.steps, "alpha_mean": trainer.weights}
+        )
+        columns = {
+            "weight": average,
+            "weight_last": dict(zip(names, trainer.doge.alpha.tolist(), strict=True)),
+            # Of what is trained on: targets have tokens too, and no share.
+            "prior": baselines.natural({name: self.corpus.train_tokens[name] for name in names}),
         }
         initial = self.resolved["initial"]
-        return record | {"initial": initial} if initial else record
+        self.write_weights(
+            columns,
+            method="doge",
+            score=config.score,
+            target=self.target,
+            mu=self.mu,
+            average_from=share,
+            model=config.model.model,
+            steps=config.training.steps,
+            seed=config.training.seed,
+            drift=records.drift(lines, average, average_from=share),
+            **({"initial": initial} if initial else {}),
+        )
+        super().end(trainer)
 
 
 def parse_target(names: Sequence[str]) -> Target:

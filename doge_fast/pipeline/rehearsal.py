@@ -1,6 +1,7 @@
 """What a run would read, train and write, and what it would take: a dry run of a stage."""
 
 import copy
+import itertools
 import math
 import statistics
 import tempfile
@@ -9,27 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from doge_fast.pipeline import stage as stages
-from doge_fast.pipeline import tables, training
+from doge_fast.pipeline import tables
 from doge_fast.pipeline.stage import Stage
 
 # Of them the first is not counted: compilers and allocators take their time in it.
 TIMED_STEPS = 4
-
-
-class Cost(NamedTuple):
-    """What a few steps took."""
-
-    seconds: float
-    """Of a step."""
-    device: str
-    peak_bytes: int | None
-    """Of the device's memory; None: not known."""
 
 
 class _Clock(TrainerCallback):
@@ -61,13 +52,14 @@ def rehearse(stage: Stage[Any]) -> str:
         return f"{stage.out}: complete already, nothing to do"
     model = stages.prepare(stage, recorded)
     parameters = model.num_parameters(only_trainable=True)
-    cost = _cost(stage, model)
+    steps, of_step = stage.config.training.steps, sum(stage.tokens(1).values())
     plan = [
         ("model", f"{stage.config.model.model}, {parameters:,} parameters"),
         *stage.outline,
-        ("steps", _steps(stage)),
+        ("steps", f"{steps:,} of {of_step:,} tokens, {of_step * steps:,} in all"),
         *_written(stage, parameters, is_resumed=recorded is not None),
-        *_needed(stage, parameters, cost),
+        *_memory(stage, parameters),
+        *_time(stage, model),
     ]
     both = (_domains(stage), tables.text(tables.table_of(("", "dry run"), plan), left=[0]))
     return "\n\n".join(both)
@@ -91,11 +83,6 @@ def _domains(stage: Stage[Any]) -> str:
     return tables.text(tables.table_of(header, rows))
 
 
-def _steps(stage: Stage[Any]) -> str:
-    steps, of_step = stage.config.training.steps, sum(stage.tokens(1).values())
-    return f"{steps:,} of {of_step:,} tokens, {sum(stage.tokens(steps).values()):,} in all"
-
-
 def _written(stage: Stage[Any], parameters: int, *, is_resumed: bool) -> Iterator[tuple[str, str]]:
     where = f"{stage.out}, which is resumed" if is_resumed else str(stage.out)
     yield "writes", f"{where}: config.json, metrics.jsonl, weights.json,"
@@ -104,8 +91,8 @@ def _written(stage: Stage[Any], parameters: int, *, is_resumed: bool) -> Iterato
         yield "", f"and, until it is complete, a checkpoint ({_size(12 * parameters)})"
 
 
-def _needed(stage: Stage[Any], parameters: int, cost: Cost) -> Iterator[tuple[str, str]]:
-    """Memory of what has the model's size, and time."""
+def _memory(stage: Stage[Any], parameters: int) -> Iterator[tuple[str, str]]:
+    """Of what has the model's size."""
     parts = {
         "parameters": 4 * parameters,
         "gradients": 4 * parameters,
@@ -115,15 +102,10 @@ def _needed(stage: Stage[Any], parameters: int, cost: Cost) -> Iterator[tuple[st
     known = {name: size for name, size in parts.items() if size}
     yield "memory", f"{_size(sum(known.values()))} and activations, about:"
     yield from (("", f"{_size(size)} {name}") for name, size in known.items())
-    if cost.peak_bytes is not None:
-        yield "", f"{_size(cost.peak_bytes)} at the most in the steps that were timed"
-    total = timedelta(seconds=round(cost.seconds * stage.config.training.steps))
-    yield "time", f"{total} at {cost.seconds:.3g} s a step on {cost.device},"
-    yield "", "and evaluations on held-out blocks"
 
 
-def _cost(stage: Stage[Any], model: PreTrainedModel) -> Cost:
-    """Real steps of the stage, in a directory that goes with them."""
+def _time(stage: Stage[Any], model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Of real steps of the stage, in a directory that goes with them."""
     config, clock, timed = stage.config, _Clock(), copy.copy(stage)
     short = replace(
         config.training,
@@ -138,11 +120,13 @@ def _cost(stage: Stage[Any], model: PreTrainedModel) -> Cost:
         timed.out = Path(folder) / f"{stage.out.name} (timing)"
         timed.out.mkdir()
         timed.config = replace(config, out=timed.out, training=short)
-        stages.train(timed, model, callbacks=[clock])
-    device = training.device_of(config.training.device, needs_float64=stage.needs_float64)
-    seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return Cost(statistics.median(seconds), device.type, peak)
+        device = stages.train(timed, model, callbacks=[clock]).args.device.type
+    step = statistics.median(after - before for before, after in itertools.pairwise(clock.times))
+    total = timedelta(seconds=round(step * config.training.steps))
+    if device == "cuda":
+        yield "", f"{_size(torch.cuda.max_memory_allocated())} at the most in the steps timed"
+    yield "time", f"{total} at {step:.3g} s a step on {device},"
+    yield "", "and evaluations on held-out blocks"
 
 
 def _size(num_bytes: float) -> str:

@@ -6,7 +6,6 @@ and the lists of names that `doge-fast proxy --selection` reads.
 """
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from doge_fast.cancellation import (
     DEFAULT_READING,
     READINGS,
     CancellationEffect,
-    Selection,
     check_coupling,
     parse_strategy,
     select,
@@ -76,15 +74,11 @@ def table(run: Path) -> str:
 
 
 class SelectionTrainer(RecordedTrainer):
-    """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints.
+    """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints."""
 
-    Args:
-        is_together: whether all examples of a batch go through the model at once.
-    """
-
-    def __init__(self, *args: Any, is_together: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._is_together = is_together
+    def __init__(self, *args: Any, stage: "SelectStage", **kwargs: Any) -> None:
+        super().__init__(*args, stage=stage, **kwargs)
+        self._is_together = stage.is_together
         self._effect: CancellationEffect | None = None
 
     @property
@@ -167,12 +161,21 @@ class SelectStage(MixtureStage[SelectConfig]):
         self.weights = baselines.uniform(dict.fromkeys(corpus.names, 1))
         _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
         check_coupling(model)
-        is_together = _is_together(self.config, model, self.batches(0).batch(0))
-        self.options = {"is_together": is_together}
+        self.is_together = _is_together(self.config, model, self.batches(0).batch(0))
 
     def end(self, trainer: "SelectionTrainer") -> None:
         """The scores; the model is of no more use."""
-        weights_file.write_json(self.out / CANCELLATION, _record(trainer.effect))
+        effect = trainer.effect
+        record = {
+            "schema_version": weights_file.SCHEMA_VERSION,
+            "steps": effect.num_steps,
+            "columns": effect.columns,
+            "scores": {reading: effect.scores(reading) for reading in READINGS},
+            "terms": {reading: effect.terms(reading) for reading in READINGS},
+            "selections": [],
+            "versions": records.versions(),
+        }
+        weights_file.write_json(self.out / CANCELLATION, record)
 
 
 def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
@@ -213,19 +216,6 @@ def _why_not_together(model: PreTrainedModel, batch: Batch) -> str | None:
     return None
 
 
-def _record(effect: CancellationEffect) -> dict[str, Any]:
-    """What cancellation.json holds before anything is selected."""
-    return {
-        "schema_version": weights_file.SCHEMA_VERSION,
-        "steps": effect.num_steps,
-        "columns": effect.columns,
-        "scores": {reading: effect.scores(reading) for reading in READINGS},
-        "terms": {reading: effect.terms(reading) for reading in READINGS},
-        "selections": [],
-        "versions": records.versions(),
-    }
-
-
 def _write_selections(config: SelectConfig) -> None:
     """A file for each strategy, and in cancellation.json what each of them holds."""
     record = records.read_json(config.out / CANCELLATION)
@@ -237,21 +227,17 @@ def _write_selections(config: SelectConfig) -> None:
     }
     chosen = [select(scores, strategy, columns=columns) for strategy in config.strategies]
     entries = {entry["file"]: entry for entry in record["selections"]}
+    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
     for selection in chosen:
-        entry = _entry(config, selection)
-        weights_file.write_json(config.out / entry["file"], list(selection.names))
-        entries[entry["file"]] = entry
+        file = f"selection-{selection.strategy}{suffix}.json"
+        weights_file.write_json(config.out / file, list(selection.names))
+        entries[file] = {
+            "file": file,
+            "strategy": selection.strategy,
+            "reading": config.reading,
+            "parameters": len(selection.names),
+            "columns": selection.num_columns,
+            "share": selection.share,
+        }
     record["selections"] = list(entries.values())
     weights_file.write_json(config.out / CANCELLATION, record)
-
-
-def _entry(config: SelectConfig, selection: Selection) -> Mapping[str, Any]:
-    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
-    return {
-        "file": f"selection-{selection.strategy}{suffix}.json",
-        "strategy": selection.strategy,
-        "reading": config.reading,
-        "parameters": len(selection.names),
-        "columns": selection.num_columns,
-        "share": selection.share,
-    }

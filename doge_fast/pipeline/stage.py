@@ -101,6 +101,27 @@ class Stage(Generic[Config]):
         """Leave the results; of them `last` is the last."""
         leave_model(self.out, trainer, self.corpus)
 
+    def write_weights(self, columns: Mapping[str, Mapping[str, float]], **fields: Any) -> None:
+        """weights.json: what every stage says in it, and its own.
+
+        Args:
+            columns: {field: {domain: number}} of the domains' entries.
+            fields: of the whole.
+        """
+        corpus = self.corpus
+        domains = [
+            {"name": name, **{field: each[name] for field, each in columns.items()}}
+            | corpus.sizes(name)
+            for name in corpus.names
+        ]
+        record = fields | {
+            "domains": domains,
+            "tokenizer_sha256": corpus.tokenizer_sha256,
+            "block_size": corpus.block_size,
+            "versions": records.versions(),
+        }
+        records.write_weights(self.out, record)
+
 
 class MixtureStage(Stage[Mixed]):
     """A stage whose batches mix the domains at given weights, which `prepare` puts down."""
@@ -295,23 +316,6 @@ def leave_model(out: Path, trainer: RecordedTrainer, corpus: Corpus) -> None:
     model.save_pretrained(beside)
     corpus.tokenizer.save_pretrained(beside)
     os.replace(beside, out / training.MODEL)
-
-
-def entries(corpus: Corpus, **columns: Mapping[str, float]) -> list[Json]:
-    """A domain after the other for weights.json: its numbers, and what there is of it.
-
-    Args:
-        corpus: the domains.
-        columns: {domain: number} of each field.
-    """
-    return [
-        {
-            "name": name,
-            **{field: numbers[name] for field, numbers in columns.items()},
-            **corpus.sizes(name),
-        }
-        for name in corpus.names
-    ]
 
 
 def _last_checkpoint(out: Path) -> str | None:

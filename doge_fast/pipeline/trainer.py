@@ -246,17 +246,11 @@ def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
     prefix = "eval_" if line["kind"] == "eval" else ""
     flat: dict[str, Any] = {}
     for field, value in line.items():
-        each = value if isinstance(value, Mapping) else {None: value}
-        flat |= {
-            prefix + (field if name is None else f"{field}/{name}"): number
-            for name, number in each.items()
-        }
-    numbers = {key: _number(value) for key, value in flat.items() if key != prefix + "step"}
-    return {key: value for key, value in numbers.items() if value is not None}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, bool | int | float) else None
+        if isinstance(value, Mapping):
+            flat |= {f"{prefix}{field}/{name}": number for name, number in value.items()}
+        elif field != "step":
+            flat[prefix + field] = value
+    return {name: float(each) for name, each in flat.items() if isinstance(each, int | float)}
 
 
 def _by_name(value: Any) -> Any:

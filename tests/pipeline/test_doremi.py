@@ -492,7 +492,7 @@ def test_a_reference_is_a_finished_base_run_with_every_domain(
     cut = tmp_path / "cut"
     shutil.copytree(reference(), cut)
     shutil.rmtree(cut / training.MODEL)
-    assert "reference must be a complete run" in refusal(cut)
+    assert "its run is not complete" in refusal(cut)
     learned = learn_weights(proxy(steps=2))
     assert "reference must be a base run" in refusal(learned)
     some = dict(zip(NAMES, (0.5, 0.3, 0.2, 0), strict=True))

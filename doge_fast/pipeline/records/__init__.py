@@ -15,17 +15,6 @@ moment leaves complete files and at most one torn line, which the next run drops
 no word for NaN and infinity: in metrics they become null, in weights they are an error.
 """
 
-from doge_fast.pipeline.records.files import (
-    CONFIG,
-    EVALUATION,
-    EXPERIMENT,
-    FEWSHOT,
-    METRICS,
-    WEIGHTS,
-    Json,
-    read_json,
-    versions,
-)
 from doge_fast.pipeline.records.measures import (
     evaluation,
     few_shot,
@@ -46,11 +35,20 @@ from doge_fast.pipeline.records.metrics import (
     resume_metrics,
 )
 from doge_fast.pipeline.records.runs import (
+    CONFIG,
+    EVALUATION,
+    EXPERIMENT,
+    FEWSHOT,
+    METRICS,
+    WEIGHTS,
+    Json,
     Stage,
     check_corpus,
     check_run,
     open_run,
     read_config,
+    read_json,
+    versions,
 )
 from doge_fast.pipeline.records.weights import (
     check_out,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from doge_fast.pipeline.records.files import METRICS, Json
+from doge_fast.pipeline.records.runs import METRICS, Json
 from doge_fast.weights_file import plain
 
 # The running average has converged where its last fifth changed it little.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast import weights_file
-from doge_fast.pipeline.records.files import (
+from doge_fast.pipeline.records.runs import (
     CONFIG,
     EVALUATION,
     FEWSHOT,
