@@ -19,20 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doge_fast import simplex
-from doge_fast.pipeline import baselines, records, stage, training
+from doge_fast.pipeline import baselines, group_dro, records, stage, training
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
-from doge_fast.pipeline.group_dro import (
-    SMOOTHING,
-    STEP_SIZE,
-    DomainWeights,
-    WeightUpdate,
-    domain_means,
-    example_shares,
-    excess_losses,
-    token_losses,
-)
+from doge_fast.pipeline.group_dro import DomainWeights, WeightUpdate
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
@@ -105,9 +95,11 @@ class DoReMiTrainer(RecordedTrainer):
         domain_ids_B = inputs["domain_ids"]
         # First, so that its logits are gone before the proxy's are there.
         reference_BT = self._reference_losses(ids_BL, labels_BL)
-        losses_BT = token_losses(model(input_ids=ids_BL, use_cache=False).logits, labels_BL)
+        losses_BT = group_dro.token_losses(
+            model(input_ids=ids_BL, use_cache=False).logits, labels_BL
+        )
         self._move(losses_BT.detach(), reference_BT, domain_ids_B)
-        shares_B = example_shares(
+        shares_B = group_dro.example_shares(
             self.weights.alpha, self.sampling_K, domain_ids_B, variant=self.rule.variant
         )
         return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype)
@@ -116,13 +108,13 @@ class DoReMiTrainer(RecordedTrainer):
     def _reference_losses(self, ids_BL: Tensor, labels_BL: Tensor) -> Tensor:
         with self.accelerator.autocast():
             logits_BLV = self.reference(input_ids=ids_BL, use_cache=False).logits
-        return token_losses(logits_BLV, labels_BL)
+        return group_dro.token_losses(logits_BLV, labels_BL)
 
     def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
         num_domains = len(self.sampling_K)
-        self.domain_losses = domain_means(losses_BT, domain_ids_B, num_domains)
-        self.reference_losses = domain_means(reference_BT, domain_ids_B, num_domains)
-        excess_K = excess_losses(
+        self.domain_losses = group_dro.domain_means(losses_BT, domain_ids_B, num_domains)
+        self.reference_losses = group_dro.domain_means(reference_BT, domain_ids_B, num_domains)
+        excess_K = group_dro.excess_losses(
             losses_BT, reference_BT, domain_ids_B, self.weights.excess, variant=self.rule.variant
         )
         self.weights = self.weights.moved(
@@ -162,16 +154,9 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
     weights: dict[str, float]
 
     def check(self) -> None:
-        """Settings, those of the variant where none is given, and that the reference is one."""
+        """Settings, those of the variant where none is given."""
         config = self.config
-        if config.variant not in STEP_SIZE:
-            raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {config.variant!r}.")
-        step_size = STEP_SIZE[config.variant] if config.step_size is None else config.step_size
-        if not 0 < step_size < math.inf:
-            raise ValueError(f"step_size must be positive and finite; got {step_size}.")
-        smoothing = SMOOTHING[config.variant] if config.smoothing is None else config.smoothing
-        simplex.check_smoothing(smoothing)
-        self.rule = WeightUpdate(config.variant, step_size, smoothing)
+        self.rule = WeightUpdate.of(config.variant, config.step_size, config.smoothing)
 
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
         """The reference, whose weights are where the learned ones start."""

@@ -17,6 +17,7 @@ each domain is added to it, which makes the step depend on the order of the doma
 once, as everywhere.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -78,6 +79,24 @@ class WeightUpdate(NamedTuple):
     variant: Variant
     step_size: float
     smoothing: float
+
+    @classmethod
+    def of(
+        cls, variant: Variant, step_size: float | None = None, smoothing: float | None = None
+    ) -> "WeightUpdate":
+        """The variant's own settings where none is given.
+
+        Raises:
+            ValueError: one is out of its range.
+        """
+        if variant not in STEP_SIZE:
+            raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {variant!r}.")
+        step_size = STEP_SIZE[variant] if step_size is None else step_size
+        if not 0 < step_size < math.inf:
+            raise ValueError(f"step_size must be positive and finite; got {step_size}.")
+        smoothing = SMOOTHING[variant] if smoothing is None else smoothing
+        simplex.check_smoothing(smoothing)
+        return cls(variant, step_size, smoothing)
 
 
 def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:

@@ -90,8 +90,6 @@ class ProxyStage(Stage[ProxyConfig]):
         # A resumed run keeps the weights and the mu it began with, whatever became of the file.
         initial = recorded.get("initial") or _initial(config, corpus)
         mu = recorded.get("resolved", {}).get("mu", config.mu)
-        uniform = baselines.uniform(dict.fromkeys(corpus.names, 1))
-        self.start = initial["weights"] if initial else uniform
         options: dict[str, Any] = {
             "domains": corpus.names,
             "target": self.target,
@@ -103,6 +101,8 @@ class ProxyStage(Stage[ProxyConfig]):
         }
         moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
         self.mu, self.rows = moved.rule.mu, moved.objective.rows
+        uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
+        self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}
         if config.selection is not None:
             self.options["selection"] = _read_selection(config.selection, model)
