@@ -94,7 +94,7 @@ class CancellationEffect:
                 "CancellationEffect needs an optimizer over the model's parameters; they share "
                 "none."
             )
-        _check_coupling(model)
+        check_coupling(model)
         self.without_rule = without_rule(model, self._params)
         """Modules for which `watching` takes one example at a time only."""
         self._norms = None if self.without_rule else ExampleNorms(model, self._params)
@@ -349,7 +349,12 @@ def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> No
         )
 
 
-def _check_coupling(model: nn.Module) -> None:
+def check_coupling(model: nn.Module) -> None:
+    """Refuse a model in which an example of a batch has no gradient of its own.
+
+    Raises:
+        ValueError: a module mixes the examples.
+    """
     for name, module in model.named_modules():
         if couples_examples(module):
             raise ValueError(

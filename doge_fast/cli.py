@@ -182,15 +182,25 @@ def _demo(config: DemoConfig) -> list[str]:
 
 
 def _proxy(config: ProxyConfig) -> list[str]:
-    from doge_fast.pipeline.proxy import learn_weights
+    from doge_fast.pipeline.proxy import ProxyStage, learn_weights
 
+    if config.dry_run:
+        return _rehearsed(ProxyStage(config))
     return _learned(learn_weights(config))
 
 
 def _base(config: BaseConfig) -> list[str]:
-    from doge_fast.pipeline.base import train_base
+    from doge_fast.pipeline.base import BaseStage, train_base
 
+    if config.dry_run:
+        return _rehearsed(BaseStage(config))
     return [f"model: {train_base(config) / 'model'}"]
+
+
+def _rehearsed(stage: Any) -> list[str]:
+    from doge_fast.pipeline.rehearsal import rehearse
+
+    return [rehearse(stage)]
 
 
 def _doremi(config: DoReMiConfig) -> list[str]:

@@ -21,9 +21,9 @@ from doge_fast import checkpoint, defaults, weights_file
 from doge_fast.checkpoint import DomainState
 from doge_fast.combining import checked_scale, combine, factor_of
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.generalization import Score, score_of
+from doge_fast.generalization import Score
 from doge_fast.kernels.reweight.packing import LastStep
-from doge_fast.objective import UNIVERSAL, Objective, Target
+from doge_fast.objective import UNIVERSAL, Target
 from doge_fast.parameters import TrackedParameters
 from doge_fast.reweighting import DomainWeights, UpdateRule
 from doge_fast.step import Step, StepState
@@ -85,8 +85,7 @@ class DoGEOptimizer(OptimizerWrapper):
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
-        scaler: the GradScaler that scales the losses, read when a step is combined. Copy and pickle
-            the two together.
+        scaler: the GradScaler of the losses, read when a step is combined. Copy or pickle both.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
@@ -120,20 +119,21 @@ class DoGEOptimizer(OptimizerWrapper):
         if not isinstance(scaler, GradScaler | None):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")
         self._scaler = scaler
-        self.objective = Objective.of(domains, target)
         parameters = TrackedParameters(optimizer, selection)
         self._is_mu_named = mu is not None
-        if mu is None:
-            mu = defaults.default_mu(parameters.peak_lr, sum(self.objective.tau))
-        rule = UpdateRule(
+        self._weights = DomainWeights.of(
+            domains,
+            target=target,
+            lr=parameters.peak_lr,
             mu=mu,
-            score=score_of(score),
-            domain_max_grad_norm=domain_max_grad_norm,
+            score=score,
             max_grad_norm=max_grad_norm,
+            domain_max_grad_norm=domain_max_grad_norm,
             smoothing=smoothing,
+            initial=initial,
+            device=parameters.params[0].device,
         )
-        device = parameters.params[0].device
-        self._weights = DomainWeights(self.objective, rule, device, initial)
+        self.objective = self._weights.objective
         self._step = Step(
             parameters,
             Subset.of(self.objective, domains_per_step, seed),

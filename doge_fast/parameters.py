@@ -5,7 +5,7 @@ optimizer puts a new list in their place, and freezing a layer is one assignment
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +41,9 @@ class TrackedParameters:
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
-        self._selected = None if selection is None else self._resolve(selection)
+        self._selected = (
+            None if selection is None else resolve(selection, self.params, self._by_name())
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
@@ -96,15 +98,22 @@ class TrackedParameters:
 
     def name_of(self, param: Tensor) -> str:
         """The name that a message gives a parameter."""
-        for group in self.groups:
-            for name, known in zip(group.get("param_names", ()), group["params"], strict=False):
-                if known is param:
-                    return f"the parameter {name}"
+        for name, known in self._by_name().items():
+            if known is param:
+                return f"the parameter {name}"
         return f"a parameter of shape {list(param.shape)}"
 
     def look_up(self) -> list[Tensor]:
         """The parameters that require a gradient now."""
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
+
+    def _by_name(self) -> dict[str, Tensor]:
+        """The parameters whose groups hold their names."""
+        return {
+            name: param
+            for group in self.groups
+            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
 
     def _check_lr(self) -> None:
         lr = self.groups[0].get("lr")
@@ -128,36 +137,45 @@ class TrackedParameters:
                 "Train them with an optimizer of their own."
             )
 
-    def _resolve(self, selection: Collection[str] | Collection[Tensor]) -> list[Tensor]:
-        """The selected parameters."""
-        items: list[Any] = [] if isinstance(selection, str) else list(selection)
-        if not items:
+
+def resolve(
+    selection: Collection[str] | Collection[Tensor],
+    params: Iterable[Tensor],
+    by_name: Mapping[str, Tensor],
+) -> list[Tensor]:
+    """The parameters that a selection names.
+
+    Args:
+        selection: parameters, or their names.
+        params: those that are trained.
+        by_name: the ones among them, and others, that have a name.
+
+    Raises:
+        ValueError: it is empty or names something that is not trained.
+    """
+    items: list[Any] = [] if isinstance(selection, str) else list(selection)
+    if not items:
+        raise ValueError(
+            f"selection must be a non-empty collection of parameters or names; "
+            f"got {selection!r}. Pass None for all parameters."
+        )
+    tracked = {id(param) for param in params}
+    selected: list[Tensor] = []
+    for item in items:
+        param = by_name.get(item) if isinstance(item, str) else item
+        if param is None or id(param) not in tracked:
             raise ValueError(
-                f"selection must be a non-empty collection of parameters or names; "
-                f"got {selection!r}. Pass None for all parameters."
-            )
-        tracked = {id(param) for param in self.params}
-        by_name = {
-            name: param
-            for group in self.groups
-            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
-        }
-        selected: list[Tensor] = []
-        for item in items:
-            param = by_name.get(item) if isinstance(item, str) else item
-            if param is None or id(param) not in tracked:
-                raise ValueError(
-                    f"selection names {item if isinstance(item, str) else 'a tensor'!r}, which "
-                    "is not a parameter the wrapped optimizer trains. "
-                    + (
-                        f"It knows {sorted(by_name)[:8]} ..."
-                        if by_name
-                        else "It knows no names: build the wrapped optimizer from "
-                        "model.named_parameters(), or pass the tensors."
-                    )
+                f"selection names {item if isinstance(item, str) else 'a tensor'!r}, which "
+                "is not a parameter the wrapped optimizer trains. "
+                + (
+                    f"It knows {sorted(by_name)[:8]} ..."
+                    if by_name
+                    else "It knows no names: build the wrapped optimizer from "
+                    "model.named_parameters(), or pass the tensors."
                 )
-            selected.append(param)
-        return selected
+            )
+        selected.append(param)
+    return selected
 
 
 def _hooks_of(parameters: TrackedParameters) -> dict[int, tuple[Tensor, Any]]:

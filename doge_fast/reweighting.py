@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from doge_fast import simplex
-from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.generalization import Score
+from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM, default_mu
+from doge_fast.generalization import Score, score_of
 from doge_fast.kernels import reweight
 from doge_fast.kernels.reweight.packing import LastStep, Settings, State, new_state, state_views
-from doge_fast.objective import Objective
+from doge_fast.objective import UNIVERSAL, Objective, Target
 
 # Share of the domains beyond the first that are in use, under which a run has collapsed.
 COLLAPSED = 0.1
@@ -95,6 +95,42 @@ class DomainWeights:
         self._settings_C = torch.empty(len(Settings._fields), dtype=torch.float64, device=device)
         # What was last written into each entry; None: not known on the host.
         self._written: list[float | None] = [None] * len(self._settings_C)
+
+    @classmethod
+    def of(
+        cls,
+        domains: Sequence[str],
+        *,
+        lr: float,
+        target: Target = UNIVERSAL,
+        mu: float | None = None,
+        score: str | Score = "paper",
+        max_grad_norm: float | None = None,
+        domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM,
+        smoothing: float = 0.0,
+        initial: Mapping[str, float] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "DomainWeights":
+        """The weights that `DoGEOptimizer` starts with for these arguments, all of them checked.
+
+        Args:
+            lr: the peak learning rate, which the default of `mu` follows.
+            domains, target, mu, score, max_grad_norm, domain_max_grad_norm, smoothing, initial: as
+                `DoGEOptimizer` takes them.
+            device: where they start.
+
+        Raises:
+            ValueError: an argument outside its range; the message says which and why.
+        """
+        objective = Objective.of(domains, target)
+        rule = UpdateRule(
+            mu=default_mu(lr, sum(objective.tau)) if mu is None else mu,
+            score=score_of(score),
+            domain_max_grad_norm=domain_max_grad_norm,
+            max_grad_norm=max_grad_norm,
+            smoothing=smoothing,
+        )
+        return cls(objective, rule, torch.device(device), initial)
 
     def read(self, name: str) -> Tensor:
         """A copy of one part of the state: "alpha", "alpha_mean", "gain" or a count."""

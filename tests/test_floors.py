@@ -44,10 +44,11 @@ FLOORS = [
     doge_fast.pipeline.sources doge_fast.pipeline.exports.blend
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
+    doge_fast.pipeline.records.runs
     doge_fast.pipeline.profile_report doge_fast.pipeline.fewshot_documents \
         doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
-        doge_fast.pipeline.exports.building EXPORT_FAMILIES
+        doge_fast.pipeline.group_dro doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
@@ -58,10 +59,10 @@ FLOORS = [
         doge_fast.pipeline.reporting.experiment
     doge_fast.pipeline.reporting.grouping
     doge_fast.pipeline.reporting.study
-    doge_fast.pipeline.training doge_fast.pipeline.weights doge_fast.pipeline.warm_start \
-        doge_fast.pipeline.reporting.tables doge_fast.pipeline.reporting.run_tables \
-        doge_fast.pipeline.reporting.figures
-    doge_fast.pipeline.bounds
+    doge_fast.pipeline.training doge_fast.pipeline.trainer doge_fast.pipeline.weights \
+        doge_fast.pipeline.warm_start doge_fast.pipeline.reporting.tables \
+        doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures
+    doge_fast.pipeline.stage doge_fast.pipeline.bounds
     doge_fast.pipeline.reporting.cautions
     doge_fast.pipeline.reporting.verdicts
     doge_fast.pipeline.reporting.findings
@@ -83,7 +84,8 @@ FLOORS = [
         " ".join(
             f"doge_fast.pipeline.{stage}"
             for stage in (
-                *("proxy", "base", "doremi", "selection", "evaluation", "fewshot"),
+                *("proxy", "base", "doremi", "selection", "rehearsal", "evaluation"),
+                "fewshot",
                 *("exports.command", "report", "profiling", "weights_verbs"),
             )
         ),

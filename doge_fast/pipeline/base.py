@@ -4,17 +4,17 @@ Domains are sampled with the weights; the loss is the ordinary one. The weights 
 run, a file, or a baseline, and are written beside the model before the first step.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedModel
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import domains, records, training
+from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import BaseConfig
-from doge_fast.pipeline.domains import BaseBatches, Corpus
-from doge_fast.pipeline.training import RecordedTrainer, Task
+from doge_fast.pipeline.domains import Corpus
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.stage import MixtureStage
 
 
 def train_base(config: BaseConfig) -> Path:
@@ -37,27 +37,67 @@ def train_base(config: BaseConfig) -> Path:
 
     Source: DoGE, stage two of the method.
     """
-    _check(config)
-    if records.check_run(config.out, stage="base", config=config) and training.closed(config.out):
-        return config.out
-    corpus = domains.load_corpus(config.corpus, targets=config.targets)
-    phases = resolve_phases(config, corpus)
-    model = training.fresh_model(config.model, config.training, corpus)
-    records.open_run(config.out, stage="base", config=config, **corpus.recorded())
-    records.write_weights(config.out, _weights_record(config, corpus, phases))
-    task = Task(
-        out=config.out,
-        model=model,
-        trainer=RecordedTrainer,
-        batches=partial(_batches, config, corpus, phases),
-        measure=partial(_measure, _batches(config, corpus, phases, 0)),
-        first_line=None,
-        held_out=corpus.validation,
-        log_every=config.log_every,
-    )
-    trainer = training.train(task, config.training)
-    training.finish(config.out, trainer, corpus.tokenizer)
-    return config.out
+    return stage.run(BaseStage(config))
+
+
+class BaseStage(MixtureStage[BaseConfig]):
+    """A model trained at weights that are known."""
+
+    name = "base"
+    counts = ("stages", "batch_size", "log_every")
+    needs_float64 = False
+    further = "doge-fast base --weights"
+    weights: tuple[Phase, ...]
+
+    def check(self) -> None:
+        """Beside its own settings, that the weights are there."""
+        config = self.config
+        if config.weights not in BASELINES and not Path(config.weights).exists():
+            raise ValueError(
+                f"weights must be {' or '.join(BASELINES)}, a weights.json, or the run "
+                f"directory of a proxy; {config.weights!r} is none of them and no such path exists."
+            )
+        is_run = (Path(config.weights) / records.METRICS).exists()
+        if config.stages > 1 and (config.weights in BASELINES or not is_run):
+            raise ValueError(
+                f"stages={config.stages} needs the run directory of a proxy, whose weights changed "
+                f"from step to step; got weights={config.weights!r}."
+            )
+        if config.stages > config.training.steps:
+            raise ValueError(
+                f"stages must be at most the {config.training.steps} steps of the run; got "
+                f"{config.stages}."
+            )
+
+    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+        """The weights."""
+        self.corpus, self.weights = corpus, resolve_phases(self.config, corpus)
+        phases = f", {len(self.weights)} phases" if len(self.weights) > 1 else ""
+        self.outline = [("weights", self.config.weights + phases)]
+
+    def begin(self) -> None:
+        """What is used: the mean over the run's steps, and of a curriculum its phases."""
+        config, phases = self.config, self.weights
+        ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
+        shares = [
+            (end - phase.first_step) / config.training.steps
+            for phase, end in zip(phases, ends, strict=True)
+        ]
+        mean = {
+            name: sum(
+                phase.weights[name] * share for phase, share in zip(phases, shares, strict=True)
+            )
+            for name in self.corpus.names
+        }
+        steps = [
+            {"first_step": phase.first_step, "weights": dict(phase.weights)} for phase in phases
+        ]
+        self.write_weights(
+            {"weight": mean},
+            method=config.weights if config.weights in BASELINES else "given",
+            source=config.weights,
+            **({"stages": steps} if len(phases) > 1 else {}),
+        )
 
 
 def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
@@ -100,76 +140,3 @@ def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
         weights = {name: value / total for name, value in sums.items()}
         phases.append(Phase(config.training.steps * part // config.stages, weights))
     return tuple(phases)
-
-
-def _check(config: BaseConfig) -> None:
-    if config.weights not in BASELINES and not Path(config.weights).exists():
-        raise ValueError(
-            f"weights must be {' or '.join(BASELINES)}, a weights.json, or the run "
-            f"directory of a proxy; {config.weights!r} is none of them and no such path exists."
-        )
-    is_run = (Path(config.weights) / records.METRICS).exists()
-    if config.stages > 1 and (config.weights in BASELINES or not is_run):
-        raise ValueError(
-            f"stages={config.stages} needs the run directory of a proxy, whose weights changed "
-            f"from step to step; got weights={config.weights!r}."
-        )
-    if config.stages > config.training.steps:
-        raise ValueError(
-            f"stages must be at most the {config.training.steps} steps of the run; got "
-            f"{config.stages}."
-        )
-    for name in ("stages", "batch_size", "log_every"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
-
-
-def _batches(
-    config: BaseConfig, corpus: Corpus, phases: Sequence[Phase], start_step: int
-) -> BaseBatches:
-    return BaseBatches(
-        corpus,
-        weights=phases,
-        batch_size=config.batch_size,
-        seed=config.training.seed,
-        start_step=start_step,
-    )
-
-
-def _measure(batches: BaseBatches, trainer: RecordedTrainer, step: int) -> dict[str, Any]:
-    """Loss of the step, and tokens of each domain in all steps so far."""
-    drawn = zip(batches.corpus.names, batches.mixture.drawn(step).tolist(), strict=True)
-    tokens = {name: blocks * batches.corpus.block_size for name, blocks in drawn}
-    return {"loss": trainer.step_loss, "tokens": tokens}
-
-
-def _weights_record(config: BaseConfig, corpus: Corpus, phases: Sequence[Phase]) -> dict[str, Any]:
-    """What was used: the mean over the run's steps, and of a curriculum its phases."""
-    ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
-    shares = [
-        (end - phase.first_step) / config.training.steps
-        for phase, end in zip(phases, ends, strict=True)
-    ]
-    entries = [
-        {
-            "name": name,
-            "weight": sum(
-                phase.weights[name] * share for phase, share in zip(phases, shares, strict=True)
-            ),
-            **corpus.sizes(name),
-        }
-        for name in corpus.names
-    ]
-    record = {
-        "method": config.weights if config.weights in BASELINES else "given",
-        "source": config.weights,
-        "domains": entries,
-        "tokenizer_sha256": corpus.tokenizer_sha256,
-        "block_size": corpus.block_size,
-        "versions": records.versions(),
-    }
-    if len(phases) > 1:
-        record["stages"] = [
-            {"first_step": phase.first_step, "weights": dict(phase.weights)} for phase in phases
-        ]
-    return record

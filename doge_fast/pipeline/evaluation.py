@@ -1,82 +1,156 @@
-"""Per-domain perplexity of a run's model on held-out documents."""
+"""Per-domain perplexity of a run's model on held-out documents, its own or others."""
 
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 
-from doge_fast.pipeline import domains, progress, records, tables, training
+from doge_fast.pipeline import progress, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
+from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.model import open_model
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.sources import find_parts
+from doge_fast.pipeline.trainer import held_out_loss
+
+_log = logging.getLogger("doge_fast")
 
 
-def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Measure a finished run's model on held-out blocks of every domain; write evaluation.json.
+def evaluate(config: EvaluateConfig) -> Json:
+    """Measure a finished run's model on held-out blocks of every domain; write what was found.
 
     The corpus is the run's own, so are its tokenizer and its split: no document that the model
-    was trained on is measured. The average perplexity is the exponential of the mean of the
-    domains' losses.
+    was trained on is measured. Or it is other text, in blocks of the run's length and tokenizer;
+    then nothing is asked of the run's corpus. The average perplexity is the exponential of the mean
+    of the domains' losses.
 
     Args:
-        config: which run, how much of the held-out text.
+        config: which run, which text and how much of it.
 
     Returns:
-        What evaluation.json holds; see `records.evaluation`.
+        What the file holds; see `records.evaluation`.
 
     Raises:
-        ValueError: the run is not complete, a domain is unknown, or the corpus is no longer the
-            one that the model was trained on.
+        ValueError: the run is not complete, a domain is unknown, the file is one of the run's
+            records, or the corpus is no longer the one that the model was trained on.
 
     Source: DoGE, caption of tab:universal_ppl.
     """
     record = records.read_config(config.run)
     _check(config, record)
-    corpus = domains.load_corpus(
-        _corpus_config(record["config"]["corpus"]), targets=tuple(record["corpus"]["targets"])
-    )
-    _check_tokenizer(config.run, record, corpus.tokenizer_sha256)
+    _log.info("%s: reading %s", config.run, config.data or record["config"]["corpus"]["data"])
+    held_out = _own(config, record) if config.data is None else _other(config, config.data, record)
+    _log.info("%s: opening the model", config.run)
     model = open_model(config.run / training.MODEL)
     torch.nn.Module.to(model, training.device_of(config.device))
-    names = config.domains or tuple(corpus.validation)
+    names = dict.fromkeys((*(config.domains or held_out), *config.target))
     loss: dict[str, float] = {}
     blocks: dict[str, int] = {}
-    for name in progress.over(names, f"{config.run.name}: held-out loss", "domain"):
-        loss[name], blocks[name] = training.held_out_loss(
-            model,
-            corpus.validation[name],
-            num_blocks=config.blocks,
-            batch_size=config.batch_size,
-        )
+    total = sum(min(config.blocks or math.inf, len(held_out[name])) for name in names)
+    with progress.bar(int(total), f"{config.run.name}: held-out loss", "block") as bar:
+        for name in names:
+            loss[name], blocks[name] = held_out_loss(
+                model,
+                held_out[name],
+                num_blocks=config.blocks,
+                batch_size=config.batch_size,
+                advance=bar.update,
+            )
     result = records.evaluation(
         step=record["config"]["training"]["steps"],
         blocks=blocks,
         loss=loss,
-        block_size=corpus.block_size,
+        block_size=record["corpus"]["block_size"],
+        target=config.target,
     )
-    records.write_evaluation(config.run, result)
+    if config.data is not None:
+        result["data"] = config.data
+    file = _file(config)
+    records.write_evaluation(file, result)
+    if file.name != records.EVALUATION:
+        _log.info("evaluation: %s", file)
     return result
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Json) -> str:
     """The perplexities as aligned plain text."""
     found = {**result["perplexity"], "average": result["average_perplexity"]}
+    if "target" in result:
+        found["average of the target"] = result["target_perplexity"]
     rows = [(name, f"{value:.2f}") for name, value in found.items()]
     return tables.text(tables.table_of(("domain", "perplexity"), rows))
 
 
-def _check(config: EvaluateConfig, record: dict[str, Any]) -> None:
+def _check(config: EvaluateConfig, record: Json) -> None:
     training.check_finished(config.run)
-    known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
-    unknown = [name for name in config.domains if name not in known]
-    if unknown:
+    training.device_of(config.device)
+    own = record["config"]["corpus"]["data"]
+    if config.data is not None and os.path.abspath(config.data) == os.path.abspath(own):
         raise ValueError(
-            f"{config.run} knows the domains {', '.join(known)}; got {', '.join(unknown)}."
+            f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
+            "out of it."
         )
+    if config.data is None:
+        known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
+        _check_names(config, f"{config.run} knows", known)
     if config.batch_size < 1 or (config.blocks is not None and config.blocks < 1):
         raise ValueError(
             "blocks and batch_size must be at least 1; got "
             f"{config.blocks} and {config.batch_size}."
         )
+    if config.out is not None:
+        records.check_out(config.out, [])
+
+
+def _check_names(config: EvaluateConfig, what: str, known: Sequence[str]) -> None:
+    unknown = [name for name in (*config.domains, *config.target) if name not in known]
+    if unknown:
+        raise ValueError(f"{what} the domains {', '.join(known)}; got {', '.join(unknown)}.")
+
+
+def _file(config: EvaluateConfig) -> Path:
+    """Where the result goes; never over the run's own where other text was measured."""
+    if config.out is not None or config.data is None:
+        return config.out or config.run / records.EVALUATION
+    name = re.sub(r"[^\w.-]+", "-", Path(config.data).resolve().name).strip("-")
+    return config.run / f"evaluation-{name}.json"
+
+
+def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:
+    """Held-out blocks of the run's corpus, if it still is that one."""
+    corpus = load_corpus(
+        _corpus_config(record["config"]["corpus"]), targets=tuple(record["corpus"]["targets"])
+    )
+    _check_tokenizer(config.run, record, corpus.tokenizer_sha256)
+    return corpus.validation
+
+
+def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, datasets.Dataset]:
+    """Blocks of other text: of the validation split, or all of it, for the model saw none of it."""
+    asked = CorpusConfig(
+        data=data,
+        text_column=config.text_column,
+        domain_column=config.domain_column,
+        tokenizer=str(config.run / training.MODEL),
+        block_size=record["corpus"]["block_size"],
+    )
+    parts = find_parts(asked, [])
+    _check_names(config, f"{data} holds", sorted(parts))
+    chosen = dict.fromkeys((*config.domains, *config.target)) if config.domains else ()
+    corpus = load_corpus(replace(asked, domains=tuple(chosen)))
+    return {
+        name: corpus.validation[name]
+        if parts[name].validation is not None
+        else datasets.concatenate_datasets([corpus.train[name], corpus.validation[name]])
+        for name in corpus.names
+    }
 
 
 def _corpus_config(recorded: dict[str, Any]) -> CorpusConfig:
@@ -91,7 +165,7 @@ def _corpus_config(recorded: dict[str, Any]) -> CorpusConfig:
     )
 
 
-def _check_tokenizer(run: Path, record: dict[str, Any], found: str) -> None:
+def _check_tokenizer(run: Path, record: Json, found: str) -> None:
     expected = record["corpus"]["tokenizer_sha256"]
     if expected != found:
         raise ValueError(

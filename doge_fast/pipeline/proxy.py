@@ -6,32 +6,28 @@ are kept beside them.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from transformers import PreTrainedModel
 
-from doge_fast import defaults, generalization
-from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.pipeline import baselines, domains, records, training
+from doge_fast import generalization, parameters
+from doge_fast.integrations.transformers import DoGETrainer, Mode
+from doge_fast.pipeline import baselines, records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed
-from doge_fast.pipeline.training import ByName, RecordedTrainer, Task
+from doge_fast.pipeline.stage import Stage
+from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.warm_start import warm_start
+from doge_fast.reweighting import DomainWeights
 
 Target = str | dict[str, float]
 
 _log = logging.getLogger("doge_fast")
-
-
-class ProxyTrainer(RecordedTrainer, DoGETrainer):
-    """DoGETrainer over ready-made batches, with records and whole checkpoints."""
 
 
 def learn_weights(config: ProxyConfig) -> Path:
@@ -53,63 +49,132 @@ def learn_weights(config: ProxyConfig) -> Path:
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
-    target = parse_target(config.target)
-    _check(config)
-    is_begun = records.check_run(config.out, stage="proxy", config=config)
-    if is_begun and training.closed(config.out):
-        return config.out
-    corpus = domains.load_corpus(config.corpus, targets=_held_out(target))
-    # A resumed run keeps the weights it began with, whatever became of the file.
-    recorded = records.read_config(config.out) if is_begun else {}
-    initial = recorded.get("initial") or _initial(config, corpus)
-    resolved = recorded.get("resolved") or _resolved(config, corpus, target)
-    asked, config = config, replace(config, mu=resolved.get("mu", config.mu))
-    options = _doge_options(config, corpus, target, initial)
-    model = training.fresh_model(config.model, config.training, corpus)
-    _check_options(model, options)
-    records.open_run(
-        config.out,
-        stage="proxy",
-        config=asked,
-        initial=initial,
-        resolved=resolved,
-        **corpus.recorded(),
-    )
-    task = Task(
-        out=config.out,
-        model=model,
-        trainer=partial(ProxyTrainer, mode=config.mode, **options),
-        batches=partial(_batches, config, corpus),
-        measure=partial(_measure, config, corpus),
-        first_line=_first_line(corpus, initial),
-        held_out=corpus.validation,
-        log_every=config.log_every,
-    )
-    trainer = training.train(task, config.training)
-    assert isinstance(trainer, ProxyTrainer)
-    record = _weights_record(config, corpus, target, initial, trainer)
-    records.write_weights(config.out, record)
-    training.finish(config.out, trainer, corpus.tokenizer)
-    return config.out
+    return stage.run(ProxyStage(config))
 
 
-def _check(config: ProxyConfig) -> None:
-    for name in ("sequences_per_domain", "log_every"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
-    if not 0 <= config.average_from < 1:
-        raise ValueError(
-            f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
+class ProxyTrainer(RecordedTrainer, DoGETrainer):
+    """DoGETrainer over ready-made batches, with records and whole checkpoints."""
+
+
+class ProxyStage(Stage[ProxyConfig]):
+    """Domains weighed while a proxy learns them."""
+
+    name = "proxy"
+    counts = ("sequences_per_domain", "log_every")
+    further = "doge-fast proxy --init-weights"
+    trainer = ProxyTrainer
+
+    def check(self) -> None:
+        """Beside its own settings, words that say how to read others."""
+        config = self.config
+        if not 0 <= config.average_from < 1:
+            raise ValueError(
+                f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
+            )
+        if config.mode not in get_args(Mode):
+            raise ValueError(
+                f"mode must be one of {', '.join(get_args(Mode))}; got {config.mode!r}."
+            )
+        self.target = parse_target(config.target)
+        self.targets = () if isinstance(self.target, str) else tuple(self.target)
+        parse_split(config.split)
+        if config.init_weights is None and (config.split or config.added_share != "uniform"):
+            name = "split" if config.split else "added_share"
+            raise ValueError(
+                f"{name} says what becomes of the weights of a file; name it with init_weights "
+                "(--init-weights)."
+            )
+
+    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+        """Where the weights start and how they move: everything that the optimizer would refuse."""
+        self.corpus, config = corpus, self.config
+        # A resumed run keeps the weights and the mu it began with, whatever became of the file.
+        initial = recorded.get("initial") or _initial(config, corpus)
+        mu = recorded.get("resolved", {}).get("mu", config.mu)
+        options: dict[str, Any] = {
+            "domains": corpus.names,
+            "target": self.target,
+            "score": config.score,
+            # On the command line 0 is easier to say than None.
+            "domain_max_grad_norm": config.domain_max_grad_norm or None,
+            "smoothing": config.smoothing,
+            "initial": initial and initial["weights"],
+        }
+        moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
+        self.mu, self.rows = moved.rule.mu, moved.objective.rows
+        uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
+        self.start = initial["weights"] if initial else uniform
+        self.options = options | {"mu": self.mu, "mode": config.mode}
+        if config.selection is not None:
+            self.options["selection"] = _read_selection(config.selection, model)
+        resolved = {} if config.mu is not None else {"mu": self.mu}
+        self.resolved = {"initial": initial, "resolved": resolved}
+        self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
+
+    def batches(self, start_step: int) -> ProxyBatches:
+        """As many blocks of every domain."""
+        return ProxyBatches(
+            self.corpus,
+            sequences_per_domain=self.config.sequences_per_domain,
+            seed=self.config.training.seed,
+            start_step=start_step,
         )
-    # Here, since the default mu follows the learning rate.
-    training.check(config.training)
-    parse_split(config.split)
-    if config.init_weights is None and (config.split or config.added_share != "uniform"):
-        name = "split" if config.split else "added_share"
-        raise ValueError(
-            f"{name} says what becomes of the weights of a file; name it with init_weights "
-            "(--init-weights)."
+
+    def tokens(self, steps: int) -> dict[str, int]:
+        """As many of every row, targets and "mix" among them."""
+        each = steps * self.config.sequences_per_domain * self.corpus.block_size
+        return dict.fromkeys(self.rows, each)
+
+    def measure(self, trainer: "ProxyTrainer", step: int) -> Json:
+        """What a step leaves in the records; everything K x K, read when the line is written."""
+        doge, last = trainer.doge, trainer.doge.last
+        assert last is not None
+        losses_R = torch.stack([trainer.domain_losses[name] for name in doge.rows])
+        return {
+            "loss": ByName(doge.rows, losses_R),
+            "alpha": ByName(doge.domains, last.alpha),
+            "alpha_mean": ByName(doge.domains, doge.alpha_mean),
+            "gain": ByName(doge.domains, last.gain),
+            "influence": ByName(doge.domains, last.influence),
+            "difficulty": ByName(doge.domains, last.difficulty),
+            "grad_norm": ByName(doge.rows, last.grad_norms),
+            "rows": list(doge.rows),
+            "cosine": generalization.cosine(last.gram),
+            "combined_norm": last.combined_norm,
+            "skipped": last.skipped,
+            "tokens": self.tokens(step),
+        }
+
+    def end(self, trainer: "ProxyTrainer") -> None:
+        """The average of the weights, then the model."""
+        config, names = self.config, self.corpus.names
+        lines, share = records.read_metrics(self.out, kind="train"), config.average_from
+        first, _ = records.lines_of_average(lines, share)
+        # Over the steps after `average_from` of them.
+        average = records.average_between(
+            first, {"step": config.training.steps, "alpha_mean": trainer.weights}
         )
+        columns = {
+            "weight": average,
+            "weight_last": dict(zip(names, trainer.doge.alpha.tolist(), strict=True)),
+            # Of what is trained on: targets have tokens too, and no share.
+            "prior": baselines.natural({name: self.corpus.train_tokens[name] for name in names}),
+        }
+        initial = self.resolved["initial"]
+        self.write_weights(
+            columns,
+            method="doge",
+            score=config.score,
+            target=self.target,
+            mu=self.mu,
+            average_from=share,
+            model=config.model.model,
+            steps=config.training.steps,
+            seed=config.training.seed,
+            drift=records.drift(lines, average, average_from=share),
+            **({"initial": initial} if initial else {}),
+        )
+        super().end(trainer)
 
 
 def parse_target(names: Sequence[str]) -> Target:
@@ -195,132 +260,14 @@ def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
     }
 
 
-def _held_out(target: Target) -> tuple[str, ...]:
-    return () if isinstance(target, str) else tuple(target)
-
-
-def _doge_options(
-    config: ProxyConfig, corpus: Corpus, target: Target, initial: Json | None
-) -> dict[str, Any]:
-    return {
-        "domains": corpus.names,
-        "target": target,
-        "mu": config.mu,
-        "score": config.score,
-        # On the command line 0 is easier to say than None.
-        "domain_max_grad_norm": config.domain_max_grad_norm or None,
-        "smoothing": config.smoothing,
-        "selection": None if config.selection is None else _read_selection(config.selection),
-        "initial": None if initial is None else initial["weights"],
-    }
-
-
-def _resolved(config: ProxyConfig, corpus: Corpus, target: Target) -> dict[str, float]:
-    """Settings whose default depends on others."""
-    if config.mu is not None:
-        return {}
-    total = len(corpus.names) if isinstance(target, str) else sum(target.values())
-    return {"mu": defaults.default_mu(config.training.learning_rate, total)}
-
-
-def _read_selection(path: Path) -> list[str]:
+def _read_selection(path: Path, model: PreTrainedModel) -> list[str]:
+    """Names of parameters that the model trains."""
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"selection must be a JSON file; {path} is not ({error}).") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"selection must be a JSON list of parameter names; {path} is not.")
+    by_name = dict(model.named_parameters())
+    parameters.resolve(names, (each for each in by_name.values() if each.requires_grad), by_name)
     return names
-
-
-def _check_options(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
-    """What the optimizer would refuse after the run directory was made, it refuses now."""
-    stateless = torch.optim.SGD(model.named_parameters(), lr=0.0)
-    DoGEOptimizer(stateless, **options).release()
-
-
-def _batches(config: ProxyConfig, corpus: Corpus, start_step: int) -> ProxyBatches:
-    return ProxyBatches(
-        corpus,
-        sequences_per_domain=config.sequences_per_domain,
-        seed=config.training.seed,
-        start_step=start_step,
-    )
-
-
-def _first_line(corpus: Corpus, initial: Json | None) -> dict[str, Any]:
-    """Before the first step the weights are those of the start, and so is their average."""
-    uniform = baselines.uniform(dict.fromkeys(corpus.names, 1))
-    start = uniform if initial is None else initial["weights"]
-    return {"alpha": start, "alpha_mean": start}
-
-
-def _measure(
-    config: ProxyConfig, corpus: Corpus, trainer: ProxyTrainer, step: int
-) -> dict[str, Any]:
-    """What a step leaves in the records; everything K x K, read when the line is written."""
-    doge, last = trainer.doge, trainer.doge.last
-    assert last is not None
-    tokens = step * config.sequences_per_domain * corpus.block_size
-    losses_R = torch.stack([trainer.domain_losses[name] for name in doge.rows])
-    return {
-        "loss": ByName(doge.rows, losses_R),
-        "alpha": ByName(doge.domains, last.alpha),
-        "alpha_mean": ByName(doge.domains, doge.alpha_mean),
-        "gain": ByName(doge.domains, last.gain),
-        "influence": ByName(doge.domains, last.influence),
-        "difficulty": ByName(doge.domains, last.difficulty),
-        "grad_norm": ByName(doge.rows, last.grad_norms),
-        "rows": list(doge.rows),
-        "cosine": generalization.cosine(last.gram),
-        "combined_norm": last.combined_norm,
-        "skipped": last.skipped,
-        "tokens": dict.fromkeys(doge.rows, tokens),
-    }
-
-
-def _weights_record(
-    config: ProxyConfig,
-    corpus: Corpus,
-    target: Target,
-    initial: Json | None,
-    trainer: ProxyTrainer,
-) -> dict[str, Any]:
-    average, last = _average(config, trainer), trainer.doge.alpha.tolist()
-    # Of what is trained on: targets have tokens too, and no share.
-    prior = baselines.natural({name: corpus.train_tokens[name] for name in corpus.names})
-    entries = [
-        {
-            "name": name,
-            "weight": average[name],
-            "weight_last": last[j],
-            "prior": prior[name],
-            **corpus.sizes(name),
-        }
-        for j, name in enumerate(corpus.names)
-    ]
-    record = {
-        "method": "doge",
-        "score": config.score,
-        "target": target,
-        "mu": config.mu,
-        "average_from": config.average_from,
-        "domains": entries,
-        "model": config.model.model,
-        "tokenizer_sha256": corpus.tokenizer_sha256,
-        "block_size": corpus.block_size,
-        "steps": config.training.steps,
-        "seed": config.training.seed,
-        "drift": records.drift(config.out, average, average_from=config.average_from),
-        "versions": records.versions(),
-    }
-    return record if initial is None else record | {"initial": initial}
-
-
-def _average(config: ProxyConfig, trainer: ProxyTrainer) -> dict[str, float]:
-    """Mean of the weights over the steps after `average_from` of them."""
-    average = trainer.weights
-    lines = records.read_metrics(config.out, kind="train")
-    first, _ = records.lines_of_average(lines, config.average_from)
-    last = {"step": config.training.steps, "alpha_mean": average}
-    return records.average_between(first, last)

@@ -6,9 +6,6 @@ and the lists of names that `doge-fast proxy --selection` reads.
 """
 
 import logging
-import shutil
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,15 +19,17 @@ from doge_fast.cancellation import (
     DEFAULT_READING,
     READINGS,
     CancellationEffect,
-    Selection,
+    check_coupling,
     parse_strategy,
     select,
 )
 from doge_fast.example_norms import ExampleNorms
-from doge_fast.pipeline import baselines, domains, records, tables, training
+from doge_fast.pipeline import baselines, records, stage, tables
 from doge_fast.pipeline.config import SelectConfig
-from doge_fast.pipeline.domains import BaseBatches, Batch, Corpus
-from doge_fast.pipeline.training import RecordedTrainer, Task
+from doge_fast.pipeline.domains import Batch, Corpus
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.stage import MixtureStage
+from doge_fast.pipeline.trainer import RecordedTrainer
 
 CANCELLATION = "cancellation.json"
 _STATE = "cancellation.safetensors"
@@ -38,16 +37,48 @@ _STATE = "cancellation.safetensors"
 _log = logging.getLogger("doge_fast")
 
 
-class SelectionTrainer(RecordedTrainer):
-    """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints.
+def measure_cancellation(config: SelectConfig) -> Path:
+    """Score a proxy's parameters and select some of them; leave both in a run directory.
+
+    The directory holds config.json, metrics.jsonl, cancellation.json (every parameter's columns
+    and its score in every reading) and for each strategy selection-STRATEGY.json, a list of names;
+    selection-STRATEGY-READING.json where the reading is not the default one. A run that was killed
+    is resumed by the same call, to the same bits. One that is complete is not trained again, and
+    may be asked for further strategies or another reading.
 
     Args:
-        is_together: whether all examples of a batch go through the model at once.
-    """
+        config: which model, which corpus, for how long, which strategies.
 
-    def __init__(self, *args: Any, is_together: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._is_together = is_together
+    Returns:
+        The run directory.
+
+    Raises:
+        ValueError: a setting is out of its range, a strategy asks for more parameters than there
+            are, the corpus is not what it should be, or the directory holds another run; nothing
+            has been written. Or the training has diverged, and there is nothing to rank.
+
+    Source: DoGE, appendix cancellation.
+    """
+    stage.run(SelectStage(config))
+    _write_selections(config)
+    return config.out
+
+
+def table(run: Path) -> str:
+    """What a finished run has selected, as aligned plain text."""
+    selections = records.read_json(run / CANCELLATION)["selections"]
+    rows = [
+        (entry["file"], str(entry["parameters"]), f"{entry['share']:.2%}") for entry in selections
+    ]
+    return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
+
+
+class SelectionTrainer(RecordedTrainer):
+    """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints."""
+
+    def __init__(self, *args: Any, stage: "SelectStage", **kwargs: Any) -> None:
+        super().__init__(*args, stage=stage, **kwargs)
+        self._is_together = stage.is_together
         self._effect: CancellationEffect | None = None
 
     @property
@@ -94,95 +125,60 @@ class SelectionTrainer(RecordedTrainer):
             self.effect.load_state_dict(load_file(Path(checkpoint) / _STATE))
 
 
-def measure_cancellation(config: SelectConfig) -> Path:
-    """Score a proxy's parameters and select some of them; leave both in a run directory.
+class SelectStage(MixtureStage[SelectConfig]):
+    """Parameters scored while a fresh model trains on all domains alike."""
 
-    The directory holds config.json, metrics.jsonl, cancellation.json (every parameter's columns
-    and its score in every reading) and for each strategy selection-STRATEGY.json, a list of names;
-    selection-STRATEGY-READING.json where the reading is not the default one. A run that was killed
-    is resumed by the same call, to the same bits. One that is complete is not trained again, and
-    may be asked for further strategies or another reading.
+    name = "select"
+    trainer = SelectionTrainer
+    last = CANCELLATION
+    counts = ("batch_size", "log_every")
 
-    Args:
-        config: which model, which corpus, for how long, which strategies.
+    def check(self) -> None:
+        """Strategies, reading and mode."""
+        config = self.config
+        for strategy in config.strategies:
+            parse_strategy(strategy)
+        if not config.strategies or len(set(config.strategies)) < len(config.strategies):
+            raise ValueError(
+                "strategies must be distinct, and at least one; got "
+                f"{' '.join(config.strategies) or 'none'}."
+            )
+        if config.reading not in READINGS:
+            raise ValueError(
+                f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}."
+            )
+        if config.mode not in ("auto", "together", "single"):
+            raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
+        if config.training.compile:
+            raise ValueError(
+                "The cancellation effect is read off between the modules of the model, which a "
+                "compiler fuses. Run select without compile."
+            )
 
-    Returns:
-        The run directory.
+    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+        """Uniform weights, and whether the examples of a batch can go through the model at once."""
+        self.corpus = corpus
+        self.weights = baselines.uniform(dict.fromkeys(corpus.names, 1))
+        _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
+        check_coupling(model)
+        self.is_together = _is_together(self.config, model, self.batches(0).batch(0))
 
-    Raises:
-        ValueError: a setting is out of its range, a strategy asks for more parameters than there
-            are, the corpus is not what it should be, or the directory holds another run; nothing
-            has been written. Or the training has diverged, and there is nothing to rank.
-
-    Source: DoGE, appendix cancellation.
-    """
-    _check(config)
-    is_resumed = records.check_run(config.out, stage="select", config=config)
-    if is_resumed and (config.out / CANCELLATION).exists():
-        _log.info("%s: trained already", config.out)
-    else:
-        _train(config)
-    # Also what a kill left behind after the last step.
-    shutil.rmtree(config.out / training.CHECKPOINTS, ignore_errors=True)
-    _write_selections(config)
-    return config.out
-
-
-def table(run: Path) -> str:
-    """What a finished run has selected, as aligned plain text."""
-    selections = records.read_json(run / CANCELLATION)["selections"]
-    rows = [
-        (entry["file"], str(entry["parameters"]), f"{entry['share']:.2%}") for entry in selections
-    ]
-    return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
-
-
-def _train(config: SelectConfig) -> None:
-    """Everything up to cancellation.json."""
-    corpus = domains.load_corpus(config.corpus, targets=config.targets)
-    model = training.fresh_model(config.model, config.training, corpus)
-    _check_counts(config, sum(param.requires_grad for param in model.parameters()))
-    batches = _batches(config, corpus, 0)
-    is_together = _is_together(config, model, batches.batch(0))
-    records.open_run(config.out, stage="select", config=config, **corpus.recorded())
-    task = Task(
-        out=config.out,
-        model=model,
-        trainer=partial(SelectionTrainer, is_together=is_together),
-        batches=partial(_batches, config, corpus),
-        measure=partial(_measure, batches),
-        first_line=None,
-        held_out=corpus.validation,
-        log_every=config.log_every,
-    )
-    trainer = training.train(task, config.training)
-    assert isinstance(trainer, SelectionTrainer)
-    weights_file.write_json(config.out / CANCELLATION, _record(trainer.effect))
+    def end(self, trainer: "SelectionTrainer") -> None:
+        """The scores; the model is of no more use."""
+        effect = trainer.effect
+        record = {
+            "schema_version": weights_file.SCHEMA_VERSION,
+            "steps": effect.num_steps,
+            "columns": effect.columns,
+            "scores": {reading: effect.scores(reading) for reading in READINGS},
+            "terms": {reading: effect.terms(reading) for reading in READINGS},
+            "selections": [],
+            "versions": records.versions(),
+        }
+        weights_file.write_json(self.out / CANCELLATION, record)
 
 
-def _check(config: SelectConfig) -> None:
-    for name in ("batch_size", "log_every"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
-    for strategy in config.strategies:
-        parse_strategy(strategy)
-    if not config.strategies or len(set(config.strategies)) < len(config.strategies):
-        raise ValueError(
-            "strategies must be distinct, and at least one; got "
-            f"{' '.join(config.strategies) or 'none'}."
-        )
-    if config.reading not in READINGS:
-        raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}.")
-    if config.mode not in ("auto", "together", "single"):
-        raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
-    if config.training.compile:
-        raise ValueError(
-            "The cancellation effect is read off between the modules of the model, which a "
-            "compiler fuses. Run select without compile."
-        )
-
-
-def _check_counts(config: SelectConfig, num_parameters: int) -> None:
+def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
     for strategy in config.strategies:
         if parse_strategy(strategy)[1] > num_parameters:
             raise ValueError(
@@ -195,10 +191,8 @@ def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> 
     """Whether norms per example can be had from a pass over the batch, and are wanted so.
 
     Raises:
-        ValueError: they cannot, and `mode` says together; or examples are coupled.
+        ValueError: they cannot, and `mode` says together.
     """
-    # Refuses what couples them.
-    CancellationEffect(model, torch.optim.SGD(model.parameters(), lr=0.0)).release()
     if config.mode == "single":
         return False
     why_not = _why_not_together(model, {key: value[:2] for key, value in batch.items()})
@@ -222,62 +216,28 @@ def _why_not_together(model: PreTrainedModel, batch: Batch) -> str | None:
     return None
 
 
-def _batches(config: SelectConfig, corpus: Corpus, start_step: int) -> BaseBatches:
-    return BaseBatches(
-        corpus,
-        weights=baselines.uniform(dict.fromkeys(corpus.names, 1)),
-        batch_size=config.batch_size,
-        seed=config.training.seed,
-        start_step=start_step,
-    )
-
-
-def _measure(batches: BaseBatches, trainer: SelectionTrainer, step: int) -> dict[str, Any]:
-    """Loss of the step, and tokens of each domain in all steps so far."""
-    drawn = zip(batches.corpus.names, batches.mixture.drawn(step).tolist(), strict=True)
-    tokens = {name: blocks * batches.corpus.block_size for name, blocks in drawn}
-    return {"loss": trainer.step_loss, "tokens": tokens}
-
-
-def _record(effect: CancellationEffect) -> dict[str, Any]:
-    """What cancellation.json holds before anything is selected."""
-    return {
-        "schema_version": weights_file.SCHEMA_VERSION,
-        "steps": effect.num_steps,
-        "columns": effect.columns,
-        "scores": {reading: effect.scores(reading) for reading in READINGS},
-        "terms": {reading: effect.terms(reading) for reading in READINGS},
-        "selections": [],
-        "versions": records.versions(),
-    }
-
-
 def _write_selections(config: SelectConfig) -> None:
     """A file for each strategy, and in cancellation.json what each of them holds."""
     record = records.read_json(config.out / CANCELLATION)
     columns: dict[str, int] = record["columns"]
-    _check_counts(config, len(columns))
+    _check_strategies(config, len(columns))
     scores = {
         name: float("nan") if score is None else score
         for name, score in record["scores"][config.reading].items()
     }
     chosen = [select(scores, strategy, columns=columns) for strategy in config.strategies]
     entries = {entry["file"]: entry for entry in record["selections"]}
+    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
     for selection in chosen:
-        entry = _entry(config, selection)
-        weights_file.write_json(config.out / entry["file"], list(selection.names))
-        entries[entry["file"]] = entry
+        file = f"selection-{selection.strategy}{suffix}.json"
+        weights_file.write_json(config.out / file, list(selection.names))
+        entries[file] = {
+            "file": file,
+            "strategy": selection.strategy,
+            "reading": config.reading,
+            "parameters": len(selection.names),
+            "columns": selection.num_columns,
+            "share": selection.share,
+        }
     record["selections"] = list(entries.values())
     weights_file.write_json(config.out / CANCELLATION, record)
-
-
-def _entry(config: SelectConfig, selection: Selection) -> Mapping[str, Any]:
-    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
-    return {
-        "file": f"selection-{selection.strategy}{suffix}.json",
-        "strategy": selection.strategy,
-        "reading": config.reading,
-        "parameters": len(selection.names),
-        "columns": selection.num_columns,
-        "share": selection.share,
-    }

@@ -12,7 +12,7 @@ from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.training import RecordedTrainer
+from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, write_weights
 
 Make = Callable[..., BaseConfig]
@@ -169,3 +169,38 @@ def test_a_complete_run_is_left_as_it_is(base: Make, caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO", logger="doge_fast"):
         train_base(config)
     assert "complete already, nothing to do" in caplog.text
+
+
+def test_more_steps_for_a_complete_run_are_refused_with_the_way_out(
+    base: Make, proxy: Callable[..., ProxyConfig]
+) -> None:
+    config = base()
+    train_base(config)
+    before = {file: file.read_bytes() for file in config.out.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match="complete after 8 steps, and 11 are asked for") as refusal:
+        train_base(base(steps=11))
+    assert f"base --weights {config.out} --model {config.out / 'model'} --p" in str(refusal.value)
+    assert "--steps 3 --seed 1 --out NEW" in str(refusal.value)
+    # What is to be done can be done.
+    further = base(
+        "further",
+        weights=str(config.out),
+        model=str(config.out / "model"),
+        pretrained=True,
+        tokenizer=str(config.out / "model"),
+        steps=3,
+        seed=1,
+        num_layers=None,
+        embed_dim=None,
+        num_heads=None,
+    )
+    last = records.read_metrics(train_base(further), kind="eval")[-1]["loss"]
+    first = records.read_metrics(config.out, kind="eval")[-1]["loss"]
+    assert sum(last.values()) < sum(first.values())
+    for changes in ({"steps": 7}, {"steps": 11, "batch_size": 4}):
+        with pytest.raises(ValueError, match="holds another run: the configuration's"):
+            train_base(base(**changes))
+    assert {file: file.read_bytes() for file in before} == before
+    learn_weights(proxy())
+    with pytest.raises(ValueError, match=r"doge-fast proxy --init-weights .* --steps 2 --seed 1"):
+        learn_weights(proxy(steps=10))

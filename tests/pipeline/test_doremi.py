@@ -19,16 +19,15 @@ from doge_fast.pipeline import domains, records, report, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
 from doge_fast.pipeline.domains import BaseBatches
-from doge_fast.pipeline.doremi import (
+from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
+from doge_fast.pipeline.group_dro import (
     SMOOTHING,
     STEP_SIZE,
     DomainWeights,
-    DoReMiTrainer,
     Variant,
     domain_means,
     example_shares,
     excess_losses,
-    learn_by_excess_loss,
     token_losses,
 )
 from doge_fast.pipeline.model import open_model
@@ -493,7 +492,7 @@ def test_a_reference_is_a_finished_base_run_with_every_domain(
     cut = tmp_path / "cut"
     shutil.copytree(reference(), cut)
     shutil.rmtree(cut / training.MODEL)
-    assert "reference must be a complete run" in refusal(cut)
+    assert "its run is not complete" in refusal(cut)
     learned = learn_weights(proxy(steps=2))
     assert "reference must be a base run" in refusal(learned)
     some = dict(zip(NAMES, (0.5, 0.3, 0.2, 0), strict=True))

@@ -1,6 +1,8 @@
 """Perplexities are those of the run's model on its held-out blocks, and of nothing else."""
 
+import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
@@ -15,6 +18,8 @@ from doge_fast.pipeline.config import BaseConfig, EvaluateConfig
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.evaluation import evaluate, table
 from doge_fast.pipeline.model import open_model
+from tests.pipeline import conftest
+from tests.pipeline.corpora import write_jsonl
 
 NAMES = ["code", "prose", "table"]
 
@@ -84,3 +89,73 @@ def test_a_changed_corpus_is_not_measured(run: BaseConfig, tmp_path: Path) -> No
     records.write_json(run.out / "config.json", record)
     with pytest.raises(ValueError, match="trained with the tokenizer 000000000000"):
         evaluate(EvaluateConfig(run=run.out, device="cpu"))
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Text of three domains, of which one brings a validation split."""
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "their text"
+    words = {name: conftest.WORDS[name].split() for name in ("prose", "verse", "table")}
+    documents = {
+        name: [conftest._document(words[name], random.Random(f"{name} {i}")) for i in range(6)]
+        for name in words
+    }
+    write_jsonl(folder / "poetry.jsonl", documents["verse"])
+    write_jsonl(folder / "novels" / "train.jsonl", documents["prose"] * 5)
+    write_jsonl(folder / "novels" / "validation.jsonl", documents["prose"])
+    write_jsonl(folder / "numbers.jsonl", documents["table"])
+    return folder
+
+
+def test_other_text_is_measured_whole_or_by_its_validation_split(
+    run: BaseConfig, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = evaluate(EvaluateConfig(run=run.out, device="cpu"))
+    # Nothing is asked of the run's own text.
+    record = records.read_json(run.out / "config.json")
+    record["config"]["corpus"]["data"] = "/gone"
+    records.write_json(run.out / "config.json", record)
+    result = evaluate(EvaluateConfig(run=run.out, data=str(other), device="cpu"))
+    assert list(result["loss"]) == ["novels", "numbers", "poetry"]
+    assert result == records.read_json(run.out / "evaluation-their-text.json")
+    assert result["data"] == str(other)
+    assert records.read_evaluation(run.out) == own
+    tokenizer = AutoTokenizer.from_pretrained(run.out / "model")
+    for name, file in (("poetry", "poetry.jsonl"), ("novels", "novels/validation.jsonl")):
+        documents = [json.loads(line)["text"] for line in (other / file).read_text().splitlines()]
+        tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in documents)
+        # Of each split the last, incomplete block is left out.
+        assert tokens / 16 - 2 <= result["blocks"][name] <= tokens / 16
+
+
+def test_some_domains_of_other_text_go_where_they_are_told(
+    run: BaseConfig, other: Path, tmp_path: Path
+) -> None:
+    ask = EvaluateConfig(run=run.out, data=str(other), device="cpu", out=tmp_path / "poetry.json")
+    result = evaluate(replace(ask, domains=("numbers",), target=("poetry",)))
+    assert list(result["loss"]) == ["numbers", "poetry"]
+    assert records.read_json(tmp_path / "poetry.json") == result
+    assert sorted(run.out.glob("evaluation*")) == []
+    with pytest.raises(ValueError, match="holds the domains novels, numbers, poetry; got verse"):
+        evaluate(replace(ask, target=("verse",)))
+    with pytest.raises(ValueError, match="in a run directory, and a record of it"):
+        evaluate(replace(ask, out=run.out / "evaluation.json"))
+    with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held out"):
+        evaluate(replace(ask, data=run.corpus.data))
+
+
+def test_the_average_of_the_target_is_told_apart(run: BaseConfig) -> None:
+    ask = EvaluateConfig(run=run.out, device="cpu", target=("verse", "code"))
+    result = evaluate(ask)
+    assert list(result["loss"]) == [*NAMES, "verse"]
+    mean = (result["loss"]["verse"] + result["loss"]["code"]) / 2
+    assert result["target"] == ["verse", "code"]
+    assert result["target_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
+    assert table(result).splitlines()[-1].split() == [
+        *("average", "of", "the", "target", f"{math.exp(mean):.2f}")
+    ]
+    # Readers of a run's evaluation find what they found.
+    assert records.read_evaluation(run.out)["average_perplexity"] == result["average_perplexity"]
+    with pytest.raises(ValueError, match="knows the domains code, prose, table, verse; got poetry"):
+        evaluate(replace(ask, target=("poetry",)))

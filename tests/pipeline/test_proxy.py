@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from doge_fast.pipeline import records, training
+from doge_fast.pipeline import records, stage, training
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
@@ -370,8 +370,11 @@ def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureF
         ({"learning_rate": float("nan")}, "learning_rate must be > 0; got nan"),
         ({"min_learning_rate": 1.0}, "between 0 and learning_rate; got 1.0 and 0.003"),
         ({"warmup_steps": 8}, "less than steps; got 8 of 8"),
-        ({"device": "abacus"}, "device must be auto, cpu or cuda; got 'abacus'"),
+        ({"device": "abacus"}, "device must be auto, cpu, cuda, xpu or mps; got 'abacus'"),
         ({"model": "huge"}, "must be a size of the family"),
+        ({"mode": "fast"}, "mode must be one of auto, sequential, stacked; got 'fast'"),
+        ({"score": "best"}, "score must be 'paper', 'published' or a Score; got 'best'"),
+        ({"domain_max_grad_norm": -1.0}, "domain_max_grad_norm must be positive, or None"),
         ({"num_heads": 5}, "multiple of the number of heads; got 32 and 5"),
         ({"selection": Path("no-such.json")}, "selection must be a JSON file; no-such.json is not"),
         ({"domains": ("code", "poetry")}, "poetry"),
@@ -432,11 +435,11 @@ def test_a_run_resumes_at_the_default_that_it_began_with(
 
     config = proxy()
     with monkeypatch.context() as patch:
-        patch.setattr(training, "train", interrupted)
+        patch.setattr(stage, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
             learn_weights(config)
     began = records.read_config(config.out)["resolved"]["mu"]
-    monkeypatch.setattr("doge_fast.defaults.default_mu", lambda *_: 99.0)
+    monkeypatch.setattr("doge_fast.reweighting.default_mu", lambda *_: 99.0)
     assert records.read_weights(learn_weights(config))["mu"] == began
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,8 @@ def write_weights_unchecked(path: Path, record: dict[str, object]) -> Path:
 
 def test_a_new_run_records_what_was_asked(tmp_path):
     out = tmp_path / "runs" / "proxy"
-    assert not records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
+    assert records.check_run(out, stage="proxy", config=proxy_config(out)) is None
+    records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
     record = records.read_config(out)
     assert record["schema_version"] == 1
     assert record["stage"] == "proxy"
@@ -68,8 +70,9 @@ def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
     moved = replace(
         config, out=tmp_path / "moved", corpus=replace(config.corpus, cache_dir=tmp_path)
     )
-    assert records.open_run(moved.out, stage="proxy", config=moved, corpus=CORPUS)
-    assert records.read_config(moved.out)["created"] == created
+    found = records.check_run(moved.out, stage="proxy", config=moved)
+    assert found == records.read_config(moved.out)
+    assert found["created"] == created
 
 
 def test_check_run_writes_nothing(tmp_path):
@@ -81,7 +84,7 @@ def test_another_stage_is_refused(tmp_path):
     config = proxy_config(tmp_path)
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
     with pytest.raises(ValueError, match="holds a proxy run; this is the base stage"):
-        records.open_run(config.out, stage="base", config=config, corpus=CORPUS)
+        records.check_run(config.out, stage="base", config=config)
 
 
 def test_another_configuration_is_refused_and_named(tmp_path):
@@ -94,7 +97,7 @@ def test_another_configuration_is_refused_and_named(tmp_path):
         match=r"holds another run: the configuration's training.steps is 300 there and 400 here "
         r"\(also mu\)\. Name another directory, or repeat the recorded run",
     ):
-        records.open_run(config.out, stage="proxy", config=other, corpus=CORPUS)
+        records.check_run(config.out, stage="proxy", config=other)
     assert (tmp_path / "config.json").read_bytes() == before
 
 
@@ -132,21 +135,32 @@ def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
             records.check_run(config.out, stage="proxy", config=other)
 
 
-def test_what_a_run_begins_with_is_recorded_once(tmp_path):
+def test_a_dry_run_is_no_setting_of_a_run(tmp_path):
     config = proxy_config(tmp_path / "run")
-    initial = {"source": "x", "weights": {"a": 0.25, "b": 0.75}}
-    asked = {"stage": "proxy", "config": config, "corpus": CORPUS}
-    assert not records.open_run(config.out, **asked, initial=initial)
-    assert records.open_run(config.out, **asked, initial={"source": "y"})
-    assert records.read_config(config.out)["initial"] == initial
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    assert "dry_run" not in records.read_config(config.out)["config"]
+    assert records.check_run(config.out, stage="proxy", config=replace(config, dry_run=True))
+    more = replace(config.training, steps=400)
+    with pytest.raises(ValueError, match=r"training.steps is 300 there and 400 here\. Name"):
+        records.check_run(config.out, stage="proxy", config=replace(config, training=more))
 
 
-def test_what_a_run_was_told_of_its_corpus_is_kept(tmp_path):
-    out = tmp_path / "run"
-    records.open_run(out, stage="base", config={"x": 1}, corpus={}, warnings=("a: 96%.",))
-    assert records.read_config(out)["warnings"] == ["a: 96%."]
-    assert records.open_run(out, stage="base", config={"x": 1}, corpus={})
-    assert records.read_config(out)["warnings"] == ["a: 96%."]
+def test_what_a_run_begins_with_and_was_told_is_recorded(tmp_path):
+    config = proxy_config(tmp_path / "run")
+    told = {
+        "initial": {"source": "x", "weights": {"a": 0.25, "b": 0.75}},
+        "resolved": {"mu": 0.25},
+        "warnings": ["a: 96%."],
+    }
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS, **told)
+    record = records.check_run(config.out, stage="proxy", config=config)
+    assert record | told == record
+
+
+def test_nothing_is_recorded_where_there_is_nothing_to_say(tmp_path):
+    nothing = {"initial": None, "resolved": {}, "warnings": ()}
+    records.open_run(tmp_path / "run", stage="base", config={}, corpus=CORPUS, **nothing)
+    assert not records.read_config(tmp_path / "run").keys() & nothing.keys()
 
 
 def test_weights_that_lack_a_schema_say_what_a_file_needs(tmp_path):
@@ -167,14 +181,16 @@ def test_another_corpus_is_refused_and_named(tmp_path):
     config = proxy_config(tmp_path)
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
     other = CORPUS | {"tokenizer_sha256": "1" * 64}
+    recorded = records.read_config(config.out)
+    records.check_corpus(config.out, recorded, CORPUS)
     with pytest.raises(ValueError, match="holds another run: the corpus's tokenizer_sha256 is"):
-        records.open_run(config.out, stage="proxy", config=config, corpus=other)
+        records.check_corpus(config.out, recorded, other)
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(ValueError, match=r"needs an empty directory; .* holds thesis.tex and no"):
-        records.open_run(tmp_path, stage="base", config={}, corpus=CORPUS)
+        records.check_run(tmp_path, stage="base", config={})
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -186,7 +202,8 @@ def test_a_file_is_no_run_directory(tmp_path):
 
 def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
     (tmp_path / ".config.json.x1y2").write_text('{"schema')
-    assert not records.open_run(tmp_path, stage="base", config={"a": 1}, corpus=CORPUS)
+    assert records.check_run(tmp_path, stage="base", config={"a": 1}) is None
+    records.open_run(tmp_path, stage="base", config={"a": 1}, corpus=CORPUS)
 
 
 def test_read_config_wants_a_run(tmp_path):
@@ -264,7 +281,7 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
     def no_space(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(records.os, "replace", no_space)
+    monkeypatch.setattr(os, "replace", no_space)
     with pytest.raises(OSError, match="No space left"):
         records.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}

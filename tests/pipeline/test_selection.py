@@ -10,11 +10,12 @@ import torch
 
 from doge_fast import cli
 from doge_fast.cancellation import DEFAULT_READING, READINGS
-from doge_fast.pipeline import domains, records, selection, training
+from doge_fast.pipeline import records, training
 from doge_fast.pipeline.config import ProxyConfig, SelectConfig
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.selection import SelectionTrainer, measure_cancellation
-from doge_fast.pipeline.training import RecordedTrainer
+from doge_fast.pipeline.selection import SelectionTrainer, SelectStage, measure_cancellation
+from doge_fast.pipeline.stage import prepare
+from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, words_of
 
 Make = Callable[..., SelectConfig]
@@ -76,9 +77,9 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
     """The same batches, a plain AdamW, one backward for each example."""
     config = asked(steps=2, warmup_steps=0, min_learning_rate=3e-3, max_grad_norm=1e9)
     measure_cancellation(config)
-    corpus = domains.load_corpus(config.corpus)
-    model = training.fresh_model(config.model, config.training, corpus)
-    batches = selection._batches(config, corpus, 0)
+    stage = SelectStage(config)
+    model = prepare(stage, None)
+    batches = stage.batches(0)
     params = dict(model.named_parameters())
     decay = [param for param in params.values() if param.dim() > 1]
     rest = [param for param in params.values() if param.dim() == 1]
@@ -152,8 +153,10 @@ def test_a_finished_run_is_asked_again_and_not_trained_again(
     ]
     with pytest.raises(ValueError, match="low17 selects more parameters than the model's 16"):
         measure_cancellation(asked(strategies=("low17",)))
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match=r"and 9 are asked for.* directory to make one\.$"):
         measure_cancellation(asked(steps=9))
+    with pytest.raises(ValueError, match="holds another run"):
+        measure_cancellation(asked(steps=7))
 
 
 def test_a_training_that_diverged_ranks_nothing(asked: Make) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, get_scheduler
 
 from doge_fast.cli import _parse
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TrainingConfig
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.training import device_of, held_out_loss, scalars_of, training_arguments
+from doge_fast.pipeline.trainer import held_out_loss, scalars_of
+from doge_fast.pipeline.training import device_of, training_arguments
 
 
 def tiny_model() -> GPT2LMHeadModel:
@@ -78,14 +79,54 @@ def test_the_trainer_is_told_what_was_asked(tmp_path: Path) -> None:
     assert training_arguments(TrainingConfig(dtype="bfloat16", device="cpu"), tmp_path).bf16
 
 
-def test_the_device_is_there_or_refused() -> None:
-    assert device_of("cpu") == torch.device("cpu")
-    if torch.cuda.is_available():
-        assert device_of("auto") == device_of("cuda") == torch.device("cuda")
-    else:
-        assert device_of("auto") == torch.device("cpu")
-        with pytest.raises(ValueError, match="torch sees no GPU here"):
-            device_of("cuda")
+def only(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    """Torch sees these devices, and the CPU."""
+    for kind, module in (("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", torch.backends.mps)):
+        monkeypatch.setattr(module, "is_available", lambda kind=kind: kind in kinds)
+
+
+def test_the_device_is_there_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    assert device_of("auto") == device_of("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device is cuda, and torch sees no GPU here"):
+        device_of("cuda")
+    with pytest.raises(ValueError, match="device is mps, and torch sees no mps device here"):
+        device_of("mps")
+    only(monkeypatch, "cuda", "xpu", "mps")
+    assert [device_of(name).type for name in ("auto", "cpu", "cuda", "xpu", "mps")] == [
+        *("cuda", "cpu", "cuda", "xpu", "mps")
+    ]
+    only(monkeypatch, "xpu", "mps")
+    assert device_of("auto").type == "xpu"
+    with pytest.raises(ValueError, match=r"got 'cuda:1'\. Trainer takes .* CUDA_VISIBLE_DEVICES"):
+        device_of("cuda:1")
+
+
+def test_what_needs_float64_does_not_run_on_mps(
+    monkeypatch: pytest.MonkeyPatch, proxy: Callable[..., ProxyConfig]
+) -> None:
+    only(monkeypatch, "mps")
+    assert device_of("auto").type == "mps"
+    assert device_of("auto", needs_float64=True).type == "cpu"
+    config = proxy(device="mps")
+    with pytest.raises(ValueError, match=r"mps has no float64\. Pass device=cpu"):
+        learn_weights(config)
+    assert not config.out.exists()
+
+
+def test_trainer_takes_the_device_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    only(monkeypatch, "xpu")
+    # Torch sees one and Trainer, which asks elsewhere, does not.
+    monkeypatch.setattr(TrainingArguments, "device", torch.device("cpu"))
+    with pytest.raises(ValueError, match="device is xpu, and Trainer takes cpu on this machine"):
+        training_arguments(TrainingConfig(device="xpu"), tmp_path)
+
+
+def test_a_held_out_loss_asks_for_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "double", lambda *_: pytest.fail("float64"))
+    assert held_out_loss(tiny_model(), blocks(9), batch_size=4)[0] > 0
 
 
 @pytest.mark.parametrize(("num_blocks", "measured"), [(None, 21), (7, 7), (100, 21)])

@@ -26,6 +26,7 @@ from doge_fast.pipeline.config.stages import (
     DoReMiConfig,
     ProxyConfig,
     SelectConfig,
+    StageConfig,
 )
 from doge_fast.pipeline.config.tools import (
     EvaluateConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "ReportConfig",
     "SelectConfig",
     "SelectionArmsConfig",
+    "StageConfig",
     "TasksConfig",
     "TrainingConfig",
     "WeightsAverageConfig",

@@ -82,7 +82,8 @@ class TrainingConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
     device: str = "auto"
-    """auto, cpu, or cuda."""
+    """auto (the first of cuda, xpu, mps and cpu that is there), cpu, cuda, xpu or mps; mps has no
+    float64, which proxy, doremi and select need."""
     compile: bool = False
     """torch.compile the model."""
     report_to: tuple[str, ...] = ()

@@ -52,6 +52,9 @@ class ProxyConfig:
     """A backward pass per domain, one for all, or whichever suits the batch (see DoGETrainer)."""
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
+    dry_run: bool = False
+    """Write nothing: say what would be read, trained and written, and what it would take, after a
+    few steps that are timed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ class BaseConfig:
     """Blocks in every step, over all domains."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
+    dry_run: bool = False
+    """Write nothing: say what would be read, trained and written, and what it would take, after a
+    few steps that are timed."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +137,7 @@ class SelectConfig:
     """Blocks in every step, as many of each domain."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
+
+
+StageConfig = ProxyConfig | BaseConfig | DoReMiConfig | SelectConfig
+"""What a stage that trains is told."""

@@ -16,6 +16,18 @@ class EvaluateConfig:
     """Held-out blocks per domain; None: all of them."""
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all that the corpus holds."""
+    data: str | None = None
+    """Other text to measure instead of the run's held-out blocks, named as a training's: its
+    validation split where it has one, else all of it. None: the run's own."""
+    text_column: str = "text"
+    """Of `data`, as in a training."""
+    domain_column: str | None = None
+    """Of `data`, as in a training."""
+    target: tuple[str, ...] = ()
+    """Domains that the weights are meant for: measured too, and their average told apart."""
+    out: Path | None = None
+    """The file to write; None: the run's evaluation.json, of other data evaluation-NAME.json beside
+    it."""
     batch_size: int = 16
     """Blocks, or prompts of a task, in a forward pass."""
     perplexity: bool = True
@@ -33,7 +45,7 @@ class EvaluateConfig:
     fewshot_seed: int = 1234
     """Of the draw of the shots; lm-eval's own default."""
     device: str = "auto"
-    """auto, cpu, or cuda."""
+    """auto, cpu, cuda, xpu or mps."""
 
 
 @dataclass(frozen=True)

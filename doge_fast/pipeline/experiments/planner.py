@@ -20,11 +20,11 @@ from doge_fast.pipeline.config import (
     ModelConfig,
     ProxyConfig,
     SelectConfig,
+    StageConfig,
     TrainingConfig,
 )
 from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of, with_mu
 
-StageConfig = ProxyConfig | BaseConfig | DoReMiConfig | SelectConfig
 Json = dict[str, Any]
 # For a seed, what `BaseConfig.weights` says.
 Source = Callable[[int], str | Path]

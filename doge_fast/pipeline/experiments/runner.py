@@ -18,11 +18,12 @@ from doge_fast.pipeline.config import (
     ExperimentConfig,
     ProxyConfig,
     ReportConfig,
+    StageConfig,
 )
 from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.experiments.planner import Job, Plan, StageConfig
+from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import (
     check,

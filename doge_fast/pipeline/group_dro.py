@@ -1,0 +1,189 @@
+"""The mathematics of DoReMi: group DRO on the loss in excess of a reference model's.
+
+Followed are DoReMi (Xie et al., NeurIPS 2023, Algorithm 1) and, where its paper and its authors'
+code differ, the code:
+
+- Batches are drawn at the reference's weights, and the weights start there; in the loss they are
+  divided by what was drawn. The paper draws uniformly and starts at uniform.
+- A domain without tokens in a batch keeps its last excess, at first log V, as if nothing had been
+  learned of it. The paper has every domain in every batch.
+- Smoothing is 1e-4; the paper's is 1e-3.
+
+One thing is the paper's: the mean is over the weights of steps 1 to T, and not over the initial
+ones too. The variant "doge" is the baseline that DoGE's authors compared with; `excess_losses`,
+`example_shares` and `STEP_SIZE` say where it differs. Not kept of it: the reference in training
+mode (so with dropout) and in the graph, and cutting the gradient to `max_grad_norm` anew after
+each domain is added to it, which makes the step depend on the order of the domains; here it is cut
+once, as everywhere.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from doge_fast import simplex
+
+Variant = Literal["doremi", "doge"]
+
+STEP_SIZE: dict[Variant, float] = {"doremi": 1.0, "doge": 0.1}
+"""eta of the weights' step. DoReMi: paper and code. DoGE's code: fixed, whatever the learning rate
+and mu are."""
+SMOOTHING: dict[Variant, float] = {"doremi": 1e-4, "doge": 0.0}
+"""Mixture with uniform. DoReMi: its code; its paper has 1e-3. DoGE's code: none."""
+
+
+class DomainWeights(NamedTuple):
+    """What group DRO knows after a step; all float64."""
+
+    alpha: Tensor
+    """[K], on the simplex: the weights of the step's loss."""
+    alpha_mean: Tensor
+    """[K]: their mean over the steps."""
+    excess: Tensor
+    """[K], >= 0; nats per token: lambda, what moved them."""
+    num_steps: Tensor
+    """Scalar."""
+
+    def moved(self, excess_K: Tensor, *, step_size: float, smoothing: float) -> "DomainWeights":
+        """The weights one step of exponentiated gradient ascent further.
+
+        alpha'_k     =  alpha_k exp(eta lambda_k) / sum_i alpha_i exp(eta lambda_i)
+        alpha_k      =  (1 - c) alpha'_k + c / K
+        alpha_bar_k  =  mean of alpha_k over the steps
+
+        lambda is `excess_K`.
+
+        Args:
+            excess_K: [K] float64; nats per token.
+            step_size: eta > 0.
+            smoothing: c in [0, 1).
+
+        Raises:
+            ValueError: `smoothing` is out of its range.
+
+        Source: DoReMi (Xie et al., NeurIPS 2023), Algorithm 1.
+        """
+        alpha_K = simplex.mirror_step(self.alpha, excess_K, lr=step_size, mu=1.0)
+        alpha_K = simplex.smooth(alpha_K, smoothing)
+        count = self.num_steps + 1
+        mean_K = simplex.running_mean(self.alpha_mean, alpha_K, count)
+        return DomainWeights(alpha_K, mean_K, excess_K, count)
+
+
+class WeightUpdate(NamedTuple):
+    """How the weights move, every setting resolved."""
+
+    variant: Variant
+    step_size: float
+    smoothing: float
+
+    @classmethod
+    def of(
+        cls, variant: Variant, step_size: float | None = None, smoothing: float | None = None
+    ) -> "WeightUpdate":
+        """The variant's own settings where none is given.
+
+        Raises:
+            ValueError: one is out of its range.
+        """
+        if variant not in STEP_SIZE:
+            raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {variant!r}.")
+        step_size = STEP_SIZE[variant] if step_size is None else step_size
+        if not 0 < step_size < math.inf:
+            raise ValueError(f"step_size must be positive and finite; got {step_size}.")
+        smoothing = SMOOTHING[variant] if smoothing is None else smoothing
+        simplex.check_smoothing(smoothing)
+        return cls(variant, step_size, smoothing)
+
+
+def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """[B, L - 1] cross-entropy of every predicted token, in nats and float32.
+
+    Args:
+        logits_BLV: [B, L, V] floating; position p predicts token p + 1.
+        labels_BL: [B, L] int64, all of them tokens: blocks have no padding.
+    """
+    targets_BT = labels_BL[:, 1:]
+    logits_NV = logits_BLV[:, :-1].flatten(0, 1).float()
+    losses_N = F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="none")
+    return losses_N.view_as(targets_BT)
+
+
+def domain_means(values_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Tensor:
+    """[K] float64: mean over the tokens of each domain; NaN for a domain without any.
+
+    Args:
+        values_BT: [B, T]; a number for every token.
+        domain_ids_B: [B] int64 in [0, K): which domain an example is of.
+        num_domains: K.
+    """
+    ids_K1 = torch.arange(num_domains, device=domain_ids_B.device).unsqueeze(1)
+    # A product, not index_add: the latter adds in any order on a GPU.
+    is_of_KB = (domain_ids_B == ids_K1).double()
+    return is_of_KB @ values_BT.double().mean(1) / is_of_KB.sum(1)
+
+
+def excess_losses(
+    losses_BT: Tensor,
+    reference_BT: Tensor,
+    domain_ids_B: Tensor,
+    last_K: Tensor,
+    *,
+    variant: Variant = "doremi",
+) -> Tensor:
+    """How much worse than the reference the proxy predicts each domain, [K] float64, >= 0.
+
+    doremi:  lambda_k  =  mean over the tokens t of k of  max(0, l_t - l_ref,t)
+    doge:    lambda_k  =  max(0, mean_t l_t - mean_t l_ref,t)
+
+    The first counts tokens that the proxy predicts worse even where it is better on average, so
+    it is never the smaller one. A domain without tokens in the batch keeps its last value.
+
+    Args:
+        losses_BT: [B, T]; of the proxy, nats.
+        reference_BT: [B, T]; of the reference model, on the same tokens.
+        domain_ids_B: [B] int64 in [0, K).
+        last_K: [K] float64; the values of the step before.
+        variant: doremi follows DoReMi's paper and its authors' code; doge the baseline in DoGE's
+            published code.
+
+    Source: DoReMi (Xie et al., NeurIPS 2023), Algorithm 1, lambda_t[i].
+    """
+    difference_BT = losses_BT - reference_BT
+    if variant == "doremi":
+        difference_BT = difference_BT.clamp(min=0)
+    excess_K = domain_means(difference_BT, domain_ids_B, len(last_K)).clamp(min=0)
+    ids_K1 = torch.arange(len(last_K), device=domain_ids_B.device).unsqueeze(1)
+    is_present_K = (domain_ids_B == ids_K1).any(1)
+    return torch.where(is_present_K, excess_K, last_K)
+
+
+def example_shares(
+    alpha_K: Tensor, sampling_K: Tensor, domain_ids_B: Tensor, *, variant: Variant = "doremi"
+) -> Tensor:
+    """How much each example's mean loss counts in the loss of the proxy, [B].
+
+    doremi:  r_b  =  w_k(b) / sum_b' w_k(b'),   w_k = alpha_k / s_k
+    doge:    r_b  =  alpha_k(b) / B_k(b)
+
+    s are the weights that the batch was drawn at, k(b) is the domain of example b, B_k the number
+    of examples of k. The first is DoReMi's normalisation: the shares sum to one, and a domain of
+    which more was drawn than its s_k B counts more. The second makes the loss sum_k alpha_k l_k,
+    l_k being the domain's mean loss, over the domains in the batch.
+
+    Args:
+        alpha_K: [K], on the simplex; this step's.
+        sampling_K: [K], > 0; the weights that the batch was drawn at.
+        domain_ids_B: [B] int64 in [0, K).
+        variant: doremi follows the code of DoReMi's authors; doge DoGE's published code.
+
+    Source: DoReMi (Xie et al., NeurIPS 2023), eq. (1).
+    """
+    if variant == "doremi":
+        ratios_B = (alpha_K / sampling_K)[domain_ids_B]
+        return ratios_B / ratios_B.sum()
+    is_same_BB = domain_ids_B.unsqueeze(0) == domain_ids_B.unsqueeze(1)
+    return alpha_K[domain_ids_B] / is_same_BB.sum(1)

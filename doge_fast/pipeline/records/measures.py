@@ -1,0 +1,204 @@
+"""evaluation.json, fewshot.json and experiment.json: what was measured, and of which runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from doge_fast.pipeline.records.runs import (
+    EVALUATION,
+    EXPERIMENT,
+    FEWSHOT,
+    Json,
+    check_empty,
+    check_keys,
+    read_record,
+)
+from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
+
+_EVALUATION_KEYS = ("step", "blocks", "loss", "perplexity", "average_perplexity", "worst", "tokens")
+_FEWSHOT_KEYS = ("step", "shots", "fewshot_seed", "positions", "tasks", "average")
+_EXPERIMENT_KEYS = (
+    "name",
+    "preset",
+    "title",
+    "question",
+    "settings",
+    "data",
+    "runs",
+    "groups",
+    "versions",
+)
+
+
+def evaluation(
+    *,
+    step: int,
+    blocks: Mapping[str, int],
+    loss: Mapping[str, float],
+    block_size: int,
+    target: Sequence[str] = (),
+) -> Json:
+    """What evaluation.json holds, from the held-out loss of every domain.
+
+    perplexity_d        =  exp(loss_d)
+    average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
+    worst               =  max_d perplexity_d
+    target_perplexity   =  exp(mean_d loss_d)      over the domains of the target, where there are
+
+    Args:
+        step: optimizer steps the model has made.
+        blocks: held-out blocks measured, per domain.
+        loss: mean loss per predicted token in nats, per domain.
+        block_size: tokens in a block; the first of each is not predicted.
+        target: domains among them that the weights are meant for.
+
+    Raises:
+        ValueError: the domains of `blocks` and `loss` differ, or there are none.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
+    """
+    if not loss or set(loss) != set(blocks):
+        raise ValueError(
+            f"An evaluation needs blocks and loss of the same domains; it has blocks of "
+            f"{sorted(blocks)} and loss of {sorted(loss)}."
+        )
+    perplexity = {name: _exp(value) for name, value in loss.items()}
+    record = {
+        "step": step,
+        "blocks": dict(blocks),
+        "loss": dict(loss),
+        "perplexity": perplexity,
+        "average_perplexity": _exp(math.fsum(loss.values()) / len(loss)),
+        "worst": max(perplexity.values()),
+        "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
+    }
+    if target:
+        mean = math.fsum(loss[name] for name in target) / len(target)
+        record |= {"target": list(target), "target_perplexity": _exp(mean)}
+    return record
+
+
+def _exp(value: float) -> float:
+    """exp without OverflowError: a diverged model's perplexity is infinite."""
+    return math.exp(value) if value < 709 else math.inf
+
+
+def write_evaluation(path: Path, record: Mapping[str, Any]) -> None:
+    """Write evaluation.json (see `evaluation`): the file, or into the run directory."""
+    file = path / EVALUATION if path.is_dir() else path
+    check_keys(record, _EVALUATION_KEYS, file)
+    write_json(file, record)
+
+
+def read_evaluation(run: Path) -> Json:
+    """evaluation.json of a run directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, or lacks a part.
+    """
+    absent = f"{run} holds no {EVALUATION}: run doge-fast evaluate on it."
+    return read_record(run / EVALUATION, _EVALUATION_KEYS, absent=absent, has_schema=False)
+
+
+def few_shot(
+    *, step: int, tasks: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]
+) -> Json:
+    """What fewshot.json holds, from the scores of every task.
+
+    average acc         =  mean_t acc_t
+    average acc_stderr  =  sqrt(sum_t acc_stderr_t^2) / T      tasks share no document
+
+    Args:
+        step: optimizer steps the model has made.
+        tasks: per task its lm-eval `version`, `split`, number of `documents`, `acc` and, where it
+            has it, `acc_norm`, each with `_stderr` (None for one document), `chance`, how many
+            `requests` (one per choice) and `prompt_tokens` there were, how many of both the model
+            could not see (`truncated_requests`, `truncated_tokens`), and how many answers alone
+            were longer than the model (`truncated_answers`).
+        setting: `shots`, `fewshot_seed`, the model's `positions`, and what else decides the scores.
+
+    Raises:
+        ValueError: there is no task.
+    """
+    if not tasks:
+        raise ValueError("A few-shot record needs at least one task; it has none.")
+    number = len(tasks)
+    stderrs = [task["acc_stderr"] for task in tasks.values()]
+    is_known = all(stderr is not None for stderr in stderrs)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        **setting,
+        "tasks": {name: dict(scores) for name, scores in tasks.items()},
+        "average": {
+            "acc": math.fsum(task["acc"] for task in tasks.values()) / number,
+            "acc_stderr": math.hypot(*stderrs) / number if is_known else None,
+            "chance": math.fsum(task["chance"] for task in tasks.values()) / number,
+        },
+    }
+
+
+def write_few_shot(run: Path, record: Mapping[str, Any]) -> None:
+    """Write fewshot.json (see `few_shot`) into the run directory."""
+    check_keys(record, _FEWSHOT_KEYS, run / FEWSHOT)
+    write_json(run / FEWSHOT, record)
+
+
+def read_few_shot(run: Path) -> Json:
+    """fewshot.json of a run directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, of a future schema, or lacks a part.
+    """
+    absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
+    return read_record(run / FEWSHOT, _FEWSHOT_KEYS, absent=absent)
+
+
+def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
+    """Write experiment.json into the directory of an experiment, made where absent.
+
+    Args:
+        out: the directory.
+        record: name, preset, title, question, settings, data, runs (names, in the order in which
+            they are made), groups (the runs behind each table) and versions.
+
+    Raises:
+        ValueError: the directory holds another experiment, or something else.
+    """
+    record = dict(plain({"schema_version": SCHEMA_VERSION, **record}))
+    check_keys(record, _EXPERIMENT_KEYS, out / EXPERIMENT)
+    if not (out / EXPERIMENT).exists():
+        check_empty(out)
+        out.mkdir(parents=True, exist_ok=True)
+    elif any(entry.name != EXPERIMENT for entry in out.iterdir()):
+        _check_same_experiment(read_experiment(out), record, out)
+    write_json(out / EXPERIMENT, record)
+
+
+def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
+    """Runs may be added to an experiment, by more seeds; nothing else may change."""
+    for key in _EXPERIMENT_KEYS:
+        was, now = known[key], asked[key]
+        if key in ("versions", "groups"):
+            # Groups follow from the rest.
+            continue
+        if key == "settings":
+            was, now = ({**each, "seeds": None} for each in (was, now))
+        is_same = set(was) <= set(now) if key == "runs" else was == now
+        if not is_same:
+            raise ValueError(
+                f"{out} holds the experiment {known['name']} with "
+                f"{'other' if key.endswith('s') else 'another'} {key}. Name another directory with "
+                "out, or repeat the command that began it; seeds may be added."
+            )
+
+
+def read_experiment(path: Path) -> Json:
+    """experiment.json of an experiment's directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, of another schema, or lacks a part.
+    """
+    absent = f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there."
+    return read_record(path / EXPERIMENT, _EXPERIMENT_KEYS, absent=absent)

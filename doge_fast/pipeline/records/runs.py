@@ -1,0 +1,295 @@
+"""config.json, and what holds of every file of a run directory: names, schema, required keys."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+from typing import Any, Literal, get_args
+
+from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+WEIGHTS = "weights.json"
+EVALUATION = "evaluation.json"
+EXPERIMENT = "experiment.json"
+FEWSHOT = "fewshot.json"
+
+Json = dict[str, Any]
+Stage = Literal["proxy", "base", "doremi", "select"]
+
+# What is asked of a select run's scores, once they are there.
+_READ_OFF = ("strategies", "reading")
+# Where a run lies, where its blocks are cached and who is told do not change what it computes.
+_NOT_COMPARED = ("out", "corpus.cache_dir", "training.report_to", *_READ_OFF)
+# Says whether to run at all.
+_NOT_KEPT = ("dry_run",)
+
+_REPORTED_PACKAGES = (
+    "doge-fast",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "numpy",
+)
+
+
+def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
+    """config.json of `out` where it holds this very run already, so that it can be resumed.
+
+    Writes nothing, so it can be asked before the corpus is packed. Where `out` lies and
+    where blocks are cached is not compared; a setting that did not exist when the run was made
+    counts as its default.
+
+    Args:
+        out: the run directory; need not exist.
+        stage: which stage wants it.
+        config: the stage's dataclass, or what `plain` makes of it.
+
+    Returns:
+        What it holds; None where the run is a new one.
+
+    Raises:
+        ValueError: `out` is a file, holds files but no config.json, or holds another run.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"A run needs a directory; {out} is a file. Name another one.")
+    if not (out / CONFIG).exists():
+        check_empty(out)
+        return None
+    recorded = read_config(out)
+    if recorded["stage"] != stage:
+        raise ValueError(
+            f"{out} holds a {recorded['stage']} run; this is the {stage} stage. "
+            "Name another directory."
+        )
+    before = _kept(_with_defaults(recorded["config"], config))
+    _check_same("configuration", out, before, _kept(config), _NOT_COMPARED)
+    return recorded
+
+
+def check_corpus(out: Path, recorded: Json, corpus: Mapping[str, Any]) -> None:
+    """Refuse to resume a run on another corpus than it began with.
+
+    Args:
+        out: the run directory.
+        recorded: its config.json.
+        corpus: as `open_run` takes it.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    _check_same("corpus", out, recorded["corpus"], plain(corpus), ())
+
+
+def _with_defaults(recorded: Json, config: Any) -> Json:
+    """What was recorded; a setting that it lacks came later, and counts as its default.
+
+    Otherwise no run could be resumed or found complete once the stage has a new setting.
+    """
+    if not dataclasses.is_dataclass(config):
+        return recorded
+    filled = dict(recorded)
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and isinstance(filled.get(name), dict):
+            filled[name] = _with_defaults(filled[name], value)
+        elif name not in filled and field.default is not dataclasses.MISSING:
+            filled[name] = plain(field.default)
+    return filled
+
+
+def _kept(config: Any) -> Any:
+    """What config.json keeps of a stage's settings."""
+    kept = plain(config)
+    return {name: value for name, value in kept.items() if name not in _NOT_KEPT}
+
+
+def open_run(
+    out: Path,
+    *,
+    stage: Stage,
+    config: Any,
+    corpus: Mapping[str, Any],
+    initial: Mapping[str, Any] | None = None,
+    resolved: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
+) -> None:
+    """Make `out` the directory of a new run; `check_run` has found none there.
+
+    Args:
+        out: the run directory; made where absent.
+        stage: "proxy", "base", "doremi" or "select".
+        config: the stage's dataclass.
+        corpus: {"domains": {name: {"train_tokens", "train_blocks", "validation_blocks",
+            "documents"}}, "targets": likewise, "tokenizer_sha256", "block_size",
+            "vocab_size"}.
+        initial: where the run begins with what was read elsewhere: recorded once, so that
+            resuming it asks nothing of what became of that place.
+        resolved: settings whose default was taken, as numbers: likewise, whatever becomes of the
+            default.
+        warnings: what to know of the corpus before believing a number: kept for the report.
+    """
+    optional = {"initial": initial, "resolved": resolved, "warnings": warnings}
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "stage": stage,
+        "config": _kept(config),
+        "corpus": corpus,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **{name: value for name, value in optional.items() if value},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / CONFIG, record)
+
+
+def read_config(run: Path) -> Json:
+    """config.json of a run directory.
+
+    Raises:
+        ValueError: it is absent, not JSON, of a future schema, or lacks a part.
+    """
+    record = read_record(
+        run / CONFIG,
+        ("stage", "config", "corpus"),
+        absent=f"{run} is not a run directory: it holds no {CONFIG}.",
+    )
+    if record["stage"] not in get_args(Stage):
+        raise ValueError(
+            f"{run / CONFIG} must name a stage, one of {', '.join(get_args(Stage))}; it says "
+            f"{record['stage']!r}."
+        )
+    return record
+
+
+def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
+    """The recorded object equals the one asked for, outside `ignored` dotted names."""
+    before, now = _flat(recorded), _flat(asked)
+    names = [
+        name
+        for name in dict.fromkeys((*before, *now))
+        if name not in ignored and not _is_same(before.get(name, "absent"), now.get(name, "absent"))
+    ]
+    if not names:
+        return
+    first = names[0]
+    others = f" (also {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})"
+    raise ValueError(
+        f"{out} holds another run: the {what}'s {first} is {before.get(first, 'absent')!r} there "
+        f"and {now.get(first, 'absent')!r} here{others if len(names) > 1 else ''}. Name another "
+        "directory, or repeat the recorded run to resume it."
+    )
+
+
+def _is_same(recorded: Any, asked: Any) -> bool:
+    """Equal, or one path said in two ways; a word without a slash, as `uniform`, is no path."""
+    if (
+        isinstance(recorded, str)
+        and isinstance(asked, str)
+        and os.sep in recorded
+        and os.sep in asked
+    ):
+        recorded, asked = os.path.abspath(recorded), os.path.abspath(asked)
+    return bool(recorded == asked)
+
+
+def _flat(value: Any, prefix: str = "") -> Json:
+    """{"a": {"b": 1}} -> {"a.b": 1}; a list is one value, an empty object too."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: Json = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of every installed package that decides a run's numbers."""
+    found = {"python": python_version()}
+    for package in _REPORTED_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read_json(path: Path) -> Json:
+    """The object that the file holds.
+
+    Raises:
+        ValueError: there is no such file, it is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must hold JSON and does not: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object; it holds a {type(value).__name__}.")
+    return value
+
+
+def read_record(path: Path, keys: Iterable[str], *, absent: str, has_schema: bool = True) -> Json:
+    """A record of a directory, with every key that a reader will ask for.
+
+    Args:
+        path: the file.
+        keys: what it must hold.
+        absent: what is said where there is none.
+        has_schema: whether it says which schema it follows.
+
+    Raises:
+        ValueError: it is absent, not JSON, of a future schema, or lacks a key.
+    """
+    if not path.exists():
+        raise ValueError(absent)
+    record = read_json(path)
+    if has_schema:
+        check_schema(record, path)
+    check_keys(record, keys, path)
+    return record
+
+
+def check_schema(record: Json, path: Path, *, way_out: str = "") -> None:
+    """A record of another schema is refused before any of it is believed."""
+    version = record.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(
+            f"{path} must say which schema it follows, as an integer schema_version; "
+            f"it says {version!r}.{way_out}"
+        )
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} follows schema {version}; this version of doge_fast reads up to "
+            f"{SCHEMA_VERSION}. Upgrade doge_fast to read it."
+        )
+
+
+def check_keys(record: Mapping[str, Any], keys: Iterable[str], path: Path) -> None:
+    """Every key that a reader will ask for is there."""
+    missing = [key for key in keys if key not in record]
+    if missing:
+        raise ValueError(f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}.")
+
+
+def check_empty(out: Path) -> None:
+    """A directory with somebody else's files is not made a run."""
+    if not out.is_dir():
+        return
+    # What a run leaves that was killed while it wrote its very first file.
+    torn = (f".{CONFIG}.", f".{EXPERIMENT}.")
+    held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(torn))
+    if held:
+        raise ValueError(
+            f"A new run needs an empty directory; {out} holds {', '.join(held[:3])}"
+            f"{', ...' if len(held) > 3 else ''} and no {CONFIG}. Name another directory."
+        )

@@ -1,0 +1,327 @@
+"""What every stage that trains does, in order; a stage is a `Stage` with what is its own.
+
+Settings are checked before anything is read, the corpus and the model before anything is written,
+and what says that a run is complete is written last. So a refused run leaves nothing, a killed one
+is resumed by the same call, and a complete one is left as it is.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from doge_fast.mixture.counts import Phase
+from doge_fast.pipeline import domains, records, training
+from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
+from doge_fast.pipeline.domains import BaseBatches, Corpus
+from doge_fast.pipeline.model import build_model
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.sampling import BlockSampler
+from doge_fast.pipeline.trainer import RecordedTrainer
+
+Config = TypeVar("Config", bound=StageConfig)
+Mixed = TypeVar("Mixed", bound=BaseConfig | DoReMiConfig | SelectConfig)
+
+_log = logging.getLogger("doge_fast")
+
+
+class Stage(Generic[Config]):
+    """What is a stage's own; `run` calls the methods from top to bottom.
+
+    Args:
+        config: its settings.
+    """
+
+    name: ClassVar[records.Stage]
+    counts: ClassVar[tuple[str, ...]]
+    """Settings that are at least one."""
+    needs_float64: ClassVar[bool] = True
+    """Whether float64 is computed on the device."""
+    last: ClassVar[str] = training.MODEL
+    """What is written last, so that it says that a run is complete."""
+    further: ClassVar[str] = ""
+    """The command that starts from a complete run, up to its directory; empty: there is none."""
+    trainer: ClassVar[type[RecordedTrainer]] = RecordedTrainer
+    corpus: Corpus
+
+    def __init__(self, config: Config) -> None:
+        self.config: Config = config
+        self.out: Path = config.out
+        self.targets: Sequence[str] = ()
+        """Domains that are measured and never trained on, as `load_corpus` takes them."""
+        self.rows: Sequence[str] = ()
+        """Domains and targets of which a step keeps a gradient each."""
+        self.start: Mapping[str, float] | None = None
+        """Domain weights before the first step, where they are to be learned."""
+        self.options: Json = {}
+        """What the trainer is told beside what every stage's is."""
+        self.resolved: Json = {}
+        """What config.json keeps beside settings and corpus: "initial" and "resolved"."""
+        self.outline: list[tuple[str, str]] = []
+        """(what, value) of the stage's own settings, for a dry run."""
+
+    def check(self) -> None:
+        """Raise ValueError where a setting of the stage is out of its range."""
+        raise NotImplementedError
+
+    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+        """Keep what training needs; refuse, with a ValueError, what does not fit the two.
+
+        Args:
+            corpus: the blocks.
+            model: the fresh one, which is left as it is.
+            recorded: config.json of the run that is resumed; of a new one, empty.
+        """
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Write what stands in the run directory before the first step."""
+
+    def batches(self, start_step: int) -> IterableDataset[Any]:
+        """The batches from a step on (0 is the first)."""
+        raise NotImplementedError
+
+    def tokens(self, steps: int) -> dict[str, int]:
+        """{domain: tokens of it in the first steps}."""
+        raise NotImplementedError
+
+    def measure(self, trainer: Any, step: int) -> Json:
+        """Fields of a step's line in metrics.jsonl; tensors and `ByName` are read later."""
+        raise NotImplementedError
+
+    def end(self, trainer: Any) -> None:
+        """Leave the results; of them `last` is the last."""
+        leave_model(self.out, trainer, self.corpus)
+
+    def write_weights(self, columns: Mapping[str, Mapping[str, float]], **fields: Any) -> None:
+        """weights.json: what every stage says in it, and its own.
+
+        Args:
+            columns: {field: {domain: number}} of the domains' entries.
+            fields: of the whole.
+        """
+        corpus = self.corpus
+        domains = [
+            {"name": name, **{field: each[name] for field, each in columns.items()}}
+            | corpus.sizes(name)
+            for name in corpus.names
+        ]
+        record = fields | {
+            "domains": domains,
+            "tokenizer_sha256": corpus.tokenizer_sha256,
+            "block_size": corpus.block_size,
+            "versions": records.versions(),
+        }
+        records.write_weights(self.out, record)
+
+
+class MixtureStage(Stage[Mixed]):
+    """A stage whose batches mix the domains at given weights, which `prepare` puts down."""
+
+    weights: Mapping[str, float] | Sequence[Phase]
+    domain_ids: ClassVar[bool] = False
+    """Whether a batch says which domain each of its rows is of."""
+
+    def __init__(self, config: Mixed) -> None:
+        super().__init__(config)
+        self.targets = config.targets
+
+    def batches(self, start_step: int) -> BaseBatches:
+        """Blocks drawn at the weights."""
+        return BaseBatches(
+            self.corpus,
+            weights=self.weights,
+            batch_size=self.config.batch_size,
+            seed=self.config.training.seed,
+            start_step=start_step,
+            domain_ids=self.domain_ids,
+        )
+
+    @cached_property
+    def _mixture(self) -> BlockSampler:
+        return self.batches(0).mixture
+
+    def tokens(self, steps: int) -> dict[str, int]:
+        """As the mixture rounds them."""
+        drawn = zip(self.corpus.names, self._mixture.drawn(steps).tolist(), strict=True)
+        return {name: blocks * self.corpus.block_size for name, blocks in drawn}
+
+    def measure(self, trainer: Any, step: int) -> Json:
+        """Loss of the step, and tokens of each domain in all steps so far."""
+        return {"loss": trainer.step_loss, "tokens": self.tokens(step)}
+
+
+def run(stage: Stage[Any]) -> Path:
+    """Make a stage's run, go on with it, or find it complete.
+
+    Args:
+        stage: not used before.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        ValueError: a setting is out of its range, the corpus or the model is not what it should
+            be, or the directory holds another run; nothing has been written.
+    """
+    out = stage.out
+    if getattr(stage.config, "dry_run", False):
+        raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
+    recorded = check(stage)
+    if recorded is not None and is_finished(stage):
+        # A kill may have left them after the last step.
+        shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
+        _log.info("%s: complete already, nothing to do", out)
+        return out
+    model = prepare(stage, recorded)
+    if recorded is None:
+        known = stage.corpus.recorded() | stage.resolved
+        records.open_run(out, stage=stage.name, config=stage.config, **known)
+    else:
+        records.check_corpus(out, recorded, stage.corpus.describe())
+    stage.begin()
+    stage.end(train(stage, model))
+    shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
+    return out
+
+
+def is_finished(stage: Stage[Any]) -> bool:
+    """Whether the run in the stage's directory came to its end."""
+    return (stage.out / stage.last).exists()
+
+
+def check(stage: Stage[Any]) -> Json | None:
+    """Refuse settings that are out of their range, and the directory of another run.
+
+    Returns:
+        config.json of this very run, where the directory holds it already.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    config = stage.config
+    training.check(config.training, needs_float64=stage.needs_float64)
+    for name in stage.counts:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
+    stage.check()
+    try:
+        return records.check_run(stage.out, stage=stage.name, config=config)
+    except ValueError:
+        _refuse_more_steps(stage)
+        raise
+
+
+def _refuse_more_steps(stage: Stage[Any]) -> None:
+    """Say why a complete run cannot have more steps, where that is what is asked for."""
+    config, out = stage.config, stage.out
+    if not is_finished(stage):
+        return
+    done, asked = records.read_config(out)["config"]["training"]["steps"], config.training.steps
+    shorter = replace(config, training=replace(config.training, steps=done))
+    try:
+        records.check_run(out, stage=stage.name, config=shorter)
+    except ValueError:
+        # Something else differs too.
+        return
+    if asked < done:
+        return
+    model = out / training.MODEL
+    further = (
+        " Or train its model further, with a learning rate that starts anew and the other settings "
+        f"as they were: {stage.further} {out} --model {model} --pretrained --tokenizer {model} "
+        f"--steps {asked - done} --seed {config.training.seed + 1} --out NEW"
+    )
+    raise ValueError(
+        f"{out} is complete after {done} steps, and {asked} are asked for. Its learning rate has "
+        f"come to its end and its optimizer's state is gone, so it cannot become a run of {asked} "
+        f"steps. Name another directory to make one.{further if stage.further else ''}"
+    )
+
+
+def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
+    """Read the corpus, build the model, and give both to the stage.
+
+    Args:
+        stage: whose settings `check` has accepted.
+        recorded: what `check` gave.
+
+    Returns:
+        The fresh model.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    config = stage.config
+    _log.info("%s: reading %s", stage.out, config.corpus.data)
+    corpus = domains.load_corpus(config.corpus, targets=stage.targets)
+    _log.info("%s: building the model %s", stage.out, config.model.model)
+    # A run of this seed always begins with the same numbers.
+    set_seed(config.training.seed)
+    model = build_model(config.model, corpus.tokenizer, block_size=corpus.block_size)
+    stage.prepare(corpus, model, recorded or {})
+    return model
+
+
+def train(
+    stage: Stage[Any], model: PreTrainedModel, *, callbacks: Sequence[TrainerCallback] = ()
+) -> RecordedTrainer:
+    """Run the stage's steps, from its last checkpoint where there is one.
+
+    Args:
+        stage: prepared, its run directory opened.
+        model: the fresh one.
+        callbacks: of Trainer, that watch.
+
+    Returns:
+        The trainer, at the last step.
+    """
+    config, out = stage.config.training, stage.out
+    arguments = training.training_arguments(config, out, needs_float64=stage.needs_float64)
+    checkpoint = _last_checkpoint(out)
+    start = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
+    if checkpoint is not None:
+        _log.info("%s: resuming at step %d of %d", out, start, config.steps)
+    records.resume_metrics(out, step=-1 if checkpoint is None else start)
+    set_seed(config.seed)
+    # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
+    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+    trainer = stage.trainer(
+        model=model,
+        args=arguments,
+        train_dataset=stage.batches(start),
+        callbacks=list(callbacks),
+        stage=stage,
+        **stage.options,
+    )
+    trainer.go_on(checkpoint)
+    return trainer
+
+
+def leave_model(out: Path, trainer: RecordedTrainer, corpus: Corpus) -> None:
+    """Leave `model/` with weights and tokenizer, complete or not at all."""
+    beside = out / f".{training.MODEL}"
+    shutil.rmtree(beside, ignore_errors=True)
+    model = cast(PreTrainedModel, trainer.model)
+    # Trainer switches it off for training; whoever generates wants it.
+    model.config.use_cache = True
+    model.save_pretrained(beside)
+    corpus.tokenizer.save_pretrained(beside)
+    os.replace(beside, out / training.MODEL)
+
+
+def _last_checkpoint(out: Path) -> str | None:
+    """The last complete checkpoint; what a killed run was writing is under another name."""
+    folder = out / training.CHECKPOINTS
+    if not folder.is_dir():
+        return None
+    found: str | None = get_last_checkpoint(str(folder))  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,306 @@
+"""Trainer over ready-made batches: records, held-out losses, whole checkpoints, progress.
+
+Checkpoints are in Trainer's own format, written beside and renamed. Batch t is a function of
+(seed, t), so a resumed run starts its data at the checkpoint's step and replays nothing.
+"""
+
+import copy
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback
+
+from doge_fast import weights_file
+from doge_fast.pipeline import progress, records
+from doge_fast.pipeline.config import StageConfig
+from doge_fast.pipeline.domains import Corpus
+
+TENSORBOARD = "tensorboard"
+# A line waits this long on the device at most: reading it makes the host wait for the step.
+FLUSH_SECONDS = 1.0
+
+
+class ByName(NamedTuple):
+    """A [K] tensor that a record holds as {name: value}."""
+
+    names: tuple[str, ...]
+    values: Tensor
+
+
+class Followed(Protocol):
+    """What a trainer asks of the stage whose run it makes."""
+
+    @property
+    def config(self) -> StageConfig:
+        """Its settings."""
+
+    @property
+    def corpus(self) -> Corpus:
+        """Whose held-out blocks are followed."""
+
+    @property
+    def start(self) -> Mapping[str, float] | None:
+        """Domain weights before the first step, where they are to be learned."""
+
+    def measure(self, trainer: Any, step: int) -> dict[str, Any]:
+        """Fields of a step's line; tensors and `ByName` are read later."""
+
+
+class RecordedTrainer(Trainer):
+    """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only."""
+
+    def __init__(self, *args: Any, stage: Followed, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # One micro-batch is the whole step: the model's own mean is the loss, and Trainer need
+        # not count targets for it (some versions count one too many in every block).
+        self.model_accepts_loss_kwargs = False
+        self.stage = stage
+        # Where the run goes on from, until its first step.
+        self._checkpoint: str | None = None
+        self.step_loss: Tensor | None = None
+        self.step_lr = 0.0
+        self._pending: list[dict[str, Any]] = []
+        self._is_saving = False
+        self.remove_callback(PrinterCallback)
+        for callback in self.callback_handler.callbacks:
+            # Its own choice lies among the checkpoints, which `finish` removes.
+            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+                callback.logging_dir = str(stage.config.out / TENSORBOARD)
+        self.add_callback(_Recorder(self))
+
+    def go_on(self, checkpoint: str | None) -> None:
+        """Train to the end, from a checkpoint or from the beginning."""
+        self._checkpoint = checkpoint
+        self.train(resume_from_checkpoint=checkpoint)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The batches as the stage makes them."""
+        dataset = cast("IterableDataset[Any]", self.train_dataset)
+        return DataLoader(dataset, batch_size=None, pin_memory=self.args.dataloader_pin_memory)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Trainer's, remembering what the records want of it."""
+        assert self.optimizer is not None
+        if self._checkpoint is not None:
+            # Dropout goes on; Trainer leaves the generators alone where no data are skipped.
+            self._load_rng_state(self._checkpoint)
+            self._checkpoint = None
+        self.step_lr = float(self.optimizer.param_groups[0]["lr"])
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.step_loss = loss
+        return loss
+
+    def evaluate_domains(self) -> dict[str, float]:
+        """Held-out loss of every domain that is followed, in nats per token."""
+        model, count = cast(PreTrainedModel, self.model), self.stage.config.training.eval_blocks
+        return {
+            name: held_out_loss(model, blocks, num_blocks=count)[0]
+            for name, blocks in self.stage.corpus.validation.items()
+        }
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Keep a line for metrics.jsonl; tensors in it are read at the next flush."""
+        self._pending.append(line)
+
+    def flush(self) -> None:
+        """Write the lines that wait. Waits for the device."""
+        for line in self._pending:
+            plain = {key: _by_name(value) for key, value in line.items()}
+            records.append_metrics(self.stage.config.out, plain)
+            if self.args.report_to:
+                self._tell_trackers(weights_file.plain(plain))
+        self._pending.clear()
+
+    def _tell_trackers(self, line: Mapping[str, Any]) -> None:
+        """A line for Trainer's callbacks of the trackers, at its own step."""
+        state = copy.copy(self.state)
+        state.global_step = line["step"]
+        self.callback_handler.on_log(self.args, state, self.control, scalars_of(line))
+
+    # Checkpoints. Trainer writes file by file into a folder that it calls complete from the start.
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = str(super()._get_output_dir(trial))
+        return os.path.join(folder, ".writing") if self._is_saving else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.flush()
+        folder = Path(super()._get_output_dir(trial))
+        shutil.rmtree(folder / ".writing", ignore_errors=True)
+        self._is_saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+        name = f"checkpoint-{self.state.global_step}"
+        # One that a killed run left at this very step belongs to the same trajectory.
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(folder / ".writing" / name, folder / name)
+        for older in folder.glob("checkpoint-*"):
+            if older.name != name:
+                shutil.rmtree(older)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        # A pickle of what config.json says.
+        folder = Path(cast(str, output_dir or self.args.output_dir))
+        (folder / "training_args.bin").unlink(missing_ok=True)
+
+
+class _Recorder(TrainerCallback):
+    """Follows the steps: lines, held-out losses, progress bar."""
+
+    def __init__(self, trainer: RecordedTrainer) -> None:
+        self.trainer = trainer
+        self.bar: Any = None
+        self.last_flush = self.last_line = time.monotonic()
+        self.last_step = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        stage = self.trainer.stage
+        if state.global_step == 0 and stage.start is not None:
+            # Their average too.
+            weights = {"alpha": stage.start, "alpha_mean": stage.start}
+            self.trainer.record({"step": 0, "kind": "train", **weights})
+            self.trainer.flush()
+        self.last_line, self.last_step = time.monotonic(), state.global_step
+        self.bar = progress.bar(
+            state.max_steps, stage.config.out.name, "step", initial=state.global_step
+        )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        step, config = state.global_step, self.trainer.stage.config
+        is_last = step >= state.max_steps
+        if step % config.log_every == 0 or is_last:
+            self._add_line(step)
+        every = config.training.eval_every
+        if is_last or (every is not None and step % every == 0):
+            self.bar.set_postfix_str("held-out loss")
+            loss = self.trainer.evaluate_domains()
+            self.trainer.record({"step": step, "kind": "eval", "loss": loss})
+            # Not part of what a step costs.
+            self.last_line, self.last_step = time.monotonic(), step
+        if is_last:
+            # The run is closed at once; a checkpoint of the last step would start one step more.
+            control.should_save = False
+        self._flush(force=is_last)
+        self.bar.update()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.bar.close()
+
+    def _add_line(self, step: int) -> None:
+        now = time.monotonic()
+        line = {
+            "step": step,
+            "kind": "train",
+            "lr": self.trainer.step_lr,
+            **self.trainer.stage.measure(self.trainer, step),
+            "seconds": (now - self.last_line) / (step - self.last_step),
+        }
+        self.trainer.record(line)
+        self.last_line, self.last_step = now, step
+
+    def _flush(self, *, force: bool) -> None:
+        now = time.monotonic()
+        # Nothing waits for a CPU.
+        if force or self.trainer.args.device.type == "cpu" or now - self.last_flush > FLUSH_SECONDS:
+            self.trainer.flush()
+            self.last_flush = now
+            assert self.trainer.step_loss is not None
+            self.bar.set_postfix(loss=f"{float(self.trainer.step_loss):.3f}", refresh=False)
+
+
+def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """What of a line of metrics.jsonl a tracker is told: {"alpha/arxiv": 0.3, "lr": 5e-4, ...}.
+
+    Numbers keep their names; numbers by domain are FIELD/DOMAIN. Trainer's trackers put "train/" in
+    front of these, and "eval/" in the place of the "eval_" that lines of held-out losses begin
+    with. Lists, matrices and nulls are left to the file.
+    """
+    prefix = "eval_" if line["kind"] == "eval" else ""
+    flat: dict[str, Any] = {}
+    for field, value in line.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{prefix}{field}/{name}": number for name, number in value.items()}
+        elif field != "step":
+            flat[prefix + field] = value
+    return {name: float(each) for name, each in flat.items() if isinstance(each, int | float)}
+
+
+def _by_name(value: Any) -> Any:
+    """What a record holds of a field: `ByName` becomes {name: value}."""
+    if isinstance(value, ByName):
+        return dict(zip(value.names, value.values.tolist(), strict=True))
+    return value
+
+
+def held_out_loss(
+    model: PreTrainedModel,
+    blocks: Any,
+    *,
+    num_blocks: int | None = None,
+    batch_size: int = 16,
+    advance: Callable[[int], Any] = lambda _: None,
+) -> tuple[float, int]:
+    """Mean cross-entropy per predicted token over held-out blocks, and how many were measured.
+
+    Fewer blocks than there are: evenly spaced ones, always the same.
+
+    Args:
+        model: a causal language model; its mode is put back.
+        blocks: a dataset with a column `input_ids` of blocks of one length.
+        num_blocks: how many; None: all.
+        batch_size: blocks in a forward pass.
+        advance: told how many blocks more are done, as a progress bar is.
+
+    Returns:
+        (nats per token, number of blocks).
+
+    Raises:
+        ValueError: there is no block.
+    """
+    total = len(blocks)
+    if total == 0:
+        raise ValueError("A held-out loss needs at least one block; the domain has none.")
+    count = total if num_blocks is None else min(num_blocks, total)
+    indices = np.arange(count) * total // count
+    device = next(model.parameters()).device
+    losses, sizes = [], []
+    was_training = model.training
+    model.train(False)
+    with torch.no_grad():
+        for chunk in np.array_split(indices, -(-count // batch_size)):
+            tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"])).to(device, torch.long)
+            losses.append(model(input_ids=tokens_BL, labels=tokens_BL).loss)
+            sizes.append(len(chunk))
+            advance(len(chunk))
+    model.train(was_training)
+    # Added on the host, in float64: not every device has it.
+    means = torch.stack(losses).tolist()
+    return sum(mean * size for mean, size in zip(means, sizes, strict=True)) / count, count

@@ -1,0 +1,94 @@
+"""A dry run says what a run would do, and leaves nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doge_fast import cli
+from doge_fast.pipeline import records, training
+from doge_fast.pipeline.base import BaseStage, train_base
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.proxy import ProxyStage, ProxyTrainer, learn_weights
+from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
+from tests.pipeline.stages import killed_at, words_of
+
+
+def flat(text: str) -> str:
+    """Words, however the columns are aligned."""
+    return " ".join(text.split())
+
+
+def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
+    config = proxy(target=("verse", "mix"), steps=1000, dry_run=True)
+    told = flat(rehearse(ProxyStage(config)))
+    assert not config.out.exists()
+    run = learn_weights(replace(config, training=replace(config.training, steps=2), dry_run=False))
+    corpus, weights = records.read_config(run)["corpus"], records.read_weights(run)
+    for name, entry in (corpus["domains"] | corpus["targets"]).items():
+        # 2 blocks of 16 tokens a step.
+        epochs = 1000 * 2 * 16 / entry["train_tokens"]
+        assert (
+            f"{name} {entry['train_tokens']:,} {entry['documents']} {entry['validation_blocks']} "
+            f"{epochs:.2f}"
+        ) in told
+    parameters = sum(p.numel() for p in training_model(run).parameters())
+    assert f"model tiny, {parameters:,} parameters" in told
+    assert f"target verse, mix mu {weights['mu']:g}" in told
+    # Three domains and two targets.
+    assert f"steps 1,000 of {5 * 2 * 16} tokens, {1000 * 5 * 2 * 16:,} in all" in told
+    assert "gradients of 5 rows" in told
+    assert "a step on cpu" in told
+
+
+def training_model(run: Path) -> Any:
+    from doge_fast.pipeline.model import open_model
+
+    return open_model(run / training.MODEL)
+
+
+def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
+    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from doge_fast.pipeline.trainer import RecordedTrainer
+
+    config = base(steps=9, save_every=3, stages=1, weights="natural")
+    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+        train_base(config)
+    before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
+    told = flat(rehearse(BaseStage(replace(config, dry_run=True))))
+    assert f"writes {config.out}, which is resumed" in told
+    assert "weights natural" in told
+    assert "rows" not in told
+    assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
+    train_base(config)
+    assert "complete already" in rehearse(BaseStage(config))
+
+
+def test_a_dry_run_refuses_what_the_run_would(proxy: Callable[..., ProxyConfig]) -> None:
+    with pytest.raises(ValueError, match="smoothing"):
+        rehearse(ProxyStage(proxy(smoothing=1.5)))
+    with pytest.raises(ValueError, match="A dry run trains nothing"):
+        learn_weights(proxy(dry_run=True))
+
+
+def test_only_a_few_steps_are_timed(
+    proxy: Callable[..., ProxyConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    steps = []
+    original = ProxyTrainer.training_step
+
+    def counted(self: ProxyTrainer, *args: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ProxyTrainer, "training_step", counted)
+    config = proxy(steps=1000)
+    assert cli.main(["proxy", *words_of(config), "--dry-run"]) == 0
+    assert steps == list(range(TIMED_STEPS))
+    assert capsys.readouterr().out.startswith("domain ")
+    assert not config.out.exists()
