@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 
-from doge_fast.pipeline import fewshot, records, training
+from doge_fast.pipeline import fewshot, records, stage
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.findings import parts_of
@@ -43,9 +43,9 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     config = experiment("curriculum", seeds=(0, 1))
     before, _ = run_experiment(config)
     assert "copa" not in before
-    monkeypatch.setattr(training, "train", refused)
+    monkeypatch.setattr(stage, "train", refused)
     asked = {"tasks": ("copa,wic",), "shots": 1, "task_data": task_data}
-    config = experiment("curriculum", seeds=(0, 1), **asked)
+    config = experiment("curriculum", seeds=(0, 1), tasks=asked)
     table, page = run_experiment(config)
     assert config.out is not None
     runs = [path.parent for path in sorted((config.out / "runs").glob("base-*/model"))]
@@ -135,7 +135,7 @@ def test_what_cannot_be_scored_is_said_before_anything_is_trained(
     changes: dict[str, Any],
     text: str,
 ) -> None:
-    config = experiment(name, **{"tasks": ("copa",), "task_data": task_data} | changes)
+    config = experiment(name, tasks={"tasks": ("copa",), "task_data": task_data} | changes)
     with pytest.raises(ValueError, match=text):
         run_experiment(config)
     assert config.out is not None

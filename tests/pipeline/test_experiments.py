@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import records, report, tables, training
+from doge_fast.pipeline import records, report, stage, tables
 from doge_fast.pipeline.config import (
     BaseConfig,
     EvaluateConfig,
@@ -41,7 +41,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a run that was done is trained again")
 
-    monkeypatch.setattr(training, "train", refuse)
+    monkeypatch.setattr(stage, "train", refuse)
 
 
 def finished(out: Path) -> set[str]:
@@ -374,9 +374,9 @@ def test_a_curriculum_takes_the_proxys_means_stage_by_stage(
     config = base("curriculum", weights=str(source.out), steps=9, stages=3)
     stages = stage_two.resolve_phases(config, load_corpus(config.corpus))
     assert [stage.first_step for stage in stages] == [0, 3, 6]
-    for place, stage in enumerate(stages):
+    for place, phase in enumerate(stages):
         first, second = lines[2 * place + 1], lines[2 * place + 2]
-        for name, weight in stage.weights.items():
+        for name, weight in phase.weights.items():
             assert weight == pytest.approx((first[name] + second[name]) / 2, rel=1e-6)
     stage_two.train_base(config)
     used = records.read_weights(config.out)

@@ -54,6 +54,7 @@ def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
 ) -> None:
     from doge_fast.pipeline.trainer import RecordedTrainer
 
+    monkeypatch.setenv("COLUMNS", "300")
     config = base(steps=9, save_every=3, stages=1, weights="natural")
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
         train_base(config)

@@ -19,6 +19,6 @@ def test_markdown_marks_what_is_to_be_seen() -> None:
     table = Table("", "", "a|b", [("weight", "")], [Row("x", [Cell("1", is_strong=True)])])
     assert markdown(table).splitlines() == [
         "| a\\|b | weight |",
-        "|------|--------|",
+        "|------|-------:|",
         "| x    |  **1** |",
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, get_scheduler
 
-from doge_fast.cli import _parse
+from doge_fast.cli import parse
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TrainingConfig
@@ -219,11 +219,11 @@ def test_without_a_tracker_nothing_is_told(tmp_path: Path) -> None:
     assert args.report_to == []
     assert not args.push_to_hub
     assert args.trackio_space_id is None
-    assert _parse(["proxy", "--out", "x"]).training.report_to == ()
+    assert parse(["proxy", "--out", "x"]).training.report_to == ()
 
 
 def test_trackers_reach_trainer_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = _parse(["base", "--out", "x", "--report-to", "wandb", "trackio"]).training
+    parsed = parse(["base", "--out", "x", "--report-to", "wandb", "trackio"]).training
     assert parsed.report_to == ("wandb", "trackio")
     monkeypatch.setattr(
         training, "get_available_reporting_integrations", lambda: ["wandb", "trackio"]
