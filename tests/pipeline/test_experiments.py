@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import records, report, stage
+from doge_fast.pipeline import records, report
 from doge_fast.pipeline.config import (
     BaseConfig,
     DoReMiConfig,
@@ -42,7 +42,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a run that was done is trained again")
 
-    monkeypatch.setattr(stage, "train", refuse)
+    monkeypatch.setattr("doge_fast.pipeline.stage.train", refuse)
 
 
 def finished(out: Path) -> set[str]:

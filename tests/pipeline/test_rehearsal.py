@@ -11,8 +11,10 @@ from doge_fast import cli
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import ProxyStage, ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
+from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import killed_at, words_of
 
 
@@ -44,16 +46,12 @@ def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
 
 
 def training_model(run: Path) -> Any:
-    from doge_fast.pipeline.model import open_model
-
     return open_model(run / training.MODEL)
 
 
 def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
     base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from doge_fast.pipeline.trainer import RecordedTrainer
-
     config = base(steps=9, save_every=3, stages=1, weights="natural")
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
         train_base(config)
