@@ -292,3 +292,26 @@ def test_absent_domains_carry_their_score() -> None:
     torch.testing.assert_close(partly[::2], generalization.gain(gram_RR, TAU, 3)[::2])
     # The target's row y is absent, so every W lacks a term.
     assert gains("abcx").tolist() == [7.0, 8.0, 9.0]
+
+
+def test_settings_are_checked_as_the_optimizer_checks_them() -> None:
+    """Without a model: no hook, and the same weights, rule and default of mu."""
+    options: dict[str, Any] = {
+        "domains": ["a", "b"],
+        "target": {"c": 2.0},
+        "smoothing": 0.1,
+        "initial": {"a": 0.25, "b": 0.75},
+    }
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    optimizer = DoGEOptimizer(torch.optim.SGD(params, lr=0.5), **options)
+    weights = DomainWeights.of(lr=0.5, **options)
+    assert weights.objective == optimizer.objective
+    assert weights.rule == optimizer.rule
+    assert torch.equal(weights.read("alpha"), optimizer.alpha)
+    for wrong in ({"score": "best"}, {"mu": 0.0}, {"initial": {"a": 1.0}}, {"target": ()}):
+        changed = options | wrong
+        with pytest.raises(ValueError) as by_optimizer:  # noqa: PT011
+            DoGEOptimizer(torch.optim.SGD(params, lr=0.5), **changed)
+        with pytest.raises(ValueError) as alone:  # noqa: PT011
+            DomainWeights.of(lr=0.5, **changed)
+        assert str(alone.value) == str(by_optimizer.value)
