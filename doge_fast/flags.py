@@ -6,6 +6,8 @@ same dataclass with each help text on one line, so that it breaks where the term
 
 import argparse
 import dataclasses
+import shutil
+import textwrap
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -63,7 +65,7 @@ def parse(
         flags,
         args=list(words),
         prog=f"doge-fast {verb}",
-        description=f"{_one_line(config.__doc__)} {_ABOUT_FILE}",
+        description=_filled_lines(f"{_one_line(config.__doc__)}\n\n{_ABOUT_FILE}"),
         default=_converted(default, flags),
         config=(tyro.conf.PositionalRequiredArgs,) if is_positional else (),
     )
@@ -144,6 +146,12 @@ def _one_line(text: str | None) -> str:
     """Paragraphs without breaks inside."""
     paragraphs = (text or "").strip().split("\n\n")
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
+def _filled_lines(text: str) -> str:
+    """Paragraphs broken where the terminal ends, which tyro does for options alone."""
+    width = shutil.get_terminal_size().columns
+    return "\n\n".join(textwrap.fill(each, width) for each in text.split("\n\n"))
 
 
 def experiment_default(words: Sequence[str]) -> ExperimentConfig:
