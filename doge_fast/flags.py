@@ -27,8 +27,8 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled, read_file, texts_of
 
 _ABOUT_FILE = (
-    "--config FILE reads fields from a YAML or JSON file, or from the config.json of a run; flags "
-    "win over it."
+    "Fields may come from a file, --config FILE: YAML, JSON, or the config.json of a run. Flags win "
+    "over it."
 )
 # What an experiment says of one kind of run: several have steps or a model, so their flags are
 # --proxy.steps, --base.steps; all other flags are the fields' names alone.
@@ -151,7 +151,10 @@ def _one_line(text: str | None) -> str:
 def _filled_lines(text: str) -> str:
     """Paragraphs broken where the terminal ends, which tyro does for options alone."""
     width = shutil.get_terminal_size().columns
-    return "\n\n".join(textwrap.fill(each, width) for each in text.split("\n\n"))
+    # tyro takes a line that begins with a letter for the end of the line before.
+    return "\n\n".join(
+        textwrap.fill(each, width, subsequent_indent=" ") for each in text.split("\n\n")
+    )
 
 
 def experiment_default(words: Sequence[str]) -> ExperimentConfig:

@@ -157,7 +157,7 @@ class ExperimentConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """The whole story on text found on this machine, in minutes: `experiment demo --preset demo`.
+    """The whole story on text found on this machine, in minutes: the experiment `demo`.
 
     Weights learned for all domains, and for one that nobody trains on; base models at learned,
     uniform and natural weights; a table and a report.
