@@ -27,8 +27,8 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled, read_file, texts_of
 
 _ABOUT_FILE = (
-    "Fields may come from a file, --config FILE: YAML, JSON, or the config.json of a run. Flags win "
-    "over it."
+    "Fields may come from a file, --config FILE: YAML, JSON, or the config.json of a run. Flags "
+    "win over it."
 )
 # What an experiment says of one kind of run: several have steps or a model, so their flags are
 # --proxy.steps, --base.steps; all other flags are the fields' names alone.
