@@ -20,7 +20,6 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.weights_file import plain
 
-PAPER_SOURCES = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
 PAPER_LANGUAGE_TARGETS = ("ca", "nl")
 SLIMPAJAMA, WIKI40B = "DKYoon/SlimPajama-6B", "google/wiki40b"
