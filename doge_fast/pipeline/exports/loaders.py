@@ -1,18 +1,63 @@
-"""Frameworks that take their mixture in Python: text to paste, which runs as it is."""
+"""Frameworks that take their mixture in Python: text to paste, which runs as it is.
 
-from collections.abc import Sequence
+With them LLM Foundry, which makes MosaicML's streams of YAML.
+"""
 
-from doge_fast.pipeline.exports.blend import Blend
-from doge_fast.pipeline.exports.target import Target
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from doge_fast.pipeline.exports.blend import REMOTE, Blend, Format, Found, Phases
 from doge_fast.pipeline.exports.text import (
-    load_dataset,
+    from_yaml,
     mapping,
     plain,
-    reader_of,
     sequence,
     string,
     strings,
+    to_yaml,
 )
+
+# The reader that a suffix asks for, by the name that `datasets` and Ray Data give it.
+_READERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+    ".arrow": "arrow",
+}
+_PACKED = (".gz", ".zst", ".xz", ".bz2")
+
+
+def reader_of(paths: Sequence[str]) -> str | None:
+    """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None.
+
+    Raises:
+        ValueError: the paths are of different kinds.
+    """
+    suffixes = [PurePosixPath(path.split(REMOTE)[-1]).suffixes for path in paths]
+    kept = [[suffix for suffix in found if suffix not in _PACKED] for found in suffixes]
+    readers = {_READERS.get(found[-1]) if found else None for found in kept}
+    if len(readers) > 1:
+        raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
+    return readers.pop() if readers else None
+
+
+def load_dataset(paths: Sequence[str]) -> str:
+    """The call that opens a domain's data as a stream, with the reader its suffix asks for.
+
+    Raises:
+        ValueError: paths of different kinds, or several of one that `load_dataset` takes alone.
+    """
+    reader = reader_of(paths)
+    if reader is None and len(paths) > 1:
+        raise ValueError(
+            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
+            "(jsonl, parquet, csv, txt, arrow), or make each a domain."
+        )
+    call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
+    return f'load_dataset({call}, split="train", streaming=True)'
 
 
 def _streams(blend: Blend) -> str:
@@ -182,80 +227,117 @@ def _olmo_composable(blend: Blend) -> str:
     )
 
 
-_FILES = "jsonl, parquet, csv, txt or arrow files, or one Hub id or folder"
+def _place(blend: Blend, name: str) -> dict[str, str]:
+    """Where MosaicML Streaming finds a domain: a remote copied to a folder, or a folder."""
+    path, local = blend.one_path(name), blend.settings.local_dir
+    if REMOTE not in path:
+        return {"local": path}
+    return {"remote": path} | ({"local": f"{local.rstrip('/')}/{name}"} if local else {})
 
-TARGETS: Sequence[Target] = (
-    Target(
-        "datasets",
-        "Hugging Face datasets' interleave_datasets",
-        _datasets,
-        _FILES,
-        "datasets 5.2.0, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=(
-            "stopping_strategy defaults to first_exhausted, which ends with the smallest domain; "
-            "all_exhausted repeats the small ones until every row was seen.",
-            "With several workers or ranks that rule holds in each process for its own shards.",
-        ),
-    ),
-    Target(
-        "torchdata",
-        "torchdata's MultiNodeWeightedSampler",
-        _torchdata,
-        _FILES,
-        "torchdata 0.11.0, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=("CYCLE_FOREVER never ends: count the steps. Weights must be floats above 0.",),
-    ),
-    Target(
-        "ray",
-        "Ray Data's Dataset.mix",
-        _ray,
-        "jsonl, parquet, csv or txt files",
-        "ray 2.60.0, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=(
-            "stopping_condition defaults to STOP_ON_LONGEST_DROP, under which a domain that ends "
-            "leaves the mixture; STOP_ON_SHORTEST keeps the shares and ends with the first.",
-            "It mixes blocks of Ray's, each of one domain: give local_shuffle_buffer_size where "
-            "batches are drawn.",
-        ),
-    ),
-    Target(
-        "litdata",
-        "litdata's (and litgpt's) CombinedStreamingDataset",
-        _litdata,
-        "folder that litdata.optimize wrote",
-        "litdata 0.2.76 and litgpt 0.5.13, 2026-11-22",
-        rows=("blocks", "documents"),
-        traps=(
-            "It draws items: as litgpt has it, blocks of --seq-length tokens that a TokensLoader "
-            "cuts; with --rows documents, the items that were written.",
-            "iterate_over_all is True by default and then refuses weights; without it the epoch "
-            "ends with the first folder that does.",
-        ),
-    ),
-    Target(
-        "torchtitan",
-        "torchtitan's InterleavedHuggingFaceTextDataLoader",
-        _torchtitan,
-        _FILES,
-        "torchtitan 0.3.0, 2026-11-22",
-        traps=(
-            "It packs each source before it draws.",
-            "Every source begins again when it ends (infinite). The text is taken from a row's "
-            "text; put the result as dataloader= into the Trainer.Config.",
-        ),
-    ),
-    Target(
-        "olmo-core-composable",
-        "OLMo-core's MixingInstanceSourceConfig",
-        _olmo_composable,
-        "token files (.npy) or globs",
-        "ai2-olmo-core 3.0.0, 2026-11-22",
-        traps=(
-            "Give budget_tokens: without num_tokens it makes as much as the sources hold. "
-            "max_repetition_factor allows the passes that it needs by the tokens in the file.",
-        ),
-    ),
-)
+
+def _mosaic(blend: Blend) -> str:
+    settings, rows = blend.settings, blend.rows_in_budget()
+    blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
+    streams = []
+    for name, share in blend.shares().items():
+        where = ", ".join(f"{key}={string(value)}" for key, value in _place(blend, name).items())
+        streams.append(f"Stream({where}, proportion={plain(share)})")
+    epoch = f"    epoch_size={rows},\n" if rows else ""
+    return (
+        "from streaming import Stream, StreamingDataset\n\n"
+        "dataset = StreamingDataset(\n"
+        f"    streams={sequence(streams, '    ')},\n"
+        "    shuffle=True,\n"
+        f"    shuffle_seed={settings.seed},\n"
+        '    batching_method="random",\n'
+        f"{epoch}"
+        f"    batch_size={settings.batch_size},  # of one device: divide by their number\n"
+        ")\n"
+    )
+
+
+def _foundry(blend: Blend) -> str:
+    length = blend.settings.seq_length
+    dataset = {
+        "streams": _mds_streams(blend, 0),
+        "shuffle": True,
+        "batching_method": "random",
+        **({"max_seq_len": length} if length else {}),
+    }
+    value: dict[str, Any] = {"train_loader": {"name": "text", "dataset": dataset}}
+    if len(blend.phases) > 1:
+        value["callbacks"] = {"curriculum_learning": _curriculum(blend)}
+        value["max_duration"] = f"{blend.settings.budget_tokens}tok"
+    return to_yaml(value)
+
+
+def _mds_streams(blend: Blend, phase: int) -> dict[str, Any]:
+    return {
+        name: _place(blend, name) | {"split": "train", "proportion": share}
+        for name, share in blend.numbers(phase).items()
+    }
+
+
+def _curriculum(blend: Blend) -> dict[str, Any]:
+    """LLM Foundry counts a phase by its tokens, and the sum must be the whole training."""
+    blend.require(
+        "seq_length",
+        "batch_size",
+        "budget_tokens",
+        why="phases begin at optimizer steps, and it counts tokens",
+    )
+    step, budget = blend.settings.tokens_per_step() or 0, blend.settings.budget_tokens or 0
+    starts = [phase.first_step * step for phase in blend.phases]
+    if starts[-1] >= budget:
+        raise ValueError(
+            f"The last phase begins after {starts[-1]} tokens ({blend.phases[-1].first_step} "
+            f"steps of {step}), and budget_tokens is {budget}: it would never come. Give the "
+            "tokens of the whole training, or fewer phases."
+        )
+    ends = [*starts[1:], budget]
+    durations = [f"{end - start}tok" for start, end in zip(starts, ends, strict=True)]
+    schedule = [
+        {"duration": duration, "dataset": {"streams": _mds_streams(blend, index)}}
+        for index, duration in enumerate(durations)
+    ]
+    return {"duration": durations[0], "schedule": schedule[1:]}
+
+
+def _read_foundry(text: str) -> Phases:
+    value = from_yaml(text)
+    value = value.get("variables", {}) | value
+    loader = value.get("train_loader", value)
+    phases, start = [(0, _proportions(loader.get("dataset", loader)))], 0
+    callback = value.get("callbacks", {}).get("curriculum_learning")
+    if callback:
+        start = _tokens(callback["duration"])
+        for each in callback["schedule"]:
+            phases.append((start, _proportions(each["dataset"])))
+            start += _tokens(each["duration"])
+    return phases
+
+
+def _tokens(duration: Any) -> int:
+    number, unit = str(duration)[:-3], str(duration)[-3:]
+    if unit != "tok":
+        raise ValueError(f"a curriculum's durations are tokens, as in 1000tok, not {duration!r}")
+    return int(number)
+
+
+def _proportions(dataset: Mapping[str, Any]) -> list[Found]:
+    return [
+        Found(float(each["proportion"]), name=name, path=each.get("remote") or each.get("local"))
+        for name, each in dataset["streams"].items()
+    ]
+
+
+FORMATS: Mapping[str, Format] = {
+    "mosaic-streaming": (_mosaic, None),
+    "llm-foundry": (_foundry, _read_foundry),
+    "datasets": (_datasets, None),
+    "torchdata": (_torchdata, None),
+    "ray": (_ray, None),
+    "litdata": (_litdata, None),
+    "torchtitan": (_torchtitan, None),
+    "olmo-core-composable": (_olmo_composable, None),
+}

@@ -10,17 +10,17 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from doge_fast.pipeline.exports import configs, finetuning, loaders, megatron, mosaic, tables
-from doge_fast.pipeline.exports.blend import Blend, Paths, Settings
+import yaml
+
+from doge_fast.pipeline.exports import configs, loaders, megatron, tables
+from doge_fast.pipeline.exports.blend import Blend, Found, Paths, Phases, Settings, Target
 from doge_fast.pipeline.exports.building import build, rows_of, token_shares
-from doge_fast.pipeline.exports.target import Found, Phases, Target
 from doge_fast.pipeline.weights_fields import check_fields
 
 GROUP = "doge_fast.exporters"
-_FAMILIES = (megatron, mosaic, configs, loaders, finetuning, tables)
 _WIDTH = 88
 # Domains named in a sentence; more are counted.
 _NAMED = 8
@@ -51,7 +51,7 @@ def targets() -> dict[str, Target]:
     Raises:
         ValueError: an entry point is not a `Target`, or takes a name that is taken.
     """
-    found = {target.name: target for family in _FAMILIES for target in family.TARGETS}
+    found = dict(_ours())
     for point in _points():
         target = point.load()
         if not isinstance(target, Target):
@@ -66,23 +66,34 @@ def targets() -> dict[str, Target]:
 
 
 @functools.cache
+def _ours() -> dict[str, Target]:
+    """Those of targets.yaml, each with what writes and reads its text."""
+    about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
+    families = (megatron, configs, loaders, tables)
+    formats = {name: both for family in families for name, both in family.FORMATS.items()}
+    return {
+        name: Target(name, write=formats[name][0], read=formats[name][1], **fields)
+        for name, fields in about.items()
+    }
+
+
+@functools.cache
 def _points() -> tuple[EntryPoint, ...]:
     """Asked once: it reads the metadata of every installed package."""
     return tuple(entry_points(group=GROUP))
 
 
 def _find(name: str) -> Target:
-    """The target of that name."""
     known = targets()
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=3)
-    if near:
-        raise ValueError(
-            f"There is no target {name!r}; did you mean {' or '.join(near)}? "
-            "doge-fast export --list names all."
-        )
-    raise ValueError(f"There is no target {name!r}; there are {', '.join(known)}.")
+    way = (
+        f"did you mean {' or '.join(near)}? doge-fast export --list names all."
+        if near
+        else f"there are {', '.join(known)}."
+    )
+    raise ValueError(f"There is no target {name!r}; {way}")
 
 
 def export(
@@ -197,7 +208,11 @@ def import_weights(
         raise ValueError(f"{source} is not read back; these are: {', '.join(readable)}.")
     settings = replace(settings or Settings(), **changes)
     rows = rows_of(target, settings)
-    names = {path: name for name, given in (paths or {}).items() for path in _list(given)}
+    names = {
+        _clean(path): name
+        for name, given in (paths or {}).items()
+        for path in ([given] if isinstance(given, str) else given)
+    }
     phases = [
         (_step(target, first, settings), token_shares(_sums(shares, names), rows, settings))
         for first, shares in _parsed(target, text)
@@ -233,29 +248,23 @@ def _parsed(target: Target, text: str) -> Phases:
         found = target.read(text)
         if not all(shares for _, shares in found) or not found:
             raise ValueError("it holds no weights")
-    except KeyError as error:
-        raise ValueError(f"The text must be {target.title}, and is not: no {error}.") from error
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
-        reason = str(error).rstrip(".")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
     return found
 
 
 def _step(target: Target, first: int, settings: Settings) -> int:
     """The optimizer step at which a phase begins, from what the format counts."""
+    tokens = settings.tokens_per_step()
     if target.phases_in == "steps" or not first:
         return first
-    tokens = settings.tokens_per_step()
     if tokens is None:
         raise ValueError(
             f"The phases of {target.name} begin after so many tokens, and weights.json counts "
             "steps: give seq_length and batch_size."
         )
     return round(first / tokens)
-
-
-def _list(paths: str | Sequence[str] | Mapping[str, float]) -> list[str]:
-    return [_clean(path) for path in ([paths] if isinstance(paths, str) else paths)]
 
 
 def _clean(path: str) -> str:
