@@ -106,14 +106,19 @@ def _levanter(blend: Blend) -> str:
 
 def _levanter_block(blend: Blend) -> int:
     """The first block, from the default on, that holds every domain and rounds little."""
-    blocks = _levanter_blocks(blend)
-    block = next((block for block in blocks if not _is_coarse(blend, block)), blocks[-1])
-    lost = _without_sequence(blend, block)
+    phases = [blend.numbers(phase) for phase in range(len(blend.phases))]
+    block, lost = _LEVANTER_BLOCK, set[str]()
+    for block in _levanter_blocks(blend):
+        # It rounds down; a unit of float64 may be lost where it divides by the sum.
+        lost = {n for shares in phases for n, share in shares.items() if share * block < 1 + 1e-12}
+        kept = min(sum(int(share * block) for share in shares.values()) for shares in phases)
+        if not lost and block - kept <= _MOST_ROUNDED * block:
+            return block
     if lost:
         raise ValueError(
             f"Levanter deals out whole sequences of a block, {block} here, and would draw none of "
-            f"{', '.join(lost)}: each has less than 1/{block}. Lift them (doge-fast weights "
-            "constrain --floor), or leave them out (fewer decimals)."
+            f"{', '.join(sorted(lost))}: each has less than 1/{block}. Lift them (doge-fast "
+            "weights constrain --floor), or leave them out (fewer decimals)."
         )
     return block
 
@@ -134,21 +139,6 @@ def _levanter_blocks(blend: Blend) -> list[int]:
             "begin at multiples of that, or nearly."
         )
     return [*(block for block in usual if end % block == 0), longest]
-
-
-def _is_coarse(blend: Blend, block: int) -> bool:
-    """Whether rounding takes all from a domain, or from all together what makes a mixture."""
-    phases = [blend.numbers(phase).values() for phase in range(len(blend.phases))]
-    kept = min(sum(int(share * block) for share in shares) for shares in phases)
-    return block - kept > _MOST_ROUNDED * block or bool(_without_sequence(blend, block))
-
-
-def _without_sequence(blend: Blend, block: int) -> list[str]:
-    """Domains whose share of a block is less than a sequence: Levanter rounds down."""
-    # A unit of float64 may be lost where it divides by the sum.
-    least = (1 + 1e-12) / block
-    phases = range(len(blend.phases))
-    return sorted({n for i in phases for n, share in blend.numbers(i).items() if share < least})
 
 
 def _read_levanter(text: str) -> Phases:

@@ -30,12 +30,8 @@ _READERS = {
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 
 
-def reader_of(paths: Sequence[str]) -> str | None:
-    """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None.
-
-    Raises:
-        ValueError: the paths are of different kinds.
-    """
+def _reader_of(paths: Sequence[str]) -> str | None:
+    """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None."""
     suffixes = [PurePosixPath(path.split(REMOTE)[-1]).suffixes for path in paths]
     kept = [[suffix for suffix in found if suffix not in _PACKED] for found in suffixes]
     readers = {_READERS.get(found[-1]) if found else None for found in kept}
@@ -44,13 +40,9 @@ def reader_of(paths: Sequence[str]) -> str | None:
     return readers.pop() if readers else None
 
 
-def load_dataset(paths: Sequence[str]) -> str:
-    """The call that opens a domain's data as a stream, with the reader its suffix asks for.
-
-    Raises:
-        ValueError: paths of different kinds, or several of one that `load_dataset` takes alone.
-    """
-    reader = reader_of(paths)
+def _load_dataset(paths: Sequence[str]) -> str:
+    """The call that opens a domain's data as a stream, with the reader its suffix asks for."""
+    reader = _reader_of(paths)
     if reader is None and len(paths) > 1:
         raise ValueError(
             f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
@@ -62,7 +54,7 @@ def load_dataset(paths: Sequence[str]) -> str:
 
 def _streams(blend: Blend) -> str:
     """{domain: a stream of its rows}, as source text."""
-    return mapping({name: load_dataset(blend.paths_of(name)) for name in blend.shares()})
+    return mapping({name: _load_dataset(blend.paths_of(name)) for name in blend.shares()})
 
 
 def _datasets(blend: Blend) -> str:
@@ -98,7 +90,7 @@ def _ray(blend: Blend) -> str:
     calls = {}
     for name in blend.shares():
         paths = blend.paths_of(name)
-        reader = reader_of(paths)
+        reader = _reader_of(paths)
         if reader in (None, "arrow"):
             raise ValueError(
                 "Ray Data reads a domain by the suffix of its files, jsonl, parquet, csv or txt; "
@@ -168,7 +160,7 @@ def _torchtitan(blend: Blend) -> str:
     sources = []
     for name, share in blend.shares().items():
         paths = blend.paths_of(name)
-        reader = reader_of(paths)
+        reader = _reader_of(paths)
         files = f", data_files=[{strings(paths)}]" if reader else ""
         where = string(reader or blend.one_path(name))
         # It looks names up in lower case.

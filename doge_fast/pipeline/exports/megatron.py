@@ -32,7 +32,7 @@ def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tupl
     """[(share, prefix)] of a split; empty where it has no paths."""
     if split != "train" and not blend.paths[split]:
         return []
-    found = [(share, prefix_of(path)) for share, path in blend.weighted_paths(phase, split)]
+    found = [(share, _prefix_of(path)) for share, path in blend.weighted_paths(phase, split)]
     prefixes = [prefix for _, prefix in found]
     twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
     if twice:
@@ -43,12 +43,8 @@ def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tupl
     return found
 
 
-def prefix_of(path: str) -> str:
-    """A path without .bin or .idx.
-
-    Raises:
-        ValueError: it holds white space, at which Megatron splits what it reads.
-    """
+def _prefix_of(path: str) -> str:
+    """A path without .bin or .idx; ValueError where it holds white space."""
     if re.search(r"\s", path):
         raise ValueError(
             f"Megatron splits its lists at white space, and then reads none of the weights; "

@@ -21,7 +21,6 @@ from doge_fast.pipeline.exports.building import build, rows_of, token_shares
 from doge_fast.pipeline.weights_fields import check_fields
 
 GROUP = "doge_fast.exporters"
-_WIDTH = 88
 # Domains named in a sentence; more are counted.
 _NAMED = 8
 _UNITS = {"blocks": "tokens", "documents": "documents"}
@@ -163,7 +162,7 @@ def _commented(target: Target, lines: Sequence[str]) -> str:
     if target.comment is None:
         return ""
     wrap = textwrap.TextWrapper(
-        _WIDTH,
+        88,
         initial_indent=target.comment,
         subsequent_indent=f"{target.comment}  ",
         break_long_words=False,
@@ -256,9 +255,9 @@ def _parsed(target: Target, text: str) -> Phases:
 
 def _step(target: Target, first: int, settings: Settings) -> int:
     """The optimizer step at which a phase begins, from what the format counts."""
-    tokens = settings.tokens_per_step()
     if target.phases_in == "steps" or not first:
         return first
+    tokens = settings.tokens_per_step()
     if tokens is None:
         raise ValueError(
             f"The phases of {target.name} begin after so many tokens, and weights.json counts "

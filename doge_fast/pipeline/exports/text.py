@@ -16,11 +16,7 @@ def to_yaml(value: Any) -> str:
 
 
 def from_yaml(text: str, where: str = "The text") -> Any:
-    """What a YAML or JSON text holds.
-
-    Raises:
-        ValueError: it is neither, or has several documents.
-    """
+    """What a YAML or JSON text holds; ValueError where it is neither, or several documents."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
