@@ -45,7 +45,7 @@ FLOORS = [
     doge_fast.pipeline.sources
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner
     doge_fast.pipeline.records.runs
-    doge_fast.pipeline.profile_report doge_fast.pipeline.fewshot_documents \
+    doge_fast.pipeline.fewshot_documents \
         doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.group_dro doge_fast.pipeline.exports.building EXPORT_FAMILIES

@@ -4,7 +4,6 @@ Both run the same model on the same random tokens in the same micro-batches, and
 (`doge_fast.tracing`).
 """
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,17 +42,19 @@ class PlainStep:
         self.config = config
         self.device = device
         self.model = _model(config).to(device)
-        self.inner = _inner_optimizer(config, self.model, device)
+        kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
+        fused = device.type == "cuda" or None
+        self.inner = kind(self.model.named_parameters(), lr=1e-5, fused=fused)
         self.tokens = _tokens(config, self.model).to(device)
 
     def __call__(self) -> None:
         """Run a step."""
         if self.config.mode == "stacked":
             for batch in self.tokens.unbind(1):
-                self.backward(self.loss(batch.flatten(0, 1)) / self.num_rows)
+                self.learn(batch.flatten(0, 1), self.num_rows)
         else:
             for batch in self.tokens.flatten(0, 1):
-                self.backward(self.loss(batch) / self.num_rows)
+                self.learn(batch, self.num_rows)
         with phase("inner_step"):
             self.inner.step()
         self.inner.zero_grad()
@@ -68,26 +69,19 @@ class PlainStep:
         """Those that train."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss, summed over the domains of a stacked batch."""
-        with phase("forward"), self._autocast():
+    def learn(self, tokens: Tensor, divisor: int = 1) -> None:
+        """Forward and backward: mean next-token loss, summed over the domains of a stacked batch."""
+        is_mixed = self.config.dtype == "bfloat16"
+        with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
             # One mean per domain; all have as many sequences.
             num_parts = self.num_rows if self.config.mode == "stacked" else 1
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
-            return losses.view(num_parts, -1).mean(1).sum() / self.config.micro_batches
-
-    def backward(self, loss: Tensor) -> None:
-        """Under its name."""
+            loss = losses.view(num_parts, -1).mean(1).sum() / self.config.micro_batches / divisor
         with phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
-
-    def _autocast(self) -> Any:
-        if self.config.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
 class DogeStep(PlainStep):
@@ -114,12 +108,12 @@ class DogeStep(PlainStep):
             sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
             for batch in self.tokens.unbind(1):
                 with self.optimizer.stacked(self.model, sizes):
-                    self.backward(self.loss(batch.flatten(0, 1)))
+                    self.learn(batch.flatten(0, 1))
         else:
             for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
                 for batch in of_domain:
                     with self.optimizer.domain(name):
-                        self.backward(self.loss(batch))
+                        self.learn(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -170,9 +164,6 @@ class DogeStep(PlainStep):
         }
 
 
-STEPS = {step.name: step for step in (PlainStep, DogeStep)}
-
-
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -206,15 +197,6 @@ def _vocab_size(config: ProfileConfig) -> int:
     if config.model in SIZES:
         return SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
     return int(load_architecture(config.model).vocab_size)
-
-
-def _inner_optimizer(
-    config: ProfileConfig, model: torch.nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
-    options = {"fused": True} if device.type == "cuda" else {}
-    optimizer: torch.optim.Optimizer = kind(model.named_parameters(), lr=1e-5, **options)
-    return optimizer
 
 
 def _tokens(config: ProfileConfig, model: Any) -> Tensor:

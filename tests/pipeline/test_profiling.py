@@ -14,8 +14,7 @@ from transformers import LlamaConfig
 from doge_fast import cli
 from doge_fast.pipeline import profiling
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profile_report import Span, table, trace_of
-from doge_fast.pipeline.profiling import PHASES, profile
+from doge_fast.pipeline.profiling import PHASES, Span, profile, table, trace_of
 
 QUICK = ProfileConfig(
     vocab_size=256,
