@@ -70,7 +70,7 @@ class PlainStep:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def learn(self, tokens: Tensor, divisor: int = 1) -> None:
-        """Forward and backward: mean next-token loss, summed over the domains of a stacked batch."""
+        """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
         is_mixed = self.config.dtype == "bfloat16"
         with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
@@ -79,7 +79,8 @@ class PlainStep:
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
-            loss = losses.view(num_parts, -1).mean(1).sum() / self.config.micro_batches / divisor
+            divisor *= self.config.micro_batches
+            loss = losses.view(num_parts, -1).mean(1).sum() / divisor
         with phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -168,24 +169,17 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class _Vocabulary:
+class _Vocabulary(list[int]):
     """As much of a tokenizer as a fresh model asks for."""
 
     eos_token_id = 0
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
 
 def _model(config: ProfileConfig) -> Any:
     torch.manual_seed(0)
-    vocabulary = cast(Any, _Vocabulary(_vocab_size(config)))
-    model = build_model(
-        ModelConfig(model=config.model), vocabulary, block_size=config.sequence_length
-    )
+    vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
+    architecture = ModelConfig(model=config.model)
+    model = build_model(architecture, vocabulary, block_size=config.sequence_length)
     # Dropout would draw numbers, other ones for each side.
     model.train(False)
     return model

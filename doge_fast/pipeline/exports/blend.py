@@ -215,11 +215,6 @@ class Blend:
             )
         return [(share, path) for (_, path), share in rounded.items()]
 
-    def passes(self, name: str, share: float) -> Fraction | None:
-        """Epochs of a domain that the budget implies; None where budget or tokens are unknown."""
-        budget, tokens = self.settings.budget_tokens, self.entries[name].get("tokens")
-        return Fraction(budget) * Fraction(share) / Fraction(tokens) if budget and tokens else None
-
     def repetition(self, name: str) -> float:
         """Epochs of a domain to allow, at least 1: rounded up, for a token too few is refused."""
         budget, tokens = self.settings.budget_tokens, self.entries[name].get("tokens")

@@ -212,9 +212,16 @@ def import_weights(
         for name, given in (paths or {}).items()
         for path in ([given] if isinstance(given, str) else given)
     }
+    found = _parsed(target, text)
+    unit = 1 if target.phases_in == "steps" else settings.tokens_per_step()
+    if unit is None and len(found) > 1:
+        raise ValueError(
+            f"The phases of {target.name} begin after so many tokens, and weights.json counts "
+            "steps: give seq_length and batch_size."
+        )
     phases = [
-        (_step(target, first, settings), token_shares(_sums(shares, names), rows, settings))
-        for first, shares in _parsed(target, text)
+        (round(first / (unit or 1)), token_shares(_sums(shares, names), rows, settings))
+        for first, shares in found
     ]
     ordered = dict.fromkeys(name for _, sums in phases for name in sums)
     unknown = sorted(set(paths or {}) - set(ordered))
@@ -223,19 +230,17 @@ def import_weights(
             f"paths name {', '.join(unknown)}, and the file holds none of their paths; it holds "
             f"{', '.join(ordered)}."
         )
+    none = dict.fromkeys(ordered, 0.0)
     # How long the last phase lasts is not known, so there is no mean to take.
-    constant = phases[-1][1]
+    last = none | phases[-1][1]
     record: dict[str, Any] = {
         "schema_version": 1,
         "method": "imported",
         "source": source,
-        "domains": [{"name": name, "weight": constant.get(name, 0.0)} for name in ordered],
+        "domains": [{"name": name, "weight": weight} for name, weight in last.items()],
     }
     if len(phases) > 1:
-        record["phases"] = [
-            {"first_step": first, "weights": {name: sums.get(name, 0.0) for name in ordered}}
-            for first, sums in phases
-        ]
+        record["phases"] = [{"first_step": first, "weights": none | sums} for first, sums in phases]
     check_fields(record, f"The mixture in the text of {source}")
     return record
 
@@ -251,19 +256,6 @@ def _parsed(target: Target, text: str) -> Phases:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
     return found
-
-
-def _step(target: Target, first: int, settings: Settings) -> int:
-    """The optimizer step at which a phase begins, from what the format counts."""
-    if target.phases_in == "steps" or not first:
-        return first
-    tokens = settings.tokens_per_step()
-    if tokens is None:
-        raise ValueError(
-            f"The phases of {target.name} begin after so many tokens, and weights.json counts "
-            "steps: give seq_length and batch_size."
-        )
-    return round(first / tokens)
 
 
 def _clean(path: str) -> str:

@@ -17,7 +17,11 @@ def _rows(blend: Blend) -> list[dict[str, Any]]:
     rows = []
     for name in sorted(shares, key=lambda name: (-shares[name], name)):
         entry, share = blend.entries[name], float(shares[name])
-        prior, epochs = entry.get("prior"), blend.passes(name, share)
+        prior, tokens, budget = (
+            entry.get("prior"),
+            entry.get("tokens"),
+            blend.settings.budget_tokens,
+        )
         rows.append(
             {
                 "domain": name,
@@ -26,8 +30,8 @@ def _rows(blend: Blend) -> list[dict[str, Any]]:
                 "last": entry.get("weight_last"),
                 "prior": prior,
                 "ratio": share / prior if prior else None,
-                "tokens": entry.get("tokens"),
-                "epochs": float(epochs) if epochs else None,
+                "tokens": tokens,
+                "epochs": budget * share / tokens if budget and tokens else None,
             }
         )
     kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
