@@ -58,32 +58,32 @@ def _streams(blend: Blend) -> str:
 
 
 def _datasets(blend: Blend) -> str:
-    return (
-        "from datasets import interleave_datasets, load_dataset\n\n"
-        f"domains = {_streams(blend)}\n"
-        f"probabilities = {mapping(blend.shares())}\n"
-        "dataset = interleave_datasets(\n"
-        "    list(domains.values()),\n"
-        "    probabilities=[probabilities[name] for name in domains],\n"
-        f"    seed={blend.settings.seed},\n"
-        '    stopping_strategy="all_exhausted",\n'
-        ")\n"
-    )
+    return f"""from datasets import interleave_datasets, load_dataset
+
+domains = {_streams(blend)}
+probabilities = {mapping(blend.shares())}
+dataset = interleave_datasets(
+    list(domains.values()),
+    probabilities=[probabilities[name] for name in domains],
+    seed={blend.settings.seed},
+    stopping_strategy="all_exhausted",
+)
+"""
 
 
 def _torchdata(blend: Blend) -> str:
-    return (
-        "from datasets import load_dataset\n"
-        "from torchdata.nodes import IterableWrapper, MultiNodeWeightedSampler, StopCriteria\n\n"
-        f"domains = {_streams(blend)}\n"
-        f"weights = {mapping(blend.shares())}\n"
-        "node = MultiNodeWeightedSampler(\n"
-        "    {name: IterableWrapper(rows) for name, rows in domains.items()},\n"
-        "    weights,\n"
-        "    stop_criteria=StopCriteria.CYCLE_FOREVER,\n"
-        f"    seed={blend.settings.seed},\n"
-        ")\n"
-    )
+    return f"""from datasets import load_dataset
+from torchdata.nodes import IterableWrapper, MultiNodeWeightedSampler, StopCriteria
+
+domains = {_streams(blend)}
+weights = {mapping(blend.shares())}
+node = MultiNodeWeightedSampler(
+    {{name: IterableWrapper(rows) for name, rows in domains.items()}},
+    weights,
+    stop_criteria=StopCriteria.CYCLE_FOREVER,
+    seed={blend.settings.seed},
+)
+"""
 
 
 def _ray(blend: Blend) -> str:
@@ -97,18 +97,18 @@ def _ray(blend: Blend) -> str:
                 f"{name} has {', '.join(paths)}."
             )
         calls[name] = f"ray.data.read_{reader}([{strings(paths)}])"
-    return (
-        "import ray\n"
-        "from ray.data import MixStoppingCondition\n\n"
-        f"domains = {mapping(calls)}\n"
-        f"weights = {mapping(blend.shares())}\n"
-        "first, *others = domains.values()\n"
-        "dataset = first.mix(\n"
-        "    *others,\n"
-        "    weights=list(weights.values()),\n"
-        "    stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST,\n"
-        ")\n"
-    )
+    return f"""import ray
+from ray.data import MixStoppingCondition
+
+domains = {mapping(calls)}
+weights = {mapping(blend.shares())}
+first, *others = domains.values()
+dataset = first.mix(
+    *others,
+    weights=list(weights.values()),
+    stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST,
+)
+"""
 
 
 def _litdata(blend: Blend) -> str:
@@ -119,40 +119,19 @@ def _litdata(blend: Blend) -> str:
         loader = f", item_loader=TokensLoader(block_size={(blend.settings.seq_length or 0) + 1})"
         imported = ", TokensLoader"
     weighted = blend.weighted_paths()
-    return (
-        f"from litdata import CombinedStreamingDataset, StreamingDataset{imported}\n\n"
-        f"folders = {sequence([string(path) for _, path in weighted])}\n"
-        "datasets = [\n"
-        f"    StreamingDataset(folder, shuffle=True{loader})\n"
-        "    for folder in folders\n"
-        "]\n"
-        "dataset = CombinedStreamingDataset(\n"
-        "    datasets,\n"
-        f"    seed={blend.settings.seed},\n"
-        f"    weights={sequence([share for share, _ in weighted], '    ', '()')},\n"
-        "    iterate_over_all=False,\n"
-        ")\n"
-    )
+    return f"""from litdata import CombinedStreamingDataset, StreamingDataset{imported}
 
-
-_TITAN = """from datasets import load_dataset
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import (
-    DATASETS,
-    HFDataSource,
-    InterleavedHuggingFaceTextDataLoader,
+folders = {sequence([string(path) for _, path in weighted])}
+datasets = [
+    StreamingDataset(folder, shuffle=True{loader})
+    for folder in folders
+]
+dataset = CombinedStreamingDataset(
+    datasets,
+    seed={blend.settings.seed},
+    weights={sequence([share for share, _ in weighted], "    ", "()")},
+    iterate_over_all=False,
 )
-
-
-def source(name, weight, reader, **files):
-    DATASETS[name] = DatasetConfig(
-        path=reader,
-        loader=lambda path: load_dataset(path, **files, split="train", streaming=True),
-        sample_processor=lambda row: row["text"],
-    )
-    return HFDataSource(dataset=name, weight=weight)
-
-
 """
 
 
@@ -171,15 +150,41 @@ def _torchtitan(blend: Blend) -> str:
             "torchtitan knows data sets by their names in lower case, and two of these are then "
             f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
         )
-    return (
-        f"{_TITAN}dataloader = InterleavedHuggingFaceTextDataLoader.Config(\n"
-        f"    sources={sequence(sources, '    ')},\n"
-        f"    seed={blend.settings.seed},\n"
-        ")\n"
+    return f"""from datasets import load_dataset
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import (
+    DATASETS,
+    HFDataSource,
+    InterleavedHuggingFaceTextDataLoader,
+)
+
+
+def source(name, weight, reader, **files):
+    DATASETS[name] = DatasetConfig(
+        path=reader,
+        loader=lambda path: load_dataset(path, **files, split="train", streaming=True),
+        sample_processor=lambda row: row["text"],
     )
+    return HFDataSource(dataset=name, weight=weight)
 
 
-_OLMO = """from olmo_core.data import TokenizerConfig
+dataloader = InterleavedHuggingFaceTextDataLoader.Config(
+    sources={sequence(sources, "    ")},
+    seed={blend.settings.seed},
+)
+"""
+
+
+def _olmo_composable(blend: Blend) -> str:
+    blend.require("seq_length", why="instances are chunks of so many tokens")
+    settings, length = blend.settings, blend.settings.seq_length
+    specs = [
+        f"domain({string(name)}, {plain(share)}, {blend.repetition(name)}, "
+        f"{strings(blend.paths_of(name))})"
+        for name, share in blend.shares().items()
+    ]
+    budget = f"    num_tokens={settings.budget_tokens},\n" if settings.budget_tokens else ""
+    return f"""from olmo_core.data import TokenizerConfig
 from olmo_core.data.composable import (
     ConcatAndChunkInstanceSourceConfig,
     MixingInstanceSourceConfig,
@@ -198,25 +203,11 @@ def domain(label, ratio, repetition, *paths):
     )
 
 
+source = MixingInstanceSourceConfig(
+    source_specs={sequence(specs, "    ")},
+    seed={settings.seed},
+{budget})
 """
-
-
-def _olmo_composable(blend: Blend) -> str:
-    blend.require("seq_length", why="instances are chunks of so many tokens")
-    settings = blend.settings
-    specs = [
-        f"domain({string(name)}, {plain(share)}, {blend.repetition(name)}, "
-        f"{strings(blend.paths_of(name))})"
-        for name, share in blend.shares().items()
-    ]
-    budget = f"    num_tokens={settings.budget_tokens},\n" if settings.budget_tokens else ""
-    return (
-        f"{_OLMO.replace('{length}', str(settings.seq_length))}"
-        "source = MixingInstanceSourceConfig(\n"
-        f"    source_specs={sequence(specs, '    ')},\n"
-        f"    seed={settings.seed},\n{budget}"
-        ")\n"
-    )
 
 
 def _place(blend: Blend, name: str) -> dict[str, str]:
@@ -235,17 +226,16 @@ def _mosaic(blend: Blend) -> str:
         where = ", ".join(f"{key}={string(value)}" for key, value in _place(blend, name).items())
         streams.append(f"Stream({where}, proportion={plain(share)})")
     epoch = f"    epoch_size={rows},\n" if rows else ""
-    return (
-        "from streaming import Stream, StreamingDataset\n\n"
-        "dataset = StreamingDataset(\n"
-        f"    streams={sequence(streams, '    ')},\n"
-        "    shuffle=True,\n"
-        f"    shuffle_seed={settings.seed},\n"
-        '    batching_method="random",\n'
-        f"{epoch}"
-        f"    batch_size={settings.batch_size},  # of one device: divide by their number\n"
-        ")\n"
-    )
+    return f"""from streaming import Stream, StreamingDataset
+
+dataset = StreamingDataset(
+    streams={sequence(streams, "    ")},
+    shuffle=True,
+    shuffle_seed={settings.seed},
+    batching_method="random",
+{epoch}    batch_size={settings.batch_size},  # of one device: divide by their number
+)
+"""
 
 
 def _foundry(blend: Blend) -> str:
