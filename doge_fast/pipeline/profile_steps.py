@@ -1,9 +1,16 @@
-"""The two steps that a profile compares, plain and DoGE, and the bytes that they cannot avoid.
+"""The two steps that a profile compares, plain and DoGE: what they run, move and keep.
 
 Both run the same model on the same random tokens in the same micro-batches, and name their phases
 (`doge_fast.tracing`).
 """
 
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +22,9 @@ from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.model import SIZES, build_model, load_architecture
 from doge_fast.tracing import phase
 
+_log = logging.getLogger(__name__)
+
+WARM_UP = 2
 # Those of the family that are made for CPUs.
 SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
 SMALL = ("tiny", "mini", "small")
@@ -163,6 +173,63 @@ class DogeStep(PlainStep):
             "weighted_sum": Traffic(rows * self.config.domains // R, once),
             "inner_step": Traffic(2 * once + state, once + state),
         }
+
+
+SIDES = {step.name: step for step in (PlainStep, DogeStep)}
+
+
+def print_peak(side: str, settings: str) -> None:
+    """Print the peak memory of steps of `side`; run in a process of its own."""
+    config = ProfileConfig(**json.loads(settings))
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = torch.device(config.device)
+    step = SIDES[side](config, device)
+    for _ in range(WARM_UP):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        print(torch.cuda.max_memory_allocated(device))
+        return
+    # 5 resets the high-water mark of the resident set (man 5 proc).
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    step()
+    status = Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    print(int(line.split()[1]) * 1024)
+
+
+def peak_memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
+    """Peaks of both sides, each in a process of its own; None where one cannot be measured."""
+    environment = {
+        **os.environ,
+        # glibc otherwise keeps freed memory, and the peak would be that of an earlier moment.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    # Paths are no JSON, and the child writes no files; auto has been settled.
+    settings = asdict(replace(config, json=None, trace=None, trace_operators=None))
+    settings["device"] = str(device)
+    code = f"import sys; from {__name__} import print_peak; print_peak(*sys.argv[1:])"
+    peaks: dict[str, int] = {}
+    for side in SIDES:
+        done = subprocess.run(
+            [sys.executable, "-c", code, side, json.dumps(settings)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            # The rest was measured, and is not lost.
+            reason = done.stderr.strip().splitlines() or ["it said nothing"]
+            _log.warning("The peak memory of a %s step could not be measured: %s", side, reason[-1])
+            return None
+        peaks[side] = int(done.stdout.split()[-1])
+    return {**peaks, "extra": peaks["doge"] - peaks["plain"], "formula": formula}
 
 
 def _num_bytes(tensor: Tensor) -> int:

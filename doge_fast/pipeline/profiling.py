@@ -8,11 +8,7 @@ phase can move; bandwidth is measured in the same process.
 
 import gc
 import json
-import logging
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,18 +28,21 @@ from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
 from doge_fast.pipeline import tables
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profile_steps import DogeStep, PlainStep, Traffic
+from doge_fast.pipeline.profile_steps import (
+    SIDES,
+    WARM_UP,
+    DogeStep,
+    PlainStep,
+    Traffic,
+    peak_memory,
+)
 from doge_fast.tracing import observed
 from doge_fast.weights_file import plain
-
-_log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 # More than any machine has, and fewer than a process can start.
 MOST_THREADS = 1024
-WARM_UP = 2
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
-SIDES = {step.name: step for step in (PlainStep, DogeStep)}
 
 
 class Span(NamedTuple):
@@ -130,7 +129,7 @@ def profile(config: ProfileConfig) -> Profile:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            measured = replace(measured, memory=_memory(config, formula, device))
+            measured = replace(measured, memory=peak_memory(config, formula, device))
     finally:
         torch.set_num_threads(threads)
     if config.json is not None:
@@ -255,62 +254,6 @@ def _own_seconds(spans: list[Span]) -> Iterator[tuple[Span, float]]:
             own -= inner.end - inner.start
         ended.append(span)
         yield span, own
-
-
-def print_peak(side: str, settings: str) -> None:
-    """Print the peak memory of steps of `side`; run in a process of its own."""
-    config = ProfileConfig(**json.loads(settings))
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = _device(config)
-    step = SIDES[side](config, device)
-    for _ in range(WARM_UP):
-        step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        print(torch.cuda.max_memory_allocated(device))
-        return
-    # 5 resets the high-water mark of the resident set (man 5 proc).
-    Path("/proc/self/clear_refs").write_text("5")
-    step()
-    step()
-    status = Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    print(int(line.split()[1]) * 1024)
-
-
-def _memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
-    """Peaks of both sides, each in a process of its own; None where one cannot be measured."""
-    environment = {
-        **os.environ,
-        # glibc otherwise keeps freed memory, and the peak would be that of an earlier moment.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    # Paths are no JSON, and the child writes no files; auto has been settled.
-    settings = asdict(replace(config, json=None, trace=None, trace_operators=None))
-    settings["device"] = str(device)
-    code = (
-        "import sys; from doge_fast.pipeline import profiling; profiling.print_peak(*sys.argv[1:])"
-    )
-    peaks: dict[str, int] = {}
-    for side in SIDES:
-        done = subprocess.run(
-            [sys.executable, "-c", code, side, json.dumps(settings)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            # The rest was measured, and is not lost.
-            reason = done.stderr.strip().splitlines() or ["it said nothing"]
-            _log.warning("The peak memory of a %s step could not be measured: %s", side, reason[-1])
-            return None
-        peaks[side] = int(done.stdout.split()[-1])
-    return {**peaks, "extra": peaks["doge"] - peaks["plain"], "formula": formula}
 
 
 def _check(config: ProfileConfig) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ def test_one_pair_is_enough_and_threads_are_given_back() -> None:
 def test_without_its_memory_the_rest_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(profiling.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     measured = profile(quick(memory=True, json=tmp_path / "p.json"))
     assert measured.memory is None
     assert "The peak memory of a plain step could not be measured" in caplog.text
