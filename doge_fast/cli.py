@@ -269,8 +269,7 @@ def _info(config: InfoConfig) -> list[str]:
 
 
 def _profile(config: ProfileConfig) -> list[str]:
-    from doge_fast.pipeline.profile_report import table
-    from doge_fast.pipeline.profiling import profile
+    from doge_fast.pipeline.profiling import profile, table
 
     files = {"json": config.json, "trace": config.trace, "operators": config.trace_operators}
     written = [f"{name}: {path}" for name, path in files.items() if path is not None]

@@ -40,12 +40,12 @@ FLOORS = [
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
-        doge_fast.pipeline.weights_fields doge_fast.pipeline.exports.shares
-    doge_fast.pipeline.sources doge_fast.pipeline.exports.blend
-    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
-        doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
+        doge_fast.pipeline.weights_fields doge_fast.pipeline.exports.blend \
+        doge_fast.pipeline.exports.text
+    doge_fast.pipeline.sources
+    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner
     doge_fast.pipeline.records.runs
-    doge_fast.pipeline.profile_report doge_fast.pipeline.fewshot_documents \
+    doge_fast.pipeline.fewshot_documents \
         doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.group_dro doge_fast.pipeline.exports.building EXPORT_FAMILIES
@@ -76,7 +76,7 @@ FLOORS = [
         "EXPORT_FAMILIES",
         " ".join(
             f"doge_fast.pipeline.exports.{family}"
-            for family in ("megatron", "mosaic", "configs", "loaders", "finetuning", "tables")
+            for family in ("megatron", "configs", "loaders", "tables")
         ),
     )
     .replace(

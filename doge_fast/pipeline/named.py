@@ -1,26 +1,7 @@
-"""NAME=VALUE words of the command line: paths, tokens, bounds, all by domain."""
+"""NAME=NUMBER words of the command line: tokens and bounds, by domain."""
 
 import math
 from collections.abc import Sequence
-
-
-def texts(words: Sequence[str], what: str) -> dict[str, list[str]]:
-    """{name: texts} of NAME=TEXT words, a name again for a further text; a text may hold "=".
-
-    Args:
-        words: of the command line.
-        what: the option, for the error.
-
-    Raises:
-        ValueError: a word has no name or no text.
-    """
-    found: dict[str, list[str]] = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        if not (name and text):
-            raise ValueError(f"{what} takes NAME=PATH ..., or one JSON or YAML file; got {word!r}.")
-        found.setdefault(name, []).append(text)
-    return found
 
 
 def numbers(words: Sequence[str], what: str) -> dict[str, float]:
@@ -43,15 +24,7 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
 
 
 def number(text: str, word: str, what: str) -> float:
-    """The number that a text is.
-
-    Args:
-        text: of the number.
-        word: what was typed, and `what` the option; for the error.
-
-    Raises:
-        ValueError: it is none, or NaN.
-    """
+    """The number that the text of a word is; ValueError where it is none, or NaN."""
     try:
         value = float(text)
     except ValueError:

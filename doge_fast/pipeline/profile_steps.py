@@ -1,10 +1,16 @@
-"""The two steps that a profile compares, plain and DoGE, and the bytes that they cannot avoid.
+"""The two steps that a profile compares, plain and DoGE: what they run, move and keep.
 
 Both run the same model on the same random tokens in the same micro-batches, and name their phases
 (`doge_fast.tracing`).
 """
 
-from contextlib import nullcontext
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +22,9 @@ from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.model import SIZES, build_model, load_architecture
 from doge_fast.tracing import phase
 
+_log = logging.getLogger(__name__)
+
+WARM_UP = 2
 # Those of the family that are made for CPUs.
 SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
 SMALL = ("tiny", "mini", "small")
@@ -43,17 +52,19 @@ class PlainStep:
         self.config = config
         self.device = device
         self.model = _model(config).to(device)
-        self.inner = _inner_optimizer(config, self.model, device)
+        kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
+        fused = device.type == "cuda" or None
+        self.inner = kind(self.model.named_parameters(), lr=1e-5, fused=fused)
         self.tokens = _tokens(config, self.model).to(device)
 
     def __call__(self) -> None:
         """Run a step."""
         if self.config.mode == "stacked":
             for batch in self.tokens.unbind(1):
-                self.backward(self.loss(batch.flatten(0, 1)) / self.num_rows)
+                self.learn(batch.flatten(0, 1), self.num_rows)
         else:
             for batch in self.tokens.flatten(0, 1):
-                self.backward(self.loss(batch) / self.num_rows)
+                self.learn(batch, self.num_rows)
         with phase("inner_step"):
             self.inner.step()
         self.inner.zero_grad()
@@ -68,26 +79,20 @@ class PlainStep:
         """Those that train."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss, summed over the domains of a stacked batch."""
-        with phase("forward"), self._autocast():
+    def learn(self, tokens: Tensor, divisor: int = 1) -> None:
+        """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
+        is_mixed = self.config.dtype == "bfloat16"
+        with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
             # One mean per domain; all have as many sequences.
             num_parts = self.num_rows if self.config.mode == "stacked" else 1
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
-            return losses.view(num_parts, -1).mean(1).sum() / self.config.micro_batches
-
-    def backward(self, loss: Tensor) -> None:
-        """Under its name."""
+            divisor *= self.config.micro_batches
+            loss = losses.view(num_parts, -1).mean(1).sum() / divisor
         with phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
-
-    def _autocast(self) -> Any:
-        if self.config.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
 class DogeStep(PlainStep):
@@ -114,12 +119,12 @@ class DogeStep(PlainStep):
             sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
             for batch in self.tokens.unbind(1):
                 with self.optimizer.stacked(self.model, sizes):
-                    self.backward(self.loss(batch.flatten(0, 1)))
+                    self.learn(batch.flatten(0, 1))
         else:
             for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
                 for batch in of_domain:
                     with self.optimizer.domain(name):
-                        self.backward(self.loss(batch))
+                        self.learn(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -170,31 +175,78 @@ class DogeStep(PlainStep):
         }
 
 
-STEPS = {step.name: step for step in (PlainStep, DogeStep)}
+SIDES = {step.name: step for step in (PlainStep, DogeStep)}
+
+
+def print_peak(side: str, settings: str) -> None:
+    """Print the peak memory of steps of `side`; run in a process of its own."""
+    config = ProfileConfig(**json.loads(settings))
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = torch.device(config.device)
+    step = SIDES[side](config, device)
+    for _ in range(WARM_UP):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        print(torch.cuda.max_memory_allocated(device))
+        return
+    # 5 resets the high-water mark of the resident set (man 5 proc).
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    step()
+    status = Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    print(int(line.split()[1]) * 1024)
+
+
+def peak_memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
+    """Peaks of both sides, each in a process of its own; None where one cannot be measured."""
+    environment = {
+        **os.environ,
+        # glibc otherwise keeps freed memory, and the peak would be that of an earlier moment.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    # Paths are no JSON, and the child writes no files; auto has been settled.
+    settings = asdict(replace(config, json=None, trace=None, trace_operators=None))
+    settings["device"] = str(device)
+    code = f"import sys; from {__name__} import print_peak; print_peak(*sys.argv[1:])"
+    peaks: dict[str, int] = {}
+    for side in SIDES:
+        done = subprocess.run(
+            [sys.executable, "-c", code, side, json.dumps(settings)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            # The rest was measured, and is not lost.
+            reason = done.stderr.strip().splitlines() or ["it said nothing"]
+            _log.warning("The peak memory of a %s step could not be measured: %s", side, reason[-1])
+            return None
+        peaks[side] = int(done.stdout.split()[-1])
+    return {**peaks, "extra": peaks["doge"] - peaks["plain"], "formula": formula}
 
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class _Vocabulary:
+class _Vocabulary(list[int]):
     """As much of a tokenizer as a fresh model asks for."""
 
     eos_token_id = 0
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
 
 def _model(config: ProfileConfig) -> Any:
     torch.manual_seed(0)
-    vocabulary = cast(Any, _Vocabulary(_vocab_size(config)))
-    model = build_model(
-        ModelConfig(model=config.model), vocabulary, block_size=config.sequence_length
-    )
+    vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
+    architecture = ModelConfig(model=config.model)
+    model = build_model(architecture, vocabulary, block_size=config.sequence_length)
     # Dropout would draw numbers, other ones for each side.
     model.train(False)
     return model
@@ -206,15 +258,6 @@ def _vocab_size(config: ProfileConfig) -> int:
     if config.model in SIZES:
         return SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
     return int(load_architecture(config.model).vocab_size)
-
-
-def _inner_optimizer(
-    config: ProfileConfig, model: torch.nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
-    options = {"fused": True} if device.type == "cuda" else {}
-    optimizer: torch.optim.Optimizer = kind(model.named_parameters(), lr=1e-5, **options)
-    return optimizer
 
 
 def _tokens(config: ProfileConfig, model: Any) -> Tensor:

@@ -8,18 +8,14 @@ phase can move; bandwidth is measured in the same process.
 
 import gc
 import json
-import logging
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -30,19 +26,87 @@ from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
+from doge_fast.pipeline import tables
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profile_report import SIDES, Phase, Profile, Span, trace_of
-from doge_fast.pipeline.profile_steps import STEPS, DogeStep, PlainStep, Traffic
+from doge_fast.pipeline.profile_steps import (
+    SIDES,
+    WARM_UP,
+    DogeStep,
+    PlainStep,
+    Traffic,
+    peak_memory,
+)
 from doge_fast.tracing import observed
 from doge_fast.weights_file import plain
-
-_log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 # More than any machine has, and fewer than a process can start.
 MOST_THREADS = 1024
-WARM_UP = 2
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
+
+
+class Span(NamedTuple):
+    """One range of one step; seconds since the recording began."""
+
+    side: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One line of the table."""
+
+    name: str
+    milliseconds: float
+    """Median over the steps, of all its ranges in a step."""
+    share: float
+    """Of the step it was seen in."""
+    num_bytes: int
+    """The least that it can move."""
+    fraction: float
+    """Of the bandwidth that was measured: the time that those bytes must take over its own."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that was measured; `--json` writes these fields and a `schema_version`."""
+
+    settings: dict[str, Any]
+    """The fields of `ProfileConfig`, the device settled."""
+    device: str
+    threads: int
+    versions: dict[str, str]
+    implementations: dict[str, str]
+    """Of each operator."""
+    num_parameters: int
+    """Those that train."""
+    num_rows: int
+    """R, training domains and targets."""
+    row_bytes: int
+    """Of all rows, padding included."""
+    tokens: int
+    """Of a step, all rows together."""
+    plain_ms: float
+    doge_ms: float
+    """Medians of whole steps."""
+    overhead: float
+    """Median over pairs of DoGE step / plain step."""
+    overhead_low: float
+    overhead_high: float
+    """Quartiles."""
+    phases: tuple[Phase, ...]
+    """Of other DoGE steps than the timed ones; "other" is what no phase covers."""
+    read_bandwidth: float
+    copy_bandwidth: float
+    """Bytes per second; a copy counts both ways."""
+    bandwidth_spread: float
+    """How far their quartiles lie apart, over the median."""
+    memory: dict[str, int] | None = None
+    """Bytes: the peak of a `plain` and of a `doge` step, the `extra` of the latter and the
+    `formula` for it, R x N x itemsize with padding (R + 1 where one backward pass fills all rows:
+    the combined gradient); None: not measured."""
 
 
 def profile(config: ProfileConfig) -> Profile:
@@ -55,14 +119,19 @@ def profile(config: ProfileConfig) -> Profile:
     """
     device = _device(config)
     _check(config)
-    with _threads(config.threads):
+    threads = torch.get_num_threads()
+    try:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         measured, formula = _of_steps(config, device)
         if config.memory:
             # What this process held is free again: on a GPU its children need the space.
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            measured = replace(measured, memory=_memory(config, formula, device))
+            measured = replace(measured, memory=peak_memory(config, formula, device))
+    finally:
+        torch.set_num_threads(threads)
     if config.json is not None:
         _write(config.json, {"schema_version": SCHEMA_VERSION, **asdict(measured)})
     return measured
@@ -106,55 +175,44 @@ def _of_steps(config: ProfileConfig, device: torch.device) -> tuple[Profile, int
     return measured, doge_step.extra_bytes
 
 
-class _Clock:
-    """Ranges with a name, on the host's clock or the device's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.side = ""
-        self._marks: list[tuple[str, str, Any, Any]] = []
-        self._zero = self._now()
+def _spans(steps: list[PlainStep], num_rounds: int) -> list[Span]:
+    """The phases of a step of each in every round, each phase before the one that it is part of."""
+    device = steps[0].device
+    marks: list[tuple[str, str, Any, Any]] = []
+    side = ""
 
     @contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        """Time what runs inside."""
-        start = self._now()
+    def timed(name: str) -> Iterator[None]:
+        start = _now(device)
         try:
             yield
         finally:
-            self._marks.append((self.side, name, start, self._now()))
+            marks.append((side, name, start, _now(device)))
 
-    def spans(self) -> list[Span]:
-        """All ranges so far. Waits for the device."""
-        synchronize(self.device)
-        return [
-            Span(side, name, self._since(start), self._since(end))
-            for side, name, start, end in self._marks
-        ]
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _since(self, mark: Any) -> float:
-        if self.device.type != "cuda":
-            return float(mark - self._zero)
-        return float(self._zero.elapsed_time(mark)) / 1e3
-
-
-def _spans(steps: list[PlainStep], num_rounds: int) -> list[Span]:
-    """The phases of a step of each in every round, each phase before the one that it is part of."""
-    clock = _Clock(steps[0].device)
-    with observed(clock.range):
+    zero = _now(device)
+    with observed(timed):
         for _ in range(num_rounds):
             for step in steps:
-                clock.side = step.name
-                with clock.range("step"):
+                side = step.name
+                with timed("step"):
                     step()
-    return clock.spans()
+    synchronize(device)
+    return [
+        Span(of, name, _seconds(zero, start), _seconds(zero, end)) for of, name, start, end in marks
+    ]
+
+
+def _now(device: torch.device) -> Any:
+    """A mark on the host's clock, or in the device's queue."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _seconds(zero: Any, mark: Any) -> float:
+    return float(mark - zero if isinstance(mark, float) else zero.elapsed_time(mark) / 1e3)
 
 
 def _phases(spans: list[Span], least: dict[str, Traffic], limits: Bandwidth) -> tuple[Phase, ...]:
@@ -198,83 +256,13 @@ def _own_seconds(spans: list[Span]) -> Iterator[tuple[Span, float]]:
         yield span, own
 
 
-def print_peak(side: str, settings: str) -> None:
-    """Print the peak memory of steps of `side`; run in a process of its own."""
-    config = ProfileConfig(**json.loads(settings))
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = _device(config)
-    step = STEPS[side](config, device)
-    for _ in range(WARM_UP):
-        step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        print(torch.cuda.max_memory_allocated(device))
-        return
-    # 5 resets the high-water mark of the resident set (man 5 proc).
-    Path("/proc/self/clear_refs").write_text("5")
-    step()
-    step()
-    status = Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    print(int(line.split()[1]) * 1024)
-
-
-def _memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
-    """Peaks of both sides and what the difference should be; None where it cannot be measured."""
-    try:
-        base, ours = (_peak_of(side, config, device) for side in SIDES)
-    except RuntimeError as error:
-        # The rest was measured, and is not lost.
-        _log.warning("%s", error)
-        return None
-    return {"plain": base, "doge": ours, "extra": ours - base, "formula": formula}
-
-
-def _peak_of(side: str, config: ProfileConfig, device: torch.device) -> int:
-    """Peak bytes of a step of `side`, in a process of its own.
-
-    Raises:
-        RuntimeError: that process failed, for want of memory or of a way to measure it.
-    """
-    environment = {
-        **os.environ,
-        # glibc otherwise keeps freed memory, and the peak would be that of an earlier moment.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    # Paths are no JSON, and the child writes no files; auto has been settled.
-    nothing = {"json": None, "trace": None, "trace_operators": None}
-    settings = asdict(replace(config, **nothing, device=str(device)))  # type: ignore[arg-type]
-    code = (
-        "import sys; from doge_fast.pipeline.profiling import print_peak; print_peak(*sys.argv[1:])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, side, json.dumps(settings)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        reason = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"The peak memory of a {side} step could not be measured: {reason[-1]}")
-    return int(done.stdout.split()[-1])
-
-
-# Of what a number may be; None, where a setting may be that, is not looked at.
-_LEAST = {
-    **{"domains": 1, "targets": 0, "sequences": 1, "micro_batches": 1, "sequence_length": 2},
-    **{"steps": 1, "threads": 1, "vocab_size": 1},
-}
-
-
 def _check(config: ProfileConfig) -> None:
-    for name, least in _LEAST.items():
-        if (value := getattr(config, name)) is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}.")
+    least = dict.fromkeys(("domains", "sequences", "micro_batches", "steps"), 1)
+    least |= {"threads": 1, "vocab_size": 1, "targets": 0, "sequence_length": 2}
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ValueError(f"{name} must be at least {bound}; got {value}.")
     if config.sequences % config.micro_batches:
         raise ValueError(
             f"micro_batches must divide the sequences of a domain; got {config.sequences} "
@@ -282,20 +270,14 @@ def _check(config: ProfileConfig) -> None:
         )
     if config.threads is not None and config.threads > MOST_THREADS:
         raise ValueError(f"threads must be at most {MOST_THREADS}; got {config.threads}.")
-    _check_files(config)
-
-
-def _check_files(config: ProfileConfig) -> None:
-    """What cannot be written is said before anything is measured."""
-    files = [getattr(config, name) for name in ("json", "trace", "trace_operators")]
-    wanted = [path for path in files if path is not None]
-    if len({path.absolute() for path in wanted}) < len(wanted):
-        raise ValueError(f"json, trace and trace_operators must be different files; got {wanted}.")
-    for path in wanted:
+    # What cannot be written is said before anything is measured.
+    files = [path for path in (config.json, config.trace, config.trace_operators) if path]
+    if len({path.absolute() for path in files}) < len(files):
+        raise ValueError(f"json, trace and trace_operators must be different files; got {files}.")
+    for path in files:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a"):
-                pass
+            path.open("a").close()
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror or error}.") from error
 
@@ -304,33 +286,18 @@ def _device(config: ProfileConfig) -> torch.device:
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.")
-    if device.type == "cpu":
-        return device
-    index, count = device.index, torch.cuda.device_count()
-    if (index or 0) >= count:
+    if kind == "cpu":
+        return torch.device(name)
+    count = torch.cuda.device_count()
+    if int(index or 0) >= count:
         raise ValueError(
             f"device is {name!r}, and torch {torch.__version__} sees {count} GPUs. Pass "
             "--device cpu."
         )
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Let torch take so many inside, and as many as before afterwards."""
-    before = torch.get_num_threads()
-    try:
-        if number is not None:
-            torch.set_num_threads(number)
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
 
 
 def _write_operators(path: Path, doge: DogeStep) -> None:
@@ -346,3 +313,73 @@ def _write_operators(path: Path, doge: DogeStep) -> None:
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def table(measured: Profile) -> str:
+    """The measurements as text: what ran where, each phase of the step, the cost of the whole."""
+    settings = measured.settings
+    threads = f"{measured.threads} threads, " if settings["device"] == "cpu" else ""
+    header = ["phase", "ms", "share", "least MB", "GB/s", "of bandwidth"]
+    rows = [_row(phase) for phase in measured.phases]
+    lines = [
+        f"{settings['model']}: {measured.num_parameters / 1e6:.2f}M parameters, "
+        f"{measured.num_rows} rows, {measured.tokens} tokens a step, {settings['mode']}, "
+        f"{settings['dtype']}",
+        f"{measured.device}, {threads}torch {measured.versions['torch']}",
+        f"reads {measured.read_bandwidth / 1e9:.1f} GB/s, copies "
+        f"{measured.copy_bandwidth / 1e9:.1f} GB/s (quartiles within "
+        f"{100 * measured.bandwidth_spread:.0f} %)",
+        "operators: " + ", ".join(f"{k} {v}" for k, v in measured.implementations.items()),
+        "",
+        tables.text(tables.table_of(header, rows)),
+    ]
+    if any(phase.fraction > 1 for phase in measured.phases):
+        lines.append(
+            f"Above 100 %: some of the {measured.row_bytes / 1e6:.1f} MB of rows were still in "
+            "the caches."
+        )
+    lines += [
+        "",
+        f"DoGE step {measured.doge_ms:.1f} ms, plain step {measured.plain_ms:.1f} ms: "
+        f"{measured.overhead:.3f} [{measured.overhead_low:.3f}, {measured.overhead_high:.3f}] "
+        f"(median and quartiles of {settings['steps']} pairs)",
+    ]
+    if measured.memory is not None:
+        mb = {name: num_bytes / 1e6 for name, num_bytes in measured.memory.items()}
+        lines.append(
+            f"peak memory: plain {mb['plain']:.0f} MB, DoGE {mb['doge']:.0f} MB: "
+            f"{mb['extra']:+.1f} MB; by its formula: {mb['formula']:.1f} MB"
+        )
+    return "\n".join(lines)
+
+
+def _row(phase: Phase) -> list[str]:
+    row = [phase.name, f"{phase.milliseconds:.3f}", f"{100 * phase.share:.1f} %"]
+    if not phase.num_bytes:
+        return [*row, "-", "-", "-"]
+    least = f"{phase.num_bytes / 1e6:.1f}" if phase.num_bytes >= 5e4 else "< 0.1"
+    rate = phase.num_bytes / phase.milliseconds / 1e6 if phase.milliseconds else 0.0
+    return [*row, least, f"{rate:.1f}", f"{100 * phase.fraction:.0f} %"]
+
+
+def trace_of(spans: list[Span]) -> dict[str, Any]:
+    """A timeline in the trace event format: one track for each side, phases inside steps."""
+    names = [("process_name", 0, "doge_fast")]
+    names += [("thread_name", track, f"{side} step") for track, side in enumerate(SIDES)]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": track, "name": what, "args": {"name": name}}
+        for what, track, name in names
+    ]
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": list(SIDES).index(span.side),
+                "name": span.name,
+                "cat": span.side,
+                "ts": 1e6 * span.start,
+                "dur": max(0.0, 1e6 * (span.end - span.start)),
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -191,6 +191,12 @@ def test_every_target_says_what_it_is(to: str) -> None:
     assert all(len(line) <= 88 for line in comments)
 
 
+def test_every_format_has_its_target() -> None:
+    """A name in FORMATS alone would never be offered; one in targets.yaml alone fails at once."""
+    families = (registry.configs, registry.loaders, registry.megatron, registry.tables)
+    assert {name for family in families for name in family.FORMATS} == set(registry._ours())
+
+
 # What is written.
 
 

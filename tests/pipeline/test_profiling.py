@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from transformers import LlamaConfig
 from doge_fast import cli
 from doge_fast.pipeline import profiling
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profile_report import Span, table, trace_of
-from doge_fast.pipeline.profiling import PHASES, profile
+from doge_fast.pipeline.profiling import PHASES, Span, profile, table, trace_of
 
 QUICK = ProfileConfig(
     vocab_size=256,
@@ -227,7 +227,7 @@ def test_one_pair_is_enough_and_threads_are_given_back() -> None:
 def test_without_its_memory_the_rest_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(profiling.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     measured = profile(quick(memory=True, json=tmp_path / "p.json"))
     assert measured.memory is None
     assert "The peak memory of a plain step could not be measured" in caplog.text

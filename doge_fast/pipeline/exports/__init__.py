@@ -1,9 +1,16 @@
 """Domain weights -> what each training framework takes, and back."""
 
-from doge_fast.pipeline.exports.blend import Blend, Phase, Settings
+from doge_fast.pipeline.exports.blend import (
+    Blend,
+    Found,
+    Phase,
+    Settings,
+    Target,
+    by_document,
+    by_token,
+    largest_remainder,
+)
 from doge_fast.pipeline.exports.registry import Exported, export, import_weights, listing, targets
-from doge_fast.pipeline.exports.shares import by_document, by_token, largest_remainder
-from doge_fast.pipeline.exports.target import Found, Target
 
 __all__ = [
     "Blend",

@@ -1,27 +1,93 @@
-"""What an exporter is given: checked shares, paths and phases, in the unit its framework counts.
+"""What an exporter is, and what it is given: checked shares, paths and phases in its own unit.
 
 Learned weights are shares of tokens. A framework that draws blocks of a fixed length takes them as
 they are; one that draws documents needs them divided by the mean length of a document, and without
 it would train on another mixture than the one that was learned.
+
+Rounding each weight by itself leaves sums like 0.9999, which some loaders refuse and others
+renormalise in silence. Here the arithmetic is rational and the rounding by largest remainder, so
+the printed numbers sum to one as decimals, whatever the number of domains.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from doge_fast.pipeline.exports.shares import largest_remainder, normalised
-
+Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
 Split = Literal["train", "valid", "test"]
 Paths = Mapping[str, str | Sequence[str] | Mapping[str, float]]
 """{domain: path, paths, or {path: its relative part of the domain}}."""
+Parts = Mapping[str, Fraction]
+"""{domain: exact share}."""
 PathParts = dict[str, dict[str, Fraction | None]]
 
+# float64 repeats a decimal of so many places.
+MAX_DECIMALS = 15
 REMOTE = "://"
+
+
+def normalised(weights: Mapping[Key, float | Fraction]) -> dict[Key, Fraction]:
+    """w_j / sum_i w_i, exactly, of weights >= 0; ValueError where all are zero."""
+    total = sum((Fraction(weight) for weight in weights.values()), Fraction(0))
+    if not total:
+        raise ValueError(f"At least one weight must be above zero; all {len(weights)} are zero.")
+    return {key: Fraction(weight) / total for key, weight in weights.items()}
+
+
+def largest_remainder(weights: Mapping[Key, float | Fraction], decimals: int) -> dict[Key, Decimal]:
+    """Round to so many decimals that sum to exactly one.
+
+    Every weight is rounded down; what is missing goes, one unit of the last place each, to those
+    that lost most. So each is within one unit of its weight, and none changes its place with one
+    that is larger. Equal losses are served in the order of their keys, not of the mapping.
+
+    Args:
+        weights: {key: weight >= 0}, in any scale.
+        decimals: places after the point, 1 to 15.
+
+    Returns:
+        {key: Decimal >= 0}, in the order of `weights`.
+
+    Raises:
+        ValueError: `decimals` is out of its range, or all weights are zero.
+    """
+    if not 1 <= decimals <= MAX_DECIMALS:
+        raise ValueError(
+            f"decimals must be 1 to {MAX_DECIMALS}, which float64 can repeat; got {decimals}."
+        )
+    scale = 10**decimals
+    scaled = {key: part * scale for key, part in normalised(weights).items()}
+    units = {key: int(part) for key, part in scaled.items()}
+    by_loss = sorted(scaled, key=lambda key: (units[key] - scaled[key], str(key)))
+    for key in by_loss[: scale - sum(units.values())]:
+        units[key] += 1
+    return {key: Decimal(count).scaleb(-decimals) for key, count in units.items()}
+
+
+def by_document(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str, Fraction]:
+    """Shares of documents that make given shares of tokens.
+
+    q_j  =  (w_j / l_j) / sum_i (w_i / l_i),     l_j the mean tokens of a document
+
+    Args:
+        parts: {domain: w_j}, shares of tokens.
+        mean_doc_tokens: {domain: l_j > 0}, of every domain with w_j > 0.
+    """
+    return normalised(
+        {n: part / Fraction(mean_doc_tokens[n]) if part else part for n, part in parts.items()}
+    )
+
+
+def by_token(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str, Fraction]:
+    """The inverse of `by_document`: shares of tokens that shares of documents make."""
+    return normalised(
+        {n: part * Fraction(mean_doc_tokens[n]) if part else part for n, part in parts.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +143,7 @@ class Phase:
 
     first_step: int
     """Counted from 0."""
-    parts: Mapping[str, Fraction]
+    parts: Parts
     """{domain: exact share}, in the unit the framework counts; zeros included."""
 
 
@@ -115,11 +181,7 @@ class Blend:
         return list(self.paths[split].get(name, ()))
 
     def one_path(self, name: str) -> str:
-        """The path of a domain, for a framework that takes one.
-
-        Raises:
-            ValueError: it has several.
-        """
+        """The path of a domain, for a framework that takes one; ValueError where it has several."""
         paths = self.paths_of(name)
         if len(paths) != 1:
             raise ValueError(
@@ -133,11 +195,8 @@ class Blend:
 
         A domain of several paths shares its weight by the parts given with them, or by the size of
         the files where they can be seen. Validation and test sets take the training shares of the
-        domains they have.
-
-        Raises:
-            ValueError: the parts of a domain's paths are not known, one rounds to zero, or no
-                domain of the split has a weight.
+        domains they have. ValueError where a part is not known or rounds to zero, or no domain of
+        the split has a weight.
         """
         parts = self.phases[phase].parts
         exact: dict[tuple[str, str], Fraction] = {}
@@ -156,11 +215,6 @@ class Blend:
             )
         return [(share, path) for (_, path), share in rounded.items()]
 
-    def passes(self, name: str, share: float) -> Fraction | None:
-        """Epochs of a domain that the budget implies; None where budget or tokens are unknown."""
-        budget, tokens = self.settings.budget_tokens, self.entries[name].get("tokens")
-        return Fraction(budget) * Fraction(share) / Fraction(tokens) if budget and tokens else None
-
     def repetition(self, name: str) -> float:
         """Epochs of a domain to allow, at least 1: rounded up, for a token too few is refused."""
         budget, tokens = self.settings.budget_tokens, self.entries[name].get("tokens")
@@ -172,11 +226,7 @@ class Blend:
         return max(1.0, math.ceil(passes * 1000) / 1000)
 
     def require(self, *names: str, why: str) -> None:
-        """Refuse where a setting that this target needs was not given.
-
-        Raises:
-            ValueError: one of `names` is None.
-        """
+        """Refuse, with a ValueError, where a setting that this target needs was not given."""
         missing = [name for name in names if getattr(self.settings, name) is None]
         if missing:
             raise ValueError(f"This target needs {' and '.join(missing)}: {why}.")
@@ -213,3 +263,68 @@ def _bytes(path: str) -> int | None:
         if REMOTE not in path and candidate.is_file():
             return candidate.stat().st_size
     return None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A share of a mixture, as a framework's file holds it."""
+
+    weight: float
+    """Relative to the others of its phase."""
+    name: str | None = None
+    """The domain, where the format names domains."""
+    path: str | None = None
+    """Where its data lies, where the format says so."""
+
+
+Phases = Sequence[tuple[int, Sequence[Found]]]
+"""[(first step or token, shares)]; one from 0 where the weights are constant."""
+Writer = Callable[[Blend], str]
+Reader = Callable[[str], Phases]
+Format = tuple[Writer, Reader | None]
+"""What writes a target's text, and what reads it back."""
+
+
+def named(weights: Iterable[tuple[Any, Any]]) -> list[Found]:
+    """The shares of a format that names domains, from its (name, weight)."""
+    return [Found(float(weight), name=name) for name, weight in weights]
+
+
+def placed(weights: Iterable[tuple[Any, Any]]) -> list[Found]:
+    """The shares of a format that has only paths, from its (weight, path)."""
+    return [Found(float(weight), path=path) for weight, path in weights]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A framework, or one of its ways to take a mixture.
+
+    Made by packages outside this one too: an object of this class under the entry point group
+    `doge_fast.exporters` is a target of `export` like any other.
+    """
+
+    name: str
+    """As in `--to`."""
+    title: str
+    """What is printed, in a few words."""
+    write: Writer
+    """The text, without comments. Raises ValueError for what the framework would not take."""
+    takes: str = ""
+    """What a path is; empty where paths are of no use."""
+    checked: str = ""
+    """The version or commit of the framework whose own code was read or run, and when."""
+    rows: Sequence[Rows] = ("blocks",)
+    """What the framework's numbers may count, the default first; one where it decides itself."""
+    has_phases: bool = False
+    """Whether weights may change during the training."""
+    phases_in: Literal["steps", "tokens"] = "steps"
+    """What its text counts where a phase begins, as `read` returns it."""
+    needs_paths: bool = True
+    """Whether every domain needs a path."""
+    comment: str | None = "# "
+    """How the text says a comment; None where it cannot."""
+    traps: Sequence[str] = ()
+    """What a newcomer runs into, one sentence each."""
+    read: Reader | None = None
+    """The mixture in such a text; None where it is not read back. What it raises (ValueError,
+    KeyError, TypeError ...) means that the text is not the format."""

@@ -12,9 +12,11 @@ from doge_fast.pipeline.exports.blend import (
     Rows,
     Settings,
     Split,
+    Target,
+    by_document,
+    by_token,
+    normalised,
 )
-from doge_fast.pipeline.exports.shares import by_document, by_token, normalised
-from doge_fast.pipeline.exports.target import Target
 from doge_fast.pipeline.weights_fields import check_fields, is_weight
 
 Plan = list[tuple[int, dict[str, float]]]
@@ -27,16 +29,7 @@ def build(
     paths: Mapping[Split, Paths],
     settings: Settings,
 ) -> tuple[Blend, list[str]]:
-    """Check a mixture and its paths, and count it as the target does.
-
-    Args:
-        weights: as `records.read_weights` returns it, or {domain: weight}.
-        target: what it is for.
-        paths: {split: {domain: ...}}.
-        settings: what else was asked for.
-
-    Returns:
-        The blend, and in words what was left out.
+    """A checked mixture as the target counts it, and in words what was left out.
 
     Raises:
         ValueError: a field is not what it should be, a path belongs to no domain, a domain has no
@@ -52,11 +45,10 @@ def build(
         needed = {name for _, parts in exact for name, part in parts.items() if part}
         lengths = _lengths(sorted(needed), entries, settings.mean_doc_tokens)
         exact = [(first, by_document(parts, lengths)) for first, parts in exact]
-    _check_shared(paths)
     blend = Blend(
         phases=tuple(Phase(first, parts) for first, parts in exact),
         entries=entries,
-        paths={split: _path_parts(entries, given) for split, given in paths.items()},
+        paths={split: _path_parts(split, given, entries) for split, given in paths.items()},
         rows=rows,
         settings=settings,
         mean_doc_tokens=lengths,
@@ -72,11 +64,7 @@ def build(
 
 
 def rows_of(target: Target, settings: Settings) -> Rows:
-    """What the target's numbers count: as asked, or its default.
-
-    Raises:
-        ValueError: it cannot count what was asked.
-    """
+    """What the target's numbers count: as asked, or its default; ValueError where it cannot."""
     asked = settings.rows
     if asked is not None and asked not in target.rows:
         raise ValueError(
@@ -87,16 +75,14 @@ def rows_of(target: Target, settings: Settings) -> Rows:
 
 
 def token_shares(weights: Mapping[str, float], rows: Rows, settings: Settings) -> dict[str, float]:
-    """Shares of tokens, from those of what a framework counts.
-
-    Raises:
-        ValueError: they are of documents, whose mean length is not known.
+    """Shares of tokens, from those of what a framework counts; ValueError where these are
+    documents, and their mean length is not known.
     """
     parts = normalised(weights)
     if rows == "documents":
         needed = [name for name, part in parts.items() if part]
-        nothing: dict[str, Mapping[str, Any]] = {name: {} for name in parts}
-        parts = by_token(parts, _lengths(needed, nothing, settings.mean_doc_tokens))
+        entries: dict[str, Mapping[str, Any]] = {name: {} for name in parts}
+        parts = by_token(parts, _lengths(needed, entries, settings.mean_doc_tokens))
     return {name: float(part) for name, part in parts.items()}
 
 
@@ -167,14 +153,15 @@ def _lengths(
     given: Mapping[str, float],
 ) -> dict[str, float]:
     """{domain: mean tokens of a document}: as given, else as the record says."""
-    unknown = sorted(set(given) - set(entries))
-    if unknown:
-        raise ValueError(
-            f"mean_doc_tokens names {', '.join(unknown)}; the domains are "
-            f"{', '.join(sorted(entries))}."
-        )
-    found = {name: given.get(name) or _recorded_length(entries[name]) for name in needed}
-    missing = [name for name, tokens in found.items() if not tokens]
+    _check_known(given, entries, "mean_doc_tokens names")
+    found: dict[str, float] = {}
+    for name in needed:
+        entry = entries[name]
+        length = given.get(name) or entry.get("mean_doc_tokens")
+        if not length and entry.get("documents"):
+            length = (entry.get("tokens") or 0) / entry["documents"]
+        found[name] = float(length or 0)
+    missing = [name for name, length in found.items() if not length]
     if missing:
         raise ValueError(
             "This framework draws documents, and learned weights are shares of tokens: to convert "
@@ -182,15 +169,16 @@ def _lengths(
             f"{', '.join(missing)}. Give mean_doc_tokens (--mean-doc-tokens NAME=NUMBER ...), or "
             "rows='blocks' (--rows blocks) if every row of the data holds equally many tokens."
         )
-    return {name: float(tokens) for name, tokens in found.items() if tokens}
+    return found
 
 
-def _recorded_length(entry: Mapping[str, Any]) -> float | None:
-    if entry.get("mean_doc_tokens"):
-        return float(entry["mean_doc_tokens"])
-    if entry.get("tokens") and entry.get("documents"):
-        return float(entry["tokens"]) / float(entry["documents"])
-    return None
+def _check_known(given: Mapping[str, Any], entries: Mapping[str, Any], what: str) -> None:
+    unknown = sorted(set(given) - set(entries))
+    if unknown:
+        raise ValueError(
+            f"{what} {', '.join(unknown)}, which the weights do not have; their domains are "
+            f"{', '.join(sorted(entries))}."
+        )
 
 
 def _dropped(
@@ -209,43 +197,31 @@ def _dropped(
     return notes
 
 
-def _path_parts(entries: Mapping[str, Any], given: Paths) -> PathParts:
-    unknown = sorted(set(given) - set(entries))
-    if unknown:
-        raise ValueError(
-            f"paths name {', '.join(unknown)}, which the weights do not have; their domains are "
-            f"{', '.join(sorted(entries))}."
-        )
-    return {name: _parts_of(name, paths) for name, paths in given.items()}
+def _path_parts(split: Split, given: Paths, entries: Mapping[str, Any]) -> PathParts:
+    _check_known(given, entries, "paths name")
+    parts = {name: _parts_of(name, paths) for name, paths in given.items()}
+    owners: dict[str, str] = {}
+    for name, listed in parts.items():
+        for path in listed:
+            owner = owners.setdefault(path.rstrip("/"), name)
+            # It would count for both.
+            if owner != name:
+                raise ValueError(
+                    f"A path belongs to one domain; {path} is given to {owner}, {name} ({split})."
+                )
+    return parts
 
 
-def _parts_of(
-    name: str, paths: str | Sequence[str] | Mapping[str, float]
-) -> dict[str, Fraction | None]:
-    if isinstance(paths, str):
-        paths = [paths]
-    if isinstance(paths, Mapping) and paths:
-        if not all(isinstance(part, int | float) and part > 0 for part in paths.values()):
+def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
+    """{path: its part of the domain, or None where unknown}."""
+    paths = [given] if isinstance(given, str) else given
+    is_listed = isinstance(paths, Sequence | Mapping) and len(paths) > 0
+    if not is_listed or not all(isinstance(path, str) and path for path in paths):
+        raise ValueError(f"A domain needs a path, or a list of them; {name} has {given!r}.")
+    if isinstance(paths, Mapping):
+        if not all(is_weight(part) and part for part in paths.values()):
             raise ValueError(f"The parts of {name}'s paths must be above 0; they are {paths}.")
         return dict(normalised(paths))
-    is_list = isinstance(paths, Sequence) and all(isinstance(path, str) and path for path in paths)
-    if not paths or not is_list:
-        raise ValueError(f"A domain needs a path, or a list of them; {name} has {paths!r}.")
     if len(set(paths)) < len(paths):
         raise ValueError(f"The paths of {name} name one twice: {', '.join(paths)}.")
     return {path: Fraction(1) if len(paths) == 1 else None for path in paths}
-
-
-def _check_shared(paths: Mapping[Split, Paths]) -> None:
-    """A path that two domains had would count for both."""
-    for split, given in paths.items():
-        owners: dict[str, str] = {}
-        for name, found in given.items():
-            listed = [found] if isinstance(found, str) else found
-            for path in listed if isinstance(listed, Sequence | Mapping) else ():
-                owner = owners.setdefault(str(path).rstrip("/"), name)
-                if owner != name:
-                    raise ValueError(
-                        f"A path belongs to one domain; {path} is given to {owner}, {name}"
-                        f"{'' if split == 'train' else f' ({split})'}."
-                    )

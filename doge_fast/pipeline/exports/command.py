@@ -10,7 +10,7 @@ from typing import Any
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.blend import Paths, Settings
-from doge_fast.pipeline.exports.registry import Exported, export, import_weights, listing
+from doge_fast.pipeline.exports.registry import export, import_weights, listing
 from doge_fast.pipeline.exports.text import from_yaml, to_json
 
 _LOG = logging.getLogger(__name__)
@@ -40,47 +40,47 @@ def run(config: ExportConfig) -> list[str]:
     if out is not None:
         if config.to is None and out.is_dir():
             out = out / records.WEIGHTS
-        records.check_out(out, _read(config))
-    paths = read_paths(config.paths, "paths")
-    settings = _settings(config)
+        records.check_out(out, _read(config, config.file))
+    paths, settings = _paths(config.paths, "paths"), _settings(config)
     record = _record(config, config.file, paths, settings)
-    made = None
-    if config.to is not None:
-        made = export(
-            record,
-            to=config.to,
-            paths=paths,
-            valid_paths=read_paths(config.valid_paths, "valid-paths"),
-            test_paths=read_paths(config.test_paths, "test-paths"),
-            settings=settings,
-        )
-        _tell(made)
-    text = made.text if made else to_json(record)
+    text = to_json(record) if config.to is None else _exported(config, record, paths, settings)
     if out is None:
         return [text.rstrip("\n")]
     try:
-        if made:
-            out.write_text(text, encoding="utf-8")
-        else:
+        if config.to is None:
             records.write_weights(out, record)
+        else:
+            out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror}.") from None
-    return [f"{'written' if made else 'weights'}: {out}"]
+    return [f"{'weights' if config.to is None else 'written'}: {out}"]
 
 
-def _tell(made: Exported) -> None:
-    """What was left out always; the rest where the text does not say it."""
+def _exported(
+    config: ExportConfig, record: Mapping[str, Any], paths: Paths, settings: Settings
+) -> str:
+    """The text; what was left out is said always, the rest where the text does not say it."""
+    assert config.to is not None
+    made = export(
+        record,
+        to=config.to,
+        paths=paths,
+        valid_paths=_paths(config.valid_paths, "valid-paths"),
+        test_paths=_paths(config.test_paths, "test-paths"),
+        settings=settings,
+    )
     for line in made.warnings:
         _LOG.warning(line)
     for line in () if made.has_comments else made.notes:
         _LOG.info(line)
+    return made.text
 
 
-def _read(config: ExportConfig) -> list[Path]:
+def _read(config: ExportConfig, file: Path) -> list[Path]:
     """The files that an export begins from."""
-    tables = (config.paths, config.valid_paths, config.test_paths)
-    files = [Path(words[0]) for words in tables if len(words) == 1]
-    return [path for path in (config.file, config.phases, *files) if path is not None]
+    given = (config.paths, config.valid_paths, config.test_paths)
+    tables = [Path(words[0]) for words in given if len(words) == 1]
+    return [file, *tables, *([config.phases] if config.phases else [])]
 
 
 def _record(
@@ -89,20 +89,15 @@ def _record(
     """weights.json, or what a framework's file becomes; with the phases that were asked for."""
     record: Mapping[str, Any]
     if config.from_ is None:
-        record = with_counts(records.read_weights(file), file)
+        record = _with_counts(records.read_weights(file), file)
     else:
         found = import_weights(_text(file), source=config.from_, paths=paths, settings=settings)
         record = found | {"file": str(file)}
     return record if config.phases is None else _with_phases(record, config.phases)
 
 
-def with_counts(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """The record, with what it lacks of documents, tokens and steps from the run's config.json.
-
-    Args:
-        record: what `read_weights` returned.
-        file: a run directory, or weights.json in one or elsewhere.
-    """
+def _with_counts(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """The record, with what it lacks of documents, tokens and steps from its run's config.json."""
     run = file if file.is_dir() else file.parent
     is_own = file in (run, run / records.WEIGHTS)
     if not (is_own and (run / records.CONFIG).exists()):
@@ -122,11 +117,11 @@ def _with_phases(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     """The record with the phases of another file: a list of them, or a record that has some."""
     path = file / records.WEIGHTS if file.is_dir() else file
     parsed = _parsed(path)
-    value, steps = parsed, None
+    found, steps = parsed, None
     if isinstance(parsed, dict):
-        parsed = with_counts(parsed, file) if "domains" in parsed else parsed
-        value, steps = parsed.get("phases") or parsed.get("stages"), parsed.get("steps")
-    if not isinstance(value, list) or not value:
+        parsed = _with_counts(parsed, file) if "domains" in parsed else parsed
+        found, steps = parsed.get("phases") or parsed.get("stages"), parsed.get("steps")
+    if not isinstance(found, list) or not found:
         raise ValueError(
             f'{path} must hold phases, a list of {{"first_step", "weights"}}, by itself or under '
             '"phases" or "stages"; it holds none.'
@@ -137,24 +132,29 @@ def _with_phases(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         each | {"weights": nothing | each["weights"]}
         if isinstance(each, dict) and isinstance(each.get("weights"), dict)
         else each
-        for each in value
+        for each in found
     ]
     # Steps of the run that the phases are of, not of the one that the weights are of.
     return {**record, "steps": steps, "phases": phases}
 
 
-def read_paths(words: Sequence[str], flag: str) -> dict[str, Any]:
-    """Paths by domain: NAME=PATH, a name again for a further path; or a JSON or YAML file.
-
-    Raises:
-        ValueError: a word is neither, or the file does not hold a mapping.
-    """
+def _paths(words: Sequence[str], flag: str) -> dict[str, Any]:
+    """Paths by domain: NAME=PATH, a name again for a further path; or a JSON or YAML file."""
     if len(words) == 1 and "=" not in words[0] and words[0].endswith(_FILES):
         value = _parsed(Path(words[0]))
         if not isinstance(value, dict):
             raise ValueError(f"{words[0]} must map domains to paths; it holds {value!r}.")
         return value
-    return dict(named.texts(words, f"--{flag}"))
+    found: dict[str, list[str]] = {}
+    for word in words:
+        # A path may hold "=".
+        name, _, path = word.partition("=")
+        if not (name and path):
+            raise ValueError(
+                f"--{flag} takes NAME=PATH ..., or one JSON or YAML file; got {word!r}."
+            )
+        found.setdefault(name, []).append(path)
+    return dict(found)
 
 
 def _parsed(file: Path) -> Any:

@@ -1,13 +1,22 @@
-"""Frameworks that read their mixture from YAML."""
+"""Frameworks that read their mixture from YAML, and tuners that know data sets by name."""
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
 
-from doge_fast.pipeline.exports.blend import Blend, Split
-from doge_fast.pipeline.exports.target import Phases, Target, named, placed
-from doge_fast.pipeline.exports.text import from_yaml, plain, to_yaml
+from doge_fast.pipeline.exports.blend import (
+    Blend,
+    Format,
+    Found,
+    Phases,
+    Split,
+    named,
+    placed,
+)
+from doge_fast.pipeline.exports.text import arguments, from_yaml, plain, to_yaml
 
 # Levanter fixes how many of each domain a block holds, and changes weights between blocks only.
 _LEVANTER_BLOCK = 2048
@@ -97,14 +106,19 @@ def _levanter(blend: Blend) -> str:
 
 def _levanter_block(blend: Blend) -> int:
     """The first block, from the default on, that holds every domain and rounds little."""
-    blocks = _levanter_blocks(blend)
-    block = next((block for block in blocks if not _is_coarse(blend, block)), blocks[-1])
-    lost = _without_sequence(blend, block)
+    phases = [blend.numbers(phase) for phase in range(len(blend.phases))]
+    block, lost = _LEVANTER_BLOCK, set[str]()
+    for block in _levanter_blocks(blend):
+        # It rounds down; a unit of float64 may be lost where it divides by the sum.
+        lost = {n for shares in phases for n, share in shares.items() if share * block < 1 + 1e-12}
+        kept = min(sum(int(share * block) for share in shares.values()) for shares in phases)
+        if not lost and block - kept <= _MOST_ROUNDED * block:
+            return block
     if lost:
         raise ValueError(
             f"Levanter deals out whole sequences of a block, {block} here, and would draw none of "
-            f"{', '.join(lost)}: each has less than 1/{block}. Lift them (doge-fast weights "
-            "constrain --floor), or leave them out (fewer decimals)."
+            f"{', '.join(sorted(lost))}: each has less than 1/{block}. Lift them (doge-fast "
+            "weights constrain --floor), or leave them out (fewer decimals)."
         )
     return block
 
@@ -125,21 +139,6 @@ def _levanter_blocks(blend: Blend) -> list[int]:
             "begin at multiples of that, or nearly."
         )
     return [*(block for block in usual if end % block == 0), longest]
-
-
-def _is_coarse(blend: Blend, block: int) -> bool:
-    """Whether rounding takes all from a domain, or from all together what makes a mixture."""
-    phases = [blend.numbers(phase).values() for phase in range(len(blend.phases))]
-    kept = min(sum(int(share * block) for share in shares) for shares in phases)
-    return block - kept > _MOST_ROUNDED * block or bool(_without_sequence(blend, block))
-
-
-def _without_sequence(blend: Blend, block: int) -> list[str]:
-    """Domains whose share of a block is less than a sequence: Levanter rounds down."""
-    # A unit of float64 may be lost where it divides by the sum.
-    least = (1 + 1e-12) / block
-    phases = range(len(blend.phases))
-    return sorted({n for i in phases for n, share in blend.numbers(i).items() if share < least})
 
 
 def _read_levanter(text: str) -> Phases:
@@ -267,113 +266,86 @@ def _read_maxtext(text: str) -> Phases:
     return [(0, placed((weight, path) for path, weight in patterns))]
 
 
-TARGETS: Sequence[Target] = (
-    Target(
-        "olmo-core",
-        "OLMo-core's SourceMixtureList (SourceMixtureList.from_yaml)",
-        _olmo,
-        "token files (.npy) or globs",
-        "ai2-olmo-core 3.0.0, 2026-11-22",
-        traps=(
-            "Ratios are of tokens. requested_tokens and global_batch_size go to "
-            "SourceMixtureDatasetConfig.",
-            "It refuses a source with too few tokens: give budget_tokens, and max_repetition_ratio "
-            "allows the passes that it needs by the tokens in the file.",
-        ),
-        read=_read_olmo,
-    ),
-    Target(
-        "nanotron",
-        "nanotron's data_stages",
-        _nanotron,
-        "folder of tokenized bytes (datatrove)",
-        "nanotron 00708b8, 2026-11-22",
-        has_phases=True,
-        traps=(
-            "One folder given as a string resets the weights. Release 0.4 on PyPI takes "
-            "{folder: weight} under dataset_folder instead.",
-        ),
-        read=_read_nanotron,
-    ),
-    Target(
-        "levanter",
-        "Levanter's data.train_weights",
-        _levanter,
-        "train URL (jsonl); optional",
-        "marin-levanter 0.2.20.dev202606180959, 2026-11-22",
-        has_phases=True,
-        needs_paths=False,
-        traps=(
-            "Phases begin at steps, and at the end of a block of mixture_block_size (2048) "
-            "sequences; with batch_size that is seen to. Shares are rounded down to whole "
-            "sequences of a block, and the largest gets the rest; the block is made longer where "
-            "that would be much. Before 2026 components were called configs, without source.",
-        ),
-        read=_read_levanter,
-    ),
-    Target(
-        "fast-llm",
-        "Fast-LLM's data.datasets, a blended data set",
-        _fast_llm,
-        "dataset config file that fast-llm prepare wrote",
-        "Fast-LLM 006eb9c, 2026-11-22",
-        traps=(
-            "It looks for training in lower case, though its recipes spell Training; an evaluator "
-            "names the data set that it reads, here validation.",
-        ),
-        read=_read_fast_llm,
-    ),
-    Target(
-        "lingua",
-        "Meta lingua's data.sources",
-        _lingua,
-        "folder of NAME.chunk.*.jsonl; all in one root",
-        "lingua 414aeee, 2026-11-22",
-        rows=("documents",),
-        traps=(
-            "It draws a document, then tokenizes and packs.",
-            "A source is known by the name of its folder.",
-        ),
-        read=_read_lingua,
-    ),
-    Target(
-        "data-juicer",
-        "data-juicer's dataset.configs",
-        _juicer,
-        "local file or folder",
-        "py-data-juicer 1.6.1, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=(
-            "Without max_sample_num it takes all rows of all sets, whatever the weights.",
-            "A set with fewer rows than its share is repeated; sets are put one after another, so "
-            "shuffle what comes out.",
-        ),
-        read=_read_juicer,
-    ),
-    Target(
-        "energon",
-        "Megatron-Energon's metadataset, a blend",
-        _energon,
-        "folder that energon prepare wrote, or another metadataset",
-        "megatron-energon 7.4.1, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=(
-            "Paths are relative to the metadataset. Without valid paths there is no split val.",
-        ),
-        read=_read_energon,
-    ),
-    Target(
-        "maxtext",
-        "MaxText's grain_train_files",
-        _maxtext,
-        "ArrayRecord files or glob",
-        "MaxText 003d719, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=(
-            "It rounds weights to 4 decimals.",
-            "Only arrayrecord files are weighed; a set that ends is not begun again but by "
-            "num_epoch, and the training ends with the first that does.",
-        ),
-        read=_read_maxtext,
-    ),
-)
+def _datasets(blend: Blend) -> dict[str, Decimal]:
+    """{data set: share}, by its name in dataset_info.json: the path given, or else the domain's."""
+    found = {
+        blend.one_path(name) if blend.paths_of(name) else name: share
+        for name, share in blend.shares().items()
+    }
+    split = [name for name in found if "," in name]
+    if split:
+        raise ValueError(
+            f"LLaMA-Factory splits the names of data sets at commas; {', '.join(split)} holds one. "
+            "Name it otherwise in dataset_info.json, and here as --paths NAME=DATASET."
+        )
+    return found
+
+
+def _factory(blend: Blend) -> str:
+    found = _datasets(blend)
+    return to_yaml(
+        {
+            "dataset": ",".join(found),
+            "mix_strategy": "interleave_over",
+            "interleave_probs": ",".join(map(plain, found.values())),
+        }
+    )
+
+
+def _read_factory(text: str) -> Phases:
+    value = from_yaml(text)
+    names, shares = value["dataset"].split(","), str(value["interleave_probs"]).split(",")
+    return [(0, _known(names, shares))]
+
+
+def _known(names: Sequence[str], shares: Sequence[Any]) -> list[Found]:
+    """Shares of data sets, whose names may be what `paths` gives a domain, or the domains' own."""
+    pairs = zip((name.strip() for name in names), shares, strict=True)
+    return [Found(float(share), name=name, path=name) for name, share in pairs]
+
+
+def _flex(blend: Blend) -> str:
+    found, steps = _datasets(blend), blend.settings.total_steps()
+    value: dict[str, Any] = {
+        "dataset": ",".join(found),
+        "train_type": "dynamic_mix",
+        "static_mix": True,
+        "mixture_sample_rule": "mixture",
+        "init_mixture_proportions": [float(share) for share in found.values()],
+    }
+    return to_yaml(value | ({"train_step": steps} if steps else {}))
+
+
+def _read_flex(text: str) -> Phases:
+    value = from_yaml(text)
+    return [(0, _known(value["dataset"].split(","), value["init_mixture_proportions"]))]
+
+
+def _swift(blend: Blend) -> str:
+    weighted = blend.weighted_paths()
+    lines = [
+        f"--dataset {shlex.join(path for _, path in weighted)}",
+        f"--interleave_prob {' '.join(plain(share) for share, _ in weighted)}",
+        "--stopping_strategy all_exhausted",
+    ]
+    return " \\\n".join(lines) + "\n"
+
+
+def _read_swift(text: str) -> Phases:
+    paths, shares = arguments(text, "--dataset"), arguments(text, "--interleave_prob")
+    return [(0, placed(zip(shares, paths, strict=True)))]
+
+
+FORMATS: Mapping[str, Format] = {
+    "olmo-core": (_olmo, _read_olmo),
+    "nanotron": (_nanotron, _read_nanotron),
+    "levanter": (_levanter, _read_levanter),
+    "fast-llm": (_fast_llm, _read_fast_llm),
+    "lingua": (_lingua, _read_lingua),
+    "data-juicer": (_juicer, _read_juicer),
+    "energon": (_energon, _read_energon),
+    "maxtext": (_maxtext, _read_maxtext),
+    "llama-factory": (_factory, _read_factory),
+    "ms-swift": (_swift, _read_swift),
+    "dataflex": (_flex, _read_flex),
+}

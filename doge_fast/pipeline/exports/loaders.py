@@ -1,77 +1,114 @@
-"""Frameworks that take their mixture in Python: text to paste, which runs as it is."""
+"""Frameworks that take their mixture in Python: text to paste, which runs as it is.
 
-from collections.abc import Sequence
+With them LLM Foundry, which makes MosaicML's streams of YAML.
+"""
 
-from doge_fast.pipeline.exports.blend import Blend
-from doge_fast.pipeline.exports.target import Target
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from doge_fast.pipeline.exports.blend import REMOTE, Blend, Format, Found, Phases
 from doge_fast.pipeline.exports.text import (
-    load_dataset,
+    from_yaml,
     mapping,
     plain,
-    reader_of,
     sequence,
     string,
     strings,
+    to_yaml,
 )
+
+# The reader that a suffix asks for, by the name that `datasets` and Ray Data give it.
+_READERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+    ".arrow": "arrow",
+}
+_PACKED = (".gz", ".zst", ".xz", ".bz2")
+
+
+def _reader_of(paths: Sequence[str]) -> str | None:
+    """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None."""
+    suffixes = [PurePosixPath(path.split(REMOTE)[-1]).suffixes for path in paths]
+    kept = [[suffix for suffix in found if suffix not in _PACKED] for found in suffixes]
+    readers = {_READERS.get(found[-1]) if found else None for found in kept}
+    if len(readers) > 1:
+        raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
+    return readers.pop() if readers else None
+
+
+def _load_dataset(paths: Sequence[str]) -> str:
+    """The call that opens a domain's data as a stream, with the reader its suffix asks for."""
+    reader = _reader_of(paths)
+    if reader is None and len(paths) > 1:
+        raise ValueError(
+            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
+            "(jsonl, parquet, csv, txt, arrow), or make each a domain."
+        )
+    call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
+    return f'load_dataset({call}, split="train", streaming=True)'
 
 
 def _streams(blend: Blend) -> str:
     """{domain: a stream of its rows}, as source text."""
-    return mapping({name: load_dataset(blend.paths_of(name)) for name in blend.shares()})
+    return mapping({name: _load_dataset(blend.paths_of(name)) for name in blend.shares()})
 
 
 def _datasets(blend: Blend) -> str:
-    return (
-        "from datasets import interleave_datasets, load_dataset\n\n"
-        f"domains = {_streams(blend)}\n"
-        f"probabilities = {mapping(blend.shares())}\n"
-        "dataset = interleave_datasets(\n"
-        "    list(domains.values()),\n"
-        "    probabilities=[probabilities[name] for name in domains],\n"
-        f"    seed={blend.settings.seed},\n"
-        '    stopping_strategy="all_exhausted",\n'
-        ")\n"
-    )
+    return f"""from datasets import interleave_datasets, load_dataset
+
+domains = {_streams(blend)}
+probabilities = {mapping(blend.shares())}
+dataset = interleave_datasets(
+    list(domains.values()),
+    probabilities=[probabilities[name] for name in domains],
+    seed={blend.settings.seed},
+    stopping_strategy="all_exhausted",
+)
+"""
 
 
 def _torchdata(blend: Blend) -> str:
-    return (
-        "from datasets import load_dataset\n"
-        "from torchdata.nodes import IterableWrapper, MultiNodeWeightedSampler, StopCriteria\n\n"
-        f"domains = {_streams(blend)}\n"
-        f"weights = {mapping(blend.shares())}\n"
-        "node = MultiNodeWeightedSampler(\n"
-        "    {name: IterableWrapper(rows) for name, rows in domains.items()},\n"
-        "    weights,\n"
-        "    stop_criteria=StopCriteria.CYCLE_FOREVER,\n"
-        f"    seed={blend.settings.seed},\n"
-        ")\n"
-    )
+    return f"""from datasets import load_dataset
+from torchdata.nodes import IterableWrapper, MultiNodeWeightedSampler, StopCriteria
+
+domains = {_streams(blend)}
+weights = {mapping(blend.shares())}
+node = MultiNodeWeightedSampler(
+    {{name: IterableWrapper(rows) for name, rows in domains.items()}},
+    weights,
+    stop_criteria=StopCriteria.CYCLE_FOREVER,
+    seed={blend.settings.seed},
+)
+"""
 
 
 def _ray(blend: Blend) -> str:
     calls = {}
     for name in blend.shares():
         paths = blend.paths_of(name)
-        reader = reader_of(paths)
+        reader = _reader_of(paths)
         if reader in (None, "arrow"):
             raise ValueError(
                 "Ray Data reads a domain by the suffix of its files, jsonl, parquet, csv or txt; "
                 f"{name} has {', '.join(paths)}."
             )
         calls[name] = f"ray.data.read_{reader}([{strings(paths)}])"
-    return (
-        "import ray\n"
-        "from ray.data import MixStoppingCondition\n\n"
-        f"domains = {mapping(calls)}\n"
-        f"weights = {mapping(blend.shares())}\n"
-        "first, *others = domains.values()\n"
-        "dataset = first.mix(\n"
-        "    *others,\n"
-        "    weights=list(weights.values()),\n"
-        "    stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST,\n"
-        ")\n"
-    )
+    return f"""import ray
+from ray.data import MixStoppingCondition
+
+domains = {mapping(calls)}
+weights = {mapping(blend.shares())}
+first, *others = domains.values()
+dataset = first.mix(
+    *others,
+    weights=list(weights.values()),
+    stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST,
+)
+"""
 
 
 def _litdata(blend: Blend) -> str:
@@ -82,23 +119,38 @@ def _litdata(blend: Blend) -> str:
         loader = f", item_loader=TokensLoader(block_size={(blend.settings.seq_length or 0) + 1})"
         imported = ", TokensLoader"
     weighted = blend.weighted_paths()
-    return (
-        f"from litdata import CombinedStreamingDataset, StreamingDataset{imported}\n\n"
-        f"folders = {sequence([string(path) for _, path in weighted])}\n"
-        "datasets = [\n"
-        f"    StreamingDataset(folder, shuffle=True{loader})\n"
-        "    for folder in folders\n"
-        "]\n"
-        "dataset = CombinedStreamingDataset(\n"
-        "    datasets,\n"
-        f"    seed={blend.settings.seed},\n"
-        f"    weights={sequence([share for share, _ in weighted], '    ', '()')},\n"
-        "    iterate_over_all=False,\n"
-        ")\n"
-    )
+    return f"""from litdata import CombinedStreamingDataset, StreamingDataset{imported}
+
+folders = {sequence([string(path) for _, path in weighted])}
+datasets = [
+    StreamingDataset(folder, shuffle=True{loader})
+    for folder in folders
+]
+dataset = CombinedStreamingDataset(
+    datasets,
+    seed={blend.settings.seed},
+    weights={sequence([share for share, _ in weighted], "    ", "()")},
+    iterate_over_all=False,
+)
+"""
 
 
-_TITAN = """from datasets import load_dataset
+def _torchtitan(blend: Blend) -> str:
+    sources = []
+    for name, share in blend.shares().items():
+        paths = blend.paths_of(name)
+        reader = _reader_of(paths)
+        files = f", data_files=[{strings(paths)}]" if reader else ""
+        where = string(reader or blend.one_path(name))
+        # It looks names up in lower case.
+        sources.append(f"source({string(name.lower())}, {plain(share)}, {where}{files})")
+    names = {name.lower() for name in blend.shares()}
+    if len(names) < len(sources):
+        raise ValueError(
+            "torchtitan knows data sets by their names in lower case, and two of these are then "
+            f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
+        )
+    return f"""from datasets import load_dataset
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import (
     DATASETS,
@@ -116,33 +168,23 @@ def source(name, weight, reader, **files):
     return HFDataSource(dataset=name, weight=weight)
 
 
+dataloader = InterleavedHuggingFaceTextDataLoader.Config(
+    sources={sequence(sources, "    ")},
+    seed={blend.settings.seed},
+)
 """
 
 
-def _torchtitan(blend: Blend) -> str:
-    sources = []
-    for name, share in blend.shares().items():
-        paths = blend.paths_of(name)
-        reader = reader_of(paths)
-        files = f", data_files=[{strings(paths)}]" if reader else ""
-        where = string(reader or blend.one_path(name))
-        # It looks names up in lower case.
-        sources.append(f"source({string(name.lower())}, {plain(share)}, {where}{files})")
-    names = {name.lower() for name in blend.shares()}
-    if len(names) < len(sources):
-        raise ValueError(
-            "torchtitan knows data sets by their names in lower case, and two of these are then "
-            f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
-        )
-    return (
-        f"{_TITAN}dataloader = InterleavedHuggingFaceTextDataLoader.Config(\n"
-        f"    sources={sequence(sources, '    ')},\n"
-        f"    seed={blend.settings.seed},\n"
-        ")\n"
-    )
-
-
-_OLMO = """from olmo_core.data import TokenizerConfig
+def _olmo_composable(blend: Blend) -> str:
+    blend.require("seq_length", why="instances are chunks of so many tokens")
+    settings, length = blend.settings, blend.settings.seq_length
+    specs = [
+        f"domain({string(name)}, {plain(share)}, {blend.repetition(name)}, "
+        f"{strings(blend.paths_of(name))})"
+        for name, share in blend.shares().items()
+    ]
+    budget = f"    num_tokens={settings.budget_tokens},\n" if settings.budget_tokens else ""
+    return f"""from olmo_core.data import TokenizerConfig
 from olmo_core.data.composable import (
     ConcatAndChunkInstanceSourceConfig,
     MixingInstanceSourceConfig,
@@ -161,101 +203,123 @@ def domain(label, ratio, repetition, *paths):
     )
 
 
+source = MixingInstanceSourceConfig(
+    source_specs={sequence(specs, "    ")},
+    seed={settings.seed},
+{budget})
 """
 
 
-def _olmo_composable(blend: Blend) -> str:
-    blend.require("seq_length", why="instances are chunks of so many tokens")
-    settings = blend.settings
-    specs = [
-        f"domain({string(name)}, {plain(share)}, {blend.repetition(name)}, "
-        f"{strings(blend.paths_of(name))})"
-        for name, share in blend.shares().items()
-    ]
-    budget = f"    num_tokens={settings.budget_tokens},\n" if settings.budget_tokens else ""
-    return (
-        f"{_OLMO.replace('{length}', str(settings.seq_length))}"
-        "source = MixingInstanceSourceConfig(\n"
-        f"    source_specs={sequence(specs, '    ')},\n"
-        f"    seed={settings.seed},\n{budget}"
-        ")\n"
-    )
+def _place(blend: Blend, name: str) -> dict[str, str]:
+    """Where MosaicML Streaming finds a domain: a remote copied to a folder, or a folder."""
+    path, local = blend.one_path(name), blend.settings.local_dir
+    if REMOTE not in path:
+        return {"local": path}
+    return {"remote": path} | ({"local": f"{local.rstrip('/')}/{name}"} if local else {})
 
 
-_FILES = "jsonl, parquet, csv, txt or arrow files, or one Hub id or folder"
+def _mosaic(blend: Blend) -> str:
+    settings, rows = blend.settings, blend.rows_in_budget()
+    blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
+    streams = []
+    for name, share in blend.shares().items():
+        where = ", ".join(f"{key}={string(value)}" for key, value in _place(blend, name).items())
+        streams.append(f"Stream({where}, proportion={plain(share)})")
+    epoch = f"    epoch_size={rows},\n" if rows else ""
+    return f"""from streaming import Stream, StreamingDataset
 
-TARGETS: Sequence[Target] = (
-    Target(
-        "datasets",
-        "Hugging Face datasets' interleave_datasets",
-        _datasets,
-        _FILES,
-        "datasets 5.2.0, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=(
-            "stopping_strategy defaults to first_exhausted, which ends with the smallest domain; "
-            "all_exhausted repeats the small ones until every row was seen.",
-            "With several workers or ranks that rule holds in each process for its own shards.",
-        ),
-    ),
-    Target(
-        "torchdata",
-        "torchdata's MultiNodeWeightedSampler",
-        _torchdata,
-        _FILES,
-        "torchdata 0.11.0, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=("CYCLE_FOREVER never ends: count the steps. Weights must be floats above 0.",),
-    ),
-    Target(
-        "ray",
-        "Ray Data's Dataset.mix",
-        _ray,
-        "jsonl, parquet, csv or txt files",
-        "ray 2.60.0, 2026-11-22",
-        rows=("documents", "blocks"),
-        traps=(
-            "stopping_condition defaults to STOP_ON_LONGEST_DROP, under which a domain that ends "
-            "leaves the mixture; STOP_ON_SHORTEST keeps the shares and ends with the first.",
-            "It mixes blocks of Ray's, each of one domain: give local_shuffle_buffer_size where "
-            "batches are drawn.",
-        ),
-    ),
-    Target(
-        "litdata",
-        "litdata's (and litgpt's) CombinedStreamingDataset",
-        _litdata,
-        "folder that litdata.optimize wrote",
-        "litdata 0.2.76 and litgpt 0.5.13, 2026-11-22",
-        rows=("blocks", "documents"),
-        traps=(
-            "It draws items: as litgpt has it, blocks of --seq-length tokens that a TokensLoader "
-            "cuts; with --rows documents, the items that were written.",
-            "iterate_over_all is True by default and then refuses weights; without it the epoch "
-            "ends with the first folder that does.",
-        ),
-    ),
-    Target(
-        "torchtitan",
-        "torchtitan's InterleavedHuggingFaceTextDataLoader",
-        _torchtitan,
-        _FILES,
-        "torchtitan 0.3.0, 2026-11-22",
-        traps=(
-            "It packs each source before it draws.",
-            "Every source begins again when it ends (infinite). The text is taken from a row's "
-            "text; put the result as dataloader= into the Trainer.Config.",
-        ),
-    ),
-    Target(
-        "olmo-core-composable",
-        "OLMo-core's MixingInstanceSourceConfig",
-        _olmo_composable,
-        "token files (.npy) or globs",
-        "ai2-olmo-core 3.0.0, 2026-11-22",
-        traps=(
-            "Give budget_tokens: without num_tokens it makes as much as the sources hold. "
-            "max_repetition_factor allows the passes that it needs by the tokens in the file.",
-        ),
-    ),
+dataset = StreamingDataset(
+    streams={sequence(streams, "    ")},
+    shuffle=True,
+    shuffle_seed={settings.seed},
+    batching_method="random",
+{epoch}    batch_size={settings.batch_size},  # of one device: divide by their number
 )
+"""
+
+
+def _foundry(blend: Blend) -> str:
+    length = blend.settings.seq_length
+    dataset = {
+        "streams": _mds_streams(blend, 0),
+        "shuffle": True,
+        "batching_method": "random",
+        **({"max_seq_len": length} if length else {}),
+    }
+    value: dict[str, Any] = {"train_loader": {"name": "text", "dataset": dataset}}
+    if len(blend.phases) > 1:
+        value["callbacks"] = {"curriculum_learning": _curriculum(blend)}
+        value["max_duration"] = f"{blend.settings.budget_tokens}tok"
+    return to_yaml(value)
+
+
+def _mds_streams(blend: Blend, phase: int) -> dict[str, Any]:
+    return {
+        name: _place(blend, name) | {"split": "train", "proportion": share}
+        for name, share in blend.numbers(phase).items()
+    }
+
+
+def _curriculum(blend: Blend) -> dict[str, Any]:
+    """LLM Foundry counts a phase by its tokens, and the sum must be the whole training."""
+    blend.require(
+        "seq_length",
+        "batch_size",
+        "budget_tokens",
+        why="phases begin at optimizer steps, and it counts tokens",
+    )
+    step, budget = blend.settings.tokens_per_step() or 0, blend.settings.budget_tokens or 0
+    starts = [phase.first_step * step for phase in blend.phases]
+    if starts[-1] >= budget:
+        raise ValueError(
+            f"The last phase begins after {starts[-1]} tokens ({blend.phases[-1].first_step} "
+            f"steps of {step}), and budget_tokens is {budget}: it would never come. Give the "
+            "tokens of the whole training, or fewer phases."
+        )
+    ends = [*starts[1:], budget]
+    durations = [f"{end - start}tok" for start, end in zip(starts, ends, strict=True)]
+    schedule = [
+        {"duration": duration, "dataset": {"streams": _mds_streams(blend, index)}}
+        for index, duration in enumerate(durations)
+    ]
+    return {"duration": durations[0], "schedule": schedule[1:]}
+
+
+def _read_foundry(text: str) -> Phases:
+    value = from_yaml(text)
+    value = value.get("variables", {}) | value
+    loader = value.get("train_loader", value)
+    phases, start = [(0, _proportions(loader.get("dataset", loader)))], 0
+    callback = value.get("callbacks", {}).get("curriculum_learning")
+    if callback:
+        start = _tokens(callback["duration"])
+        for each in callback["schedule"]:
+            phases.append((start, _proportions(each["dataset"])))
+            start += _tokens(each["duration"])
+    return phases
+
+
+def _tokens(duration: Any) -> int:
+    number, unit = str(duration)[:-3], str(duration)[-3:]
+    if unit != "tok":
+        raise ValueError(f"a curriculum's durations are tokens, as in 1000tok, not {duration!r}")
+    return int(number)
+
+
+def _proportions(dataset: Mapping[str, Any]) -> list[Found]:
+    return [
+        Found(float(each["proportion"]), name=name, path=each.get("remote") or each.get("local"))
+        for name, each in dataset["streams"].items()
+    ]
+
+
+FORMATS: Mapping[str, Format] = {
+    "mosaic-streaming": (_mosaic, None),
+    "llm-foundry": (_foundry, _read_foundry),
+    "datasets": (_datasets, None),
+    "torchdata": (_torchdata, None),
+    "ray": (_ray, None),
+    "litdata": (_litdata, None),
+    "torchtitan": (_torchtitan, None),
+    "olmo-core-composable": (_olmo_composable, None),
+}

@@ -6,12 +6,11 @@ Weights count samples, which are sequences of one length, so shares of tokens ar
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from doge_fast.pipeline.exports.blend import Blend, Split
-from doge_fast.pipeline.exports.target import Phases, Target, placed
+from doge_fast.pipeline.exports.blend import Blend, Format, Phases, Split, placed
 from doge_fast.pipeline.exports.text import (
     arguments,
     from_yaml,
@@ -22,21 +21,18 @@ from doge_fast.pipeline.exports.text import (
     to_yaml,
 )
 
-_TAKES = "prefix of .bin and .idx"
 _FLAGS: dict[Split, str] = {
     "train": "--train-data-path",
     "valid": "--valid-data-path",
     "test": "--test-data-path",
 }
-_PREFIXES = "A path is a prefix: .bin and .idx are cut off."
-_LM = "Megatron-LM 019eddb, megatron-core 0.16.1, 2026-11-22"
 
 
 def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tuple[Decimal, str]]:
     """[(share, prefix)] of a split; empty where it has no paths."""
     if split != "train" and not blend.paths[split]:
         return []
-    found = [(share, prefix_of(path)) for share, path in blend.weighted_paths(phase, split)]
+    found = [(share, _prefix_of(path)) for share, path in blend.weighted_paths(phase, split)]
     prefixes = [prefix for _, prefix in found]
     twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
     if twice:
@@ -47,12 +43,8 @@ def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tupl
     return found
 
 
-def prefix_of(path: str) -> str:
-    """A path without .bin or .idx.
-
-    Raises:
-        ValueError: it holds white space, at which Megatron splits what it reads.
-    """
+def _prefix_of(path: str) -> str:
+    """A path without .bin or .idx; ValueError where it holds white space."""
     if re.search(r"\s", path):
         raise ValueError(
             f"Megatron splits its lists at white space, and then reads none of the weights; "
@@ -159,89 +151,12 @@ def _read_curator(text: str) -> Phases:
     return _pairs(" ".join(kept).split())
 
 
-TARGETS = (
-    Target(
-        "megatron",
-        "Megatron-LM arguments",
-        _arguments,
-        _TAKES,
-        _LM,
-        comment=None,
-        traps=(
-            _PREFIXES,
-            "Without valid and test paths Megatron cuts them from the same data by --split; with "
-            "them they take the training shares.",
-        ),
-        read=_read_arguments,
-    ),
-    Target(
-        "megatron-file",
-        "the file of Megatron-LM's --data-args-path",
-        _file,
-        _TAKES,
-        _LM,
-        comment=None,
-        traps=(_PREFIXES, "Whoever edits it: it is split at white space."),
-        read=_read_file,
-    ),
-    Target(
-        "megatron-json",
-        "the file of --per-split-data-args-path (Megatron-LM, Megatron-Bridge)",
-        _per_split,
-        _TAKES,
-        _LM,
-        comment=None,
-        traps=(
-            _PREFIXES,
-            "All three keys must be there; null is a split without data.",
-        ),
-        read=_read_per_split,
-    ),
-    Target(
-        "megatron-phases",
-        "a Megatron-LM launch for each phase",
-        _phases,
-        _TAKES,
-        _LM,
-        has_phases=True,
-        traps=(
-            _PREFIXES,
-            "Stop at each transition and launch again with the next phase's arguments: "
-            "--phase-transition-iterations has no weights, and asks for a fixed global batch.",
-        ),
-    ),
-    Target(
-        "megatron-bridge",
-        "Megatron-Bridge's cfg.dataset.blend",
-        _bridge,
-        _TAKES,
-        "megatron-bridge 0.3.1, 2026-11-22",
-        traps=(
-            _PREFIXES,
-            "It takes the place of NeMo 2's PreTrainingDataModule, which went with "
-            "nemo_toolkit 3.0; the last with it, 2.7.3, takes the list of megatron-file as paths=.",
-        ),
-    ),
-    Target(
-        "neox",
-        "GPT-NeoX config lines",
-        _neox,
-        _TAKES,
-        "gpt-neox 0097a39, 2026-11-22",
-        traps=(
-            _PREFIXES,
-            "weight_by_num_documents would override the weights; train_epochs cannot go with them.",
-        ),
-        read=_read_neox,
-    ),
-    Target(
-        "curator",
-        "a mixture file of NeMo Curator's CLIMB recipe, whose output --train-data-path takes",
-        _curator,
-        _TAKES,
-        "NeMo Curator 12e92af (5_mixture.py), 2026-11-22",
-        comment=None,
-        traps=(_PREFIXES,),
-        read=_read_curator,
-    ),
-)
+FORMATS: Mapping[str, Format] = {
+    "megatron": (_arguments, _read_arguments),
+    "megatron-file": (_file, _read_file),
+    "megatron-json": (_per_split, _read_per_split),
+    "megatron-phases": (_phases, None),
+    "megatron-bridge": (_bridge, None),
+    "neox": (_neox, _read_neox),
+    "curator": (_curator, _read_curator),
+}

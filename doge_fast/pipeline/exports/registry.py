@@ -10,18 +10,17 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from doge_fast.pipeline.exports import configs, finetuning, loaders, megatron, mosaic, tables
-from doge_fast.pipeline.exports.blend import Blend, Paths, Settings
+import yaml
+
+from doge_fast.pipeline.exports import configs, loaders, megatron, tables
+from doge_fast.pipeline.exports.blend import Blend, Found, Paths, Phases, Settings, Target
 from doge_fast.pipeline.exports.building import build, rows_of, token_shares
-from doge_fast.pipeline.exports.target import Found, Phases, Target
 from doge_fast.pipeline.weights_fields import check_fields
 
 GROUP = "doge_fast.exporters"
-_FAMILIES = (megatron, mosaic, configs, loaders, finetuning, tables)
-_WIDTH = 88
 # Domains named in a sentence; more are counted.
 _NAMED = 8
 _UNITS = {"blocks": "tokens", "documents": "documents"}
@@ -51,7 +50,7 @@ def targets() -> dict[str, Target]:
     Raises:
         ValueError: an entry point is not a `Target`, or takes a name that is taken.
     """
-    found = {target.name: target for family in _FAMILIES for target in family.TARGETS}
+    found = dict(_ours())
     for point in _points():
         target = point.load()
         if not isinstance(target, Target):
@@ -66,23 +65,34 @@ def targets() -> dict[str, Target]:
 
 
 @functools.cache
+def _ours() -> dict[str, Target]:
+    """Those of targets.yaml, each with what writes and reads its text."""
+    about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
+    families = (megatron, configs, loaders, tables)
+    formats = {name: both for family in families for name, both in family.FORMATS.items()}
+    return {
+        name: Target(name, write=formats[name][0], read=formats[name][1], **fields)
+        for name, fields in about.items()
+    }
+
+
+@functools.cache
 def _points() -> tuple[EntryPoint, ...]:
     """Asked once: it reads the metadata of every installed package."""
     return tuple(entry_points(group=GROUP))
 
 
 def _find(name: str) -> Target:
-    """The target of that name."""
     known = targets()
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=3)
-    if near:
-        raise ValueError(
-            f"There is no target {name!r}; did you mean {' or '.join(near)}? "
-            "doge-fast export --list names all."
-        )
-    raise ValueError(f"There is no target {name!r}; there are {', '.join(known)}.")
+    way = (
+        f"did you mean {' or '.join(near)}? doge-fast export --list names all."
+        if near
+        else f"there are {', '.join(known)}."
+    )
+    raise ValueError(f"There is no target {name!r}; {way}")
 
 
 def export(
@@ -152,7 +162,7 @@ def _commented(target: Target, lines: Sequence[str]) -> str:
     if target.comment is None:
         return ""
     wrap = textwrap.TextWrapper(
-        _WIDTH,
+        88,
         initial_indent=target.comment,
         subsequent_indent=f"{target.comment}  ",
         break_long_words=False,
@@ -197,10 +207,21 @@ def import_weights(
         raise ValueError(f"{source} is not read back; these are: {', '.join(readable)}.")
     settings = replace(settings or Settings(), **changes)
     rows = rows_of(target, settings)
-    names = {path: name for name, given in (paths or {}).items() for path in _list(given)}
+    names = {
+        _clean(path): name
+        for name, given in (paths or {}).items()
+        for path in ([given] if isinstance(given, str) else given)
+    }
+    found = _parsed(target, text)
+    unit = 1 if target.phases_in == "steps" else settings.tokens_per_step()
+    if unit is None and len(found) > 1:
+        raise ValueError(
+            f"The phases of {target.name} begin after so many tokens, and weights.json counts "
+            "steps: give seq_length and batch_size."
+        )
     phases = [
-        (_step(target, first, settings), token_shares(_sums(shares, names), rows, settings))
-        for first, shares in _parsed(target, text)
+        (round(first / (unit or 1)), token_shares(_sums(shares, names), rows, settings))
+        for first, shares in found
     ]
     ordered = dict.fromkeys(name for _, sums in phases for name in sums)
     unknown = sorted(set(paths or {}) - set(ordered))
@@ -209,19 +230,17 @@ def import_weights(
             f"paths name {', '.join(unknown)}, and the file holds none of their paths; it holds "
             f"{', '.join(ordered)}."
         )
+    none = dict.fromkeys(ordered, 0.0)
     # How long the last phase lasts is not known, so there is no mean to take.
-    constant = phases[-1][1]
+    last = none | phases[-1][1]
     record: dict[str, Any] = {
         "schema_version": 1,
         "method": "imported",
         "source": source,
-        "domains": [{"name": name, "weight": constant.get(name, 0.0)} for name in ordered],
+        "domains": [{"name": name, "weight": weight} for name, weight in last.items()],
     }
     if len(phases) > 1:
-        record["phases"] = [
-            {"first_step": first, "weights": {name: sums.get(name, 0.0) for name in ordered}}
-            for first, sums in phases
-        ]
+        record["phases"] = [{"first_step": first, "weights": none | sums} for first, sums in phases]
     check_fields(record, f"The mixture in the text of {source}")
     return record
 
@@ -233,29 +252,10 @@ def _parsed(target: Target, text: str) -> Phases:
         found = target.read(text)
         if not all(shares for _, shares in found) or not found:
             raise ValueError("it holds no weights")
-    except KeyError as error:
-        raise ValueError(f"The text must be {target.title}, and is not: no {error}.") from error
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
-        reason = str(error).rstrip(".")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
     return found
-
-
-def _step(target: Target, first: int, settings: Settings) -> int:
-    """The optimizer step at which a phase begins, from what the format counts."""
-    if target.phases_in == "steps" or not first:
-        return first
-    tokens = settings.tokens_per_step()
-    if tokens is None:
-        raise ValueError(
-            f"The phases of {target.name} begin after so many tokens, and weights.json counts "
-            "steps: give seq_length and batch_size."
-        )
-    return round(first / tokens)
-
-
-def _list(paths: str | Sequence[str] | Mapping[str, float]) -> list[str]:
-    return [_clean(path) for path in ([paths] if isinstance(paths, str) else paths)]
 
 
 def _clean(path: str) -> str:

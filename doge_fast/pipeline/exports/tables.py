@@ -3,11 +3,10 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from doge_fast.pipeline.exports.blend import Blend
-from doge_fast.pipeline.exports.target import Phases, Target, named
+from doge_fast.pipeline.exports.blend import Blend, Format, Phases, named
 from doge_fast.pipeline.exports.text import plain, to_json
 from doge_fast.pipeline.tables import markdown, table_of
 
@@ -18,7 +17,11 @@ def _rows(blend: Blend) -> list[dict[str, Any]]:
     rows = []
     for name in sorted(shares, key=lambda name: (-shares[name], name)):
         entry, share = blend.entries[name], float(shares[name])
-        prior, epochs = entry.get("prior"), blend.passes(name, share)
+        prior, tokens, budget = (
+            entry.get("prior"),
+            entry.get("tokens"),
+            blend.settings.budget_tokens,
+        )
         rows.append(
             {
                 "domain": name,
@@ -27,8 +30,8 @@ def _rows(blend: Blend) -> list[dict[str, Any]]:
                 "last": entry.get("weight_last"),
                 "prior": prior,
                 "ratio": share / prior if prior else None,
-                "tokens": entry.get("tokens"),
-                "epochs": float(epochs) if epochs else None,
+                "tokens": tokens,
+                "epochs": budget * share / tokens if budget and tokens else None,
             }
         )
     kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
@@ -81,35 +84,8 @@ def _read_json(text: str) -> Phases:
     return [(int(each["first_step"]), named(each["weights"].items())) for each in value]
 
 
-_OURS = "a format of doge-fast's own"
-
-TARGETS: Sequence[Target] = (
-    Target(
-        "markdown",
-        "a table for people",
-        _markdown,
-        checked=_OURS,
-        needs_paths=False,
-        comment=None,
-        traps=("Epochs, with a budget, above 4 repeat a domain more often than is known to help.",),
-    ),
-    Target(
-        "json",
-        "{domain: share}, or a list of phases",
-        _json,
-        checked=_OURS,
-        has_phases=True,
-        needs_paths=False,
-        comment=None,
-        read=_read_json,
-    ),
-    Target(
-        "csv",
-        "a CSV of domains and weights, for spreadsheets",
-        _csv,
-        checked=_OURS,
-        needs_paths=False,
-        comment=None,
-        read=_read_csv,
-    ),
-)
+FORMATS: Mapping[str, Format] = {
+    "markdown": (_markdown, None),
+    "json": (_json, _read_json),
+    "csv": (_csv, _read_csv),
+}

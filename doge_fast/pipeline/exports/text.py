@@ -3,25 +3,11 @@
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
-from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
-
-from doge_fast.pipeline.exports.blend import REMOTE
-
-# The reader that a suffix asks for, by the name that `datasets` and Ray Data give it.
-_READERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".txt": "text",
-    ".arrow": "arrow",
-}
-_PACKED = (".gz", ".zst", ".xz", ".bz2")
 
 
 def to_yaml(value: Any) -> str:
@@ -30,11 +16,7 @@ def to_yaml(value: Any) -> str:
 
 
 def from_yaml(text: str, where: str = "The text") -> Any:
-    """What a YAML or JSON text holds.
-
-    Raises:
-        ValueError: it is neither, or has several documents.
-    """
+    """What a YAML or JSON text holds; ValueError where it is neither, or several documents."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -84,33 +66,3 @@ def sequence(items: Iterable[Any], indent: str = "", brackets: str = "[]") -> st
     """A list or tuple, an item a line; items are source text, a decimal its number."""
     lines = [f"{indent}    {_source(item)},\n" for item in items]
     return f"{brackets[0]}\n{''.join(lines)}{indent}{brackets[1]}"
-
-
-def reader_of(paths: Sequence[str]) -> str | None:
-    """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None.
-
-    Raises:
-        ValueError: the paths are of different kinds.
-    """
-    suffixes = [PurePosixPath(path.split(REMOTE)[-1]).suffixes for path in paths]
-    kept = [[suffix for suffix in found if suffix not in _PACKED] for found in suffixes]
-    readers = {_READERS.get(found[-1]) if found else None for found in kept}
-    if len(readers) > 1:
-        raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
-    return readers.pop() if readers else None
-
-
-def load_dataset(paths: Sequence[str]) -> str:
-    """The call that opens a domain's data as a stream, with the reader its suffix asks for.
-
-    Raises:
-        ValueError: paths of different kinds, or several of one that `load_dataset` takes alone.
-    """
-    reader = reader_of(paths)
-    if reader is None and len(paths) > 1:
-        raise ValueError(
-            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
-            "(jsonl, parquet, csv, txt, arrow), or make each a domain."
-        )
-    call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
-    return f'load_dataset({call}, split="train", streaming=True)'
