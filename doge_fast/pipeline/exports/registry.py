@@ -17,7 +17,7 @@ from doge_fast.pipeline.exports import configs, finetuning, loaders, megatron, m
 from doge_fast.pipeline.exports.blend import Blend, Paths, Settings
 from doge_fast.pipeline.exports.building import build, rows_of, token_shares
 from doge_fast.pipeline.exports.target import Found, Phases, Target
-from doge_fast.pipeline.weights_fields import check_fields
+from doge_fast.pipeline.records.weights import check_fields
 
 GROUP = "doge_fast.exporters"
 _FAMILIES = (megatron, mosaic, configs, loaders, finetuning, tables)

@@ -1,17 +1,19 @@
 """`doge-fast weights`: files in, tables and new files out.
 
-What the numbers are is computed in `weights` and `bounds`; here they are read, written and told.
+What the numbers are is computed in `summary` and `bounds`; here they are read, written and told.
 """
 
 import json
 import math
 import string
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from doge_fast import weights_file
-from doge_fast.pipeline import bounds, named, records, weights
+from doge_fast.pipeline import named, records, tables
 from doge_fast.pipeline.config import (
     WeightsAverageConfig,
     WeightsConstrainConfig,
@@ -19,170 +21,146 @@ from doge_fast.pipeline.config import (
     WeightsShowConfig,
 )
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
-from doge_fast.pipeline.reporting.wording import listed
-from doge_fast.pipeline.tables import table_of, text
-from doge_fast.pipeline.weight_texts import (
-    all_wrapped,
-    change_text,
+from doge_fast.pipeline.reporting.wording import listed, plural
+from doge_fast.pipeline.tables import text
+from doge_fast.pipeline.weights import bounds, summary
+from doge_fast.pipeline.weights.summary import (
+    WeightsSummary,
+    by_domain,
     figure_text,
-    setting_text,
-    story,
     tokens_text,
     weight_text,
-    wrapped,
 )
-from doge_fast.pipeline.weights import WeightsSummary
-from doge_fast.pipeline.weights_fields import SCHEDULES
 
 # Domains named in a sentence; more are counted.
 _NAMED = 6
+# Lines longer than this are hard to read, however wide the window is.
+_LONGEST_LINE = 100
+# What a record says of where its weights come from.
+_ABOUT = ("method", "score", "target", "model", "steps", "seed", "tokenizer_sha256")
 
 
 def show(config: WeightsShowConfig) -> list[str]:
-    """What the weights of the files mean: one in full, several side by side.
-
-    Raises:
-        ValueError: a file does not hold weights, or a number is out of its range.
-    """
+    """What the weights of the files mean: one in full, several side by side."""
     found = read_all(config.files)
     budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
-    mixtures = [
-        weights.describe(
-            record,
-            budget_tokens=budget,
-            tokens=_of_these(tokens, record) if len(found) > 1 else tokens,
-        )
-        for record in found.values()
-    ]
+    mixtures = []
+    for record in found.values():
+        names = records.weights_by_name(record)
+        # Of several files not each has every domain that tokens are given for.
+        known = {name: n for name, n in tokens.items() if name in names or len(found) == 1}
+        mixtures.append(summary.describe(record, budget_tokens=budget, tokens=known))
     if config.json:
         described = [
-            {"source": source, **_about(record), **weights_file.plain(mixture)}
+            {
+                "source": source,
+                **{key: record[key] for key in _ABOUT if key in record},
+                **weights_file.plain(mixture),
+            }
             for (source, record), mixture in zip(found.items(), mixtures, strict=True)
         ]
         return [_json({"budget_tokens": budget, "files": described})]
     if len(mixtures) > 1:
         return _side_by_side(found, mixtures, budget, config.sort)
-    (source, record), mixture = next(iter(found.items())), mixtures[0]
+    ((source, record),) = found.items()
     return [
-        wrapped(f"{source}: {story(record)}"),
-        text(mixture.table(largest_first=config.sort)),
-        *_remarks(mixture, budget),
+        _wrapped(f"{source}: {story(record)}"),
+        text(mixtures[0].table(largest_first=config.sort)),
+        *_remarks(mixtures[0], budget),
     ]
 
 
 def diff(config: WeightsDiffConfig) -> list[str]:
-    """How two files differ, by name.
-
-    Raises:
-        ValueError: a file does not hold weights.
-    """
+    """How two files differ, by name."""
     sources = [str(config.before), str(config.after)]
     before, after = (records.read_weights(path) for path in (config.before, config.after))
-    found = weights.compare(before, after)
+    found = summary.compare(before, after)
     if config.json:
         return [_json({"sources": sources, **weights_file.plain(found)})]
-    rows = [
-        [
-            name,
-            weight_text(found.before.get(name)),
-            weight_text(found.after.get(name)),
-            change_text(change),
-            figure_text(found.ratio[name]) if name in found.after else "",
-        ]
-        for name, change in found.change.items()
-    ]
+    columns = {
+        "A": [weight_text(found.before.get(name)) for name in found.change],
+        "B": [weight_text(found.after.get(name)) for name in found.change],
+        "B - A": [weight_text(change, "+") for change in found.change.values()],
+        "B / A": [
+            figure_text(ratio) if name in found.after else "" for name, ratio in found.ratio.items()
+        ],
+    }
     remarks = [
         f"Total variation {found.total_variation:.4f}, the share of a training that goes to other "
         f"domains; mean absolute difference {found.mean_absolute:.4f}."
     ]
-    for what, names in (("Added", found.added), ("Dropped", found.dropped)):
-        if names:
-            remarks.append(f"{what}: {listed(names)}.")
+    if found.added:
+        remarks.append(f"Added: {listed(found.added)}.")
+    if found.dropped:
+        remarks.append(f"Dropped: {listed(found.dropped)}.")
     if found.settings:
         pairs = found.settings.items()
         told = (f"{key} {setting_text(a)} and {setting_text(b)}" for key, (a, b) in pairs)
         remarks.append(f"Also different: {'; '.join(told)}.")
     return [
         *_legend("AB", dict(zip(sources, (before, after), strict=True))),
-        text(table_of(["domain", "A", "B", "B - A", "B / A"], rows)),
-        *all_wrapped(remarks),
+        text(by_domain(found.change, columns)),
+        *map(_wrapped, remarks),
     ]
 
 
 def average(config: WeightsAverageConfig) -> list[str]:
-    """The mean over files, written; its spread, told.
-
-    Raises:
-        ValueError: what `weights.average` refuses, one file twice, or a place that is not to be
-            written to; nothing is written.
-    """
+    """The mean over files, written; its spread, told."""
     found = read_all(config.files)
-    record = weights.average(found, different=config.different)
+    record = summary.average(found, different=config.different)
     written = _write(config.out, record, config.files)
-    errors = weights.standard_errors(record)
+    means = records.weights_by_name(record)
+    deviations = [entry["weight_std"] for entry in record["domains"]]
     each = [records.weights_by_name(member) for member in found.values()]
-    rows = []
-    for entry in record["domains"]:
-        name = entry["name"]
-        values = [by_name[name] for by_name in each]
-        spread = [entry["weight_std"], errors[name], min(values), max(values)]
-        rows.append([name, *map(weight_text, [entry["weight"], *spread])])
-    return [
-        text(table_of(["domain", "mean", "std", "std error", "least", "most"], rows)),
-        *all_wrapped([*_differences(found), _total(weights.describe(record))]),
-        *written,
-    ]
+    values = [[by_name[name] for by_name in each] for name in means]
+    columns = {
+        "mean": means.values(),
+        "std": deviations,
+        "std error": [deviation / math.sqrt(len(found)) for deviation in deviations],
+        "least": map(min, values),
+        "most": map(max, values),
+    }
+    texts = {title: list(map(weight_text, column)) for title, column in columns.items()}
+    remarks = [*_differences(found), _total(summary.describe(record))]
+    return [text(by_domain(means, texts)), *map(_wrapped, remarks), *written]
 
 
 def constrain(config: WeightsConstrainConfig) -> list[str]:
-    """The nearest weights within bounds, written; what bound and how far they moved, told.
-
-    Raises:
-        ValueError: what `bounds.constrain` refuses, or a place that is not to be written to;
-            nothing is written.
-    """
+    """The nearest weights within bounds, written; what bound and how far they moved, told."""
     record = records.read_weights(config.file)
-    before = records.weights_by_name(record)
+    names = records.weights_by_name(record)
     tokens = named.numbers(config.tokens, "tokens")
     found = bounds.constrain(
         record,
-        floor=_bound(config.floor, "floor", before, 0.0),
-        cap=_bound(config.cap, "cap", before, 1.0),
-        max_epochs=_bound(config.max_epochs, "max_epochs", before, math.inf),
+        floor=_bound(config.floor, "floor", names, 0.0),
+        cap=_bound(config.cap, "cap", names, 1.0),
+        max_epochs=_bound(config.max_epochs, "max_epochs", names, math.inf),
         budget_tokens=config.budget_tokens,
         tokens=tokens,
         source=str(config.file),
     )
     written = _write(config.out, found.record, [config.file])
-    after = weights.describe(found.record, budget_tokens=config.budget_tokens, tokens=tokens)
-    rows = [
-        [
-            share.name,
-            weight_text(before[share.name]),
-            weight_text(share.weight),
-            figure_text(share.weight / before[share.name] if before[share.name] else None),
-            found.bound.get(share.name, "").replace("_", " "),
-            figure_text(share.epochs),
-        ]
-        for share in after.domains
-    ]
-    header = ["domain", "before", "after", "after / before", "bound by", "epochs"]
-    if config.budget_tokens is None:
-        header, rows = header[:-1], [row[:-1] for row in rows]
+    after = summary.describe(found.record, budget_tokens=config.budget_tokens, tokens=tokens)
+    moved = summary.compare(record, found.record)
+    columns = {
+        "before": list(map(weight_text, moved.before.values())),
+        "after": list(map(weight_text, moved.after.values())),
+        "after / before": list(map(figure_text, moved.ratio.values())),
+        "bound by": [found.bound.get(name, "").replace("_", " ") for name in names],
+        "epochs": [figure_text(share.epochs) for share in after.domains],
+    }
+    remarks = [*_what_bound(found), *_what_is_lost(record), _total(after)]
     return [
-        text(table_of(header, rows), left=[3]),
-        *all_wrapped([*_what_bound(found), *_what_is_lost(record), _total(after)]),
+        text(by_domain(names, columns), left=[3] if found.bound else []),
+        *map(_wrapped, remarks),
         *written,
     ]
 
 
 def read_all(paths: Sequence[Path]) -> dict[str, Json]:
-    """{path: record}, in order.
-
-    Raises:
-        ValueError: no path, one twice, which is a slip of the hand, or one without weights.
-    """
+    """{path: record}, in order; at least one, and none twice, which is a slip of the hand."""
     if not paths:
         raise ValueError("Name a weights.json, or a run directory that holds one.")
     files = [path / records.WEIGHTS if path.is_dir() else path for path in paths]
@@ -203,15 +181,18 @@ def _bound(
             f"{' '.join(items)}."
         )
     everywhere = named.number(alone[0], alone[0], what) if alone else none
-    return dict.fromkeys(names, everywhere) | named.numbers(
-        [item for item in items if "=" in item], what
-    )
+    own = named.numbers([item for item in items if "=" in item], what)
+    return dict.fromkeys(names, everywhere) | own
 
 
-def _of_these(tokens: Mapping[str, float], record: Mapping[str, Any]) -> dict[str, float]:
-    """Of several files not each has every domain that tokens are given for."""
-    names = records.weights_by_name(record)
-    return {name: count for name, count in tokens.items() if name in names}
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Write `file` within: its directory is there, and what fails is said in a sentence."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror}.") from None
 
 
 def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
@@ -220,17 +201,9 @@ def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
         return ["Nothing is written without --out FILE."]
     file = out / records.WEIGHTS if out.is_dir() else out
     records.check_out(file, read)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with writing(file):
         records.write_weights(file, record)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be written: {error.strerror}.") from None
     return [f"weights: {file}"]
-
-
-def _about(record: Mapping[str, Any]) -> Json:
-    keys = ("method", "score", "target", "model", "steps", "seed", "tokenizer_sha256")
-    return {key: record[key] for key in keys if key in record}
 
 
 def _side_by_side(
@@ -243,33 +216,35 @@ def _side_by_side(
     is_few = len(found) <= len(string.ascii_uppercase)
     letters = [string.ascii_uppercase[i] if is_few else str(i + 1) for i in range(len(found))]
     by_file = [{share.name: share for share in mixture.domains} for mixture in mixtures]
-    names = list(dict.fromkeys(name for by_name in by_file for name in by_name))
+    names = list(dict.fromkeys(name for shares in by_file for name in shares))
     if is_sorted:
         names.sort(key=lambda name: -max(by[name].weight for by in by_file if name in by))
-    header = ["domain", *letters]
-    rows = [
-        [name, *(weight_text(by[name].weight if name in by else None) for by in by_file)]
-        for name in names
-    ]
-    rows.append(["effective domains", *(f"{each.effective_domains:.2f}" for each in mixtures)])
-    priors = [{name: share.prior for name, share in by.items()} for by in by_file]
-    if all(prior == priors[0] for prior in priors) and None not in priors[0].values():
-        header.append("prior")
-        rows = [[*row, weight_text(priors[0].get(row[0]))] for row in rows]
-    lines = [*_legend(letters, found), text(table_of(header, rows))]
-    if budget is not None:
-        epochs = [
-            [name, *(figure_text(by[name].epochs if name in by else None) for by in by_file)]
-            for name in names
+    columns = {
+        letter: [
+            *(weight_text(shares[name].weight if name in shares else None) for name in names),
+            f"{mixture.effective_domains:.2f}",
         ]
-        lines.append(f"Epochs in {tokens_text(budget)} tokens:")
-        lines.append(text(table_of(["domain", *letters], epochs)))
+        for letter, shares, mixture in zip(letters, by_file, mixtures, strict=True)
+    }
+    priors = [{name: share.prior for name, share in shares.items()} for shares in by_file]
+    if all(prior == priors[0] for prior in priors) and None not in priors[0].values():
+        columns["prior"] = [*(weight_text(priors[0][name]) for name in names), ""]
+    lines = [
+        *_legend(letters, found),
+        text(by_domain([*names, "effective domains"], columns)),
+    ]
+    if budget is not None:
+        epochs = {
+            letter: [figure_text(shares[name].epochs if name in shares else None) for name in names]
+            for letter, shares in zip(letters, by_file, strict=True)
+        }
+        lines += [f"Epochs in {tokens_text(budget)} tokens:", text(by_domain(names, epochs))]
     return lines
 
 
 def _legend(letters: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
-        wrapped(f"{letter:<3}{source}: {story(record)}", indent="   ")
+        _wrapped(f"{letter:<3}{source}: {story(record)}", indent="   ")
         for letter, (source, record) in zip(letters, found.items(), strict=True)
     ]
 
@@ -313,8 +288,6 @@ def _what_is_lost(record: Mapping[str, Any]) -> list[str]:
 
 def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
     lines = [_total(mixture)]
-    if budget is None:
-        return all_wrapped(lines)
     often = [share for share in mixture.domains if (share.epochs or 0) > MAX_EPOCHS]
     unknown = [share.name for share in mixture.domains if share.epochs is None]
     if often:
@@ -329,11 +302,11 @@ def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
             "Epochs are of the tokens that the run had, as the file says; --tokens NAME=NUMBER "
             "where the training has others."
         )
-    if unknown:
+    if unknown and budget is not None:
         lines.append(
             f"No epochs without a number of tokens: {_some(unknown)}. Pass --tokens NAME=NUMBER."
         )
-    return all_wrapped(lines)
+    return list(map(_wrapped, lines))
 
 
 def _some(words: Sequence[str]) -> str:
@@ -345,11 +318,47 @@ def _some(words: Sequence[str]) -> str:
 
 def _total(mixture: WeightsSummary) -> str:
     zeros = [share.name for share in mixture.domains if share.weight == 0]
-    text = (
-        f"Effective domains, exp of the entropy: {mixture.effective_domains:.2f} of "
-        f"{len(mixture.domains)}."
+    zero = f" Weight zero: {listed(zeros)}." if zeros else ""
+    return f"{mixture.effective_text}{zero}"
+
+
+def setting_text(value: Any) -> str:
+    """A setting in a sentence: a target by names, a long hash by its beginning."""
+    if value is None:
+        return "not said"
+    if isinstance(value, Mapping):
+        return " + ".join(name if tau == 1 else f"{tau:g} {name}" for name, tau in value.items())
+    words = str(value)
+    return words if len(words) <= 24 else f"{words[:12]}..."
+
+
+def story(record: Mapping[str, Any]) -> str:
+    """doge, target universal, 300 steps, seed 0."""
+    parts = [str(record.get("method") or "method not known")]
+    if record.get("score") not in (None, "paper"):
+        parts.append(f"score {record['score']}")
+    if record.get("target") is not None:
+        parts.append(f"target {setting_text(record['target'])}")
+    if record.get("steps") is not None:
+        parts.append(plural(record["steps"], "step"))
+    if record.get("seed") is not None:
+        parts.append(f"seed {record['seed']}")
+    if record.get("average"):
+        parts.append(f"mean of {plural(record['average']['count'], 'file')}")
+    if record.get("constraints"):
+        parts.append("constrained")
+    return ", ".join(parts)
+
+
+def _wrapped(words: str, indent: str = "") -> str:
+    """A paragraph in lines that fit the terminal; `indent` is of those after the first."""
+    return textwrap.fill(
+        words,
+        min(tables.terminal_width(), _LONGEST_LINE),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return f"{text} Weight zero: {listed(zeros)}." if zeros else text
 
 
 def _json(value: Any) -> str:
