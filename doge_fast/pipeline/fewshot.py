@@ -81,7 +81,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
             "task_data_sha256": document_hashes(config),
         },
     )
-    records.write_few_shot(config.run, result)
+    records.write_json(config.run / records.FEWSHOT, result)
     return result
 
 

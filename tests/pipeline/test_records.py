@@ -582,13 +582,13 @@ def test_the_average_perplexity_is_the_papers(tmp_path):
     assert record["average_perplexity"] == pytest.approx(20.0, rel=1e-12)
     assert record["worst"] == pytest.approx(40.0, rel=1e-12)
     assert record["tokens"] == {"a": 3 * 127, "b": 2 * 127}
-    records.write_evaluation(tmp_path, record)
+    records.write_json(tmp_path / records.EVALUATION, record)
     assert records.read_evaluation(tmp_path) == record
 
 
 def test_a_diverged_evaluation_is_still_written(tmp_path):
     record = records.evaluation(step=7, blocks={"a": 3}, loss={"a": 1e6}, block_size=128)
-    records.write_evaluation(tmp_path, record)
+    records.write_json(tmp_path / records.EVALUATION, record)
     assert records.read_evaluation(tmp_path)["perplexity"] == {"a": None}
 
 

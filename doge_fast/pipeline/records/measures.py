@@ -11,7 +11,6 @@ from doge_fast.pipeline.records.runs import (
     FEWSHOT,
     Json,
     check_empty,
-    check_keys,
     read_record,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
@@ -19,15 +18,7 @@ from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
 _EVALUATION_KEYS = ("step", "blocks", "loss", "perplexity", "average_perplexity", "worst", "tokens")
 _FEWSHOT_KEYS = ("step", "shots", "fewshot_seed", "positions", "tasks", "average")
 _EXPERIMENT_KEYS = (
-    "name",
-    "preset",
-    "title",
-    "question",
-    "settings",
-    "data",
-    "runs",
-    "groups",
-    "versions",
+    *("name", "preset", "title", "question", "settings", "data", "runs", "groups", "versions"),
 )
 
 
@@ -84,13 +75,6 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
 
 
-def write_evaluation(path: Path, record: Mapping[str, Any]) -> None:
-    """Write evaluation.json (see `evaluation`): the file, or into the run directory."""
-    file = path / EVALUATION if path.is_dir() else path
-    check_keys(record, _EVALUATION_KEYS, file)
-    write_json(file, record)
-
-
 def read_evaluation(run: Path) -> Json:
     """evaluation.json of a run directory.
 
@@ -139,12 +123,6 @@ def few_shot(
     }
 
 
-def write_few_shot(run: Path, record: Mapping[str, Any]) -> None:
-    """Write fewshot.json (see `few_shot`) into the run directory."""
-    check_keys(record, _FEWSHOT_KEYS, run / FEWSHOT)
-    write_json(run / FEWSHOT, record)
-
-
 def read_few_shot(run: Path) -> Json:
     """fewshot.json of a run directory.
 
@@ -167,7 +145,6 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
         ValueError: the directory holds another experiment, or something else.
     """
     record = dict(plain({"schema_version": SCHEMA_VERSION, **record}))
-    check_keys(record, _EXPERIMENT_KEYS, out / EXPERIMENT)
     if not (out / EXPERIMENT).exists():
         check_empty(out)
         out.mkdir(parents=True, exist_ok=True)

@@ -179,8 +179,7 @@ def _bars(mixtures: Mapping[str, WeightsSummary]) -> Figure:
     priors = _priors(list(mixtures.values()))
     if priors:
         places = np.array([names.index(name) for name in priors])
-        ends = {"ymin": places - 0.44, "ymax": places + 0.44}
-        drawn = axes.vlines(list(priors.values()), **ends, color=INK, linewidth=1.6)
+        drawn = axes.vlines([*priors.values()], places - 0.44, places + 0.44, INK, linewidth=1.6)
         handles, labels = [*handles, drawn], [*labels, "natural"]
     if all(len(mixture.domains) == len(names) for mixture in mixtures.values()):
         dotted = (0, (2, 2))
