@@ -46,7 +46,7 @@ FLOORS = [
         doge_fast.pipeline.exports.target doge_fast.pipeline.exports.text
     doge_fast.pipeline.records.runs
     doge_fast.pipeline.records.weights
-    doge_fast.pipeline.profile_report doge_fast.pipeline.fewshot_documents \
+    doge_fast.pipeline.profile_report \
         doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.group_dro doge_fast.pipeline.exports.building EXPORT_FAMILIES

@@ -635,8 +635,8 @@ def test_accuracies_stand_beside_chance_and_the_papers(tmp_path: Path) -> None:
         run = write_base(tmp_path / name, weights=name)
         tasks = {"copa": scores(copa, 0.5), "piqa": scores(piqa, 0.5, cut=3)}
         setting = {"shots": 5, "fewshot_seed": 0, "positions": 128}
-        scores = records.few_shot(step=STEPS, tasks=tasks, setting=setting)
-        records.write_json(run / records.FEWSHOT, scores)
+        record = records.few_shot(step=STEPS, tasks=tasks, setting=setting)
+        records.write_json(run / records.FEWSHOT, record)
     page = page_of(tmp_path)
     table = cells(page.source, "Tasks: all domains")
     assert table["copa"] == [
