@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ from doge_fast.pipeline.model import open_model
 PAPER_TASKS = ("copa", "sciq", "logiqa", "piqa", "wic", "winogrande")
 
 _METRICS = ("acc", "acc_norm")
-_SPLITS = ("train", "validation")
 
 # A line of lm-eval's YAML that names a task or a group, or refers to one.
 _DECLARED = re.compile(r"""^[\s-]*["']?(?:task|group)["']?:[ \t]*["']?([^\s"'#]+)["']?""", re.M)
@@ -252,12 +250,9 @@ def _task_manager(name: str) -> Any:
 def _folders() -> dict[str, set[Path]]:
     """Every name of a task or group in lm-eval's files, and the folders where it stands."""
     found: dict[str, set[Path]] = {}
-    for folder, _, files in os.walk(Path(lm_eval_tasks.__file__).parent):
-        for file in files:
-            if file.endswith(".yaml"):
-                text = Path(folder, file).read_text(encoding="utf-8")
-                for name in _DECLARED.findall(text):
-                    found.setdefault(name, set()).add(Path(folder))
+    for file in Path(lm_eval_tasks.__file__).parent.rglob("*.yaml"):
+        for name in _DECLARED.findall(file.read_text(encoding="utf-8")):
+            found.setdefault(name, set()).add(file.parent)
     return found
 
 
@@ -276,7 +271,7 @@ def _hub_task(name: str) -> Any:
 
 def _local_task(name: str, folder: Path) -> Any:
     """The task with the documents of `folder`/`name`, scored on its validation file."""
-    splits = {split: _read_documents(folder / name / f"{split}.jsonl", name) for split in _SPLITS}
+    splits = {split: _read_documents(file) for split, file in _files(folder, name).items()}
 
     def documents(**_: Any) -> Any:
         return datasets.DatasetDict(
@@ -306,28 +301,27 @@ def document_hashes(config: EvaluateConfig) -> dict[str, dict[str, str]] | None:
     """{task: {split: SHA-256}} of local documents; None where they are the Hub's."""
     if config.task_data is None:
         return None
+    files = {name: _files(config.task_data, name) for name in task_names(config.tasks)}
     return {
-        name: {
-            split: hashlib.sha256(
-                (config.task_data / name / f"{split}.jsonl").read_bytes()
-            ).hexdigest()
-            for split in _SPLITS
-        }
-        for name in task_names(config.tasks)
+        name: {split: hashlib.sha256(file.read_bytes()).hexdigest() for split, file in own.items()}
+        for name, own in files.items()
     }
 
 
-def _read_documents(path: Path, name: str) -> list[dict[str, Any]]:
-    """A task's documents, checked: its own code would not say which of them is wrong."""
+def _files(folder: Path, name: str) -> dict[str, Path]:
+    return {split: folder / name / f"{split}.jsonl" for split in ("train", "validation")}
+
+
+def _read_documents(path: Path) -> list[dict[str, Any]]:
+    """TASK/SPLIT.jsonl, checked: the task's own code would not say which document is wrong."""
+    name = path.parent.name
     if not path.is_file():
         raise ValueError(
             f"task_data must be a directory with {name}/train.jsonl and {name}/validation.jsonl; "
             f"{path} does not exist."
         )
-    found = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
-            found.append(_document(line, name, f"{path}, line {n}"))
+    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    found = [_document(line, name, f"{path}, line {n}") for n, line in lines if line.strip()]
     if not found:
         raise ValueError(f"{path} must hold one JSON object a line; it is empty.")
     return found
