@@ -44,16 +44,9 @@ def evaluation(
         block_size: tokens in a block; the first of each is not predicted.
         target: domains among them that the weights are meant for.
 
-    Raises:
-        ValueError: the domains of `blocks` and `loss` differ, or there are none.
-
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
     """
-    if not loss or set(loss) != set(blocks):
-        raise ValueError(
-            f"An evaluation needs blocks and loss of the same domains; it has blocks of "
-            f"{sorted(blocks)} and loss of {sorted(loss)}."
-        )
+    assert loss.keys() == blocks.keys()
     perplexity = {name: _exp(value) for name, value in loss.items()}
     record = {
         "step": step,
@@ -76,11 +69,7 @@ def _exp(value: float) -> float:
 
 
 def read_evaluation(run: Path) -> Json:
-    """evaluation.json of a run directory.
-
-    Raises:
-        ValueError: it is absent, not JSON, or lacks a part.
-    """
+    """evaluation.json of a run directory; ValueError where it is absent or lacks a part."""
     absent = f"{run} holds no {EVALUATION}: run doge-fast evaluate on it."
     return read_record(run / EVALUATION, _EVALUATION_KEYS, absent=absent, has_schema=False)
 
@@ -99,14 +88,9 @@ def few_shot(
             has it, `acc_norm`, each with `_stderr` (None for one document), `chance`, how many
             `requests` (one per choice) and `prompt_tokens` there were, how many of both the model
             could not see (`truncated_requests`, `truncated_tokens`), and how many answers alone
-            were longer than the model (`truncated_answers`).
+            were longer than the model (`truncated_answers`). At least one task.
         setting: `shots`, `fewshot_seed`, the model's `positions`, and what else decides the scores.
-
-    Raises:
-        ValueError: there is no task.
     """
-    if not tasks:
-        raise ValueError("A few-shot record needs at least one task; it has none.")
     number = len(tasks)
     stderrs = [task["acc_stderr"] for task in tasks.values()]
     is_known = all(stderr is not None for stderr in stderrs)
@@ -124,11 +108,7 @@ def few_shot(
 
 
 def read_few_shot(run: Path) -> Json:
-    """fewshot.json of a run directory.
-
-    Raises:
-        ValueError: it is absent, not JSON, of a future schema, or lacks a part.
-    """
+    """fewshot.json of a run directory; ValueError where it is absent or lacks a part."""
     absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
     return read_record(run / FEWSHOT, _FEWSHOT_KEYS, absent=absent)
 
@@ -172,10 +152,6 @@ def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
 
 
 def read_experiment(path: Path) -> Json:
-    """experiment.json of an experiment's directory.
-
-    Raises:
-        ValueError: it is absent, not JSON, of another schema, or lacks a part.
-    """
+    """experiment.json of its directory; ValueError where it is absent or lacks a part."""
     absent = f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there."
     return read_record(path / EXPERIMENT, _EXPERIMENT_KEYS, absent=absent)

@@ -27,8 +27,7 @@ def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
     record = plain(line)
     _check_line(record, "A line of metrics.jsonl")
     text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    descriptor = os.open(run / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    with open(descriptor, "wb", buffering=0) as file:
+    with (run / METRICS).open("ab", buffering=0) as file:
         file.write(text.encode())
 
 

@@ -133,11 +133,7 @@ def open_run(
 
 
 def read_config(run: Path) -> Json:
-    """config.json of a run directory.
-
-    Raises:
-        ValueError: it is absent, not JSON, of a future schema, or lacks a part.
-    """
+    """config.json of a run directory; ValueError where it is absent or lacks a part."""
     record = read_record(
         run / CONFIG,
         ("stage", "config", "corpus"),
@@ -196,11 +192,7 @@ def versions() -> dict[str, str]:
 
 
 def read_json(path: Path) -> Json:
-    """The object that the file holds.
-
-    Raises:
-        ValueError: there is no such file, it is not JSON, or not an object.
-    """
+    """The object that the file holds; ValueError where it is absent or holds another thing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

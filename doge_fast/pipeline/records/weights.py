@@ -68,43 +68,27 @@ _POSITIVE = FieldType("a finite number > 0", lambda v: is_weight(v) and v > 0)
 _SHARE = FieldType("a number between 0 and 1", lambda v: is_weight(v) and v <= 1 + _SUM_TOLERANCE)
 
 DOMAIN_FIELDS: Mapping[str, FieldType] = {
-    "weight_last": _SHARE,
+    **dict.fromkeys(("weight_last", "prior", "reference_weight"), _SHARE),
+    **dict.fromkeys(("tokens", "documents"), _COUNT),
     "weight_std": _AMOUNT,
-    "prior": _SHARE,
-    "tokens": _COUNT,
-    "documents": _COUNT,
     "mean_doc_tokens": _POSITIVE,
-    "reference_weight": _SHARE,
 }
 """Of an entry of `domains`, beside `name` and `weight`."""
 
 RECORD_FIELDS: Mapping[str, FieldType] = {
-    "method": _TEXT,
-    "score": _TEXT,
-    "target": FieldType('"universal" or an object {name: weight >= 0}', _is_target),
-    "source": _TEXT,
-    "model": _TEXT,
-    "parameters": _COUNT,
-    "tokenizer_sha256": _TEXT,
-    "block_size": _POSITIVE_COUNT,
-    "batch_size": _POSITIVE_COUNT,
-    "steps": _COUNT,
-    "tokens": _COUNT,
-    "seed": FieldType("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool)),
-    "mu": _POSITIVE,
-    "average_from": _SHARE,
+    **dict.fromkeys(("method", "score", "source", "model", "tokenizer_sha256", "variant"), _TEXT),
+    **dict.fromkeys(("reference", "initial", "constraints", "versions"), _OBJECT),
+    **dict.fromkeys(("parameters", "steps", "tokens"), _COUNT),
+    **dict.fromkeys(("block_size", "batch_size"), _POSITIVE_COUNT),
+    **dict.fromkeys(("mu", "step_size"), _POSITIVE),
+    **dict.fromkeys(("average_from", "smoothing"), _SHARE),
     "drift": _AMOUNT,
-    "variant": _TEXT,
-    "step_size": _POSITIVE,
-    "smoothing": _SHARE,
-    "reference": _OBJECT,
-    "initial": _OBJECT,
+    "seed": FieldType("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    "target": FieldType('"universal" or an object {name: weight >= 0}', _is_target),
     "average": FieldType(
         "an object with a count of files, a whole number",
         lambda v: isinstance(v, Mapping) and _is_count(v.get("count")),
     ),
-    "constraints": _OBJECT,
-    "versions": _OBJECT,
 }
 """Of the whole, beside `schema_version`, `domains` and `SCHEDULES`."""
 

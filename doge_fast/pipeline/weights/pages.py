@@ -37,25 +37,24 @@ _HEAD = "---\nlibrary_name: doge_fast\n"
 _LINE_POINTS = 400
 _LONGEST_LABEL = 48
 
-_FIELDS = {
-    "method": "method",
-    "score": "score",
-    "target": "target",
+_FIELDS = (
+    *("method", "score", "target", "model", "parameters", "steps", "tokens", "block_size"),
+    *("batch_size", "seed", "mu", "step_size", "smoothing", "average_from", "drift"),
+    "tokenizer_sha256",
+)
+"""Of the record, where it has them, for the list of provenance."""
+
+_LABELS = {
     "model": "proxy model",
-    "parameters": "parameters",
-    "steps": "steps",
     "tokens": "tokens seen",
     "block_size": "tokens in a block",
     "batch_size": "blocks in a step",
-    "seed": "seed",
-    "mu": "mu",
     "step_size": "step size",
-    "smoothing": "smoothing",
     "average_from": "share of the steps left out of the average",
     "drift": "drift over the last fifth",
     "tokenizer_sha256": "tokenizer, SHA-256",
 }
-"""Of the record, where it has them: what the table of provenance calls each."""
+"""What that list calls a field whose own name does not say it."""
 
 
 def plot(config: WeightsPlotConfig) -> list[str]:
@@ -268,8 +267,8 @@ def _legend(mixture: WeightsSummary, budget: float | None) -> str:
 def _provenance(record: Mapping[str, Any], path: Path) -> dict[str, str]:
     """What is known of how the weights came about; no path of the machine they were made on."""
     found = {
-        label: _value(field, record[field])
-        for field, label in _FIELDS.items()
+        _LABELS.get(field, field): _value(field, record[field])
+        for field in _FIELDS
         if record.get(field) is not None
     }
     if (average := record.get("average")) is not None:
