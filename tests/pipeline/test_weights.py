@@ -427,6 +427,7 @@ def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Added: table." in text
     assert "Dropped: code and prose." in text
     assert "steps 300 and 500" in text
+    assert "Total variation 0.0000" in said(capsys, "diff", first, first)
     found = json.loads(said(capsys, "diff", first, second, "--json"))
     assert found["sources"] == [first, second]
     assert found["total_variation"] == pytest.approx(0.9)

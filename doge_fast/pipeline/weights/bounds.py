@@ -85,22 +85,16 @@ def constrain(
         "bound": bound,
         "weights": weights,
     }
+    entries = [dict(entry) | {"weight": moved[entry["name"]]} for entry in record["domains"]]
+    for entry in entries:
+        entry.pop("weight_std", None)
+    kept = {key: value for key, value in record.items() if key not in SCHEDULES}
     return Constrained(
-        record=_with_weights(record, moved) | {"constraints": constraints},
+        record=kept | {"domains": entries, "constraints": constraints},
         bound=bound,
         kl=kl(after, before),
         total_variation=math.fsum(abs(a - b) for a, b in zip(after, before, strict=True)) / 2,
     )
-
-
-def _with_weights(record: Mapping[str, Any], weights: Mapping[str, float]) -> Json:
-    entries = [
-        {key: value for key, value in entry.items() if key != "weight_std"}
-        | {"weight": weights[entry["name"]]}
-        for entry in record["domains"]
-    ]
-    kept = {key: value for key, value in record.items() if key not in SCHEDULES}
-    return kept | {"domains": entries}
 
 
 def _bounds(

@@ -173,23 +173,20 @@ def _bars(mixtures: Mapping[str, WeightsSummary]) -> Figure:
             error_kw={"ecolor": INK, "elinewidth": 0.9},
             label=label,
         )
-    # Weights before what they stand beside.
-    handles, labels = axes.get_legend_handles_labels()
     priors = _priors(list(mixtures.values()))
     if priors:
         places = np.array([names.index(name) for name in priors])
-        drawn = axes.vlines([*priors.values()], places - 0.44, places + 0.44, INK, linewidth=1.6)
-        handles, labels = [*handles, drawn], [*labels, "natural"]
+        marks: Any = {"color": INK, "linewidth": 1.6, "label": "natural"}
+        axes.vlines(list(priors.values()), places - 0.44, places + 0.44, **marks)
     if all(len(mixture.domains) == len(names) for mixture in mixtures.values()):
-        dotted = (0, (2, 2))
-        line = axes.axvline(1 / len(names), color=MUTED, linewidth=0.9, linestyle=dotted)
-        handles, labels = [*handles, line], [*labels, "uniform"]
+        dotted: Any = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (2, 2))}
+        axes.axvline(1 / len(names), label="uniform", **dotted)
     name_places(axes, names)
     axes.set_xlim(left=0)
     axes.set_xlabel("domain weight")
     axes.xaxis.set_major_locator(ticks())
     columns = 1 if len(mixtures) > 1 else 3
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.4)
+    figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4)
     return figure
 
 

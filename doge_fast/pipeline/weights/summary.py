@@ -226,10 +226,11 @@ class Difference:
     """What else the two records say differently of how the weights came about."""
 
 
-_SETTINGS = (
+SETTINGS = (
     *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "mu", "average_from"),
     *("steps", "seed", "variant"),
 )
+"""What a record says of how its weights came about."""
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
@@ -249,7 +250,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
         mean_absolute=distance / len(names),
         settings={
             key: (before.get(key), after.get(key))
-            for key in _SETTINGS
+            for key in SETTINGS
             if before.get(key) != after.get(key)
         },
     )

@@ -7,7 +7,7 @@ import json
 import math
 import string
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from doge_fast.pipeline.reporting.wording import listed, plural
 from doge_fast.pipeline.tables import text
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.summary import (
+    SETTINGS,
     WeightsSummary,
     by_domain,
     figure_text,
@@ -38,8 +39,6 @@ from doge_fast.pipeline.weights.summary import (
 _NAMED = 6
 # Lines longer than this are hard to read, however wide the window is.
 _LONGEST_LINE = 100
-# What a record says of where its weights come from.
-_ABOUT = ("method", "score", "target", "model", "steps", "seed", "tokenizer_sha256")
 
 
 def show(config: WeightsShowConfig) -> list[str]:
@@ -56,7 +55,7 @@ def show(config: WeightsShowConfig) -> list[str]:
         described = [
             {
                 "source": source,
-                **{key: record[key] for key in _ABOUT if key in record},
+                **{key: record[key] for key in SETTINGS if key in record},
                 **weights_file.plain(mixture),
             }
             for (source, record), mixture in zip(found.items(), mixtures, strict=True)
@@ -100,7 +99,7 @@ def diff(config: WeightsDiffConfig) -> list[str]:
         told = (f"{key} {setting_text(a)} and {setting_text(b)}" for key, (a, b) in pairs)
         remarks.append(f"Also different: {'; '.join(told)}.")
     return [
-        *_legend("AB", dict(zip(sources, (before, after), strict=True))),
+        *_legend("AB", zip(sources, (before, after), strict=True)),
         text(by_domain(found.change, columns)),
         *map(_wrapped, remarks),
     ]
@@ -207,7 +206,7 @@ def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
 
 
 def _side_by_side(
-    found: Mapping[str, Mapping[str, Any]],
+    found: Mapping[str, Json],
     mixtures: Sequence[WeightsSummary],
     budget: float | None,
     is_sorted: bool,
@@ -230,7 +229,7 @@ def _side_by_side(
     if all(prior == priors[0] for prior in priors) and None not in priors[0].values():
         columns["prior"] = [*(weight_text(priors[0][name]) for name in names), ""]
     lines = [
-        *_legend(letters, found),
+        *_legend(letters, found.items()),
         text(by_domain([*names, "effective domains"], columns)),
     ]
     if budget is not None:
@@ -242,17 +241,17 @@ def _side_by_side(
     return lines
 
 
-def _legend(letters: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _legend(letters: Sequence[str], found: Iterable[tuple[str, Json]]) -> list[str]:
     return [
         _wrapped(f"{letter:<3}{source}: {story(record)}", indent="   ")
-        for letter, (source, record) in zip(letters, found.items(), strict=True)
+        for letter, (source, record) in zip(letters, found, strict=True)
     ]
 
 
 def _differences(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What averaged files do not have in common, beside the seed; and seeds that they share."""
     told = []
-    for key in ("method", "score", "mu", "target", "model", "tokenizer_sha256", "steps"):
+    for key in (each for each in SETTINGS if each != "seed"):
         values = list(dict.fromkeys(setting_text(record.get(key)) for record in found.values()))
         if len(values) > 1:
             told.append(f"{key} {listed(values)}")
