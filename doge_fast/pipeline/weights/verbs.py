@@ -7,7 +7,7 @@ import json
 import math
 import string
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -218,26 +218,25 @@ def _side_by_side(
     names = list(dict.fromkeys(name for shares in by_file for name in shares))
     if is_sorted:
         names.sort(key=lambda name: -max(by[name].weight for by in by_file if name in by))
-    columns = {
-        letter: [
-            *(weight_text(shares[name].weight if name in shares else None) for name in names),
-            f"{mixture.effective_domains:.2f}",
-        ]
-        for letter, shares, mixture in zip(letters, by_file, mixtures, strict=True)
-    }
-    priors = [{name: share.prior for name, share in shares.items()} for shares in by_file]
-    if all(prior == priors[0] for prior in priors) and None not in priors[0].values():
-        columns["prior"] = [*(weight_text(priors[0][name]) for name in names), ""]
-    lines = [
-        *_legend(letters, found.items()),
-        text(by_domain([*names, "effective domains"], columns)),
-    ]
-    if budget is not None:
-        epochs = {
-            letter: [figure_text(shares[name].epochs if name in shares else None) for name in names]
+
+    def columns(field: str, as_text: Callable[[Any], str]) -> dict[str, list[str]]:
+        """A column for each file; nothing for a domain that it lacks."""
+        return {
+            letter: [as_text(getattr(shares.get(name), field, None)) for name in names]
             for letter, shares in zip(letters, by_file, strict=True)
         }
-        lines += [f"Epochs in {tokens_text(budget)} tokens:", text(by_domain(names, epochs))]
+
+    weights = columns("weight", weight_text)
+    for column, mixture in zip(weights.values(), mixtures, strict=True):
+        column.append(f"{mixture.effective_domains:.2f}")
+    priors = list(columns("prior", weight_text).values())
+    if all(prior == priors[0] for prior in priors) and all(priors[0]):
+        weights["prior"] = [*priors[0], ""]
+    table = by_domain([*names, "effective domains"], weights)
+    lines = [*_legend(letters, found.items()), text(table)]
+    if budget is not None:
+        epochs = by_domain(names, columns("epochs", figure_text))
+        lines += [f"Epochs in {tokens_text(budget)} tokens:", text(epochs)]
     return lines
 
 
