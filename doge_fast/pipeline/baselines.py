@@ -22,7 +22,7 @@ def uniform(tokens: Mapping[str, int]) -> dict[str, float]:
     return dict.fromkeys(tokens, 1 / len(tokens))
 
 
-def natural(tokens: Mapping[str, float]) -> dict[str, float]:
+def natural(tokens: Mapping[str, int]) -> dict[str, float]:
     """w_j = n_j / sum_i n_i: every token of the corpus counts alike.
 
     Args:
@@ -39,7 +39,7 @@ def natural(tokens: Mapping[str, float]) -> dict[str, float]:
     return {name: count / total for name, count in tokens.items()}
 
 
-def _check(tokens: Mapping[str, float]) -> None:
+def _check(tokens: Mapping[str, int]) -> None:
     empty = [name for name, count in tokens.items() if count <= 0]
     if empty or not tokens:
         raise ValueError(

@@ -30,7 +30,7 @@ class WarmStart:
 
 def warm_start(
     record: Mapping[str, Any],
-    tokens: Mapping[str, float],
+    tokens: Mapping[str, int],
     *,
     split: Mapping[str, Sequence[str]] | None = None,
     added_share: str | float = "uniform",
@@ -106,7 +106,7 @@ def _check_split(
 
 
 def _added(
-    names: Sequence[str], tokens: Mapping[str, float], added_share: str | float
+    names: Sequence[str], tokens: Mapping[str, int], added_share: str | float
 ) -> dict[str, float]:
     if added_share == "uniform":
         return dict.fromkeys(names, 1 / len(tokens))
