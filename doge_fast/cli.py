@@ -284,22 +284,22 @@ def _export(config: ExportConfig) -> list[str]:
 
 def _weights(verb: str) -> Callable[[Any], list[str]]:
     def run(config: Any) -> list[str]:
-        from doge_fast.pipeline import weights_verbs
+        from doge_fast.pipeline.weights import verbs
 
-        lines: list[str] = getattr(weights_verbs, verb)(config)
+        lines: list[str] = getattr(verbs, verb)(config)
         return lines
 
     return run
 
 
 def _weights_plot(config: WeightsPlotConfig) -> list[str]:
-    from doge_fast.pipeline.weights_plot import plot
+    from doge_fast.pipeline.weights.pages import plot
 
     return plot(config)
 
 
 def _weights_card(config: WeightsCardConfig) -> list[str]:
-    from doge_fast.pipeline.weights_card import card
+    from doge_fast.pipeline.weights.pages import card
 
     return card(config)
 
@@ -317,8 +317,8 @@ VERBS: dict[str, Verb] = {
     "weights diff": Verb(WeightsDiffConfig, _weights("diff"), True, True),
     "weights average": Verb(WeightsAverageConfig, _weights("average"), True, True),
     "weights constrain": Verb(WeightsConstrainConfig, _weights("constrain"), True, True),
-    "weights plot": Verb(WeightsPlotConfig, _weights_plot, is_positional=True),
-    "weights card": Verb(WeightsCardConfig, _weights_card, is_positional=True),
+    "weights plot": Verb(WeightsPlotConfig, _weights_plot, True, True),
+    "weights card": Verb(WeightsCardConfig, _weights_card, True, True),
     "export": Verb(ExportConfig, _export, is_quick=True),
     "info": Verb(InfoConfig, _info, is_quick=True),
     "profile": Verb(ProfileConfig, _profile),

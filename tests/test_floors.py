@@ -40,35 +40,33 @@ FLOORS = [
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
-        doge_fast.pipeline.weights_fields doge_fast.pipeline.exports.blend \
-        doge_fast.pipeline.exports.text
+        doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
     doge_fast.pipeline.sources
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner
     doge_fast.pipeline.records.runs
-    doge_fast.pipeline.fewshot_documents \
-        doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
+    doge_fast.pipeline.records.weights
+    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.group_dro doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
-    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures \
-        doge_fast.pipeline.weight_texts
+    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies \
         doge_fast.pipeline.reporting.experiment
     doge_fast.pipeline.reporting.grouping
     doge_fast.pipeline.reporting.study
-    doge_fast.pipeline.training doge_fast.pipeline.trainer doge_fast.pipeline.weights \
-        doge_fast.pipeline.warm_start doge_fast.pipeline.reporting.tables \
+    doge_fast.pipeline.training doge_fast.pipeline.trainer \
+        doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
+        doge_fast.pipeline.reporting.tables \
         doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures
-    doge_fast.pipeline.stage doge_fast.pipeline.bounds
+    doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
     doge_fast.pipeline.reporting.cautions
     doge_fast.pipeline.reporting.verdicts
     doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.weights_plot
-    doge_fast.pipeline.weights_card
+    doge_fast.pipeline.weights.pages
     doge_fast.pipeline.experiments.runner doge_fast.flags
     doge_fast.cli
     doge_fast.__main__
@@ -86,7 +84,7 @@ FLOORS = [
             for stage in (
                 *("proxy", "base", "doremi", "selection", "rehearsal", "evaluation"),
                 "fewshot",
-                *("exports.command", "report", "profiling", "weights_verbs"),
+                *("exports.command", "report", "profiling", "weights.verbs"),
             )
         ),
     )

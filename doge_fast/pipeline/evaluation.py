@@ -73,7 +73,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     if config.data is not None:
         result["data"] = config.data
     file = _file(config)
-    records.write_evaluation(file, result)
+    records.write_json(file, result)
     if file.name != records.EVALUATION:
         _log.info("evaluation: %s", file)
     return result

@@ -8,9 +8,10 @@ first shots go first.
 
 import difflib
 import functools
+import hashlib
+import json
 import logging
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ from transformers import AutoTokenizer
 
 from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig
-from doge_fast.pipeline.fewshot_documents import hashes, read_documents
 from doge_fast.pipeline.model import open_model
 
 # Source: DoGE, Table fewshot.
@@ -39,7 +39,36 @@ _METRICS = ("acc", "acc_norm")
 # A line of lm-eval's YAML that names a task or a group, or refers to one.
 _DECLARED = re.compile(r"""^[\s-]*["']?(?:task|group)["']?:[ \t]*["']?([^\s"'#]+)["']?""", re.M)
 
+# What lm-eval's task reads of a local document: a type, or the values that it may have. Its own
+# code would take some wrong values for an answer and score them in silence.
+_FIELDS: dict[str, dict[str, type | tuple[Any, ...]]] = {
+    "copa": {
+        **dict.fromkeys(("premise", "choice1", "choice2"), str),
+        **{"question": ("cause", "effect"), "label": (0, 1)},
+    },
+    "sciq": dict.fromkeys(
+        ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"), str
+    ),
+    "logiqa": {"context": str, "question": str, "options": list, "label": ("a", "b", "c", "d")},
+    "piqa": {"goal": str, "sol1": str, "sol2": str, "label": (0, 1)},
+    "wic": {"sentence1": str, "sentence2": str, "start1": int, "end1": int, "label": (0, 1)},
+    "winogrande": {"sentence": str, "option1": str, "option2": str, "answer": ("1", "2")},
+}
 
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval warns once for every prompt that it cuts; they are counted instead."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@_quiet()
 def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """Score a finished run's model on k-shot multiple-choice tasks; write fewshot.json.
 
@@ -81,7 +110,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
             "task_data_sha256": document_hashes(config),
         },
     )
-    records.write_few_shot(config.run, result)
+    records.write_json(config.run / records.FEWSHOT, result)
     return result
 
 
@@ -96,22 +125,18 @@ def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
     return load_tasks(config)
 
 
+@_quiet()
 def load_tasks(config: EvaluateConfig) -> dict[str, Any]:
-    """lm-eval's tasks with their documents, whatever has become of the run.
-
-    Raises:
-        ValueError, RuntimeError: as `few_shot`, of the tasks.
-    """
+    """As `open_tasks`, whatever has become of the run."""
     _check(config)
     names = task_names(config.tasks)
     for name in names:
         _check_name(name)
     tasks = {}
     for name in names:
-        with _quiet():
-            task = _local_task(name, config.task_data) if config.task_data else _hub_task(name)
-        tasks[name] = task
+        task = _local_task(name, config.task_data) if config.task_data else _hub_task(name)
         _check_task(name, task, config.shots)
+        tasks[name] = task
     return tasks
 
 
@@ -124,33 +149,24 @@ def task_names(words: Sequence[str]) -> tuple[str, ...]:
 def table(result: Mapping[str, Any]) -> str:
     """The accuracies as aligned plain text, with what a guess would score and what was cut."""
     header = ("task", *_METRICS, "chance", "shots", "documents", "cut prompts")
-    rows = [_row(name, scores, result["shots"]) for name, scores in result["tasks"].items()]
-    if len(result["tasks"]) > 1:
-        average = result["average"]
-        rows.append(("average", *_accuracies(average), f"{average['chance']:.3f}", "", "", ""))
+    shots = str(result["shots"])
+    rows = []
+    for name, scores in result["tasks"].items():
+        cut = f"{scores['truncated_requests'] / scores['requests']:.0%}"
+        rows.append((name, *_accuracies(scores), shots, str(scores["documents"]), cut))
+    if len(rows) > 1:
+        rows.append(("average", *_accuracies(result["average"]), "", "", ""))
     return "\n".join([tables.text(tables.table_of(header, rows)), *_remarks(result)])
 
 
-def _row(name: str, scores: Mapping[str, Any], shots: int) -> tuple[str, ...]:
-    cut = f"{scores['truncated_requests'] / scores['requests']:.0%}"
-    return (
-        name,
-        *_accuracies(scores),
-        f"{scores['chance']:.3f}",
-        str(shots),
-        str(scores["documents"]),
-        cut,
-    )
-
-
 def _accuracies(scores: Mapping[str, Any]) -> tuple[str, ...]:
-    """acc and acc_norm, each with its standard error; "-" for what the task does not have."""
+    """acc and acc_norm, each with its standard error, and chance; "-" for what a task lacks."""
     cells = []
     for metric in _METRICS:
         value, stderr = scores.get(metric), scores.get(f"{metric}_stderr")
         error = "" if stderr is None else f" ± {stderr:.3f}"
         cells.append("-" if value is None else f"{value:.3f}{error}")
-    return tuple(cells)
+    return (*cells, f"{scores['chance']:.3f}")
 
 
 def _remarks(result: Mapping[str, Any]) -> list[str]:
@@ -211,10 +227,7 @@ def _check_task(name: str, task: Any, shots: int) -> None:
     fixed = task.get_config("num_fewshot")
     if fixed == 0 and shots:
         raise ValueError(f"lm-eval fixes {name} at 0 shots; got shots={shots}. Pass shots=0.")
-    if not shots:
-        return
-    with _quiet():
-        pool = len(task.fewshot_docs())
+    pool = len(task.fewshot_docs()) if shots else 1
     # One more is drawn, in case one of them is the document that is asked about.
     if pool <= shots:
         raise ValueError(
@@ -237,12 +250,9 @@ def _task_manager(name: str) -> Any:
 def _folders() -> dict[str, set[Path]]:
     """Every name of a task or group in lm-eval's files, and the folders where it stands."""
     found: dict[str, set[Path]] = {}
-    for folder, _, files in os.walk(Path(lm_eval_tasks.__file__).parent):
-        for file in files:
-            if file.endswith(".yaml"):
-                text = Path(folder, file).read_text(encoding="utf-8")
-                for name in _DECLARED.findall(text):
-                    found.setdefault(name, set()).add(Path(folder))
+    for file in Path(lm_eval_tasks.__file__).parent.rglob("*.yaml"):
+        for name in _DECLARED.findall(file.read_text(encoding="utf-8")):
+            found.setdefault(name, set()).add(file.parent)
     return found
 
 
@@ -261,7 +271,7 @@ def _hub_task(name: str) -> Any:
 
 def _local_task(name: str, folder: Path) -> Any:
     """The task with the documents of `folder`/`name`, scored on its validation file."""
-    splits = read_documents(folder / name)
+    splits = {split: _read_documents(file) for split, file in _files(folder, name).items()}
 
     def documents(**_: Any) -> Any:
         return datasets.DatasetDict(
@@ -291,7 +301,56 @@ def document_hashes(config: EvaluateConfig) -> dict[str, dict[str, str]] | None:
     """{task: {split: SHA-256}} of local documents; None where they are the Hub's."""
     if config.task_data is None:
         return None
-    return {name: hashes(config.task_data / name) for name in task_names(config.tasks)}
+    files = {name: _files(config.task_data, name) for name in task_names(config.tasks)}
+    return {
+        name: {split: hashlib.sha256(file.read_bytes()).hexdigest() for split, file in own.items()}
+        for name, own in files.items()
+    }
+
+
+def _files(folder: Path, name: str) -> dict[str, Path]:
+    return {split: folder / name / f"{split}.jsonl" for split in ("train", "validation")}
+
+
+def _read_documents(path: Path) -> list[dict[str, Any]]:
+    """TASK/SPLIT.jsonl, checked: the task's own code would not say which document is wrong."""
+    name = path.parent.name
+    if not path.is_file():
+        raise ValueError(
+            f"task_data must be a directory with {name}/train.jsonl and {name}/validation.jsonl; "
+            f"{path} does not exist."
+        )
+    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    found = [_document(line, name, f"{path}, line {n}") for n, line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"{path} must hold one JSON object a line; it is empty.")
+    return found
+
+
+def _document(line: str, name: str, where: str) -> dict[str, Any]:
+    """It has what the task reads; tasks outside the paper's are checked by lm-eval alone."""
+    try:
+        document = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}, must hold JSON and does not: {error}.") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{where}, must hold a JSON object; it holds a {type(document).__name__}.")
+    for field, allowed in _FIELDS.get(name, {}).items():
+        if field not in document:
+            raise ValueError(f"{where}: {name} reads {', '.join(_FIELDS[name])}; it lacks {field}.")
+        value = document[field]
+        if isinstance(allowed, tuple):
+            rule, is_right = f"one of {', '.join(map(repr, allowed))}", value in allowed
+        else:
+            rule, is_right = f"of type {allowed.__name__}", isinstance(value, allowed)
+        # JSON's true is Python's 1, and no label.
+        if not is_right or isinstance(value, bool):
+            raise ValueError(f"{where}: {field} must be {rule}; it is {value!r}.")
+    if name == "winogrande" and "_" not in document["sentence"]:
+        raise ValueError(f"{where}: the sentence must have a blank, _, for the two options.")
+    if name == "logiqa" and len(document["options"]) != 4:
+        raise ValueError(f"{where}: there must be 4 options; there are {len(document['options'])}.")
+    return document
 
 
 class _Scorer(HFLM):  # type: ignore[misc]
@@ -328,69 +387,51 @@ def _open_scorer(config: EvaluateConfig) -> Any:
     folder = config.run / training.MODEL
     model = open_model(folder)
     torch.nn.Module.to(model, training.device_of(config.device))
-    with _quiet():
-        return _Scorer(
-            pretrained=model,
-            tokenizer=AutoTokenizer.from_pretrained(folder),
-            backend="causal",
-            batch_size=config.batch_size,
-        )
+    return _Scorer(
+        pretrained=model,
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        backend="causal",
+        batch_size=config.batch_size,
+    )
 
 
 def _score(name: str, task: Any, scorer: Any, config: EvaluateConfig) -> dict[str, Any]:
     """One task's part of fewshot.json."""
     task.set_config("num_fewshot", config.shots)
     task.set_fewshot_seed(config.fewshot_seed)
-    with _quiet():
-        # Not simple_evaluate: it seeds the process, and asks git and the Hub about the model.
-        found = evaluator.evaluate(
-            scorer,
-            {"tasks": {name: task}},
-            limit=config.task_limit,
-            # acc and acc_norm are means, whose standard error has a closed form.
-            bootstrap_iters=1000,
-            log_samples=False,
-        )
+    # Not simple_evaluate: it seeds the process, and asks git and the Hub about the model.
+    found = evaluator.evaluate(
+        scorer,
+        {"tasks": {name: task}},
+        limit=config.task_limit,
+        # acc and acc_norm are means, whose standard error has a closed form.
+        bootstrap_iters=1000,
+        log_samples=False,
+    )
     scores = found["results"][name]
     assert found["n-shot"][name] == config.shots
     count = found["n-samples"][name]["effective"]
+    measured: dict[str, float | None] = {}
+    for metric in _METRICS:
+        if f"{metric},none" in scores:
+            measured[metric] = float(scores[f"{metric},none"])
+            # Of a single document there is none.
+            stderr = scores[f"{metric}_stderr,none"]
+            measured[f"{metric}_stderr"] = None if stderr == "N/A" else float(stderr)
     return {
         "version": found["versions"][name],
         "split": task.get_config("test_split") or task.get_config("validation_split"),
         "documents": count,
-        **_metrics(scores),
+        **measured,
         "chance": _chance(task, count),
         **scorer.counts,
     }
-
-
-def _metrics(scores: Mapping[str, Any]) -> dict[str, float | None]:
-    """acc, acc_norm and their standard errors; None for that of a single document."""
-    found: dict[str, float | None] = {}
-    for metric in _METRICS:
-        if f"{metric},none" in scores:
-            stderr = scores[f"{metric}_stderr,none"]
-            found[metric] = float(scores[f"{metric},none"])
-            found[f"{metric}_stderr"] = None if stderr == "N/A" else float(stderr)
-    return found
 
 
 def _chance(task: Any, count: int) -> float:
     """What a guess scores on the first `count` documents."""
     choices = (len(task.doc_to_choice(document)) for _, document in task.doc_iterator(limit=count))
     return math.fsum(1 / number for number in choices) / count
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """lm-eval warns once for every prompt that it cuts; they are counted instead."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _one_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
-from doge_fast.pipeline.warm_start import warm_start
+from doge_fast.pipeline.weights.warm_start import warm_start
 from doge_fast.reweighting import DomainWeights
 
 Target = str | dict[str, float]

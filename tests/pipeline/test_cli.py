@@ -199,7 +199,11 @@ def test_a_file_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["proxy", "--help"], ["export", "--list"], ["--version"]]
+    "words",
+    [
+        *(["--help"], ["proxy", "--help"], ["export", "--list"], ["--version"]),
+        ["weights", "show", "nowhere.json"],
+    ],
 )
 def test_quick_verbs_import_nothing_slow(words: list[str]) -> None:
     """torch alone takes seconds."""

@@ -109,7 +109,8 @@ def test_more_right_answers_are_better(
             score["requests"] = 40
             setting = {"shots": 2, "fewshot_seed": 0, "positions": 32}
             told = records.few_shot(step=1, tasks={"copa": score}, setting=setting)
-            records.write_few_shot(tmp_path / "runs" / f"{name}-seed{seed}", told)
+            run = tmp_path / "runs" / f"{name}-seed{seed}"
+            records.write_json(run / records.FEWSHOT, told)
     verdict = parts_of(open_study([tmp_path]))[-1].verdicts[-1]
     mean = 100 * sum(gains) / len(gains)
     assert verdict.headline.replace("\N{NO-BREAK SPACE}", " ") == headline.format(f"{mean:.1f}")

@@ -575,7 +575,7 @@ def test_a_target_that_was_not_measured_has_no_verdict(tmp_path: Path) -> None:
     measured = records.read_evaluation(natural)
     for key in ("blocks", "loss", "perplexity", "tokens"):
         del measured[key]["tests"]
-    records.write_evaluation(natural, measured)
+    records.write_json(natural / records.EVALUATION, measured)
     words = words_of(tmp_path)
     assert "Perplexity per domain: Out of domain, tests" in words
     assert "No domain or target that this is about has been measured by every arm." in words
@@ -635,7 +635,8 @@ def test_accuracies_stand_beside_chance_and_the_papers(tmp_path: Path) -> None:
         run = write_base(tmp_path / name, weights=name)
         tasks = {"copa": scores(copa, 0.5), "piqa": scores(piqa, 0.5, cut=3)}
         setting = {"shots": 5, "fewshot_seed": 0, "positions": 128}
-        records.write_few_shot(run, records.few_shot(step=STEPS, tasks=tasks, setting=setting))
+        record = records.few_shot(step=STEPS, tasks=tasks, setting=setting)
+        records.write_json(run / records.FEWSHOT, record)
     page = page_of(tmp_path)
     table = cells(page.source, "Tasks: all domains")
     assert table["copa"] == [

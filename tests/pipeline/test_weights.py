@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import bounds, records, weights
-from doge_fast.pipeline.warm_start import warm_start
+from doge_fast.pipeline import records
+from doge_fast.pipeline.weights import bounds, summary
+from doge_fast.pipeline.weights.warm_start import warm_start
 
 NAMES = ("code", "prose", "verse")
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -50,28 +51,28 @@ def by_name(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def test_ratio_epochs_and_effective_domains() -> None:
-    mixture = weights.describe(record(), budget_tokens=2e7)
+    mixture = summary.describe(record(), budget_tokens=2e7)
     code, prose, verse = mixture.domains
     assert code.ratio == pytest.approx(0.5 / 0.6)
     assert [each.epochs for each in (code, prose, verse)] == pytest.approx([10 / 6, 2, 4])
     entropy = -sum(value * math.log(value) for value in WEIGHTS)
     assert mixture.effective_domains == pytest.approx(math.exp(entropy))
-    assert weights.describe(record()).domains[0].epochs is None
+    assert summary.describe(record()).domains[0].epochs is None
 
 
 def test_tokens_that_there_really_are_decide_epochs_and_given_for_all_the_priors() -> None:
-    one = weights.describe(record(), budget_tokens=1e7, tokens={"verse": 2e6})
+    one = summary.describe(record(), budget_tokens=1e7, tokens={"verse": 2e6})
     assert one.domains[2].epochs == pytest.approx(1.0)
     assert one.domains[2].prior == pytest.approx(0.1)
-    every = weights.describe(record(), tokens=dict.fromkeys(NAMES, 5e9))
+    every = summary.describe(record(), tokens=dict.fromkeys(NAMES, 5e9))
     assert [share.prior for share in every.domains] == pytest.approx([1 / 3] * 3)
 
 
 def test_what_a_file_does_not_say_is_none() -> None:
-    mixture = weights.describe(record(tokens=None), budget_tokens=1e9)
+    mixture = summary.describe(record(tokens=None), budget_tokens=1e9)
     assert [(s.prior, s.ratio, s.tokens, s.epochs) for s in mixture.domains] == [(None,) * 4] * 3
     tokens = dict.fromkeys(NAMES, 0) | {"code": 10}
-    empty = weights.describe(record((0.5, 0.5, 0.0), tokens=tokens), budget_tokens=20)
+    empty = summary.describe(record((0.5, 0.5, 0.0), tokens=tokens), budget_tokens=20)
     assert [share.epochs for share in empty.domains] == [1.0, math.inf, 0.0]
 
 
@@ -86,12 +87,12 @@ def test_what_a_file_does_not_say_is_none() -> None:
 )
 def test_describe_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        weights.describe(record(), **options)
+        summary.describe(record(), **options)
 
 
 def test_a_notebook_shows_a_table_with_bars_and_names_as_they_are() -> None:
     names = ("<b>code</b>", "prose", "verse")
-    shown = weights.describe(record(names=names, tokens=None))._repr_html_()
+    shown = summary.describe(record(names=names, tokens=None))._repr_html_()
     assert ">&lt;b&gt;code&lt;/b&gt;</td><td>0.5000</td>" in shown
     assert [float(width) for width in re.findall(r"width:([\d.]+)em", shown)] == [9.0, 5.4, 3.6]
     assert shown.count("<tr>") == 4
@@ -104,7 +105,7 @@ def test_a_notebook_shows_a_table_with_bars_and_names_as_they_are() -> None:
 
 def test_a_difference_is_by_name_and_sums_up() -> None:
     after = record((0.1, 0.4, 0.5), ("verse", "code", "table"), None, seed=1, target={"ca": 1.0})
-    found = weights.compare(record(), after)
+    found = summary.compare(record(), after)
     assert found.change == pytest.approx({"code": -0.1, "prose": -0.3, "verse": -0.1, "table": 0.5})
     assert found.total_variation == pytest.approx(0.5)
     assert found.mean_absolute == pytest.approx(0.25)
@@ -112,7 +113,7 @@ def test_a_difference_is_by_name_and_sums_up() -> None:
     assert found.ratio["code"] == pytest.approx(0.8)
     assert found.ratio["table"] is None
     assert found.settings == {"target": ("universal", {"ca": 1.0}), "seed": (0, 1)}
-    again = weights.compare(record(), record())
+    again = summary.compare(record(), record())
     assert again.total_variation == 0
     assert again.settings == {}
 
@@ -132,12 +133,10 @@ def test_an_average_has_the_mean_and_the_spread_of_its_files() -> None:
     mixtures = seeds(*values, colour="blue")
     # In another order: matched by name.
     mixtures["seed-1"]["domains"].reverse()
-    found = weights.average(mixtures)
+    found = summary.average(mixtures)
     assert by_name(found) == pytest.approx(dict(zip(NAMES, np.mean(values, 0), strict=True)))
     deviations = [entry["weight_std"] for entry in found["domains"]]
     assert deviations == pytest.approx(np.std(values, 0, ddof=1).tolist(), abs=1e-15)
-    errors = weights.standard_errors(found)
-    assert errors["code"] == pytest.approx(0.1 / math.sqrt(3))
     assert found["domains"][0]["weight_last"] == pytest.approx(0.5)
     assert found["domains"][0]["tokens"] == TOKENS["code"]
     assert (found["colour"], found["target"]) == ("blue", "universal")
@@ -147,24 +146,23 @@ def test_an_average_has_the_mean_and_the_spread_of_its_files() -> None:
     assert found["average"]["count"] == 3
     assert [each["seed"] for each in found["average"]["of"]] == [0, 1, 2]
     assert found["average"]["of"][1]["weights"] == {"verse": 0.2, "prose": 0.4, "code": 0.4}
-    assert weights.standard_errors(record()) == {}
 
 
 def test_an_average_is_of_the_same_thing() -> None:
     with pytest.raises(ValueError, match="needs two weight files or more; got 1"):
-        weights.average(seeds(WEIGHTS))
+        summary.average(seeds(WEIGHTS))
     other = record(names=("code", "prose", "table"), tokens=None)
-    with pytest.raises(ValueError, match=r"b has no verse and table besides, compared with a"):
-        weights.average({"a": record(), "b": other})
+    with pytest.raises(ValueError, match=r"compared with a, b lacks verse and adds table\."):
+        summary.average({"a": record(), "b": other})
     targets = {"a": record(), "b": record(target={"ca": 1.0})}
     with pytest.raises(ValueError, match=r"one target; it is 'universal' in a and \{'ca': 1.0\}"):
-        weights.average(targets)
-    assert "target" not in weights.average(targets, different=["target"])
+        summary.average(targets)
+    assert "target" not in summary.average(targets, different=["target"])
     tokenizers = {"a": record(tokenizer_sha256="aa"), "b": record(tokenizer_sha256="bb")}
     with pytest.raises(ValueError, match=r"one tokenizer_sha256; .* different=tokenizer_sha256"):
-        weights.average(tokenizers)
+        summary.average(tokenizers)
     # One that does not say is not another.
-    weights.average({"a": record(tokenizer_sha256="aa"), "b": record()})
+    summary.average({"a": record(tokenizer_sha256="aa"), "b": record()})
 
 
 # Bounds.
@@ -204,7 +202,7 @@ def test_epochs_become_caps_by_the_tokens_there_are() -> None:
 
 
 def test_what_was_true_of_other_weights_is_left_out() -> None:
-    averaged = weights.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
+    averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
     averaged["phases"] = [{"first_step": 0, "weights": by_name(averaged)}]
     found = bounds.constrain(averaged, cap=0.4).record
     assert "phases" not in found
@@ -240,7 +238,7 @@ def test_a_zero_is_lifted_by_a_floor_alone() -> None:
         ),
         (
             {"floor": 0.4, "cap": 0.3},
-            r"floor of code, 0.4, is above the cap, 0.3 \(and prose and verse likewise\)",
+            r"floor of code, 0.4, is above the cap, 0.3\. Lower it, or allow more\.",
         ),
         ({"floor": {"poetry": 0.1}}, "floor must name domains of the weights, .* poetry is not"),
         ({"cap": 1.5}, "cap must be between 0 and 1; that of code is 1.5"),
@@ -429,6 +427,7 @@ def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Added: table." in text
     assert "Dropped: code and prose." in text
     assert "steps 300 and 500" in text
+    assert "Total variation 0.0000" in said(capsys, "diff", first, first)
     found = json.loads(said(capsys, "diff", first, second, "--json"))
     assert found["sources"] == [first, second]
     assert found["total_variation"] == pytest.approx(0.9)
@@ -609,7 +608,7 @@ def test_a_card_does_not_replace_other_weights(
 def test_a_card_of_averaged_and_bounded_weights_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    averaged = weights.average(seeds(WEIGHTS, (0.4, 0.4, 0.2), model="/home/me/models/mine"))
+    averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2), model="/home/me/models/mine"))
     content = bounds.constrain(averaged, floor={"verse": 0.25}, source="/home/me/w.json").record
     said(capsys, "card", write(tmp_path / "w.json", content), "--out", tmp_path / "card")
     page = (tmp_path / "card" / "README.md").read_text()

@@ -232,7 +232,7 @@ def write_base(
         measured = records.evaluation(
             step=steps, blocks=dict.fromkeys(rows, blocks), loss=losses, block_size=BLOCK_SIZE
         )
-        records.write_evaluation(out, measured)
+        records.write_json(out / records.EVALUATION, measured)
     return out
 
 

@@ -17,7 +17,7 @@ from doge_fast.pipeline.exports.blend import (
     by_token,
     normalised,
 )
-from doge_fast.pipeline.weights_fields import check_fields, is_weight
+from doge_fast.pipeline.records.weights import check_fields, is_weight
 
 Plan = list[tuple[int, dict[str, float]]]
 """[(first step, {domain: weight})]."""

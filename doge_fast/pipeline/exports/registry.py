@@ -18,7 +18,7 @@ import yaml
 from doge_fast.pipeline.exports import configs, loaders, megatron, tables
 from doge_fast.pipeline.exports.blend import Blend, Found, Paths, Phases, Settings, Target
 from doge_fast.pipeline.exports.building import build, rows_of, token_shares
-from doge_fast.pipeline.weights_fields import check_fields
+from doge_fast.pipeline.records.weights import check_fields
 
 GROUP = "doge_fast.exporters"
 # Domains named in a sentence; more are counted.

@@ -21,9 +21,7 @@ from doge_fast.pipeline.records.measures import (
     read_evaluation,
     read_experiment,
     read_few_shot,
-    write_evaluation,
     write_experiment,
-    write_few_shot,
 )
 from doge_fast.pipeline.records.metrics import (
     DRIFT_FROM,

@@ -27,8 +27,7 @@ def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
     record = plain(line)
     _check_line(record, "A line of metrics.jsonl")
     text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    descriptor = os.open(run / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    with open(descriptor, "wb", buffering=0) as file:
+    with (run / METRICS).open("ab", buffering=0) as file:
         file.write(text.encode())
 
 
@@ -77,10 +76,12 @@ def average_between(first: Json, last: Json) -> dict[str, float]:
     """
     until, start = last["step"], first["step"]
     # What is not finite is recorded as null.
-    ends = {name: math.nan if v is None else v for name, v in last["alpha_mean"].items()}
+    begins, ends = (
+        {name: math.nan if mean is None else mean for name, mean in line["alpha_mean"].items()}
+        for line in (first, last)
+    )
     if start in (0, until):
         return ends
-    begins = {name: math.nan if v is None else v for name, v in first["alpha_mean"].items()}
     sums = {name: max(0.0, until * mean - start * begins[name]) for name, mean in ends.items()}
     total = sum(sums.values())
     return {name: value / total for name, value in sums.items()}
@@ -123,25 +124,23 @@ def drift(
 def _parse_metrics(path: Path) -> list[Json]:
     """Every complete line; what follows the last line break was torn by a kill."""
     complete = path.read_bytes().split(b"\n")[:-1]
-    return [_parse_line(text, f"{path}, line {n}") for n, text in enumerate(complete, start=1)]
-
-
-def _parse_line(text: bytes, where: str) -> Json:
-    try:
-        line = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{where}, must hold a JSON object and does not: {error}. The file was changed by "
-            "something other than a run; restore it, or start the run anew elsewhere."
-        ) from None
-    _check_line(line, where)
-    return dict(line)
+    lines = []
+    for n, text in enumerate(complete, start=1):
+        where = f"{path}, line {n}"
+        try:
+            line = json.loads(text)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{where}, must hold a JSON object and does not: {error}. The file was changed by "
+                "something other than a run; restore it, or start the run anew elsewhere."
+            ) from None
+        _check_line(line, where)
+        lines.append(line)
+    return lines
 
 
 def _check_line(line: Any, where: str) -> None:
-    is_object = isinstance(line, dict)
-    step = line.get("step") if is_object else None
-    kind = line.get("kind") if is_object else None
+    step, kind = (line.get("step"), line.get("kind")) if isinstance(line, dict) else (None, None)
     if not isinstance(step, int) or isinstance(step, bool) or kind not in ("train", "eval"):
         raise ValueError(
             f'{where} needs an integer "step" and a "kind" of "train" or "eval"; '

@@ -1,9 +1,10 @@
 """config.json, and what holds of every file of a run directory: names, schema, required keys."""
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -30,13 +31,7 @@ _NOT_COMPARED = ("out", "corpus.cache_dir", "training.report_to", *_READ_OFF)
 _NOT_KEPT = ("dry_run",)
 
 _REPORTED_PACKAGES = (
-    "doge-fast",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "numpy",
+    *("doge-fast", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"),
 )
 
 
@@ -75,24 +70,12 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
 
 
 def check_corpus(out: Path, recorded: Json, corpus: Mapping[str, Any]) -> None:
-    """Refuse to resume a run on another corpus than it began with.
-
-    Args:
-        out: the run directory.
-        recorded: its config.json.
-        corpus: as `open_run` takes it.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """Raise ValueError where a run, by its config.json, began with another corpus than this."""
     _check_same("corpus", out, recorded["corpus"], plain(corpus), ())
 
 
 def _with_defaults(recorded: Json, config: Any) -> Json:
-    """What was recorded; a setting that it lacks came later, and counts as its default.
-
-    Otherwise no run could be resumed or found complete once the stage has a new setting.
-    """
+    """What was recorded; a setting that it lacks came later, and counts as its default."""
     if not dataclasses.is_dataclass(config):
         return recorded
     filled = dict(recorded)
@@ -107,8 +90,7 @@ def _with_defaults(recorded: Json, config: Any) -> Json:
 
 def _kept(config: Any) -> Any:
     """What config.json keeps of a stage's settings."""
-    kept = plain(config)
-    return {name: value for name, value in kept.items() if name not in _NOT_KEPT}
+    return {name: value for name, value in plain(config).items() if name not in _NOT_KEPT}
 
 
 def open_run(
@@ -151,11 +133,7 @@ def open_run(
 
 
 def read_config(run: Path) -> Json:
-    """config.json of a run directory.
-
-    Raises:
-        ValueError: it is absent, not JSON, of a future schema, or lacks a part.
-    """
+    """config.json of a run directory; ValueError where it is absent or lacks a part."""
     record = read_record(
         run / CONFIG,
         ("stage", "config", "corpus"),
@@ -172,30 +150,24 @@ def read_config(run: Path) -> Json:
 def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
     """The recorded object equals the one asked for, outside `ignored` dotted names."""
     before, now = _flat(recorded), _flat(asked)
-    names = [
-        name
-        for name in dict.fromkeys((*before, *now))
-        if name not in ignored and not _is_same(before.get(name, "absent"), now.get(name, "absent"))
+    pairs = {name: (before.get(name, "absent"), now.get(name, "absent")) for name in before | now}
+    differing = [
+        name for name, pair in pairs.items() if name not in ignored and not _is_same(*pair)
     ]
-    if not names:
-        return
-    first = names[0]
-    others = f" (also {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})"
-    raise ValueError(
-        f"{out} holds another run: the {what}'s {first} is {before.get(first, 'absent')!r} there "
-        f"and {now.get(first, 'absent')!r} here{others if len(names) > 1 else ''}. Name another "
-        "directory, or repeat the recorded run to resume it."
-    )
+    if differing:
+        first, *others = differing
+        was, is_now = pairs[first]
+        also = f" (also {', '.join(others[:3])}{', ...' if len(others) > 3 else ''})"
+        raise ValueError(
+            f"{out} holds another run: the {what}'s {first} is {was!r} there and {is_now!r} here"
+            f"{also if others else ''}. Name another directory, or repeat the recorded run to "
+            "resume it."
+        )
 
 
 def _is_same(recorded: Any, asked: Any) -> bool:
     """Equal, or one path said in two ways; a word without a slash, as `uniform`, is no path."""
-    if (
-        isinstance(recorded, str)
-        and isinstance(asked, str)
-        and os.sep in recorded
-        and os.sep in asked
-    ):
+    if all(isinstance(value, str) and os.sep in value for value in (recorded, asked)):
         recorded, asked = os.path.abspath(recorded), os.path.abspath(asked)
     return bool(recorded == asked)
 
@@ -214,19 +186,13 @@ def versions() -> dict[str, str]:
     """Version of Python and of every installed package that decides a run's numbers."""
     found = {"python": python_version()}
     for package in _REPORTED_PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def read_json(path: Path) -> Json:
-    """The object that the file holds.
-
-    Raises:
-        ValueError: there is no such file, it is not JSON, or not an object.
-    """
+    """The object that the file holds; ValueError where it is absent or holds another thing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -238,24 +204,23 @@ def read_json(path: Path) -> Json:
     return value
 
 
-def read_record(path: Path, keys: Iterable[str], *, absent: str, has_schema: bool = True) -> Json:
-    """A record of a directory, with every key that a reader will ask for.
+def read_record(path: Path, keys: Sequence[str], *, absent: str, has_schema: bool = True) -> Json:
+    """A record of a directory, of a schema that is known and with every key a reader asks for.
 
     Args:
         path: the file.
         keys: what it must hold.
         absent: what is said where there is none.
         has_schema: whether it says which schema it follows.
-
-    Raises:
-        ValueError: it is absent, not JSON, of a future schema, or lacks a key.
     """
     if not path.exists():
         raise ValueError(absent)
     record = read_json(path)
     if has_schema:
         check_schema(record, path)
-    check_keys(record, keys, path)
+    missing = [key for key in keys if key not in record]
+    if missing:
+        raise ValueError(f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}.")
     return record
 
 
@@ -272,13 +237,6 @@ def check_schema(record: Json, path: Path, *, way_out: str = "") -> None:
             f"{path} follows schema {version}; this version of doge_fast reads up to "
             f"{SCHEMA_VERSION}. Upgrade doge_fast to read it."
         )
-
-
-def check_keys(record: Mapping[str, Any], keys: Iterable[str], path: Path) -> None:
-    """Every key that a reader will ask for is there."""
-    missing = [key for key in keys if key not in record]
-    if missing:
-        raise ValueError(f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}.")
 
 
 def check_empty(out: Path) -> None:

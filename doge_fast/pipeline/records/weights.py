@@ -1,9 +1,15 @@
-"""weights.json: domain weights by name, and what is believed of such a file."""
+"""weights.json: domain weights by name, and what every field of such a file may hold.
 
+Fields that are not named here are kept and not looked at, so that other programs may write more. A
+field that is null is not known. docs/weights.md says what each means and who writes it.
+"""
+
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from doge_fast import weights_file
 from doge_fast.pipeline.records.runs import (
@@ -16,8 +22,10 @@ from doge_fast.pipeline.records.runs import (
     check_schema,
     read_json,
 )
-from doge_fast.pipeline.weights_fields import SUM_TOLERANCE, check_fields, is_weight
 from doge_fast.weights_file import SCHEMA_VERSION
+
+# Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
+_SUM_TOLERANCE = 1e-5
 
 _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least; '
@@ -25,6 +33,67 @@ _WAY_TO_WEIGHTS = (
 )
 # What a run directory keeps of its run.
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
+
+
+def is_weight(value: Any) -> bool:
+    """A finite number >= 0, not true or false; JSON's whole numbers may exceed float64's range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    """1e9 is a whole number too, however JSON spells it."""
+    return is_weight(value) and value % 1 == 0
+
+
+def _is_target(value: Any) -> bool:
+    is_object = isinstance(value, Mapping) and bool(value)
+    return value == "universal" or (is_object and all(map(is_weight, value.values())))
+
+
+class FieldType(NamedTuple):
+    """What a field must be: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_TEXT = FieldType("a string that is not empty", lambda v: isinstance(v, str) and v != "")
+_OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
+_COUNT = FieldType("a whole number >= 0", _is_count)
+_POSITIVE_COUNT = FieldType("a whole number >= 1", lambda v: _is_count(v) and v >= 1)
+_AMOUNT = FieldType("a finite number >= 0", is_weight)
+_POSITIVE = FieldType("a finite number > 0", lambda v: is_weight(v) and v > 0)
+# A weight that was printed may be more than one by its last digit.
+_SHARE = FieldType("a number between 0 and 1", lambda v: is_weight(v) and v <= 1 + _SUM_TOLERANCE)
+
+DOMAIN_FIELDS: Mapping[str, FieldType] = {
+    **dict.fromkeys(("weight_last", "prior", "reference_weight"), _SHARE),
+    **dict.fromkeys(("tokens", "documents"), _COUNT),
+    "weight_std": _AMOUNT,
+    "mean_doc_tokens": _POSITIVE,
+}
+"""Of an entry of `domains`, beside `name` and `weight`."""
+
+RECORD_FIELDS: Mapping[str, FieldType] = {
+    **dict.fromkeys(("method", "score", "source", "model", "tokenizer_sha256", "variant"), _TEXT),
+    **dict.fromkeys(("reference", "initial", "constraints", "versions"), _OBJECT),
+    **dict.fromkeys(("parameters", "steps", "tokens"), _COUNT),
+    **dict.fromkeys(("block_size", "batch_size"), _POSITIVE_COUNT),
+    **dict.fromkeys(("mu", "step_size"), _POSITIVE),
+    **dict.fromkeys(("average_from", "smoothing"), _SHARE),
+    "drift": _AMOUNT,
+    "seed": FieldType("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    "target": FieldType('"universal" or an object {name: weight >= 0}', _is_target),
+    "average": FieldType(
+        "an object with a count of files, a whole number",
+        lambda v: isinstance(v, Mapping) and _is_count(v.get("count")),
+    ),
+}
+"""Of the whole, beside `schema_version`, `domains` and `SCHEDULES`."""
+
+SCHEDULES = ("stages", "phases")
+"""Weights that change: [{"first_step", "weights": {name: weight}}]."""
 
 
 def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
@@ -72,14 +141,13 @@ def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
         domains: where given, exactly these domains must have a weight, in any order.
 
     Returns:
-        The record, with all its fields, known or not; its "domains" are put in the order of
-        `domains` where that is given.
+        The record with all its fields; "domains" in the order of `domains` where that is given.
 
     Raises:
         ValueError: the file is absent or not JSON; its schema is unknown; a domain has no
             name, occurs twice or has a weight that is not a finite number >= 0; the weights
-            do not sum to 1 (within 1e-5); another known field is not what it should be (see
-            `weights_fields`; null is not known); the domains are not `domains`.
+            do not sum to 1 (within 1e-5); another known field is not what it should be; the
+            domains are not `domains`.
     """
     file = path / WEIGHTS if path.is_dir() else path
     record = read_json(file)
@@ -87,7 +155,15 @@ def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
     if domains is None:
         return record
     by_name = {entry["name"]: entry for entry in record["domains"]}
-    _check_domains(by_name, domains, file)
+    missing = [name for name in domains if name not in by_name]
+    extra = [name for name in by_name if name not in domains]
+    if missing or extra:
+        parts = [f"no weight for {', '.join(missing)}"] if missing else []
+        parts += [f"weights for {', '.join(extra)}, which are not trained on"] if extra else []
+        raise ValueError(
+            f"{file} must weigh exactly the domains of this corpus ({', '.join(domains)}); it has "
+            f"{' and '.join(parts)}. Train on the domains of the file, or name another file."
+        )
     return record | {"domains": [by_name[name] for name in domains]}
 
 
@@ -110,9 +186,14 @@ def _check_weights(record: Json, path: Path) -> None:
     if twice:
         raise ValueError(f"{path}: a domain has one weight; {', '.join(twice)} occurs twice.")
     for entry in entries:
-        _check_weight(entry, path)
+        if not is_weight(entry.get("weight")):
+            raise ValueError(
+                f"{path}: a domain weight must be a finite number >= 0; that of {entry['name']} is "
+                f"{entry.get('weight')!r}. The run that wrote it has diverged, or the file was "
+                "edited."
+            )
     total = math.fsum(entry["weight"] for entry in entries)
-    if abs(total - 1) > SUM_TOLERANCE:
+    if abs(total - 1) > _SUM_TOLERANCE:
         raise ValueError(
             f"{path}: domain weights must sum to 1; these sum to {total:.6g}. "
             "Divide each by the sum."
@@ -120,22 +201,61 @@ def _check_weights(record: Json, path: Path) -> None:
     check_fields(record, str(path))
 
 
-def _check_weight(entry: Mapping[str, Any], path: Path) -> None:
-    weight = entry.get("weight")
-    if not is_weight(weight):
-        raise ValueError(
-            f"{path}: a domain weight must be a finite number >= 0; that of {entry['name']} is "
-            f"{weight!r}. The run that wrote it has diverged, or the file was edited."
-        )
+def check_fields(record: Mapping[str, Any], where: str) -> None:
+    """Every known field of a record holds what it should.
+
+    Args:
+        record: weights.json, its `domains` having names and weights.
+        where: what a refusal begins with; the file.
+
+    Raises:
+        ValueError: one does not; the sentence names it.
+    """
+    _check_types(record, RECORD_FIELDS, where)
+    for entry in record["domains"]:
+        _check_types(entry, DOMAIN_FIELDS, where, f" of {entry['name']}")
+    names = {entry["name"]: None for entry in record["domains"]}
+    for field in SCHEDULES:
+        if record.get(field) is not None:
+            _check_schedule(record[field], names, f"{where}: {field}")
 
 
-def _check_domains(found: Iterable[str], domains: Sequence[str], path: Path) -> None:
-    missing = [name for name in domains if name not in found]
-    extra = [name for name in found if name not in domains]
-    if missing or extra:
-        parts = [f"no weight for {', '.join(missing)}"] if missing else []
-        parts += [f"weights for {', '.join(extra)}, which are not trained on"] if extra else []
+def _check_types(
+    values: Mapping[str, Any], rules: Mapping[str, FieldType], where: str, whose: str = ""
+) -> None:
+    for field, rule in rules.items():
+        value = values.get(field)
+        if value is not None and not rule.holds(value):
+            raise ValueError(
+                f"{where}: {field}{whose} must be {rule.words}; it is {value!r}. Correct it, or "
+                "leave the field out."
+            )
+
+
+def _check_schedule(schedule: Any, names: Mapping[str, None], where: str) -> None:
+    if not isinstance(schedule, Sequence) or isinstance(schedule, str) or not schedule:
         raise ValueError(
-            f"{path} must weigh exactly the domains of this corpus ({', '.join(domains)}); it has "
-            f"{' and '.join(parts)}. Train on the domains of the file, or name another file."
+            f'{where} must be a list of {{"first_step", "weights"}}; it is {schedule!r}. Correct '
+            "it, or leave the field out."
         )
+    starts: list[Any] = [p.get("first_step") if isinstance(p, Mapping) else None for p in schedule]
+    is_rising = all(map(_is_count, starts)) and all(a < b for a, b in itertools.pairwise(starts))
+    if not is_rising or starts[0] != 0:
+        raise ValueError(
+            f"{where} must begin at step 0 and go on at later and later steps; their first_step "
+            f"are {starts}."
+        )
+    for start, phase in zip(starts, schedule, strict=True):
+        weights = phase.get("weights")
+        if not isinstance(weights, Mapping) or weights.keys() != names.keys():
+            found = sorted(weights) if isinstance(weights, Mapping) else weights
+            raise ValueError(
+                f"{where}, from step {start}: weights must be those of exactly {', '.join(names)}; "
+                f"they are of {found}."
+            )
+        is_whole = all(map(is_weight, weights.values()))
+        if not is_whole or abs(math.fsum(weights.values()) - 1) > _SUM_TOLERANCE:
+            raise ValueError(
+                f"{where}, from step {start}: weights must be finite numbers >= 0 that sum to 1; "
+                f"they are {dict(weights)}."
+            )

@@ -30,7 +30,7 @@ class WarmStart:
 
 def warm_start(
     record: Mapping[str, Any],
-    tokens: Mapping[str, float],
+    tokens: Mapping[str, int],
     *,
     split: Mapping[str, Sequence[str]] | None = None,
     added_share: str | float = "uniform",
@@ -57,13 +57,14 @@ def warm_start(
     old = records.weights_by_name(record)
     parts = {name: tuple(new) for name, new in (split or {}).items()}
     _check_split(parts, old, tokens)
-    shares = {name: _priors_of({part: tokens[part] for part in new}) for name, new in parts.items()}
+    shares = {
+        name: baselines.natural({part: tokens[part] for part in new}) for name, new in parts.items()
+    }
     kept = tuple(name for name in tokens if name in old and name not in parts)
     carried = {name: old[name] for name in kept}
     for name, by_part in shares.items():
         carried |= {part: old[name] * share for part, share in by_part.items()}
-    new = [name for name in tokens if name not in carried]
-    added = _added(new, tokens, added_share)
+    added = _added([name for name in tokens if name not in carried], tokens, added_share)
     total = math.fsum(carried.values())
     if not total > 0:
         raise ValueError(
@@ -77,10 +78,6 @@ def warm_start(
     }
     gone = {name: old[name] for name in old if name not in kept and name not in parts}
     return WarmStart(weights, kept, added, gone, shares)
-
-
-def _priors_of(tokens: Mapping[str, float]) -> dict[str, float]:
-    return baselines.natural({name: int(count) for name, count in tokens.items()})
 
 
 def _check_split(
@@ -109,24 +106,20 @@ def _check_split(
 
 
 def _added(
-    names: Sequence[str], tokens: Mapping[str, float], added_share: str | float
+    names: Sequence[str], tokens: Mapping[str, int], added_share: str | float
 ) -> dict[str, float]:
     if added_share == "uniform":
         return dict.fromkeys(names, 1 / len(tokens))
     if added_share == "natural":
-        priors = _priors_of(tokens)
+        priors = baselines.natural(tokens)
         return {name: priors[name] for name in names}
-    share = _number(added_share)
+    try:
+        share = float(added_share)
+    except ValueError:
+        share = math.nan
     if not 0 < share < 1 or share * len(names) >= 1:
         raise ValueError(
             "added_share must be uniform, natural, or a number greater than zero that leaves "
             f"something to the others; got {added_share} for {len(names)} added domains."
         )
     return dict.fromkeys(names, share)
-
-
-def _number(text: str | float) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -7,9 +7,9 @@ from typing import Any
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.wording import listed
-from doge_fast.pipeline.weights import check_budget, known_names
-from doge_fast.pipeline.weights_fields import SCHEDULES
+from doge_fast.pipeline.weights.summary import check_budget, check_names, tokens_of
 from doge_fast.projection import BOUNDS_TOLERANCE, kl, project
 
 
@@ -63,7 +63,7 @@ def constrain(
     floors = _bounds(floor, names, "floor", 0.0)
     caps = _bounds(cap, names, "cap", 1.0)
     limits = _bounds(max_epochs, names, "max_epochs", math.inf)
-    epoch_caps = _epoch_caps(record, limits, budget_tokens, tokens or {})
+    epoch_caps = _epoch_caps(limits, tokens_of(record, tokens), budget_tokens)
     highest = {name: min(caps[name], epoch_caps[name]) for name in names}
     _check_feasible(weights, floors, caps, highest)
     total = math.fsum(weights.values())
@@ -85,31 +85,25 @@ def constrain(
         "bound": bound,
         "weights": weights,
     }
+    entries = [dict(entry) | {"weight": moved[entry["name"]]} for entry in record["domains"]]
+    for entry in entries:
+        entry.pop("weight_std", None)
+    kept = {key: value for key, value in record.items() if key not in SCHEDULES}
     return Constrained(
-        record=_with_weights(record, moved) | {"constraints": constraints},
+        record=kept | {"domains": entries, "constraints": constraints},
         bound=bound,
         kl=kl(after, before),
         total_variation=math.fsum(abs(a - b) for a, b in zip(after, before, strict=True)) / 2,
     )
 
 
-def _with_weights(record: Mapping[str, Any], weights: Mapping[str, float]) -> Json:
-    entries = [
-        {key: value for key, value in entry.items() if key != "weight_std"}
-        | {"weight": weights[entry["name"]]}
-        for entry in record["domains"]
-    ]
-    kept = {key: value for key, value in record.items() if key not in SCHEDULES}
-    return kept | {"domains": entries}
-
-
 def _bounds(
     bound: float | Mapping[str, float], names: Sequence[str], what: str, none: float
 ) -> dict[str, float]:
     """A bound for every domain: a share between 0 and 1, or epochs > 0."""
-    values = dict.fromkeys(names, none)
     if isinstance(bound, Mapping):
-        values |= known_names(bound, names, what)
+        check_names(bound, names, what)
+        values = dict.fromkeys(names, none) | dict(bound)
     else:
         values = dict.fromkeys(names, bound)
     for name, value in values.items():
@@ -121,16 +115,13 @@ def _bounds(
 
 
 def _epoch_caps(
-    record: Mapping[str, Any],
-    limits: Mapping[str, float],
-    budget_tokens: float | None,
-    given: Mapping[str, float],
+    limits: Mapping[str, float], available: Mapping[str, Any], budget_tokens: float | None
 ) -> dict[str, float]:
     """weight <= max_epochs * tokens / budget; 1 where that is no bound."""
-    available = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
-    available |= known_names(given, available, "tokens")
-    limited = [name for name, limit in limits.items() if limit < math.inf]
-    if limited and budget_tokens is None:
+    limited = {name: limit for name, limit in limits.items() if limit < math.inf}
+    if not limited:
+        return dict.fromkeys(limits, 1.0)
+    if budget_tokens is None:
         raise ValueError(
             "max_epochs needs to know how long the training is; pass budget_tokens "
             "(--budget-tokens), its tokens."
@@ -141,11 +132,8 @@ def _epoch_caps(
             "max_epochs needs the tokens there are of each domain; those of "
             f"{listed(unknown)} are not in the file. Pass tokens (--tokens NAME=NUMBER)."
         )
-    caps = dict.fromkeys(limits, 1.0)
-    for name in limited:
-        assert budget_tokens is not None
-        caps[name] = min(1.0, limits[name] * available[name] / budget_tokens)
-    return caps
+    shares = {name: limit * available[name] / budget_tokens for name, limit in limited.items()}
+    return {name: min(1.0, shares.get(name, 1.0)) for name in limits}
 
 
 def _check_feasible(
@@ -155,31 +143,28 @@ def _check_feasible(
     highest: Mapping[str, float],
 ) -> None:
     """What `projection.project` would refuse, in terms of domains."""
-    crossed = [name for name, floor in floors.items() if floor > highest[name]]
-    if crossed:
-        name, *others = crossed
-        is_epochs = highest[name] < caps[name]
-        what = "more than max_epochs allows" if is_epochs else "above the cap"
-        too = f" (and {listed(others)} likewise)" if others else ""
-        raise ValueError(
-            f"The floor of {name}, {floors[name]:g}, is {what}, {highest[name]:.4g}"
-            f"{too}. Lower it, or allow {'more epochs' if is_epochs else 'more'}."
-        )
+    for name, floor in floors.items():
+        if floor > highest[name]:
+            is_epochs = highest[name] < caps[name]
+            raise ValueError(
+                f"The floor of {name}, {floor:g}, is "
+                f"{'more than max_epochs allows' if is_epochs else 'above the cap'}, "
+                f"{highest[name]:.4g}. Lower it, or allow more{' epochs' if is_epochs else ''}."
+            )
     least = math.fsum(floors.values())
     if least > 1 + BOUNDS_TOLERANCE:
         raise ValueError(
             f"Floors must leave room for all domains; they sum to {least:.6g}, {least - 1:.4g} too "
             "much. Lower them."
         )
-    held = [name for name, weight in weights.items() if weight == 0 and not floors[name]]
     # A floor lifts a zero, and to the floor only.
     most = math.fsum(value if weights[name] else floors[name] for name, value in highest.items())
-    if most >= 1 - BOUNDS_TOLERANCE:
-        return
-    is_epochs = any(highest[name] < caps[name] for name in weights)
-    out = "Allow more epochs, a smaller budget or more tokens" if is_epochs else "Raise caps"
-    zero = f"; {listed(held)} has weight zero and takes none without a floor" if held else ""
-    raise ValueError(
-        f"The bounds must leave room for the whole training; together domains may take {most:.6g} "
-        f"of it, {1 - most:.4g} is missing{zero}. {out}."
-    )
+    if most < 1 - BOUNDS_TOLERANCE:
+        is_epochs = any(highest[name] < caps[name] for name in weights)
+        out = "Allow more epochs, a smaller budget or more tokens" if is_epochs else "Raise caps"
+        held = [name for name, weight in weights.items() if weight == 0 and not floors[name]]
+        zero = f"; {listed(held)} has weight zero and takes none without a floor" if held else ""
+        raise ValueError(
+            "The bounds must leave room for the whole training; together domains may take "
+            f"{most:.6g} of it, {1 - most:.4g} is missing{zero}. {out}."
+        )

@@ -1,29 +1,50 @@
-"""Domain weights as a product: looked at, compared, averaged.
+"""What domain weights mean, how two of them differ, and the mean over runs.
 
 Every function takes records as `records.read_weights` returns them, matches domains by name, and
-returns a plain object; none writes a file. `bounds` keeps weights within bounds, `warm_start`
-carries them to other domains.
+returns a plain object; none writes a file.
 """
 
 import html
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from doge_fast.pipeline import baselines, records
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.mixtures import effective_domains
+from doge_fast.pipeline.reporting.wording import as_ascii, count_text
 from doge_fast.pipeline.tables import Table, table_of
-from doge_fast.pipeline.weight_texts import figure_text, tokens_text, weight_text
-from doge_fast.pipeline.weights_fields import SCHEDULES
 
-# What weights must agree in for their average to mean something.
-SAME_TARGET, SAME_TOKENIZER = "target", "tokenizer_sha256"
 
-# What describes a run's weights and not those made of them.
-_OF_ONE_RUN = ("weight_std", "weight_last")
+def weight_text(value: float | None, sign: str = "") -> str:
+    """Four decimals, or a power of ten where these would all be zero; nothing for None.
+
+    `sign` "+" is for a change.
+    """
+    if value is None:
+        return ""
+    return f"{value:{sign}{'.0e' if 0 < abs(value) < 5e-5 else '.4f'}}"
+
+
+def figure_text(value: float | None) -> str:
+    """Three digits, and those of a whole number; nothing for None."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if 100 <= value < 1e7 else f"{value:#.3g}"
+
+
+def tokens_text(value: float | None) -> str:
+    """3000000 -> 3 M; nothing for None."""
+    return "" if value is None else as_ascii(count_text(value))
+
+
+def by_domain(names: Iterable[str], columns: Mapping[str, Sequence[str]]) -> Table:
+    """A row for each domain; a column for each title that has a text for some of them."""
+    known = {title: texts for title, texts in columns.items() if any(texts)}
+    return table_of(["domain", *known], list(zip(names, *known.values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -45,6 +66,16 @@ class Share:
     """Passes over its tokens that a training of the given budget makes."""
 
 
+_COLUMNS = {
+    **{"weight": weight_text, "std": weight_text, "last": weight_text, "prior": weight_text},
+    **{"ratio": figure_text, "tokens": tokens_text, "epochs": figure_text},
+}
+"""Of a table of shares: which field, and how it is written."""
+
+# The bar of a weight; the colour is read on light pages and on dark ones.
+_BAR = '<div style="width:{width:.2f}em;height:.7em;background:#3f7fd0"></div>'
+
+
 @dataclass(frozen=True)
 class WeightsSummary:
     """Weights with what they mean. A notebook shows them as a table with a bar for each weight."""
@@ -59,37 +90,31 @@ class WeightsSummary:
         if largest_first:
             shares.sort(key=lambda share: -share.weight)
         columns = {
-            "weight": [weight_text(share.weight) for share in shares],
-            "std": [weight_text(share.std) for share in shares],
-            "last": [weight_text(share.last) for share in shares],
-            "prior": [weight_text(share.prior) for share in shares],
-            "ratio": [figure_text(share.ratio) for share in shares],
-            "tokens": [tokens_text(share.tokens) for share in shares],
-            "epochs": [figure_text(share.epochs) for share in shares],
+            field: [as_text(getattr(share, field)) for share in shares]
+            for field, as_text in _COLUMNS.items()
         }
-        known = {title: texts for title, texts in columns.items() if any(texts)}
-        names = [share.name for share in shares]
-        return table_of(["domain", *known], list(zip(names, *known.values(), strict=True)))
+        return by_domain([share.name for share in shares], columns)
+
+    @property
+    def effective_text(self) -> str:
+        """How many domains the weights amount to, in a sentence."""
+        count = f"{self.effective_domains:.2f} of {len(self.domains)}"
+        return f"Effective domains, exp of the entropy: {count}."
 
     def _repr_html_(self) -> str:
         table = self.table()
-        most = max(share.weight for share in self.domains) or 1.0
+        most = max(share.weight for share in self.domains)
         lines = [_html_cells("th", [table.corner, *(label for label, _ in table.columns), ""])]
         for row, share in zip(table.rows, self.domains, strict=True):
             bar = f"<td>{_BAR.format(width=9 * share.weight / most)}</td>"
             lines.append(_html_cells("td", [row.label, *(cell.text for cell in row.cells)]) + bar)
         rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-        total = f"Effective domains: {self.effective_domains:.2f} of {len(self.domains)}."
-        return f"<table>\n{rows}\n</table>\n<p>{total}</p>"
-
-
-# The bar of a weight; the colour is read on light pages and on dark ones.
-_BAR = '<div style="width:{width:.2f}em;height:.7em;background:#3f7fd0"></div>'
+        return f"<table>\n{rows}\n</table>\n<p>{self.effective_text}</p>"
 
 
 def _html_cells(tag: str, texts: Sequence[str]) -> str:
     """Cells of a row, the first of them, a name, to the left."""
-    first, *others = (html.escape(text) for text in texts)
+    first, *others = map(html.escape, texts)
     cells = "".join(f"<{tag}>{text}</{tag}>" for text in others)
     return f'<{tag} style="text-align:left">{first}</{tag}>{cells}'
 
@@ -117,38 +142,30 @@ def describe(
     """
     check_budget(budget_tokens)
     weights = records.weights_by_name(record)
-    given = known_names(tokens or {}, weights, "tokens")
-    entries = {entry["name"]: entry for entry in record["domains"]}
-    available = {name: given.get(name, entry.get("tokens")) for name, entry in entries.items()}
-    priors = {name: entry.get("prior") for name, entry in entries.items()}
-    if set(given) == set(entries) or all(prior is None for prior in priors.values()):
-        priors |= _priors(available)
+    available = tokens_of(record, tokens)
+    priors = {entry["name"]: entry.get("prior") for entry in record["domains"]}
+    is_told = tokens is not None and tokens.keys() == weights.keys()
+    is_unknown = all(prior is None for prior in priors.values())
+    if all(available.values()) and (is_told or is_unknown):
+        priors |= baselines.natural(available)
     shares = tuple(
         Share(
             name=name,
-            weight=weight,
-            std=entries[name].get("weight_std"),
-            last=entries[name].get("weight_last"),
+            weight=weights[name],
+            std=entry.get("weight_std"),
+            last=entry.get("weight_last"),
             prior=priors[name],
-            ratio=_ratio(weight, priors[name]),
+            ratio=_ratio(weights[name], priors[name]),
             tokens=None if available[name] is None else int(available[name]),
-            epochs=_epochs(weight, budget_tokens, available[name]),
+            epochs=_epochs(weights[name], budget_tokens, available[name]),
         )
-        for name, weight in weights.items()
+        for name, entry in zip(weights, record["domains"], strict=True)
     )
     return WeightsSummary(shares, effective_domains(weights))
 
 
-def _priors(tokens: Mapping[str, float | None]) -> dict[str, float]:
-    """Shares of the tokens, where all are known."""
-    counts = {name: count for name, count in tokens.items() if count}
-    if len(counts) < len(tokens):
-        return {}
-    return baselines.natural({name: int(count) for name, count in counts.items()})
-
-
-def _ratio(weight: float, prior: float | None) -> float | None:
-    return weight / prior if prior else None
+def _ratio(weight: float, other: float | None) -> float | None:
+    return weight / other if other else None
 
 
 def _epochs(weight: float, budget: float | None, tokens: float | None) -> float | None:
@@ -165,21 +182,28 @@ def check_budget(budget_tokens: float | None) -> None:
         )
 
 
-def known_names(
-    values: Mapping[str, float], names: Collection[str], what: str
-) -> Mapping[str, float]:
-    """`values`, if they are of these domains and, where they are tokens, each at least one."""
+def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, Any]:
+    """{domain: tokens there are}: those given, or those that the record knows, or None.
+
+    Raises:
+        ValueError: a domain that the record does not have, or fewer tokens than one.
+    """
+    found = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
+    check_names(given or {}, found, "tokens")
+    for name, value in (given or {}).items():
+        if not 1 <= value < math.inf:
+            raise ValueError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
+    return found | dict(given or {})
+
+
+def check_names(values: Collection[str], names: Collection[str], what: str) -> None:
+    """Raise ValueError unless what is said is said of these domains."""
     unknown = [name for name in values if name not in names]
     if unknown:
         raise ValueError(
             f"{what} must name domains of the weights, which are {', '.join(names)}; "
             f"{', '.join(unknown)} is not among them."
         )
-    wrong = {name: value for name, value in values.items() if not 1 <= value < math.inf}
-    if what == "tokens" and wrong:
-        name, value = next(iter(wrong.items()))
-        raise ValueError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
-    return values
 
 
 @dataclass(frozen=True)
@@ -202,16 +226,17 @@ class Difference:
     """What else the two records say differently of how the weights came about."""
 
 
-_SETTINGS = (
+SETTINGS = (
     *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "mu", "average_from"),
     *("steps", "seed", "variant"),
 )
+"""What a record says of how its weights came about."""
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
     """The difference of two records, by name; domains in the order of the first, then new ones."""
     old, new = records.weights_by_name(before), records.weights_by_name(after)
-    names = tuple(dict.fromkeys((*old, *new)))
+    names = tuple(old | new)
     change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in names}
     distance = math.fsum(map(abs, change.values()))
     return Difference(
@@ -225,7 +250,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
         mean_absolute=distance / len(names),
         settings={
             key: (before.get(key), after.get(key))
-            for key in _SETTINGS
+            for key in SETTINGS
             if before.get(key) != after.get(key)
         },
     )
@@ -252,47 +277,30 @@ def average(mixtures: Mapping[str, Mapping[str, Any]], *, different: Collection[
         ValueError: fewer than two records, other domains in one of them, or another target or
             tokenizer without being told that this is meant.
     """
-    sources, found = list(mixtures), list(mixtures.values())
+    found = list(mixtures.values())
     if len(found) < 2:
         raise ValueError(
             f"An average needs two weight files or more; got {len(found)}. Name one for each seed."
         )
-    weights = [records.weights_by_name(record) for record in found]
-    names = list(weights[0])
-    for source, other in zip(sources[1:], weights[1:], strict=True):
-        _check_same_domains(names, other, sources[0], source)
-    for field in (SAME_TARGET, SAME_TOKENIZER):
-        if field not in different:
-            _check_same_field(field, mixtures)
+    weights = {source: records.weights_by_name(record) for source, record in mixtures.items()}
+    _check_comparable(mixtures, weights, different)
+    by_name = [{entry["name"]: entry for entry in record["domains"]} for record in found]
     entries = []
-    for name in names:
-        each = [_entry(record, name) for record in found]
-        values = [by_name[name] for by_name in weights]
+    for name in by_name[0]:
+        each = [entries_of_one[name] for entries_of_one in by_name]
+        values = [float(entry["weight"]) for entry in each]
         lasts = [entry["weight_last"] for entry in each if entry.get("weight_last") is not None]
         entry = {"name": name, "weight": statistics.fmean(values)}
         entry["weight_std"] = statistics.stdev(values)
         if len(lasts) == len(each):
             entry["weight_last"] = statistics.fmean(lasts)
-        entries.append(entry | _common(each, ("name", "weight", *_OF_ONE_RUN)))
+        entries.append(entry | _common(each, ("name", "weight", "weight_std", "weight_last")))
     members = [
         {"source": source, "seed": record.get("seed"), "steps": record.get("steps"), "weights": by}
-        for source, record, by in zip(sources, found, weights, strict=True)
+        for (source, record), by in zip(mixtures.items(), weights.values(), strict=True)
     ]
     kept = _common(found, ("domains", "seed", "drift", "average", "constraints", *SCHEDULES))
     return {**kept, "domains": entries, "average": {"count": len(found), "of": members}}
-
-
-def standard_errors(record: Mapping[str, Any]) -> dict[str, float]:
-    """{domain: weight_std / sqrt(S)} of a record that `average` made; empty of another."""
-    count = (record.get("average") or {}).get("count", 0)
-    deviations = {entry["name"]: entry.get("weight_std") for entry in record["domains"]}
-    if count < 2 or None in deviations.values():
-        return {}
-    return {name: std / math.sqrt(count) for name, std in deviations.items()}
-
-
-def _entry(record: Mapping[str, Any], name: str) -> Json:
-    return next(dict(entry) for entry in record["domains"] if entry["name"] == name)
 
 
 def _common(found: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> Json:
@@ -305,33 +313,29 @@ def _common(found: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> Js
     }
 
 
-def _check_same_domains(
-    names: Collection[str], other: Collection[str], source: str, other_source: str
+def _check_comparable(
+    mixtures: Mapping[str, Mapping[str, Any]],
+    weights: Mapping[str, Mapping[str, float]],
+    different: Collection[str],
 ) -> None:
-    missing = [name for name in names if name not in other]
-    extra = [name for name in other if name not in names]
-    if missing or extra:
-        parts = [f"no {', '.join(missing)}"] if missing else []
-        parts += [f"{', '.join(extra)} besides"] if extra else []
-        raise ValueError(
-            f"An average is over weights of the same domains; {other_source} has "
-            f"{' and '.join(parts)}, compared with {source}. Leave it out, or train on the same "
-            "domains."
-        )
-
-
-def _check_same_field(field: str, mixtures: Mapping[str, Mapping[str, Any]]) -> None:
-    """What some records do not say differs from nothing."""
-    known = {
-        source: record[field]
-        for source, record in mixtures.items()
-        if record.get(field) is not None
-    }
-    for source, value in known.items():
-        first_source, first = next(iter(known.items()))
-        if value != first:
+    """The same domains, target and tokenizer; what a record does not say differs from nothing."""
+    (first, expected), *others = weights.items()
+    for source, by_name in others:
+        if by_name.keys() != expected.keys():
+            missing, extra = expected.keys() - by_name.keys(), by_name.keys() - expected.keys()
             raise ValueError(
-                f"An average is over weights learned for one {field}; it is {first!r} in "
-                f"{first_source} and {value!r} in {source}. Average those that agree, or say that "
-                f"it is meant with different={field}."
+                f"An average is over weights of the same domains; compared with {first}, {source} "
+                f"lacks {', '.join(sorted(missing)) or 'none'} and adds "
+                f"{', '.join(sorted(extra)) or 'none'}. Leave it out, or train on the same domains."
             )
+    for field in ("target", "tokenizer_sha256"):
+        if field in different:
+            continue
+        known = [(source, r[field]) for source, r in mixtures.items() if r.get(field) is not None]
+        for source, value in known:
+            if value != known[0][1]:
+                raise ValueError(
+                    f"An average is over weights learned for one {field}; it is {known[0][1]!r} in "
+                    f"{known[0][0]} and {value!r} in {source}. Average those that agree, or say "
+                    f"that it is meant with different={field}."
+                )
