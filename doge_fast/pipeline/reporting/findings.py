@@ -83,7 +83,7 @@ def _comparison_sketches(comparison: Comparison, baseline: str, prefix: str) -> 
     if len(rivals) > verdicts.MOST_TOLD:
         make = partial(figures.arms_figure, rows, baseline)
     yield Sketch(f"{prefix}-change", f"Perplexity against {baseline}: {title}", about, make)
-    curves = comparison.curves(aim)
+    curves = curves_of(comparison.arms, aim, comparison.until)
     if curves:
         shown = figures.extremes(curves, baseline)
         cut = f"; of {len(curves)} arms {baseline} and those that end lowest and highest"
@@ -95,7 +95,8 @@ def _comparison_sketches(comparison: Comparison, baseline: str, prefix: str) -> 
             partial(figures.curves_figure, shown),
         )
     for place, name in enumerate(aim if comparison.until < 1 else ()):
-        yield from _curves(comparison.curves([name]), f"{prefix}-domain-{place}", f"on {name}")
+        curves = curves_of(comparison.arms, [name], comparison.until)
+        yield from _curves(curves, f"{prefix}-domain-{place}", f"on {name}")
 
 
 def _curves(curves: dict[str, Curve], name: str, where: str) -> Iterator[Sketch]:
@@ -124,7 +125,7 @@ def _targets_part(study: Study, group: Json, prefix: str) -> Part:
     for place, (target, arms) in enumerate(rows.items()):
         shown = [arm for arm in arms if arm.losses and "fine-tuned" not in arm.label]
         name = f"{prefix}-target-{place}"
-        sketches += _curves(curves_of(shown, [target], 1.0), name, f"on {target} during training")
+        sketches += _curves(curves_of(shown, [target]), name, f"on {target} during training")
     answer = verdicts.targets_verdict(rows, changes)
     return Part(group["title"], [answer], [tables.targets_table(rows, changes, group)], sketches)
 

@@ -6,7 +6,7 @@ share corpus, model, settings and number of tokens; uniform weights are its base
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,17 +26,18 @@ def named(runs: Sequence[Run]) -> dict[str, Run]:
 
 def proxies_of(runs: Sequence[Run]) -> tuple[Proxy, ...]:
     """Runs that learned weights, the seeds of each together."""
-    groups = _grouped([run for run in runs if run.stage in ("proxy", "doremi")], Run.settings)
+    groups = _grouped(run for run in runs if run.stage in ("proxy", "doremi"))
     # What is asked of all domains comes before what is asked of one, the baseline after both.
     groups.sort(key=lambda group: (group[0].stage == "doremi", bool(group[0].targets)))
     labels = _distinct([_common_name(group) for group in groups], groups)
     return tuple(Proxy(label, tuple(group)) for label, group in zip(labels, groups, strict=True))
 
 
-def _grouped(runs: Iterable[Run], key: Callable[[Run], str]) -> list[list[Run]]:
+def _grouped(runs: Iterable[Run]) -> list[list[Run]]:
+    """Such as differ in nothing but their seed, or in their weights."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(key(run), []).append(run)
+        groups.setdefault(run.settings(), []).append(run)
     return list(groups.values())
 
 
@@ -65,7 +66,7 @@ def record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
     """
     names = {run.path: name for name, run in runs.items()}
     bases = [run for run in runs.values() if run.stage == "base"]
-    groups = _grouped(bases, Run.settings)
+    groups = _grouped(bases)
     groups.sort(key=lambda group: bool(group[0].targets))
     told = [_comparison(group, proxies, names) for group in groups]
     for group, told_of in zip(groups, told, strict=True):
@@ -73,9 +74,9 @@ def record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
             arm
             for other, its in zip(groups, told, strict=True)
             for arm in its["arms"]
-            if arm["label"] == "uniform" and _is_oracle(other[0], group[0])
+            if arm["is_baseline"] and _is_oracle(other[0], group[0])
         )
-        told_of["oracle"] = next(oracles, None) if group[0].targets else None
+        told_of["oracle"] = next(oracles, None)
     tasks = [
         {"kind": "tasks", "title": f"Tasks: {group['title'].lower()}", "arms": group["arms"]}
         for group in told
@@ -162,7 +163,7 @@ def _proxy_of(folder: Path, proxies: Sequence[Proxy]) -> Proxy | None:
 
 def _is_oracle(other: Run, run: Run) -> bool:
     """Whether `other` is trained on the targets of `run` too, at equal tokens and model."""
-    return (
+    return bool(run.targets) and (
         set(run.targets) <= set(other.domains)
         and other.tokens == run.tokens
         and other.config["model"] == run.config["model"]
@@ -177,15 +178,11 @@ def _weights(
     comparisons: Sequence[Json],
 ) -> Json:
     """Every set of weights: natural ones, of each proxy, and those that came from elsewhere."""
-    arms: list[Json] = [
-        {
-            "label": proxy.label,
-            "about": proxy.about,
-            "runs": [names[run.path] for run in proxy.runs],
-        }
-        for proxy in proxies
-        if proxy.weights
-    ]
+    arms: list[Json] = []
+    for proxy in proxies:
+        if proxy.weights:
+            of_seeds = [names[run.path] for run in proxy.runs]
+            arms.append({"label": proxy.label, "about": proxy.about, "runs": of_seeds})
     arms += [
         arm | {"runs": arm["runs"][:1]}
         for group in comparisons
@@ -195,8 +192,7 @@ def _weights(
     tokens = proxies[0].first.train_tokens if proxies else {}
     if proxies and all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies):
         natural = {name: stat.mean for name, stat in mixtures.natural(tokens).items()}
-        about = {"label": "natural", "about": "by tokens", "runs": [], "weights": natural}
-        arms.insert(0, about)
+        arms.insert(0, {"label": "natural", "about": "by tokens", "runs": [], "weights": natural})
     return {
         "kind": "weights",
         "title": "Domain weights",

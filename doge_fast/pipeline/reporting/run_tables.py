@@ -1,6 +1,7 @@
 """The tables about runs: what they were, what text they had, what they cost."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,10 +11,9 @@ import numpy as np
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import mixtures
-from doge_fast.pipeline.reporting.experiment import RUNS
 from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.study import Study
-from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, or_dash, plural
+from doge_fast.pipeline.reporting.study import RUNS, Study
+from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
 from doge_fast.pipeline.tables import Cell, Row, Table, table_of
 
 
@@ -24,11 +24,15 @@ def runs_table(study: Study) -> Table:
         (
             *(run.name, run.stage, _what(run), run.model, str(run.steps), count_text(run.tokens)),
             *(f"{run.config['training']['learning_rate']:g}", str(run.seed)),
-            *(or_dash(run.seconds_per_step, ".2g"), run.created[:10]),
+            *(_seconds_text(run.seconds_per_step), run.created[:10]),
         )
         for run in study.shown
     ]
     return table_of([*header, "s per step", "date"], rows, title="Runs")
+
+
+def _seconds_text(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else "–"
 
 
 def _what(run: Run) -> str:

@@ -1,6 +1,7 @@
 """Runs put in order: an experiment's record, or one of the same form made from loose runs."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -8,12 +9,13 @@ from pathlib import Path
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, compared
-from doge_fast.pipeline.reporting.experiment import RUNS, is_scored, unmeasured, unscored
 from doge_fast.pipeline.reporting.grouping import named, proxies_of, record_of
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights
 from doge_fast.pipeline.reporting.runs import Run, open_runs
 from doge_fast.pipeline.reporting.statistics import stat_of
 from doge_fast.pipeline.reporting.wording import Stat
+
+RUNS = "runs"
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,30 @@ class Study:
     @cached_property
     def unmeasured(self) -> list[str]:
         """Runs of the plan whose end, or whose perplexities, are not known."""
-        return unmeasured(self.record, self.runs) if self.is_experiment else []
+        if not self.is_experiment:
+            return []
+        compared = {
+            name for group in self.groups for name in _planned(group, "perplexity", "targets")
+        }
+        blocks = self.record["settings"].get("eval_blocks")
+        return [
+            name
+            for name in self.record["runs"]
+            if name not in self.runs
+            or not self.runs[name].is_complete
+            or (name in compared and not is_measured(self.runs[name].path, blocks))
+        ]
 
     @cached_property
     def unscored(self) -> list[str]:
         """Runs of the plan that have not been scored on the tasks it names."""
-        return unscored(self.record, self.runs) if self.is_experiment else []
+        missing = {
+            name
+            for group in self.groups
+            for name in _planned(group, "tasks")
+            if name not in self.runs or not is_scored(self.runs[name].path, group)
+        }
+        return [name for name in self.record["runs"] if name in missing]
 
     def runs_of(self, arm: Json) -> list[Run]:
         """Those of an arm that are there."""
@@ -105,9 +125,33 @@ class Study:
         return {name: stat_of(each[name] for each in seeds) for name in names}
 
 
-def is_experiment(runs: Sequence[Path]) -> bool:
-    """Whether `runs` is the one directory of an experiment."""
-    return len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
+def _planned(group: Json, *kinds: str) -> Iterator[str]:
+    """Runs of a group's arms, whether these stand in rows or not, where it is of such a kind."""
+    if group["kind"] in kinds:
+        for part in (group, *group.get("rows", ())):
+            yield from (name for arm in part.get("arms", ()) for name in arm["runs"])
+
+
+def is_measured(run: Path, blocks: int | None) -> bool:
+    """Whether evaluation.json holds every domain and target on so many blocks, or all there are."""
+    if not (run / records.EVALUATION).exists():
+        return False
+    corpus = records.read_config(run)["corpus"]
+    entries = {**corpus["domains"], **corpus["targets"]}
+    most = math.inf if blocks is None else blocks
+    wanted = {name: min(most, each["validation_blocks"]) for name, each in entries.items()}
+    return bool(records.read_evaluation(run)["blocks"] == wanted)
+
+
+def is_scored(run: Path, group: Json) -> bool:
+    """Whether fewshot.json holds just the group's tasks, scored as it says."""
+    if not (run / records.FEWSHOT).exists():
+        return False
+    record = records.read_few_shot(run)
+    asked = ("shots", "task_limit", "task_data_sha256")
+    return list(record["tasks"]) == group["tasks"] and all(
+        record.get(key) == group[key] for key in asked if key in group
+    )
 
 
 def open_study(runs: Sequence[Path]) -> Study:
@@ -120,7 +164,8 @@ def open_study(runs: Sequence[Path]) -> Study:
         ValueError: none is named, one is not a run and holds none, none learns weights or trains
             at them, or a record is not what it should be.
     """
-    path = Path(runs[0]) if is_experiment(runs) else None
+    is_experiment = len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
+    path = Path(runs[0]) if is_experiment else None
     if path is not None and not any((path / RUNS).glob("*/config.json")):
         raise ValueError(f"No run of the experiment in {path} has begun.")
     opened = named(open_runs(runs if path is None else [path / RUNS]))
