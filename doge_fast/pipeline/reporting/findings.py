@@ -19,6 +19,8 @@ from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import listed, plural
 from doge_fast.pipeline.tables import Table
 
+_NOTHING = "Nothing to compare yet"
+
 
 class Sketch(NamedTuple):
     """A figure that is drawn when the page is made."""
@@ -110,7 +112,7 @@ def _targets_part(study: Study, group: Json, prefix: str) -> Part:
     rows = {row["target"]: [study.arm(arm) for arm in row["arms"]] for row in group["rows"]}
     changes = verdicts.target_changes(rows)
     if not any(found.pairs for each in changes.values() for found in each.values()):
-        return Part(group["title"], [verdicts.nothing_yet(group)])
+        return Part(group["title"], [verdicts.unanswered(study, group["title"], _NOTHING)])
     targets = list(reversed(rows))
     marks = {label: [each[target] for target in targets] for label, each in changes.items()}
     after = "; then both after further steps on it" if len(changes) > 1 else ""
@@ -146,7 +148,9 @@ def _weights_part(study: Study, group: Json, prefix: str) -> Part:
     answer = []
     reference = group.get("reference", "")
     if reference in stats and len(stats) > 1:
-        answer.append(verdicts.scale_verdict(group, tables.gaps_of(stats, reference)))
+        answer.append(
+            verdicts.scale_verdict(group, tables.gaps_of(tables.means_of(stats), reference))
+        )
     sketches = []
     if len(stats) > 1:
         names = [row.label for row in table.rows if not row.is_total]
@@ -169,7 +173,7 @@ def _tasks_part(study: Study, group: Json, prefix: str) -> Part:
     kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
     table = tables.task_table(group, kept) if seeds else None
     if table is None:
-        return Part(group["title"], [verdicts.nothing_yet(group)])
+        return Part(group["title"], [verdicts.unanswered(study, group["title"], _NOTHING)])
     baselines = [arm["label"] for arm in group["arms"] if arm.get("is_baseline")]
     answer = [
         verdicts.tasks_verdict(group, kept, label)

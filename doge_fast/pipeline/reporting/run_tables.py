@@ -138,7 +138,7 @@ def cost_table(study: Study, group: Json) -> Table | None:
 
     None where no method has a seed whose runs are all complete.
     """
-    costs: dict[str, list[_Cost]] = {}
+    costs: dict[str, list[tuple[float, float, float]]] = {}
     for method in group["methods"]:
         for names in method["runs"]:
             runs = [study.runs[name] for name in names if name in study.runs]
@@ -169,14 +169,8 @@ def cost_table(study: Study, group: Json) -> Table | None:
     )
 
 
-class _Cost(NamedTuple):
-    tokens: float
-    flops: float
-    seconds: float
-
-
-def _cost_of(runs: Sequence[Run]) -> _Cost:
-    """Of one seed's runs together."""
+def _cost_of(runs: Sequence[Run]) -> tuple[float, float, float]:
+    """(tokens, FLOPs, seconds) of one seed's runs together."""
     flops = 0.0
     for run in runs:
         flops += 6 * run.num_parameters * run.tokens_seen
@@ -187,7 +181,7 @@ def _cost_of(runs: Sequence[Run]) -> _Cost:
             references = [other for other in runs if other.stage == "base"]
             flops += sum(2 * other.num_parameters for other in references) * run.tokens
     seconds = sum(run.steps * run.seconds_per_step for run in runs)
-    return _Cost(sum(run.tokens_seen for run in runs), flops, seconds)
+    return sum(run.tokens_seen for run in runs), flops, seconds
 
 
 def share_saved(study: Study, arm: Json) -> float | None:
