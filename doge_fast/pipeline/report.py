@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -29,8 +30,8 @@ from doge_fast.pipeline.reporting.run_tables import (
     settings_table,
 )
 from doge_fast.pipeline.reporting.study import Study, open_study
-from doge_fast.pipeline.reporting.verdicts import asked_of, summary_of
-from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
+from doge_fast.pipeline.reporting.verdicts import summary_of
+from doge_fast.pipeline.reporting.wording import as_ascii, count_text, listed, plural, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
 
 
@@ -60,23 +61,15 @@ def write_report(config: ReportConfig) -> Path:
     study = open_study(config.runs)
     page = config.out or _default_page(config.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
-    parts = parts_of(study)
-    shown = [(part, _drawn(part)) for part in (*parts, *proxy_parts(study))]
-    _save_figures([each for _, drawings in shown for each in drawings], page)
+    parts = [(part, _drawn(part)) for part in (*parts_of(study), *proxy_parts(study))]
+    _save_figures([each for _, drawings in parts for each in drawings], page)
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
-        title=study.record["title"],
-        lead=study.record["question"],
-        verdicts=[verdict for part in parts for verdict in part.verdicts],
-        has_base=any(run.stage == "base" for run in study.shown),
+        study=study,
         summaries=[summary_of(proxy) for proxy in study.proxies],
         warnings=warnings_about(study, config.token_budget),
-        asked=asked_of(study),
-        parts=[(part, drawings) for part, drawings in shown if drawings or part.tables],
+        parts=parts,
         settings=_settings(study, config.token_budget),
-        configurations=[
-            (run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in study.shown
-        ],
         versions=_versions(study),
     )
     page.write_text(html, encoding="utf-8")
@@ -171,6 +164,8 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["inline"] = _inline
+    environment.globals |= {"count_text": count_text, "listed": listed, "plural": plural}
+    environment.globals["indented"] = partial(json.dumps, indent=2, ensure_ascii=False)
     return environment.get_template("report.html")
 
 

@@ -4,13 +4,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from matplotlib.figure import Figure
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import figures, tables, verdicts
-from doge_fast.pipeline.reporting.arms import Comparison, Curve, curves_of
+from doge_fast.pipeline.reporting.arms import Arm, Comparison, Curve, curves_of
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
 from doge_fast.pipeline.reporting.proxies import MOST_DRIFT, UNIVERSAL, Proxy
 from doge_fast.pipeline.reporting.run_tables import cost_table, share_saved
@@ -29,6 +31,15 @@ class Sketch(NamedTuple):
     title: str
     caption: str
     make: Callable[[], Figure]
+
+
+_TEXTS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+
+
+def _sketch(kind: str, name: str, make: Callable[[], Figure], **words: object) -> Sketch:
+    """With its words in figures.yaml, filled in."""
+    text = _TEXTS[kind]
+    return Sketch(name, text["title"].format(**words), text["caption"].format(**words), make)
 
 
 @dataclass(frozen=True)
@@ -60,42 +71,37 @@ def _perplexity_part(study: Study, group: Json, prefix: str) -> Part:
     if comparison.baseline is None or not comparison.rivals or not comparison.aim:
         return Part(group["title"], answer, shown)
     shown.append(tables.difference_table(comparison))
-    sketches = _comparison_sketches(comparison, comparison.baseline.label, prefix)
+    sketches = _comparison_sketches(comparison, comparison.baseline, prefix)
     return Part(group["title"], answer, shown, list(sketches))
 
 
-def _comparison_sketches(comparison: Comparison, baseline: str, prefix: str) -> Iterator[Sketch]:
+def _comparison_sketches(comparison: Comparison, own: Arm, prefix: str) -> Iterator[Sketch]:
     title, aim, others = comparison.title, comparison.aim, comparison.others
     # The one that is asked about first, in ink.
     rivals = sorted(comparison.rivals, key=lambda arm: arm is not comparison.focus)
-    about = (
-        f"Change of held-out perplexity. Left of the line is better than {baseline}. Bars: 95 % "
-        "intervals over paired seeds, where there are several."
-    )
-    groups: list[tuple[str, Sequence[str]]] = [("average", others or aim)]
-    groups += [(name, [name]) for name in reversed(others)]
-    groups += [(f"{name} (target)" if others else name, [name]) for name in reversed(aim)]
-    own = comparison.baseline
-    assert own is not None
-    if len(rivals) > verdicts.MOST_TOLD:
-        about += " Filled: the average over the domains; hollow: one domain."
-        groups[0] = ("average", aim)
-    rows = {arm.label: [arm.against(own, names) for _, names in groups] for arm in rivals}
-    make = partial(figures.change_figure, rows, [label for label, _ in groups], baseline)
-    if len(rivals) > verdicts.MOST_TOLD:
-        make = partial(figures.arms_figure, rows, baseline)
-    yield Sketch(f"{prefix}-change", f"Perplexity against {baseline}: {title}", about, make)
+    is_crowded = len(rivals) > verdicts.MOST_TOLD
+    places: list[tuple[str, Sequence[str]]] = [
+        ("average", aim if is_crowded else others or aim),
+        *((name, [name]) for name in reversed(others)),
+        *((f"{name} (target)" if others else name, [name]) for name in reversed(aim)),
+    ]
+    rows = {arm.label: [arm.against(own, names) for _, names in places] for arm in rivals}
+    make = partial(figures.change_figure, rows, [label for label, _ in places], own.label)
+    if is_crowded:
+        make = partial(figures.arms_figure, rows, own.label)
+    filled = " Filled: the average over the domains; hollow: one domain." if is_crowded else ""
+    words = {"baseline": own.label, "title": title, "filled": filled}
+    yield _sketch("change", f"{prefix}-change", make, **words)
     curves = curves_of(comparison.arms, aim, comparison.until)
     if curves:
-        shown = figures.extremes(curves, baseline)
-        cut = f"; of {len(curves)} arms {baseline} and those that end lowest and highest"
-        yield Sketch(
-            f"{prefix}-curves",
-            f"Held-out loss during training: {title}",
-            f"Mean over {listed(aim) if others else 'the domains'} and over seeds, one line an arm"
-            f"{cut if len(shown) < len(curves) else ''}.",
-            partial(figures.curves_figure, shown),
-        )
+        shown = figures.extremes(curves, own.label)
+        cut = f"; of {len(curves)} arms {own.label} and those that end lowest and highest"
+        words = {
+            "title": title,
+            "domains": listed(aim) if others else "the domains",
+            "cut": cut if len(shown) < len(curves) else "",
+        }
+        yield _sketch("curves", f"{prefix}-curves", partial(figures.curves_figure, shown), **words)
     for place, name in enumerate(aim if comparison.until < 1 else ()):
         curves = curves_of(comparison.arms, [name], comparison.until)
         yield from _curves(curves, f"{prefix}-domain-{place}", f"on {name}")
@@ -103,8 +109,7 @@ def _comparison_sketches(comparison: Comparison, baseline: str, prefix: str) -> 
 
 def _curves(curves: dict[str, Curve], name: str, where: str) -> Iterator[Sketch]:
     if curves:
-        make = partial(figures.curves_figure, curves)
-        yield Sketch(name, f"Held-out loss {where}", "Mean over seeds, one line an arm.", make)
+        yield _sketch("domain-curves", name, partial(figures.curves_figure, curves), where=where)
 
 
 def _targets_part(study: Study, group: Json, prefix: str) -> Part:
@@ -116,14 +121,8 @@ def _targets_part(study: Study, group: Json, prefix: str) -> Part:
     targets = list(reversed(rows))
     marks = {label: [each[target] for target in targets] for label, each in changes.items()}
     after = "; then both after further steps on it" if len(changes) > 1 else ""
-    sketches = [
-        Sketch(
-            f"{prefix}-change",
-            "Perplexity on the target: DoGE against uniform",
-            f"Both without the target among the domains{after}.",
-            partial(figures.change_figure, marks, targets, "uniform"),
-        )
-    ]
+    make = partial(figures.change_figure, marks, targets, "uniform")
+    sketches = [_sketch("target-change", f"{prefix}-change", make, after=after)]
     for place, (target, arms) in enumerate(rows.items()):
         shown = [arm for arm in arms if arm.losses and "fine-tuned" not in arm.label]
         name = f"{prefix}-target-{place}"
@@ -154,10 +153,13 @@ def _weights_part(study: Study, group: Json, prefix: str) -> Part:
     sketches = []
     if len(stats) > 1:
         names = [row.label for row in table.rows if not row.is_total]
-        about = "Average domain weights, mean over seeds; darker is more."
-        about += " A dash: not among the domains." if len({*map(len, stats.values())}) > 1 else ""
         make = partial(figures.arms_weights_figure, stats, names)
-        sketches.append(Sketch(f"{prefix}-weights", group["title"], about, make))
+        has_gaps = len({*map(len, stats.values())}) > 1
+        words = {
+            "title": group["title"],
+            "dash": " A dash: not among the domains." if has_gaps else "",
+        }
+        sketches.append(_sketch("arms-weights", f"{prefix}-weights", make, **words))
     return Part(group["title"], answer, [table], sketches)
 
 
@@ -218,59 +220,30 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]
     number, colors = len(proxy.runs), study.colors
     seeds = f" Mean of {number} seeds; {{}}: ± one standard error." if number > 1 else ""
     chunk = chunk_size(len(proxy.series("loss", proxy.domains)[0]), NOISY_POINTS)
-    binned = f" Each point is the mean of {chunk} logged steps." if chunk > 1 else ""
-    yield Sketch(
-        f"{prefix}-weights-final",
-        "Learned weights",
-        "Average domain weights, the result, against uniform weights and the natural ones, which "
-        f"follow the tokens there are.{seeds.format('bars')}",
-        partial(figures.final_figure, proxy, colors),
-    )
-    yield Sketch(
-        f"{prefix}-weights",
-        "Weights over the steps",
-        "Thick: their mean over all steps so far. Thin: the weights that the model was trained "
-        f"with at each step. Dotted: uniform.{seeds.format('bands')}",
-        partial(figures.weights_figure, proxy, colors),
-    )
-    spread = ", and at most what seeds differ by" if number > 1 else ""
-    yield Sketch(
-        f"{prefix}-drift",
-        "Has the average settled?",
-        f"{verdicts.drift_sentence(proxy)} The line shows this change up to every step, as the sum "
-        f"of absolute differences. It may be {MOST_DRIFT:g} of the distance from uniform{spread}.",
-        partial(figures.drift_figure, proxy),
-    )
-    if proxy.is_doremi:
-        yield Sketch(
-            f"{prefix}-excess",
-            "What moves the weights",
-            "Loss of the proxy in excess of the reference model's, on the batches of every "
-            f"domain.{binned}",
-            partial(figures.loss_figure, proxy, "excess", colors),
-        )
-    else:
-        only = [name for name in proxy.rows if name not in proxy.domains]
-        note = f" {listed(only)}: measured only, not trained on." if only else ""
-        yield Sketch(
-            f"{prefix}-affinity",
-            "How alike the domains' gradients are",
-            f"Cosine between the gradients of two domains, mean over the steps.{note}",
-            partial(figures.affinity_figure, proxy),
-        )
-        yield Sketch(
-            f"{prefix}-gain",
-            "What moves the weights",
-            "Generalization estimation W, mean over the steps weighted by learning rate. "
-            f"{_parts_note(proxy)}",
-            partial(figures.parts_figure, proxy, colors),
-        )
-    yield Sketch(
-        f"{prefix}-loss",
-        "Training loss of each domain",
-        f"Loss of the proxy on the batches of every domain.{binned}",
-        partial(figures.loss_figure, proxy, "loss", colors),
-    )
+    only = [name for name in proxy.rows if name not in proxy.domains]
+    words = {
+        "bars": seeds.format("bars"),
+        "bands": seeds.format("bands"),
+        "drift": verdicts.drift_sentence(proxy),
+        "most_drift": MOST_DRIFT,
+        "spread": ", and at most what seeds differ by" if number > 1 else "",
+        "binned": f" Each point is the mean of {chunk} logged steps." if chunk > 1 else "",
+        "measured_only": f" {listed(only)}: measured only, not trained on." if only else "",
+        "parts": "" if proxy.is_doremi else _parts_note(proxy),
+    }
+    makes = {
+        "weights-final": partial(figures.final_figure, proxy, colors),
+        "weights": partial(figures.weights_figure, proxy, colors),
+        "drift": partial(figures.drift_figure, proxy),
+        "excess": partial(figures.loss_figure, proxy, "excess", colors),
+        "affinity": partial(figures.affinity_figure, proxy),
+        "gain": partial(figures.parts_figure, proxy, colors),
+        "loss": partial(figures.loss_figure, proxy, "loss", colors),
+    }
+    left_out = ("affinity", "gain") if proxy.is_doremi else ("excess",)
+    for kind, make in makes.items():
+        if kind not in left_out:
+            yield _sketch(kind, f"{prefix}-{kind}", make, **words)
 
 
 def _settings(proxy: Proxy) -> str:

@@ -30,7 +30,6 @@ from doge_fast.pipeline.reporting.tables import (
 )
 from doge_fast.pipeline.reporting.wording import (
     as_ascii,
-    count_text,
     listed,
     perplexity_text,
     plural,
@@ -344,43 +343,3 @@ def remarks_on(run: Path) -> list[str]:
     warnings = (*proxy.first.warnings, *proxy_warnings(proxy))
     remarks = [summary_of(proxy), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]
-
-
-def asked_of(study: Study) -> list[str]:
-    """What was asked and what was run, in sentences."""
-    return _planned(study) if study.is_experiment else list(_found(study))
-
-
-def _planned(study: Study) -> list[str]:
-    record, settings = study.record, study.record["settings"]
-    seeds = settings["seeds"]
-    tokens = settings["base_steps"] * settings["batch_size"] * settings["block_size"]
-    return [
-        f"doge-fast experiment {record['name']}, preset {record['preset']}: "
-        f"{plural(len(study.shown), 'run')}.",
-        f"Text: {record['data']}. Every arm with seed{'s' if len(seeds) > 1 else ''} "
-        f"{listed(map(str, seeds))}; runs of one seed begin with the same numbers and see each "
-        "domain's blocks in the same order, so arms are compared seed by seed.",
-        f"Proxies: {settings['proxy_steps']} steps of {settings['sequences_per_domain']} blocks of "
-        f"every domain, mu {settings['mu']:g}, score {settings['score']}. Base models: "
-        f"{settings['base_steps']} steps of {settings['batch_size']} blocks, {count_text(tokens)} "
-        f"tokens. A block is {settings['block_size']} tokens.",
-    ]
-
-
-def _found(study: Study) -> Iterator[str]:
-    for proxy in study.proxies:
-        first = proxy.first
-        yield (
-            f"{proxy.label} asks which mixture of {listed(proxy.domains)} lowers the loss on "
-            f"{proxy.target}{', which is not trained on' if first.targets else ''} "
-            f"({plural(len(proxy.runs), 'seed')}; {first.model} model, {first.steps} steps, "
-            f"{count_text(first.tokens)} tokens)."
-        )
-    for group in study.groups:
-        if group["kind"] == "perplexity":
-            labels = [arm["label"] for arm in group["arms"]]
-            yield (
-                f"{group['title']}: {plural(len(labels), 'arm')} of base models, {group['about']}: "
-                f"{listed(labels)}."
-            )
