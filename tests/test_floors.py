@@ -56,7 +56,6 @@ FLOORS = [
         doge_fast.pipeline.weight_texts
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
-    doge_fast.pipeline.reporting.grouping
     doge_fast.pipeline.reporting.study
     doge_fast.pipeline.training doge_fast.pipeline.trainer doge_fast.pipeline.weights \
         doge_fast.pipeline.warm_start doge_fast.pipeline.reporting.tables \

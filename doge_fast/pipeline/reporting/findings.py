@@ -18,7 +18,7 @@ from doge_fast.pipeline.reporting.proxies import MOST_DRIFT, UNIVERSAL, Proxy
 from doge_fast.pipeline.reporting.run_tables import cost_table, share_saved
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.verdicts import Verdict
-from doge_fast.pipeline.reporting.wording import listed, plural
+from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.tables import Table
 
 _NOTHING = "Nothing to compare yet"
@@ -50,7 +50,7 @@ class Part:
     verdicts: Sequence[Verdict] = ()
     tables: Sequence[Table] = ()
     sketches: Sequence[Sketch] = ()
-    note: str = ""
+    proxy: Proxy | None = None
 
 
 def parts_of(study: Study) -> list[Part]:
@@ -201,7 +201,7 @@ def proxy_parts(study: Study) -> list[Part]:
         Part(
             f"{proxy.label}: weights for {proxy.target}",
             sketches=list(_proxy_sketches(study, proxy, prefix)),
-            note=_settings(proxy),
+            proxy=proxy,
         )
         for proxy, prefix in zip(drawn, _prefixes(drawn), strict=True)
     ]
@@ -246,34 +246,7 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]
             yield _sketch(kind, f"{prefix}-{kind}", make, **words)
 
 
-def _settings(proxy: Proxy) -> str:
-    config, told = proxy.first.config, proxy.first.weights or {}
-    begin = f"{proxy.first.model} model, {proxy.first.steps} steps of "
-    seeds = plural(len(proxy.runs), "seed")
-    if proxy.is_doremi:
-        # Not in the configuration where the variant's own were taken.
-        step = f", step size {told['step_size']:g}" if "step_size" in told else ""
-        blocks = plural(config["batch_size"], "block")
-        return f"{begin}{blocks}, DoReMi (variant {config['variant']}){step}, {seeds}."
-    cut = config["domain_max_grad_norm"]
-    return (
-        f"{begin}{plural(config['sequences_per_domain'], 'block')} of every domain, mu "
-        f"{config['mu']:g}, score as in the {config['score']}"
-        f"{'' if config['score'] == 'paper' else ' code'}"
-        f"{f', domain gradients cut to norm {cut:g}' if cut else ''}, {seeds}."
-    )
-
-
 def _parts_note(proxy: Proxy) -> str:
-    parts = (
-        "It is the domain's influence on the others plus its own difficulty, the squared norm of "
-        "its gradient."
-        if UNIVERSAL in proxy.first.config["target"]
-        else "It is the influence on the target alone, for no training domain is a target."
-    )
-    if proxy.first.config["score"] == "published":
-        parts += (
-            " The weights moved with the published code's score: W over the mean gradient norm, "
-            "cut to [0, 5]; the parts are as before that."
-        )
-    return parts
+    parts = _TEXTS["gain"]["parts"]
+    note: str = parts["universal" if UNIVERSAL in proxy.first.config["target"] else "target"]
+    return note + (parts["published"] if proxy.first.config["score"] == "published" else "")
