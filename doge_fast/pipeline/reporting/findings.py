@@ -15,7 +15,7 @@ from doge_fast.pipeline.reporting import figures, tables, verdicts
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, Curve, curves_of
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
 from doge_fast.pipeline.reporting.proxies import MOST_DRIFT, UNIVERSAL, Proxy
-from doge_fast.pipeline.reporting.run_tables import cost_table, share_saved
+from doge_fast.pipeline.reporting.run_tables import cost_table
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.verdicts import Verdict
 from doge_fast.pipeline.reporting.wording import listed
@@ -137,13 +137,7 @@ def _weights_part(study: Study, group: Json, prefix: str) -> Part:
     stats = {label: weights for label, weights in found.items() if weights}
     if not stats:
         return Part(group["title"])
-    targets = {
-        arm["label"]: next((run.targets for run in study.runs_of(arm)), ()) for arm in group["arms"]
-    }
-    saved = {}
-    if group.get("has_columns"):
-        saved = {arm["label"]: share_saved(study, arm) for arm in group["arms"]}
-    table = tables.weights_table(group, stats, targets, saved)
+    table = tables.weights_table(study, group, stats)
     answer = []
     reference = group.get("reference", "")
     if reference in stats and len(stats) > 1:

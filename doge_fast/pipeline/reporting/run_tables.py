@@ -1,6 +1,5 @@
 """The tables about runs: what they were, what text they had, what they cost."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import mixtures
 from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.study import RUNS, Study
+from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
 from doge_fast.pipeline.tables import Cell, Row, Table, table_of
 
@@ -182,17 +181,3 @@ def _cost_of(runs: Sequence[Run]) -> tuple[float, float, float]:
             flops += sum(2 * other.num_parameters for other in references) * run.tokens
     seconds = sum(run.steps * run.seconds_per_step for run in runs)
     return sum(run.tokens_seen for run in runs), flops, seconds
-
-
-def share_saved(study: Study, arm: Json) -> float | None:
-    """Share of the parameters whose gradients stay out of W, mean over seeds; None: unknown."""
-    shares = []
-    for run in study.runs_of(arm):
-        selection = run.config.get("selection")
-        if selection is not None and study.path is not None:
-            # Runs may have been moved since.
-            source = study.path / RUNS / Path(selection).parent.name
-            columns = records.read_json(source / "cancellation.json")["columns"]
-            chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
-            shares.append(1.0 - sum(columns[name] for name in chosen) / sum(columns.values()))
-    return float(np.mean(shares)) if shares else None

@@ -1,5 +1,6 @@
 """Runs put in order: an experiment's record, or one of the same form made from loose runs."""
 
+import json
 import math
 import os
 import re
@@ -121,6 +122,19 @@ class Study:
             for arm in group["arms"]
         }
 
+    def share_saved(self, arm: Json) -> float | None:
+        """Share of the parameters that an arm leaves out of W, mean over seeds; None: unknown."""
+        shares = []
+        for run in self.runs_of(arm):
+            selection = run.config.get("selection")
+            if selection is not None and self.path is not None:
+                # Runs may have been moved since.
+                source = self.path / RUNS / Path(selection).parent.name
+                columns = records.read_json(source / "cancellation.json")["columns"]
+                chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
+                shares.append(1.0 - sum(columns[name] for name in chosen) / sum(columns.values()))
+        return math.fsum(shares) / len(shares) if shares else None
+
     def weights(self, arm: Json) -> dict[str, Stat]:
         """{domain: weight} of an arm over its seeds; the group says those that no run learned."""
         seeds = [arm["weights"]] if "weights" in arm else known_weights(self.runs_of(arm))
@@ -171,7 +185,10 @@ def open_study(runs: Sequence[Path]) -> Study:
     path = Path(runs[0]) if is_experiment else None
     if path is not None and not any((path / RUNS).glob("*/config.json")):
         raise ValueError(f"No run of the experiment in {path} has begun.")
-    opened = _named(open_runs(runs if path is None else [path / RUNS]))
+    found = open_runs(runs if path is None else [path / RUNS])
+    # Directories of one name are told apart by the folder they lie in.
+    names = _distinct([run.name for run in found], [[run] for run in found])
+    opened = dict(zip(names, found, strict=True))
     told = {name: run for name, run in opened.items() if run.stage != "select"}
     if not told:
         raise ValueError(
@@ -184,12 +201,6 @@ def open_study(runs: Sequence[Path]) -> Study:
 
 # Loose runs are put into the groups that an experiment's record has. Base models are one comparison
 # where they share corpus, model, settings and number of tokens; uniform weights are its baseline.
-
-
-def _named(runs: Sequence[Run]) -> dict[str, Run]:
-    """Runs by name; directories of one name are told apart by the folder they lie in."""
-    labels = _distinct([run.name for run in runs], [[run] for run in runs])
-    return dict(zip(labels, runs, strict=True))
 
 
 def _proxies_of(runs: Sequence[Run]) -> tuple[Proxy, ...]:
@@ -228,9 +239,8 @@ def _distinct(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[st
 def _record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
     """What experiment.json would say of these runs.
 
-    Beside the keys that an experiment's groups have, one of base models may have `others` (domains
-    that are measured and not aimed at), `about` (what its arms share) and `oracle` (an arm that was
-    trained on the targets too).
+    A group of base models has three more keys: `others`, domains that are measured and not aimed
+    at; `about`, what its arms share; `oracle`, an arm that was trained on the targets too.
     """
     names = {run.path: name for name, run in runs.items()}
     bases = [run for run in runs.values() if run.stage == "base"]

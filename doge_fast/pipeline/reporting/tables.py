@@ -8,6 +8,7 @@ from doge_fast.pipeline.reporting import paper
 from doge_fast.pipeline.reporting.arms import Arm, Comparison
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.statistics import CONFIDENCE, Difference, change_text, stat_of
+from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import (
     Stat,
     listed,
@@ -160,17 +161,10 @@ def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Js
     )
 
 
-def weights_table(
-    group: Json,
-    stats: Mapping[str, Mapping[str, Stat]],
-    targets: Mapping[str, Sequence[str]],
-    saved: Mapping[str, float | None],
-) -> Table:
-    """Domain weights of several arms, as tab:dw, tab:ood-dw, tab:robust and tab:cc-dw.
-
-    By label of an arm: its weights, the domains it is not trained on, and, where there is to be a
-    row of it, the share of the parameters that stay out of W.
-    """
+def weights_table(study: Study, group: Json, stats: Mapping[str, Mapping[str, Stat]]) -> Table:
+    """Weights by label of an arm, as tab:dw, tab:ood-dw, tab:robust and tab:cc-dw."""
+    arms = [arm for arm in group["arms"] if arm["label"] in stats]
+    targets = {arm["label"]: next((r.targets for r in study.runs_of(arm)), ()) for arm in arms}
     printed = _paper_weights(group, stats, targets)
     columns = {label: column for label, (_, column) in printed.items()}
     names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
@@ -195,8 +189,8 @@ def weights_table(
         cells = _gap_cells(means_of(stats), reference)
         own = _gap_cells(columns, "82M") if "82M" in columns else blank
         rows.append(Row(f"mean absolute difference from {reference}", cells + own, True))
-    if saved:
-        shares = [saved.get(label) for label in stats]
+    if group.get("has_columns"):
+        shares = [study.share_saved(arm) for arm in arms]
         cells = [Cell("/" if share is None else f"{100 * share:.1f} %") for share in shares]
         own = [Cell(f"{paper.SAVED[name]} %" if name in paper.SAVED else "/") for name in columns]
         rows.append(Row("columns left out", cells + own, True))
@@ -209,7 +203,7 @@ def weights_table(
             f"{_ERRORS if is_several else ''}{paper.WEIGHTS_NOTE if columns else ''}"
         ),
         corner="domain",
-        columns=[(arm["label"], arm["about"]) for arm in group["arms"] if arm["label"] in stats]
+        columns=[(arm["label"], arm["about"]) for arm in arms]
         + [(f"paper: {label}", table) for label, (table, _) in printed.items()],
         rows=rows,
     )
