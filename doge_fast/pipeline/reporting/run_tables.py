@@ -9,7 +9,7 @@ import numpy as np
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting import mixtures
+from doge_fast.pipeline.reporting import mixtures, paper
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
@@ -159,8 +159,8 @@ def cost_table(study: Study, group: Json) -> Table | None:
         note=(
             "All models that have to be trained, mean over seeds. FLOPs: 6 for each parameter and "
             "token of a step, 2 for each that the reference only reads, and 2 for each entry of "
-            "the Gram matrix and parameter. Hours: steps at their median time on this machine. "
-            "The paper (tab:robust, four A100): 6.0 hours for DoGE and 39.0 for DoReMi at 82M."
+            "the Gram matrix and parameter. Hours: steps at their median time on this machine."
+            f"{paper.NOTES['cost']}"
         ),
         corner="",
         columns=[(label, plural(len(each), "seed")) for label, each in costs.items()],

@@ -90,7 +90,7 @@ def perplexity_table(comparison: Comparison) -> Table:
         title=f"Perplexity per domain: {comparison.title}",
         note=(
             f"Held-out text{about}. {_MARKS} The average is the exponential of the mean loss."
-            f"{_notes(comparison.arms)}{paper.PERPLEXITY_NOTE if columns else ''}"
+            f"{_notes(comparison.arms)}{paper.NOTES['perplexity'] if columns else ''}"
         ),
         corner="domain",
         columns=_arm_heads(comparison.arms) + _paper_heads(columns, group["paper"]),
@@ -151,7 +151,7 @@ def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Js
             f"Held-out text of the target, against uniform without the target, or, fine-tuned, "
             f"against uniform fine-tuned. {_MARKS}"
             f"{_notes(arm for arms in rows.values() for arm in arms)}"
-            f"{paper.PERPLEXITY_NOTE if columns else ''}"
+            f"{paper.NOTES['perplexity'] if columns else ''}"
         ),
         corner="target",
         columns=[(arm.label, arm.about) for arm in first]
@@ -200,7 +200,7 @@ def weights_table(study: Study, group: Json, stats: Mapping[str, Mapping[str, St
         note=(
             f"Averages over the steps{', mean over seeds' if is_several else ''}. Bold: above "
             "uniform. Effective domains: exp of the entropy of the weights."
-            f"{_ERRORS if is_several else ''}{paper.WEIGHTS_NOTE if columns else ''}"
+            f"{_ERRORS if is_several else ''}{paper.NOTES['weights'] if columns else ''}"
         ),
         corner="domain",
         columns=[(arm["label"], arm["about"]) for arm in arms]

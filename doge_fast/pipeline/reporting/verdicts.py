@@ -80,10 +80,6 @@ def comparison_verdict(study: Study, comparison: Comparison) -> Verdict:
     """Whether weights other than the baseline's helped, whichever way it went."""
     title, baseline, aim = comparison.title, comparison.baseline, comparison.aim
     evaluate = "Run doge-fast evaluate on each finished base run."
-    train = (
-        "Train one with doge-fast base --weights uniform and the settings of the others; without "
-        "it nobody can tell whether learned weights help."
-    )
     if not comparison.arms:
         return unanswered(study, title, "No base model here has been measured", evaluate)
     if not aim:
@@ -92,12 +88,13 @@ def comparison_verdict(study: Study, comparison: Comparison) -> Verdict:
     if baseline is None:
         named = (arm["label"] for arm in comparison.group["arms"] if arm.get("is_baseline"))
         headline = f"Nothing to compare with: no base model at {next(named, 'uniform')} weights"
+        train = "Train one with doge-fast base --weights uniform and the settings of the others."
         return unanswered(study, title, headline, train)
     if not comparison.rivals:
         headline = f"Nothing to compare yet: only {baseline.label} weights have been tried"
         return unanswered(study, title, headline)
-    difference = comparison.focus.against(baseline, aim)
     where = f" on {listed(aim)}" if comparison.others else ""
+    difference = comparison.focus.against(baseline, aim)
     headline = headline_of(comparison.focus.label, baseline.label + where, difference)
     return Verdict(title, headline, list(_sentences(study, comparison, baseline)))
 
@@ -124,7 +121,7 @@ def _sentences(study: Study, comparison: Comparison, baseline: Arm) -> Iterator[
             text = perplexity_text(reached.perplexity(aim).mean)
             yield f"For scale: uniform weights with {listed(aim)} among the domains reach {text}."
     if not study.is_experiment and paper.is_slimpajama(aim):
-        yield paper.VERDICT
+        yield paper.NOTES["tab:universal_ppl"]
 
 
 def _sentence(arm: Arm, baseline: Arm, comparison: Comparison) -> str:
@@ -239,11 +236,7 @@ def scale_verdict(group: Json, gaps: Mapping[str, float]) -> Verdict:
     """How far the weights of other proxies are from those of the reference."""
     told = listed(f"{label} {100 * gap:.2f} %" for label, gap in gaps.items())
     headline = f"Mean absolute difference from the {group['reference']} proxy's weights: {told}"
-    said = (
-        "The paper: 1.45 % (60M) and 0.48 % (124M) from its 82M proxy; in the text less than 0.015 "
-        "and 0.005."
-    )
-    return Verdict(group["title"], headline, [said])
+    return Verdict(group["title"], headline, [paper.NOTES["tab:robust"]])
 
 
 def tasks_verdict(group: Json, scores: Mapping[str, Sequence[Json]], baseline: str) -> Verdict:
