@@ -1,6 +1,6 @@
 """The paper's numbers, as printed, by the labels of its tables: what ours stand beside.
 
-Its tables are {label of the table: {column: {row: value}}}, their rows under names that
+The tables of paper.json are {label: {column: {row: value}}}, their rows under names that
 `canonical` gives. tab:210M_ppl is the right half of the printed tab:124M_ppl; tab:fewshot is in per
 cent; the columns of tab:ood-dw are targets, and that for arxiv sums to 0.910 as printed.
 """
