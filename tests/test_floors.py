@@ -53,9 +53,7 @@ FLOORS = [
     doge_fast.pipeline.reporting.wording
     doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
-    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies \
-        doge_fast.pipeline.reporting.experiment
-    doge_fast.pipeline.reporting.grouping
+    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
     doge_fast.pipeline.reporting.study
     doge_fast.pipeline.training doge_fast.pipeline.trainer \
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \

@@ -1,18 +1,15 @@
 """Runs -> one page: what was asked, what came out, figures, tables, settings.
 
-Reads run directories only, so a report can be made where the runs cannot: the records are
-complete, and nothing here knows how they were computed. The page is one file that opens offline;
-its figures also lie beside it as PNG and SVG.
-
-Whichever arm wins is what the page says, and that it is undecided where the seeds' interval does
-not tell. Arms are compared at equal tokens, model and settings; those that differ in anything else
-are never in one table.
+Reads run directories only, so a report can be made where the runs cannot. The page is one file that
+opens offline; its figures also lie beside it as PNG and SVG. Arms are compared at equal tokens,
+model and settings; those that differ in anything else are never in one table.
 """
 
 import json
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -29,8 +26,8 @@ from doge_fast.pipeline.reporting.run_tables import (
     settings_table,
 )
 from doge_fast.pipeline.reporting.study import Study, open_study
-from doge_fast.pipeline.reporting.verdicts import asked_of, summary_of
-from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
+from doge_fast.pipeline.reporting.verdicts import summary_of
+from doge_fast.pipeline.reporting.wording import as_ascii, count_text, listed, plural, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
 
 
@@ -59,24 +56,16 @@ def write_report(config: ReportConfig) -> Path:
         raise ValueError(f"token_budget must be at least 1; got {config.token_budget}.")
     study = open_study(config.runs)
     page = config.out or _default_page(config.runs)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    parts = parts_of(study)
-    shown = [(part, _drawn(part)) for part in (*parts, *proxy_parts(study))]
-    _save_figures([each for _, drawings in shown for each in drawings], page)
+    folder = page.with_name(f"{page.stem}-figures")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [(part, _drawn(part, folder)) for part in (*parts_of(study), *proxy_parts(study))]
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
-        title=study.record["title"],
-        lead=study.record["question"],
-        verdicts=[verdict for part in parts for verdict in part.verdicts],
-        has_base=any(run.stage == "base" for run in study.shown),
+        study=study,
         summaries=[summary_of(proxy) for proxy in study.proxies],
         warnings=warnings_about(study, config.token_budget),
-        asked=asked_of(study),
-        parts=[(part, drawings) for part, drawings in shown if drawings or part.tables],
+        parts=parts,
         settings=_settings(study, config.token_budget),
-        configurations=[
-            (run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in study.shown
-        ],
         versions=_versions(study),
     )
     page.write_text(html, encoding="utf-8")
@@ -132,17 +121,14 @@ def _default_page(runs: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([Path(run).resolve().parent for run in runs])) / "report.html"
 
 
-def _drawn(part: Part) -> list[Drawing]:
+def _drawn(part: Part, folder: Path) -> list[Drawing]:
+    """The part's figures, which then lie in the folder too."""
     with style():
-        return [drawing_of(s.name, s.title, s.caption, s.make()) for s in part.sketches]
-
-
-def _save_figures(drawings: Sequence[Drawing], page: Path) -> None:
-    folder = page.with_name(f"{page.stem}-figures")
-    folder.mkdir(exist_ok=True)
+        drawings = [drawing_of(s.name, s.title, s.caption, s.make()) for s in part.sketches]
     for drawing in drawings:
         (folder / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
         (folder / f"{drawing.name}.png").write_bytes(drawing.png)
+    return drawings
 
 
 def _inline(drawing: Drawing) -> Markup:
@@ -171,13 +157,12 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["inline"] = _inline
+    environment.globals |= {"count_text": count_text, "listed": listed, "plural": plural}
+    environment.globals["indented"] = partial(json.dumps, indent=2, ensure_ascii=False)
     return environment.get_template("report.html")
 
 
 def _versions(study: Study) -> list[str]:
     """Every set of versions that runs were made with."""
-    lines = [
-        ", ".join(f"{name} {version}" for name, version in run.versions.items())
-        for run in study.shown
-    ]
-    return list(dict.fromkeys(line for line in lines if line))
+    found = dict.fromkeys(tuple(run.versions.items()) for run in study.shown if run.versions)
+    return [", ".join(f"{name} {version}" for name, version in each) for each in found]

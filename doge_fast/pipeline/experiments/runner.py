@@ -33,7 +33,7 @@ from doge_fast.pipeline.experiments.presets import (
 )
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table, write_report
-from doge_fast.pipeline.reporting.experiment import is_measured, is_scored
+from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.pipeline.training import is_finished

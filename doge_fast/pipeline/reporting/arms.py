@@ -8,15 +8,13 @@ import numpy as np
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.statistics import NO_PAIR, Difference, paired_difference, stat_of
+from doge_fast.pipeline.reporting.statistics import Difference, paired_difference, stat_of
 from doge_fast.pipeline.reporting.wording import Stat, exp_or_inf, to_floats
 
-# The arms that experiments are about.
-FOCUS = "DoGE"
 Curve = tuple[list[int], list[float]]
 
 
-def mean_loss(losses: Mapping[str, float], names: Sequence[str]) -> float:
+def _mean_loss(losses: Mapping[str, float], names: Sequence[str]) -> float:
     """Mean over `names`, each weighing the same."""
     return float(np.mean([losses[name] for name in names]))
 
@@ -43,7 +41,7 @@ class Arm:
 
     def perplexity(self, names: Sequence[str]) -> Stat:
         """exp of the mean loss over `names`: the paper's average, and one domain's perplexity."""
-        return stat_of(exp_or_inf(mean_loss(each, names)) for each in self.losses.values())
+        return stat_of(exp_or_inf(_mean_loss(each, names)) for each in self.losses.values())
 
     def worst(self, names: Sequence[str]) -> tuple[str, float]:
         """The domain of `names` with the highest perplexity; a diverged one is the highest."""
@@ -54,11 +52,9 @@ class Arm:
     def against(self, other: "Arm", names: Sequence[str]) -> Difference:
         """Difference of the mean loss over `names`, over the seeds that both have."""
         seeds = [seed for seed in self.losses if seed in other.losses]
-        if not seeds:
-            return NO_PAIR
         return paired_difference(
-            [mean_loss(self.losses[seed], names) for seed in seeds],
-            [mean_loss(other.losses[seed], names) for seed in seeds],
+            [_mean_loss(self.losses[seed], names) for seed in seeds],
+            [_mean_loss(other.losses[seed], names) for seed in seeds],
         )
 
     def curve(self, names: Sequence[str], until: float) -> Curve:
@@ -67,7 +63,7 @@ class Arm:
         for run in self.runs.values():
             for line in run.evals:
                 if line["step"] <= until * run.steps and set(names) <= set(line["loss"]):
-                    loss = mean_loss(to_floats(line["loss"]), names)
+                    loss = _mean_loss(to_floats(line["loss"]), names)
                     by_step.setdefault(line["step"], []).append(loss)
         steps = sorted(step for step, found in by_step.items() if len(found) == len(self.runs))
         return steps, [float(np.mean(by_step[step])) for step in steps]
@@ -99,9 +95,8 @@ class Comparison:
     @property
     def focus(self) -> Arm:
         """The rival that the question is about."""
-        wanted = self.group.get("focus") or FOCUS
-        rivals = self.rivals
-        return next((arm for arm in rivals if arm.label.startswith(wanted)), rivals[-1])
+        arms = {arm.label: arm for arm in self.rivals}
+        return arms[focus_of(self.group, list(arms))]
 
     @cached_property
     def aim(self) -> tuple[str, ...]:
@@ -122,13 +117,15 @@ class Comparison:
         losses = [each for arm in self.arms for each in arm.losses.values()]
         return tuple(name for name in names if all(name in each for each in losses))
 
-    def curves(self, names: Sequence[str]) -> dict[str, Curve]:
-        """{arm: (steps, loss)} where all were measured at least three times; else none."""
-        return curves_of(self.arms, names, self.until)
+
+def focus_of(group: Json, rivals: Sequence[str]) -> str:
+    """Label of the rival that a question is about: experiments are about DoGE."""
+    wanted = group.get("focus") or "DoGE"
+    return next((label for label in rivals if label.startswith(wanted)), rivals[-1])
 
 
-def curves_of(arms: Sequence[Arm], names: Sequence[str], until: float) -> dict[str, Curve]:
-    """As `Comparison.curves`."""
+def curves_of(arms: Sequence[Arm], names: Sequence[str], until: float = 1.0) -> dict[str, Curve]:
+    """{arm: (steps, loss)} where all were measured at least three times; else none."""
     found = {arm.label: arm.curve(names, until) for arm in arms}
     return found if all(len(steps) >= 3 for steps, _ in found.values()) else {}
 

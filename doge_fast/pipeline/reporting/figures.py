@@ -19,12 +19,7 @@ from doge_fast.pipeline.reporting import plotting as plot
 from doge_fast.pipeline.reporting.arms import Curve
 from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.statistics import (
-    Difference,
-    Floats,
-    change_of,
-    nan_mean,
-)
+from doge_fast.pipeline.reporting.statistics import Difference, Floats, change_of, nan_mean
 from doge_fast.pipeline.reporting.wording import Stat
 
 _DOTTED = (0, (2, 2))
@@ -67,8 +62,8 @@ def arms_figure(rows: Mapping[str, Sequence[Difference]], baseline: str) -> Figu
     for place, label in enumerate(labels):
         average, *of_domains = rows[label]
         each = [change_of(found)[0] for found in of_domains if found.is_known]
-        hollow: dict[str, Any] = {"color": MUTED, "markerfacecolor": PAGE, "markersize": 4.5}
-        axes.plot(each, [place] * len(each), linestyle="none", marker="o", **hollow)
+        places = [place] * len(each)
+        axes.plot(each, places, "o", color=MUTED, markerfacecolor=PAGE, markersize=4.5)
         if average.is_known:
             _mark(axes, [average], [place], fmt="o", color=INK, markersize=6)
     plot.name_places(axes, labels, _LONGEST_ARM)
@@ -203,14 +198,9 @@ def final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
         axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1)
     uniform = 1 / len(names)
     axes.axvline(uniform, color=INK, linewidth=1.0, linestyle=_DOTTED, label="uniform")
-    diamonds: dict[str, Any] = {
-        "marker": "D",
-        "markersize": 5,
-        "markerfacecolor": PAGE,
-        "markeredgecolor": INK,
-    }
     shares = [natural[name].mean for name in names]
-    axes.plot(shares, places, linestyle="none", label="natural", zorder=4, **diamonds)
+    hollow: dict[str, Any] = {"markersize": 5, "markerfacecolor": PAGE, "markeredgecolor": INK}
+    axes.plot(shares, places, "D", label="natural", zorder=4, **hollow)
     axes.set_xlim(0, 1.02 * max(*widths, *shares, uniform))
     _write_beside(axes, [f"{width:.3f}" for width in widths])
     plot.name_places(axes, names)
@@ -240,15 +230,10 @@ def weights_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
         steps, low = plot.thinned(steps_T, mean_TK - error_TK, plot.SMOOTH_POINTS)
         _, high = plot.thinned(steps_T, mean_TK + error_TK, plot.SMOOTH_POINTS)
         for j, name in enumerate(names):
-            band: dict[str, Any] = {
-                "color": plot.color_of(name, colors),
-                "alpha": 0.25,
-                "linewidth": 0,
-            }
-            axes.fill_between(steps, low[:, j], high[:, j], **band)
-    plot.plot_lines(
-        axes, *plot.thinned(steps_T, mean_TK, plot.SMOOTH_POINTS), names, colors, width=1.8
-    )
+            color = plot.color_of(name, colors)
+            axes.fill_between(steps, low[:, j], high[:, j], color=color, alpha=0.25, linewidth=0)
+    mean = plot.thinned(steps_T, mean_TK, plot.SMOOTH_POINTS)
+    plot.plot_lines(axes, *mean, names, colors, width=1.8)
     axes.set_ylim(0, 1.06 * max(float(np.nanmax([mean_TK, each_TK])), 1e-3))
     plot.finish_steps(axes, "domain weight", steps_T[-1])
     axes.axhline(1 / len(names), color=MUTED, linewidth=0.9, linestyle=_DOTTED, zorder=1)

@@ -4,20 +4,24 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from matplotlib.figure import Figure
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import figures, tables, verdicts
-from doge_fast.pipeline.reporting.arms import Comparison, Curve, curves_of
+from doge_fast.pipeline.reporting.arms import Arm, Comparison, Curve, curves_of
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
 from doge_fast.pipeline.reporting.proxies import MOST_DRIFT, UNIVERSAL, Proxy
-from doge_fast.pipeline.reporting.run_tables import cost_table, share_saved
+from doge_fast.pipeline.reporting.run_tables import cost_table
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.verdicts import Verdict
-from doge_fast.pipeline.reporting.wording import listed, plural
+from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.tables import Table
+
+_NOTHING = "Nothing to compare yet"
 
 
 class Sketch(NamedTuple):
@@ -29,6 +33,15 @@ class Sketch(NamedTuple):
     make: Callable[[], Figure]
 
 
+_TEXTS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+
+
+def _sketch(kind: str, name: str, make: Callable[[], Figure], **words: object) -> Sketch:
+    """With its words in figures.yaml, filled in."""
+    text = _TEXTS[kind]
+    return Sketch(name, text["title"].format(**words), text["caption"].format(**words), make)
+
+
 @dataclass(frozen=True)
 class Part:
     """What a group, or a proxy, came to."""
@@ -37,7 +50,7 @@ class Part:
     verdicts: Sequence[Verdict] = ()
     tables: Sequence[Table] = ()
     sketches: Sequence[Sketch] = ()
-    note: str = ""
+    proxy: Proxy | None = None
 
 
 def parts_of(study: Study) -> list[Part]:
@@ -58,50 +71,45 @@ def _perplexity_part(study: Study, group: Json, prefix: str) -> Part:
     if comparison.baseline is None or not comparison.rivals or not comparison.aim:
         return Part(group["title"], answer, shown)
     shown.append(tables.difference_table(comparison))
-    sketches = _comparison_sketches(comparison, comparison.baseline.label, prefix)
+    sketches = _comparison_sketches(comparison, comparison.baseline, prefix)
     return Part(group["title"], answer, shown, list(sketches))
 
 
-def _comparison_sketches(comparison: Comparison, baseline: str, prefix: str) -> Iterator[Sketch]:
+def _comparison_sketches(comparison: Comparison, own: Arm, prefix: str) -> Iterator[Sketch]:
     title, aim, others = comparison.title, comparison.aim, comparison.others
     # The one that is asked about first, in ink.
     rivals = sorted(comparison.rivals, key=lambda arm: arm is not comparison.focus)
-    about = (
-        f"Change of held-out perplexity. Left of the line is better than {baseline}. Bars: 95 % "
-        "intervals over paired seeds, where there are several."
-    )
-    groups: list[tuple[str, Sequence[str]]] = [("average", others or aim)]
-    groups += [(name, [name]) for name in reversed(others)]
-    groups += [(f"{name} (target)" if others else name, [name]) for name in reversed(aim)]
-    own = comparison.baseline
-    assert own is not None
-    if len(rivals) > verdicts.MOST_TOLD:
-        about += " Filled: the average over the domains; hollow: one domain."
-        groups[0] = ("average", aim)
-    rows = {arm.label: [arm.against(own, names) for _, names in groups] for arm in rivals}
-    make = partial(figures.change_figure, rows, [label for label, _ in groups], baseline)
-    if len(rivals) > verdicts.MOST_TOLD:
-        make = partial(figures.arms_figure, rows, baseline)
-    yield Sketch(f"{prefix}-change", f"Perplexity against {baseline}: {title}", about, make)
-    curves = comparison.curves(aim)
+    is_crowded = len(rivals) > verdicts.MOST_TOLD
+    places: list[tuple[str, Sequence[str]]] = [
+        ("average", aim if is_crowded else others or aim),
+        *((name, [name]) for name in reversed(others)),
+        *((f"{name} (target)" if others else name, [name]) for name in reversed(aim)),
+    ]
+    rows = {arm.label: [arm.against(own, names) for _, names in places] for arm in rivals}
+    make = partial(figures.change_figure, rows, [label for label, _ in places], own.label)
+    if is_crowded:
+        make = partial(figures.arms_figure, rows, own.label)
+    filled = " Filled: the average over the domains; hollow: one domain." if is_crowded else ""
+    words = {"baseline": own.label, "title": title, "filled": filled}
+    yield _sketch("change", f"{prefix}-change", make, **words)
+    curves = curves_of(comparison.arms, aim, comparison.until)
     if curves:
-        shown = figures.extremes(curves, baseline)
-        cut = f"; of {len(curves)} arms {baseline} and those that end lowest and highest"
-        yield Sketch(
-            f"{prefix}-curves",
-            f"Held-out loss during training: {title}",
-            f"Mean over {listed(aim) if others else 'the domains'} and over seeds, one line an arm"
-            f"{cut if len(shown) < len(curves) else ''}.",
-            partial(figures.curves_figure, shown),
-        )
+        shown = figures.extremes(curves, own.label)
+        cut = f"; of {len(curves)} arms {own.label} and those that end lowest and highest"
+        words = {
+            "title": title,
+            "domains": listed(aim) if others else "the domains",
+            "cut": cut if len(shown) < len(curves) else "",
+        }
+        yield _sketch("curves", f"{prefix}-curves", partial(figures.curves_figure, shown), **words)
     for place, name in enumerate(aim if comparison.until < 1 else ()):
-        yield from _curves(comparison.curves([name]), f"{prefix}-domain-{place}", f"on {name}")
+        curves = curves_of(comparison.arms, [name], comparison.until)
+        yield from _curves(curves, f"{prefix}-domain-{place}", f"on {name}")
 
 
 def _curves(curves: dict[str, Curve], name: str, where: str) -> Iterator[Sketch]:
     if curves:
-        make = partial(figures.curves_figure, curves)
-        yield Sketch(name, f"Held-out loss {where}", "Mean over seeds, one line an arm.", make)
+        yield _sketch("domain-curves", name, partial(figures.curves_figure, curves), where=where)
 
 
 def _targets_part(study: Study, group: Json, prefix: str) -> Part:
@@ -109,22 +117,16 @@ def _targets_part(study: Study, group: Json, prefix: str) -> Part:
     rows = {row["target"]: [study.arm(arm) for arm in row["arms"]] for row in group["rows"]}
     changes = verdicts.target_changes(rows)
     if not any(found.pairs for each in changes.values() for found in each.values()):
-        return Part(group["title"], [verdicts.nothing_yet(group)])
+        return Part(group["title"], [verdicts.unanswered(study, group["title"], _NOTHING)])
     targets = list(reversed(rows))
     marks = {label: [each[target] for target in targets] for label, each in changes.items()}
     after = "; then both after further steps on it" if len(changes) > 1 else ""
-    sketches = [
-        Sketch(
-            f"{prefix}-change",
-            "Perplexity on the target: DoGE against uniform",
-            f"Both without the target among the domains{after}.",
-            partial(figures.change_figure, marks, targets, "uniform"),
-        )
-    ]
+    make = partial(figures.change_figure, marks, targets, "uniform")
+    sketches = [_sketch("target-change", f"{prefix}-change", make, after=after)]
     for place, (target, arms) in enumerate(rows.items()):
         shown = [arm for arm in arms if arm.losses and "fine-tuned" not in arm.label]
         name = f"{prefix}-target-{place}"
-        sketches += _curves(curves_of(shown, [target], 1.0), name, f"on {target} during training")
+        sketches += _curves(curves_of(shown, [target]), name, f"on {target} during training")
     answer = verdicts.targets_verdict(rows, changes)
     return Part(group["title"], [answer], [tables.targets_table(rows, changes, group)], sketches)
 
@@ -135,24 +137,23 @@ def _weights_part(study: Study, group: Json, prefix: str) -> Part:
     stats = {label: weights for label, weights in found.items() if weights}
     if not stats:
         return Part(group["title"])
-    targets = {
-        arm["label"]: next((run.targets for run in study.runs_of(arm)), ()) for arm in group["arms"]
-    }
-    saved = {}
-    if group.get("has_columns"):
-        saved = {arm["label"]: share_saved(study, arm) for arm in group["arms"]}
-    table = tables.weights_table(group, stats, targets, saved)
+    table = tables.weights_table(study, group, stats)
     answer = []
     reference = group.get("reference", "")
     if reference in stats and len(stats) > 1:
-        answer.append(verdicts.scale_verdict(group, tables.gaps_of(stats, reference)))
+        answer.append(
+            verdicts.scale_verdict(group, tables.gaps_of(tables.means_of(stats), reference))
+        )
     sketches = []
     if len(stats) > 1:
         names = [row.label for row in table.rows if not row.is_total]
-        about = "Average domain weights, mean over seeds; darker is more."
-        about += " A dash: not among the domains." if len({*map(len, stats.values())}) > 1 else ""
         make = partial(figures.arms_weights_figure, stats, names)
-        sketches.append(Sketch(f"{prefix}-weights", group["title"], about, make))
+        has_gaps = len({*map(len, stats.values())}) > 1
+        words = {
+            "title": group["title"],
+            "dash": " A dash: not among the domains." if has_gaps else "",
+        }
+        sketches.append(_sketch("arms-weights", f"{prefix}-weights", make, **words))
     return Part(group["title"], answer, [table], sketches)
 
 
@@ -168,7 +169,7 @@ def _tasks_part(study: Study, group: Json, prefix: str) -> Part:
     kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
     table = tables.task_table(group, kept) if seeds else None
     if table is None:
-        return Part(group["title"], [verdicts.nothing_yet(group)])
+        return Part(group["title"], [verdicts.unanswered(study, group["title"], _NOTHING)])
     baselines = [arm["label"] for arm in group["arms"] if arm.get("is_baseline")]
     answer = [
         verdicts.tasks_verdict(group, kept, label)
@@ -194,7 +195,7 @@ def proxy_parts(study: Study) -> list[Part]:
         Part(
             f"{proxy.label}: weights for {proxy.target}",
             sketches=list(_proxy_sketches(study, proxy, prefix)),
-            note=_settings(proxy),
+            proxy=proxy,
         )
         for proxy, prefix in zip(drawn, _prefixes(drawn), strict=True)
     ]
@@ -213,89 +214,33 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]
     number, colors = len(proxy.runs), study.colors
     seeds = f" Mean of {number} seeds; {{}}: ± one standard error." if number > 1 else ""
     chunk = chunk_size(len(proxy.series("loss", proxy.domains)[0]), NOISY_POINTS)
-    binned = f" Each point is the mean of {chunk} logged steps." if chunk > 1 else ""
-    yield Sketch(
-        f"{prefix}-weights-final",
-        "Learned weights",
-        "Average domain weights, the result, against uniform weights and the natural ones, which "
-        f"follow the tokens there are.{seeds.format('bars')}",
-        partial(figures.final_figure, proxy, colors),
-    )
-    yield Sketch(
-        f"{prefix}-weights",
-        "Weights over the steps",
-        "Thick: their mean over all steps so far. Thin: the weights that the model was trained "
-        f"with at each step. Dotted: uniform.{seeds.format('bands')}",
-        partial(figures.weights_figure, proxy, colors),
-    )
-    spread = ", and at most what seeds differ by" if number > 1 else ""
-    yield Sketch(
-        f"{prefix}-drift",
-        "Has the average settled?",
-        f"{verdicts.drift_sentence(proxy)} The line shows this change up to every step, as the sum "
-        f"of absolute differences. It may be {MOST_DRIFT:g} of the distance from uniform{spread}.",
-        partial(figures.drift_figure, proxy),
-    )
-    if proxy.is_doremi:
-        yield Sketch(
-            f"{prefix}-excess",
-            "What moves the weights",
-            "Loss of the proxy in excess of the reference model's, on the batches of every "
-            f"domain.{binned}",
-            partial(figures.loss_figure, proxy, "excess", colors),
-        )
-    else:
-        only = [name for name in proxy.rows if name not in proxy.domains]
-        note = f" {listed(only)}: measured only, not trained on." if only else ""
-        yield Sketch(
-            f"{prefix}-affinity",
-            "How alike the domains' gradients are",
-            f"Cosine between the gradients of two domains, mean over the steps.{note}",
-            partial(figures.affinity_figure, proxy),
-        )
-        yield Sketch(
-            f"{prefix}-gain",
-            "What moves the weights",
-            "Generalization estimation W, mean over the steps weighted by learning rate. "
-            f"{_parts_note(proxy)}",
-            partial(figures.parts_figure, proxy, colors),
-        )
-    yield Sketch(
-        f"{prefix}-loss",
-        "Training loss of each domain",
-        f"Loss of the proxy on the batches of every domain.{binned}",
-        partial(figures.loss_figure, proxy, "loss", colors),
-    )
-
-
-def _settings(proxy: Proxy) -> str:
-    config, told = proxy.first.config, proxy.first.weights or {}
-    begin = f"{proxy.first.model} model, {proxy.first.steps} steps of "
-    seeds = plural(len(proxy.runs), "seed")
-    if proxy.is_doremi:
-        # Not in the configuration where the variant's own were taken.
-        step = f", step size {told['step_size']:g}" if "step_size" in told else ""
-        blocks = plural(config["batch_size"], "block")
-        return f"{begin}{blocks}, DoReMi (variant {config['variant']}){step}, {seeds}."
-    cut = config["domain_max_grad_norm"]
-    return (
-        f"{begin}{plural(config['sequences_per_domain'], 'block')} of every domain, mu "
-        f"{config['mu']:g}, score as in the {config['score']}"
-        f"{'' if config['score'] == 'paper' else ' code'}"
-        f"{f', domain gradients cut to norm {cut:g}' if cut else ''}, {seeds}."
-    )
+    only = [name for name in proxy.rows if name not in proxy.domains]
+    words = {
+        "bars": seeds.format("bars"),
+        "bands": seeds.format("bands"),
+        "drift": verdicts.drift_sentence(proxy),
+        "most_drift": MOST_DRIFT,
+        "spread": ", and at most what seeds differ by" if number > 1 else "",
+        "binned": f" Each point is the mean of {chunk} logged steps." if chunk > 1 else "",
+        "measured_only": f" {listed(only)}: measured only, not trained on." if only else "",
+        "parts": "" if proxy.is_doremi else _parts_note(proxy),
+    }
+    makes = {
+        "weights-final": partial(figures.final_figure, proxy, colors),
+        "weights": partial(figures.weights_figure, proxy, colors),
+        "drift": partial(figures.drift_figure, proxy),
+        "excess": partial(figures.loss_figure, proxy, "excess", colors),
+        "affinity": partial(figures.affinity_figure, proxy),
+        "gain": partial(figures.parts_figure, proxy, colors),
+        "loss": partial(figures.loss_figure, proxy, "loss", colors),
+    }
+    left_out = ("affinity", "gain") if proxy.is_doremi else ("excess",)
+    for kind, make in makes.items():
+        if kind not in left_out:
+            yield _sketch(kind, f"{prefix}-{kind}", make, **words)
 
 
 def _parts_note(proxy: Proxy) -> str:
-    parts = (
-        "It is the domain's influence on the others plus its own difficulty, the squared norm of "
-        "its gradient."
-        if UNIVERSAL in proxy.first.config["target"]
-        else "It is the influence on the target alone, for no training domain is a target."
-    )
-    if proxy.first.config["score"] == "published":
-        parts += (
-            " The weights moved with the published code's score: W over the mean gradient norm, "
-            "cut to [0, 5]; the parts are as before that."
-        )
-    return parts
+    parts = _TEXTS["gain"]["parts"]
+    note: str = parts["universal" if UNIVERSAL in proxy.first.config["target"] else "target"]
+    return note + (parts["published"] if proxy.first.config["score"] == "published" else "")

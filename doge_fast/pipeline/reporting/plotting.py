@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -15,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from scipy.optimize import isotonic_regression
 
 from doge_fast.pipeline.reporting.statistics import Floats, nan_mean
 
@@ -35,14 +37,8 @@ def column_texts(values: Floats) -> list[str]:
 # Eight hues whose least distance, in OKLab, is 12 under normal sight, protanopia, deuteranopia and
 # tritanopia; each has a lighter twin for dark pages in report.css. A ninth domain is dashed.
 PALETTE = (
-    "#033fb2",
-    "#b66c18",
-    "#66b79c",
-    "#672a5c",
-    "#1e8691",
-    "#e49e22",
-    "#a870f2",
-    "#9e170c",
+    *("#033fb2", "#b66c18", "#66b79c", "#672a5c"),
+    *("#1e8691", "#e49e22", "#a870f2", "#9e170c"),
 )
 DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
 INK, MUTED, GRID, PAGE = "#1b1f24", "#5c6570", "#dfe3e8", "#ffffff"
@@ -56,34 +52,7 @@ VARIABLES = {
 # Widths such that a letter is nine to fourteen pixels high from a phone to a desktop.
 _WIDTH = 4.6
 _PNG_DPI = 200
-_STYLE: Any = {
-    # Text stays text: it can be searched, and takes the page's colour.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "doge-fast",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    # A domain may be called $x$.
-    "text.parse_math": False,
-    "text.color": INK,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.facecolor": "none",
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "figure.facecolor": PAGE,
-    "lines.linewidth": 1.6,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-}
+_STYLE = Path(__file__).with_name("figures.mplstyle")
 _LONGEST_NAME = 20
 
 
@@ -100,7 +69,7 @@ class Drawing(NamedTuple):
 @contextmanager
 def style() -> Iterator[None]:
     """matplotlib's settings for the figures, within the block only."""
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(fname=_STYLE), warnings.catch_warnings():
         # A name in a script that the layout font lacks: the page's own fonts will show it.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
@@ -125,15 +94,6 @@ def canvas(height: float) -> tuple[Figure, Axes]:
 def height_for(num_labels: int) -> float:
     """Room for a label a line."""
     return max(2.9, 0.9 + 0.19 * num_labels)
-
-
-def color_of(name: str, colors: Mapping[str, int]) -> str:
-    """The domain's colour, the same in every figure."""
-    return PALETTE[colors[name] % len(PALETTE)]
-
-
-def _dash(name: str, colors: Mapping[str, int]) -> Any:
-    return DASHES[colors[name] // len(PALETTE) % len(DASHES)]
 
 
 def shortened(name: str, longest: int = _LONGEST_NAME) -> str:
@@ -208,44 +168,36 @@ def label_ends(
     wanted = np.array([(finite[name] - low) / (high - low) for name in names])
     height = figure.get_figheight() - 0.75
     places = spread_apart(wanted, gap=0.175 / height)
+    outside: Any = {"linewidth": 1.2, "transform": axes.transAxes, "clip_on": False}
     for name, end, place in zip(names, wanted, places, strict=True):
         color, dash = styles[name]
-        axes.plot(
-            [1.0, 1.025, 1.05],
-            [end, place, place],
-            color=color,
-            linestyle=dash,
-            linewidth=1.2,
-            transform=axes.transAxes,
-            clip_on=False,
-        )
+        x, y = [1.0, 1.025, 1.05], [end, place, place]
+        axes.plot(x, y, color=color, linestyle=dash, **outside)
         axes.text(1.065, place, shortened(name), va="center", transform=axes.transAxes, fontsize=9)
 
 
 def spread_apart(wanted: Floats, *, gap: float) -> Floats:
     """The places nearest to `wanted`, in the least squares sense, that are `gap` apart.
 
-    p_i = q_i + i * gap turns "gap apart" into "q does not fall": isotonic regression, by pooling
-    neighbours that violate it.
+    p_i = q_i + i * gap turns "gap apart" into "q does not fall": isotonic regression.
     """
-    pools: list[tuple[float, int]] = []
-    for i, place in enumerate(wanted):
-        total, count = float(place) - i * gap, 1
-        while pools and pools[-1][0] / pools[-1][1] > total / count:
-            before, size = pools.pop()
-            total, count = total + before, count + size
-        pools.append((total, count))
-    level = [total / count for total, count in pools for _ in range(count)]
     offsets = gap * np.arange(len(wanted))
+    levels = isotonic_regression(wanted - offsets).x if len(wanted) else wanted
     # Within the axes where they fit: the bounded problem's answer is the free one, clipped.
     room = max(0.0, 1.0 - gap * (len(wanted) - 1))
-    places: Floats = np.clip(np.array(level), 0.0, room) + offsets
+    places: Floats = np.clip(levels, 0.0, room) + offsets
     return places
+
+
+def color_of(name: str, colors: Mapping[str, int]) -> str:
+    """The domain's colour, the same in every figure."""
+    return PALETTE[colors[name] % len(PALETTE)]
 
 
 def domain_styles(names: Iterable[str], colors: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
     """Colour and dash of every domain, as `label_ends` takes them."""
-    return {name: (color_of(name, colors), _dash(name, colors)) for name in names}
+    dashes = {name: DASHES[colors[name] // len(PALETTE) % len(DASHES)] for name in names}
+    return {name: (color_of(name, colors), dash) for name, dash in dashes.items()}
 
 
 def name_places(axes: Axes, names: Sequence[str], longest: int = _LONGEST_NAME) -> None:

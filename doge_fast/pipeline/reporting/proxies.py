@@ -98,11 +98,11 @@ class Proxy:
         steps, values_STK = self._common_steps("gain"), self.series(key, self.domains)[1]
         rates = [[[to_float(line["lr"])] for line in _lines(run, steps)] for run in self.runs]
         lr_ST1 = np.asarray(rates, dtype=np.float64)
-        kept = np.isfinite(values_STK)
-        total = (kept * lr_ST1).sum((0, 1))
-        weighted = (np.where(kept, values_STK, 0.0) * lr_ST1).sum((0, 1))
-        ratio: Floats = weighted / np.where(total > 0, total, math.nan)
-        return ratio
+        gain_STK = np.ma.masked_invalid(values_STK)
+        weights_STK = np.broadcast_to(lr_ST1, gain_STK.shape)
+        average = np.ma.average(gain_STK, axis=(0, 1), weights=weights_STK)
+        mean_K: Floats = np.ma.filled(average, math.nan)
+        return mean_K
 
     def _common_steps(self, key: str) -> list[int]:
         steps = [{line["step"] for line in run.train if key in line} for run in self.runs]

@@ -1,6 +1,6 @@
 """The tables about runs: what they were, what text they had, what they cost."""
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,11 +9,10 @@ import numpy as np
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting import mixtures
-from doge_fast.pipeline.reporting.experiment import RUNS
+from doge_fast.pipeline.reporting import mixtures, paper
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.study import Study
-from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, or_dash, plural
+from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
 from doge_fast.pipeline.tables import Cell, Row, Table, table_of
 
 
@@ -24,11 +23,15 @@ def runs_table(study: Study) -> Table:
         (
             *(run.name, run.stage, _what(run), run.model, str(run.steps), count_text(run.tokens)),
             *(f"{run.config['training']['learning_rate']:g}", str(run.seed)),
-            *(or_dash(run.seconds_per_step, ".2g"), run.created[:10]),
+            *(_seconds_text(run.seconds_per_step), run.created[:10]),
         )
         for run in study.shown
     ]
     return table_of([*header, "s per step", "date"], rows, title="Runs")
+
+
+def _seconds_text(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else "–"
 
 
 def _what(run: Run) -> str:
@@ -134,7 +137,7 @@ def cost_table(study: Study, group: Json) -> Table | None:
 
     None where no method has a seed whose runs are all complete.
     """
-    costs: dict[str, list[_Cost]] = {}
+    costs: dict[str, list[tuple[float, float, float]]] = {}
     for method in group["methods"]:
         for names in method["runs"]:
             runs = [study.runs[name] for name in names if name in study.runs]
@@ -156,8 +159,8 @@ def cost_table(study: Study, group: Json) -> Table | None:
         note=(
             "All models that have to be trained, mean over seeds. FLOPs: 6 for each parameter and "
             "token of a step, 2 for each that the reference only reads, and 2 for each entry of "
-            "the Gram matrix and parameter. Hours: steps at their median time on this machine. "
-            "The paper (tab:robust, four A100): 6.0 hours for DoGE and 39.0 for DoReMi at 82M."
+            "the Gram matrix and parameter. Hours: steps at their median time on this machine."
+            f"{paper.NOTES['cost']}"
         ),
         corner="",
         columns=[(label, plural(len(each), "seed")) for label, each in costs.items()],
@@ -165,14 +168,8 @@ def cost_table(study: Study, group: Json) -> Table | None:
     )
 
 
-class _Cost(NamedTuple):
-    tokens: float
-    flops: float
-    seconds: float
-
-
-def _cost_of(runs: Sequence[Run]) -> _Cost:
-    """Of one seed's runs together."""
+def _cost_of(runs: Sequence[Run]) -> tuple[float, float, float]:
+    """(tokens, FLOPs, seconds) of one seed's runs together."""
     flops = 0.0
     for run in runs:
         flops += 6 * run.num_parameters * run.tokens_seen
@@ -183,18 +180,4 @@ def _cost_of(runs: Sequence[Run]) -> _Cost:
             references = [other for other in runs if other.stage == "base"]
             flops += sum(2 * other.num_parameters for other in references) * run.tokens
     seconds = sum(run.steps * run.seconds_per_step for run in runs)
-    return _Cost(sum(run.tokens_seen for run in runs), flops, seconds)
-
-
-def share_saved(study: Study, arm: Json) -> float | None:
-    """Share of the parameters whose gradients stay out of W, mean over seeds; None: unknown."""
-    shares = []
-    for run in study.runs_of(arm):
-        selection = run.config.get("selection")
-        if selection is not None and study.path is not None:
-            # Runs may have been moved since.
-            source = study.path / RUNS / Path(selection).parent.name
-            columns = records.read_json(source / "cancellation.json")["columns"]
-            chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
-            shares.append(1.0 - sum(columns[name] for name in chosen) / sum(columns.values()))
-    return float(np.mean(shares)) if shares else None
+    return sum(run.tokens_seen for run in runs), flops, seconds

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +81,9 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens of training domains that the whole run sees."""
-        per_step = (
-            self.config["batch_size"]
-            if "batch_size" in self.config
-            else self.config["sequences_per_domain"] * len(self.domains)
-        )
+        per_step = self.config.get("batch_size")
+        if per_step is None:
+            per_step = self.config["sequences_per_domain"] * len(self.domains)
         return self.steps * int(per_step) * int(self.corpus["block_size"])
 
     @property
@@ -96,7 +94,7 @@ class Run:
     @property
     def seconds_per_step(self) -> float:
         """Median over the logged steps; nan where none was logged."""
-        seconds = [to_float(line.get("seconds")) for line in self.train if "seconds" in line]
+        seconds = [to_float(line["seconds"]) for line in self.train if "seconds" in line]
         return float(np.median(seconds)) if seconds else math.nan
 
     @property
@@ -104,8 +102,7 @@ class Run:
         """Tokens that the run trains on or measures a gradient of, targets and mix included."""
         if self.stage != "proxy":
             return self.tokens
-        is_mix = "mix" in self.config["target"]
-        rows = len(self.domains) + len(self.targets) + is_mix
+        rows = len(self.domains) + len(self.targets) + ("mix" in self.config["target"])
         return self.tokens * rows // len(self.domains)
 
     @property
@@ -133,13 +130,9 @@ class Run:
             # Each seed may have a reference of its own, if all were trained alike.
             told = self.weights["reference"]
             free["reference"] = [told[key] for key in ("model", "parameters", "steps", "tokens")]
-        training = {
-            key: value
-            for key, value in self.config["training"].items()
-            if key not in _FREE_TRAINING
-        }
-        key = (self.stage, free, training, self.corpus)
-        return json.dumps(key, sort_keys=True)
+        settings = self.config["training"].items()
+        training = {key: value for key, value in settings if key not in _FREE_TRAINING}
+        return json.dumps((self.stage, free, training, self.corpus), sort_keys=True)
 
     def losses(self) -> dict[str, float] | None:
         """Held-out loss per domain at the end of the run; None where it was not measured."""
@@ -179,7 +172,9 @@ def _run_directories(path: Path) -> list[Path]:
         raise ValueError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
     if (path / records.CONFIG).exists():
         return [path]
-    found = sorted(file.parent for file in path.glob(f"*/{records.CONFIG}") if _is_run(file))
+    # Models are saved with a config.json too; one of ours names its stage.
+    files = path.glob(f"*/{records.CONFIG}")
+    found = sorted(file.parent for file in files if "stage" in records.read_json(file))
     if not found:
         raise ValueError(
             f"{path} is not a run directory and holds none: neither it nor a folder in it has a "
@@ -188,17 +183,13 @@ def _run_directories(path: Path) -> list[Path]:
     return found
 
 
-def _is_run(file: Path) -> bool:
-    """Models are saved with a config.json too; one of ours names its stage."""
-    return "stage" in records.read_json(file)
-
-
 def _read_run(path: Path) -> Run:
     record = records.read_config(path)
     lines = records.read_metrics(path) if (path / records.METRICS).exists() else []
-    has_weights = (path / records.WEIGHTS).exists()
-    has_evaluation = (path / records.EVALUATION).exists()
-    has_few_shot = (path / records.FEWSHOT).exists()
+
+    def optional(file: str, read: Callable[[Path], Json]) -> Json | None:
+        return read(path) if (path / file).exists() else None
+
     return Run(
         # A run named `.` has its name all the same.
         path=path.resolve(),
@@ -211,8 +202,8 @@ def _read_run(path: Path) -> Run:
         parameters=record.get("parameters"),
         train=[line for line in lines if line["kind"] == "train"],
         evals=[line for line in lines if line["kind"] == "eval"],
-        weights=records.read_weights(path) if has_weights else None,
-        evaluation=records.read_evaluation(path) if has_evaluation else None,
-        few_shot=records.read_few_shot(path) if has_few_shot else None,
+        weights=optional(records.WEIGHTS, records.read_weights),
+        evaluation=optional(records.EVALUATION, records.read_evaluation),
+        few_shot=optional(records.FEWSHOT, records.read_few_shot),
         warnings=record.get("warnings", ()),
     )

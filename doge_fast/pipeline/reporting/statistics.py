@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from doge_fast.pipeline.reporting.wording import Stat, percent_text
+from doge_fast.pipeline.reporting.wording import Stat, exp_or_inf, percent_text
 
 Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
@@ -27,9 +27,7 @@ def stat_of(values: Iterable[float]) -> Stat:
 
 def nan_mean(values: Floats) -> Floats:
     """Mean over the first axis of what is a number; nan where nothing is."""
-    kept = np.isfinite(values)
-    count = kept.sum(0)
-    mean: Floats = np.where(kept, values, 0.0).sum(0) / np.where(count > 0, count, math.nan)
+    mean: Floats = np.ma.masked_invalid(values).mean(0).filled(math.nan)
     return mean
 
 
@@ -62,9 +60,10 @@ class Difference(NamedTuple):
         return self.is_decided and self.mean > 0
 
 
-def paired_difference(
-    own: Sequence[float], other: Sequence[float], *, confidence: float = CONFIDENCE
-) -> Difference:
+NO_PAIR = Difference(math.nan, None, None, 0)
+
+
+def paired_difference(own: Sequence[float], other: Sequence[float]) -> Difference:
     """Mean of own_s - other_s over seeds s, with Student's interval for it.
 
     d  =  mean_s d_s,     d ± t_{n-1} * sd(d_s) / sqrt(n)
@@ -75,26 +74,18 @@ def paired_difference(
     Args:
         own: a value for each seed.
         other: of the same seeds, in the same order.
-        confidence: of the interval, in (0, 1).
-
-    Raises:
-        ValueError: there is no pair, or the numbers of values differ.
     """
-    if len(own) != len(other) or not own:
-        raise ValueError(
-            f"Paired differences need two values for each seed; got {len(own)} and {len(other)}."
-        )
+    assert len(own) == len(other)
+    if not own:
+        return NO_PAIR
     mean = float(np.mean(np.subtract(own, other)))
     if len(own) == 1 or not math.isfinite(mean):
         return Difference(mean, None, None, len(own))
     with warnings.catch_warnings():
         # Seeds that differ by the same to the last digit: their interval has no width.
         warnings.filterwarnings("ignore", "Precision loss occurred", RuntimeWarning)
-        interval = stats.ttest_rel(own, other).confidence_interval(confidence)
+        interval = stats.ttest_rel(own, other).confidence_interval(CONFIDENCE)
     return Difference(mean, float(interval.low), float(interval.high), len(own))
-
-
-NO_PAIR = Difference(math.nan, None, None, 0)
 
 
 def change_text(difference: Difference) -> str:
@@ -110,10 +101,6 @@ def change_text(difference: Difference) -> str:
 
 def change_of(difference: Difference) -> tuple[float, float, float]:
     """(mean, low, high) of a difference of losses as relative changes of perplexity."""
-    low = difference.mean if difference.low is None else difference.low
-    high = difference.mean if difference.high is None else difference.high
-    return _change(difference.mean), _change(low), _change(high)
-
-
-def _change(difference: float) -> float:
-    return math.expm1(difference) if difference < 700 else math.inf
+    ends = (difference.mean, difference.low, difference.high)
+    mean, low, high = (exp_or_inf(difference.mean if end is None else end) - 1 for end in ends)
+    return mean, low, high

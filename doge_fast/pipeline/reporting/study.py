@@ -1,19 +1,25 @@
 """Runs put in order: an experiment's record, or one of the same form made from loose runs."""
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.reporting import mixtures
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, compared
-from doge_fast.pipeline.reporting.experiment import RUNS, is_scored, unmeasured, unscored
-from doge_fast.pipeline.reporting.grouping import named, proxies_of, record_of
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights
 from doge_fast.pipeline.reporting.runs import Run, open_runs
 from doge_fast.pipeline.reporting.statistics import stat_of
-from doge_fast.pipeline.reporting.wording import Stat
+from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
+
+RUNS = "runs"
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,30 @@ class Study:
     @cached_property
     def unmeasured(self) -> list[str]:
         """Runs of the plan whose end, or whose perplexities, are not known."""
-        return unmeasured(self.record, self.runs) if self.is_experiment else []
+        if not self.is_experiment:
+            return []
+        compared = {
+            name for group in self.groups for name in _planned(group, "perplexity", "targets")
+        }
+        blocks = self.record["settings"].get("eval_blocks")
+        return [
+            name
+            for name in self.record["runs"]
+            if name not in self.runs
+            or not self.runs[name].is_complete
+            or (name in compared and not is_measured(self.runs[name].path, blocks))
+        ]
 
     @cached_property
     def unscored(self) -> list[str]:
         """Runs of the plan that have not been scored on the tasks it names."""
-        return unscored(self.record, self.runs) if self.is_experiment else []
+        missing = {
+            name
+            for group in self.groups
+            for name in _planned(group, "tasks")
+            if name not in self.runs or not is_scored(self.runs[name].path, group)
+        }
+        return [name for name in self.record["runs"] if name in missing]
 
     def runs_of(self, arm: Json) -> list[Run]:
         """Those of an arm that are there."""
@@ -98,6 +122,19 @@ class Study:
             for arm in group["arms"]
         }
 
+    def share_saved(self, arm: Json) -> float | None:
+        """Share of the parameters that an arm leaves out of W, mean over seeds; None: unknown."""
+        shares = []
+        for run in self.runs_of(arm):
+            selection = run.config.get("selection")
+            if selection is not None and self.path is not None:
+                # Runs may have been moved since.
+                source = self.path / RUNS / Path(selection).parent.name
+                columns = records.read_json(source / "cancellation.json")["columns"]
+                chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
+                shares.append(1.0 - sum(columns[name] for name in chosen) / sum(columns.values()))
+        return math.fsum(shares) / len(shares) if shares else None
+
     def weights(self, arm: Json) -> dict[str, Stat]:
         """{domain: weight} of an arm over its seeds; the group says those that no run learned."""
         seeds = [arm["weights"]] if "weights" in arm else known_weights(self.runs_of(arm))
@@ -105,9 +142,33 @@ class Study:
         return {name: stat_of(each[name] for each in seeds) for name in names}
 
 
-def is_experiment(runs: Sequence[Path]) -> bool:
-    """Whether `runs` is the one directory of an experiment."""
-    return len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
+def _planned(group: Json, *kinds: str) -> Iterator[str]:
+    """Runs of a group's arms, whether these stand in rows or not, where it is of such a kind."""
+    if group["kind"] in kinds:
+        for part in (group, *group.get("rows", ())):
+            yield from (name for arm in part.get("arms", ()) for name in arm["runs"])
+
+
+def is_measured(run: Path, blocks: int | None) -> bool:
+    """Whether evaluation.json holds every domain and target on so many blocks, or all there are."""
+    if not (run / records.EVALUATION).exists():
+        return False
+    corpus = records.read_config(run)["corpus"]
+    entries = {**corpus["domains"], **corpus["targets"]}
+    most = math.inf if blocks is None else blocks
+    wanted = {name: min(most, each["validation_blocks"]) for name, each in entries.items()}
+    return bool(records.read_evaluation(run)["blocks"] == wanted)
+
+
+def is_scored(run: Path, group: Json) -> bool:
+    """Whether fewshot.json holds just the group's tasks, scored as it says."""
+    if not (run / records.FEWSHOT).exists():
+        return False
+    record = records.read_few_shot(run)
+    asked = ("shots", "task_limit", "task_data_sha256")
+    return list(record["tasks"]) == group["tasks"] and all(
+        record.get(key) == group[key] for key in asked if key in group
+    )
 
 
 def open_study(runs: Sequence[Path]) -> Study:
@@ -120,15 +181,200 @@ def open_study(runs: Sequence[Path]) -> Study:
         ValueError: none is named, one is not a run and holds none, none learns weights or trains
             at them, or a record is not what it should be.
     """
-    path = Path(runs[0]) if is_experiment(runs) else None
+    is_experiment = len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
+    path = Path(runs[0]) if is_experiment else None
     if path is not None and not any((path / RUNS).glob("*/config.json")):
         raise ValueError(f"No run of the experiment in {path} has begun.")
-    opened = named(open_runs(runs if path is None else [path / RUNS]))
+    found = open_runs(runs if path is None else [path / RUNS])
+    # Directories of one name are told apart by the folder they lie in.
+    names = _distinct([run.name for run in found], [[run] for run in found])
+    opened = dict(zip(names, found, strict=True))
     told = {name: run for name, run in opened.items() if run.stage != "select"}
     if not told:
         raise ValueError(
             "A report needs a run that learns weights or trains at them; got runs of select alone."
         )
-    proxies = proxies_of(list(told.values()))
-    record = record_of(told, proxies) if path is None else records.read_experiment(path)
+    proxies = _proxies_of(list(told.values()))
+    record = _record_of(told, proxies) if path is None else records.read_experiment(path)
     return Study(record, opened, proxies, path)
+
+
+# Loose runs are put into the groups that an experiment's record has. Base models are one comparison
+# where they share corpus, model, settings and number of tokens; uniform weights are its baseline.
+
+
+def _proxies_of(runs: Sequence[Run]) -> tuple[Proxy, ...]:
+    """Runs that learned weights, the seeds of each together."""
+    groups = _grouped(run for run in runs if run.stage in ("proxy", "doremi"))
+    # What is asked of all domains comes before what is asked of one, the baseline after both.
+    groups.sort(key=lambda group: (group[0].stage == "doremi", bool(group[0].targets)))
+    labels = _distinct([_common_name(group) for group in groups], groups)
+    return tuple(Proxy(label, tuple(group)) for label, group in zip(labels, groups, strict=True))
+
+
+def _grouped(runs: Iterable[Run]) -> list[list[Run]]:
+    """Such as differ in nothing but their seed, or in their weights."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.settings(), []).append(run)
+    return list(groups.values())
+
+
+def _common_name(runs: Sequence[Run]) -> str:
+    """ca-seed0, ca-seed1 -> ca."""
+    if len(runs) == 1:
+        return runs[0].name
+    prefix = os.path.commonprefix([run.name for run in runs])  # noqa: RUF071
+    stem = re.sub(r"[-_. ]*(seed|s)?[-_. ]*\d*$", "", prefix)
+    return stem or runs[0].name
+
+
+def _distinct(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
+    return [
+        label if labels.count(label) == 1 else f"{group[0].path.parent.name}/{group[0].name}"
+        for label, group in zip(labels, groups, strict=True)
+    ]
+
+
+def _record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
+    """What experiment.json would say of these runs.
+
+    A group of base models has three more keys: `others`, domains that are measured and not aimed
+    at; `about`, what its arms share; `oracle`, an arm that was trained on the targets too.
+    """
+    names = {run.path: name for name, run in runs.items()}
+    bases = [run for run in runs.values() if run.stage == "base"]
+    groups = _grouped(bases)
+    groups.sort(key=lambda group: bool(group[0].targets))
+    told = [_comparison(group, proxies, names) for group in groups]
+    for group, told_of in zip(groups, told, strict=True):
+        oracles = (
+            arm
+            for other, its in zip(groups, told, strict=True)
+            for arm in its["arms"]
+            if arm["is_baseline"] and _is_oracle(other[0], group[0])
+        )
+        told_of["oracle"] = next(oracles, None)
+    tasks = [
+        {"kind": "tasks", "title": f"Tasks: {group['title'].lower()}", "arms": group["arms"]}
+        for group in told
+        if any(runs[name].few_shot for arm in group["arms"] for name in arm["runs"])
+    ]
+    learned = _weights_group(runs, proxies, names, told)
+    num_proxies = sum(len(proxy.runs) for proxy in proxies)
+    return {
+        "title": "Domain weights",
+        "question": f"{plural(num_proxies, 'proxy run')}, {plural(len(bases), 'base model')}",
+        "settings": {},
+        "runs": list(runs),
+        "groups": [*told, *tasks, *([learned] if learned["arms"] else [])],
+    }
+
+
+# Columns of a table that are of weights that somebody learned or gave.
+_LEARNED = 2
+_FROM_FILE = "from a file"
+
+
+class _Source(NamedTuple):
+    """Where a base run's weights came from; sorted as the columns of a table are."""
+
+    place: int
+    label: str
+    about: str
+    path: str = ""
+    """Of a file, for files of one name are not one source."""
+
+
+def _comparison(runs: Sequence[Run], proxies: Sequence[Proxy], names: Mapping[Path, str]) -> Json:
+    by_source: dict[_Source, list[Run]] = {}
+    for run in runs:
+        by_source.setdefault(_source(run, proxies), []).append(run)
+    sources = sorted(by_source, key=lambda source: source.place)
+    labels = [source.label for source in sources]
+    arms = [
+        {
+            "label": source.label if labels.count(source.label) == 1 else source.path,
+            "about": source.about,
+            "runs": [names[run.path] for run in by_source[source]],
+            "is_baseline": source.label == "uniform",
+        }
+        for source in sources
+    ]
+    first = runs[0]
+    return {
+        "kind": "perplexity",
+        "title": f"Out of domain, {listed(first.targets)}" if first.targets else "All domains",
+        "about": f"{first.model} models, {count_text(first.tokens)} tokens each",
+        "paper": None,
+        "aim": list(first.targets or first.domains),
+        "others": list(first.domains if first.targets else ()),
+        # What was learned for all domains by DoGE comes first; the baselines before it.
+        "focus": next((s.label for s in sources if s.place >= _LEARNED), "natural"),
+        "arms": arms,
+    }
+
+
+def _source(run: Run, proxies: Sequence[Proxy]) -> _Source:
+    """`weights` of a base run is a baseline's name, or the path of a file or of a proxy run."""
+    weights = str(run.config["weights"])
+    if weights == "uniform":
+        return _Source(0, weights, "baseline")
+    if weights == "natural":
+        return _Source(1, weights, "by tokens")
+    path = Path(weights)
+    proxy = _proxy_of(path.parent if path.name == records.WEIGHTS else path, proxies)
+    if proxy is not None:
+        return _Source(_LEARNED + proxies.index(proxy), proxy.label, proxy.about)
+    label = f"{path.parent.name}/{path.name}" if path.name == records.WEIGHTS else path.name
+    return _Source(_LEARNED + len(proxies), label, _FROM_FILE, weights)
+
+
+def _proxy_of(folder: Path, proxies: Sequence[Proxy]) -> Proxy | None:
+    """The proxy that lies there, or, where runs have been moved, the only one of that name."""
+    for proxy in proxies:
+        if any(run.path == folder.resolve() for run in proxy.runs):
+            return proxy
+    found = [proxy for proxy in proxies if any(run.name == folder.name for run in proxy.runs)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_oracle(other: Run, run: Run) -> bool:
+    """Whether `other` is trained on the targets of `run` too, at equal tokens and model."""
+    return bool(run.targets) and (
+        set(run.targets) <= set(other.domains)
+        and other.tokens == run.tokens
+        and other.config["model"] == run.config["model"]
+        and other.corpus["tokenizer_sha256"] == run.corpus["tokenizer_sha256"]
+    )
+
+
+def _weights_group(
+    runs: Mapping[str, Run],
+    proxies: Sequence[Proxy],
+    names: Mapping[Path, str],
+    comparisons: Sequence[Json],
+) -> Json:
+    """Every set of weights: natural ones, of each proxy, and those that came from elsewhere."""
+    arms: list[Json] = []
+    for proxy in proxies:
+        if proxy.weights:
+            of_seeds = [names[run.path] for run in proxy.runs]
+            arms.append({"label": proxy.label, "about": proxy.about, "runs": of_seeds})
+    arms += [
+        arm | {"runs": arm["runs"][:1]}
+        for group in comparisons
+        for arm in group["arms"]
+        if arm["about"] == _FROM_FILE and runs[arm["runs"][0]].weights is not None
+    ]
+    tokens = proxies[0].first.train_tokens if proxies else {}
+    if proxies and all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies):
+        natural = {name: stat.mean for name, stat in mixtures.natural(tokens).items()}
+        arms.insert(0, {"label": "natural", "about": "by tokens", "runs": [], "weights": natural})
+    return {
+        "kind": "weights",
+        "title": "Domain weights",
+        "paper": ["tab:dw", "tab:ood-dw", "tab:ood-wiki-dw"],
+        "has_uniform": True,
+        "arms": arms,
+    }

@@ -8,6 +8,7 @@ from doge_fast.pipeline.reporting import paper
 from doge_fast.pipeline.reporting.arms import Arm, Comparison
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.statistics import CONFIDENCE, Difference, change_text, stat_of
+from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import (
     Stat,
     listed,
@@ -78,14 +79,18 @@ def perplexity_table(comparison: Comparison) -> Table:
     worst = [Cell(perplexity_text(arm.worst(trained)[1])) for arm in comparison.arms]
     rows.append(Row("worst case", worst + _paper_cells(columns, "worst case", 2), True))
     if baseline is not None:
-        counts = [Cell(_count_below(arm, baseline, trained)) for arm in comparison.arms]
-        rows.append(Row(f"lower than {baseline.label}", counts + [Cell("")] * len(columns), True))
+        counts = [
+            "–" if arm is baseline else f"{count_below(arm, baseline, trained)} of {len(trained)}"
+            for arm in comparison.arms
+        ]
+        cells = [Cell(text) for text in counts] + [Cell("")] * len(columns)
+        rows.append(Row(f"lower than {baseline.label}", cells, True))
     about = f"; {group['about']}" if "about" in group else ""
     return Table(
         title=f"Perplexity per domain: {comparison.title}",
         note=(
             f"Held-out text{about}. {_MARKS} The average is the exponential of the mean loss."
-            f"{_notes(comparison.arms)}{paper.PERPLEXITY_NOTE if columns else ''}"
+            f"{_notes(comparison.arms)}{paper.NOTES['perplexity'] if columns else ''}"
         ),
         corner="domain",
         columns=_arm_heads(comparison.arms) + _paper_heads(columns, group["paper"]),
@@ -104,27 +109,22 @@ def count_below(arm: Arm, other: Arm, names: Sequence[str]) -> int:
     return sum(arm.against(other, [name]).mean < 0 for name in names)
 
 
-def _count_below(arm: Arm, baseline: Arm, names: Sequence[str]) -> str:
-    return "–" if arm is baseline else f"{count_below(arm, baseline, names)} of {len(names)}"
-
-
 def difference_table(comparison: Comparison) -> Table:
     """Changes of perplexity against the baseline, with their intervals over paired seeds."""
     baseline, rivals = comparison.baseline, comparison.rivals
     assert baseline is not None
 
     def row(label: str, names: Sequence[str], *, is_total: bool = False) -> Row:
-        return Row(
-            label, [_difference_cell(arm.against(baseline, names)) for arm in rivals], is_total
-        )
+        cells = [_difference_cell(arm.against(baseline, names)) for arm in rivals]
+        return Row(label, cells, is_total)
 
     rows = [row(name, [name]) for name in (*comparison.aim, *comparison.others)]
     rows.append(row("average", comparison.others or comparison.aim, is_total=True))
-    seeds = max(len(arm.losses) for arm in comparison.arms)
-    note = "of twenty such intervals one is wrong by chance." if seeds > 1 else ""
+    is_several = any(len(arm.losses) > 1 for arm in comparison.arms)
+    chance = " Of twenty such intervals one is wrong by chance." if is_several else _ONE_SEED
     return Table(
         title=f"Against {baseline.label}, seed by seed: {comparison.title}",
-        note=f"Change of perplexity. {_MARKS}{f' {note.capitalize()}' if note else _ONE_SEED}",
+        note=f"Change of perplexity. {_MARKS}{chance}",
         corner="domain",
         columns=_arm_heads(rivals),
         rows=rows,
@@ -132,13 +132,7 @@ def difference_table(comparison: Comparison) -> Table:
 
 
 def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Json) -> Table:
-    """A target a row, as tab:ppl-ood.
-
-    Args:
-        rows: {target: the same arms for each}.
-        changes: {label of an arm: {target: its difference from the arm it is told against}}.
-        group: of the experiment.
-    """
+    """A target a row, as tab:ppl-ood; `rows` is {target: the same arms for each}."""
     columns = paper.columns_beside(
         group.get("paper"), {name: paper.canonical(name) for name in rows}
     )
@@ -157,7 +151,7 @@ def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Js
             f"Held-out text of the target, against uniform without the target, or, fine-tuned, "
             f"against uniform fine-tuned. {_MARKS}"
             f"{_notes(arm for arms in rows.values() for arm in arms)}"
-            f"{paper.PERPLEXITY_NOTE if columns else ''}"
+            f"{paper.NOTES['perplexity'] if columns else ''}"
         ),
         corner="target",
         columns=[(arm.label, arm.about) for arm in first]
@@ -167,20 +161,10 @@ def targets_table(rows: Mapping[str, Sequence[Arm]], changes: Changes, group: Js
     )
 
 
-def weights_table(
-    group: Json,
-    stats: Mapping[str, Mapping[str, Stat]],
-    targets: Mapping[str, Sequence[str]],
-    saved: Mapping[str, float | None],
-) -> Table:
-    """Domain weights of several arms, as tab:dw, tab:ood-dw, tab:robust and tab:cc-dw.
-
-    Args:
-        group: of the study.
-        stats: {label of an arm: its weights}.
-        targets: {label of an arm: the domains it is not trained on}.
-        saved: {label of an arm: share of the parameters that stay out of W}; none: no such row.
-    """
+def weights_table(study: Study, group: Json, stats: Mapping[str, Mapping[str, Stat]]) -> Table:
+    """Weights by label of an arm, as tab:dw, tab:ood-dw, tab:robust and tab:cc-dw."""
+    arms = [arm for arm in group["arms"] if arm["label"] in stats]
+    targets = {arm["label"]: next((r.targets for r in study.runs_of(arm)), ()) for arm in arms}
     printed = _paper_weights(group, stats, targets)
     columns = {label: column for label, (_, column) in printed.items()}
     names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
@@ -202,11 +186,11 @@ def weights_table(
     rows.append(Row("effective domains", effective + blank, True))
     reference = group.get("reference", "")
     if reference in stats:
-        cells = _gap_cells(_means(stats), reference)
+        cells = _gap_cells(means_of(stats), reference)
         own = _gap_cells(columns, "82M") if "82M" in columns else blank
         rows.append(Row(f"mean absolute difference from {reference}", cells + own, True))
-    if saved:
-        shares = [saved.get(label) for label in stats]
+    if group.get("has_columns"):
+        shares = [study.share_saved(arm) for arm in arms]
         cells = [Cell("/" if share is None else f"{100 * share:.1f} %") for share in shares]
         own = [Cell(f"{paper.SAVED[name]} %" if name in paper.SAVED else "/") for name in columns]
         rows.append(Row("columns left out", cells + own, True))
@@ -216,10 +200,10 @@ def weights_table(
         note=(
             f"Averages over the steps{', mean over seeds' if is_several else ''}. Bold: above "
             "uniform. Effective domains: exp of the entropy of the weights."
-            f"{_ERRORS if is_several else ''}{paper.WEIGHTS_NOTE if columns else ''}"
+            f"{_ERRORS if is_several else ''}{paper.NOTES['weights'] if columns else ''}"
         ),
         corner="domain",
-        columns=[(arm["label"], arm["about"]) for arm in group["arms"] if arm["label"] in stats]
+        columns=[(arm["label"], arm["about"]) for arm in arms]
         + [(f"paper: {label}", table) for label, (table, _) in printed.items()],
         rows=rows,
     )
@@ -252,7 +236,7 @@ def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str])
     return Cell(weight_text(weights[name]), weights[name].mean > 1 / len(weights))
 
 
-def _means(stats: Mapping[str, Mapping[str, Stat]]) -> dict[str, dict[str, float]]:
+def means_of(stats: Mapping[str, Mapping[str, Stat]]) -> dict[str, dict[str, float]]:
     """Weights without their errors."""
     return {
         label: {name: stat.mean for name, stat in weights.items()}
@@ -260,45 +244,33 @@ def _means(stats: Mapping[str, Mapping[str, Stat]]) -> dict[str, dict[str, float
     }
 
 
-def gaps_of(stats: Mapping[str, Mapping[str, Stat]], reference: str) -> dict[str, float]:
-    """{label: mean absolute difference from the weights of `reference`}, of the others."""
-    return _gaps(_means(stats), reference)
-
-
-def _gaps(columns: Columns, reference: str) -> dict[str, float]:
-    """Over the domains of both."""
+def gaps_of(columns: Columns, reference: str) -> dict[str, float]:
+    """{label: mean absolute difference from the weights of `reference`}, over domains of both."""
     other, gaps = columns[reference], {}
     for label, own in columns.items():
         if label != reference:
             names = own.keys() & other.keys()
-            total = math.fsum(abs(own[name] - other[name]) for name in names)
-            gaps[label] = total / len(names)
+            gaps[label] = math.fsum(abs(own[name] - other[name]) for name in names) / len(names)
     return gaps
 
 
 def _gap_cells(columns: Columns, reference: str) -> list[Cell]:
-    gaps = _gaps(columns, reference)
+    gaps = gaps_of(columns, reference)
     return [Cell(f"{100 * gaps[label]:.2f} %" if label in gaps else "/") for label in columns]
 
 
 def task_table(group: Json, scores: Mapping[str, Sequence[Json]]) -> Table | None:
     """k-shot accuracies, as tab:fewshot; None where no task has been scored of all arms.
 
-    Args:
-        group: of the study.
-        scores: {label of an arm: fewshot.json of each seed}.
+    `scores` is {label of an arm: fewshot.json of each seed}.
     """
     found = [record["tasks"] for records in scores.values() for record in records]
     names = [name for name in (found or [{}])[0] if all(name in tasks for tasks in found)]
     if not names:
         return None
-    columns = paper.columns_beside("tab:fewshot", {name: name for name in (*names, "average")})
-    if len(names) < 6:
-        # The average is of these tasks alone where the paper's is of all its six.
-        columns = {
-            label: {name: value for name, value in column.items() if name != "average"}
-            for label, column in columns.items()
-        }
+    # The paper's average is of all its six tasks.
+    printed = names if len(names) < 6 else [*names, "average"]
+    columns = paper.columns_beside("tab:fewshot", {name: name for name in printed})
     rows = []
     for name in (*names, "average"):
         values = [

@@ -10,7 +10,7 @@ import numpy as np
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import paper
-from doge_fast.pipeline.reporting.arms import Arm, Comparison
+from doge_fast.pipeline.reporting.arms import Arm, Comparison, focus_of
 from doge_fast.pipeline.reporting.cautions import has_moved, proxy_warnings
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.proxies import Proxy
@@ -30,7 +30,6 @@ from doge_fast.pipeline.reporting.tables import (
 )
 from doge_fast.pipeline.reporting.wording import (
     as_ascii,
-    count_text,
     listed,
     perplexity_text,
     plural,
@@ -53,11 +52,7 @@ class Verdict(NamedTuple):
 def headline_of(own: str, other: str, difference: Difference, *, is_accuracy: bool = False) -> str:
     """Which one is better, if the interval says so; with one seed it is undecided.
 
-    Args:
-        own: label of the arm that the question is about.
-        other: label of what it is set against.
-        difference: of losses, or of accuracies in percentage points.
-        is_accuracy: which of the two; more accuracy is better.
+    `difference` is of losses, or of accuracies in percentage points, of which more is better.
     """
     if not difference.pairs:
         return f"Undecided: {own} and {other} have no seed in common"
@@ -75,7 +70,7 @@ def headline_of(own: str, other: str, difference: Difference, *, is_accuracy: bo
     return f"Undecided: {own} comes out {told}\N{NO-BREAK SPACE}{unit} {side} {other} {seeds}"
 
 
-def _unanswered(study: Study, title: str, headline: str, way_out: str) -> Verdict:
+def unanswered(study: Study, title: str, headline: str, way_out: str = "") -> Verdict:
     """There is nothing to compare; of an experiment all ways out are one."""
     told = "The same command goes on with the runs." if study.is_experiment else way_out
     return Verdict(title, headline, [told] if told else [])
@@ -85,24 +80,21 @@ def comparison_verdict(study: Study, comparison: Comparison) -> Verdict:
     """Whether weights other than the baseline's helped, whichever way it went."""
     title, baseline, aim = comparison.title, comparison.baseline, comparison.aim
     evaluate = "Run doge-fast evaluate on each finished base run."
-    train = (
-        "Train one with doge-fast base --weights uniform and the settings of the others; without "
-        "it nobody can tell whether learned weights help."
-    )
     if not comparison.arms:
-        return _unanswered(study, title, "No base model here has been measured", evaluate)
+        return unanswered(study, title, "No base model here has been measured", evaluate)
     if not aim:
         headline = "No domain or target that this is about has been measured by every arm"
-        return _unanswered(study, title, headline, evaluate)
+        return unanswered(study, title, headline, evaluate)
     if baseline is None:
         named = (arm["label"] for arm in comparison.group["arms"] if arm.get("is_baseline"))
         headline = f"Nothing to compare with: no base model at {next(named, 'uniform')} weights"
-        return _unanswered(study, title, headline, train)
+        train = "Train one with doge-fast base --weights uniform and the settings of the others."
+        return unanswered(study, title, headline, train)
     if not comparison.rivals:
         headline = f"Nothing to compare yet: only {baseline.label} weights have been tried"
-        return _unanswered(study, title, headline, "")
-    difference = comparison.focus.against(baseline, aim)
+        return unanswered(study, title, headline)
     where = f" on {listed(aim)}" if comparison.others else ""
+    difference = comparison.focus.against(baseline, aim)
     headline = headline_of(comparison.focus.label, baseline.label + where, difference)
     return Verdict(title, headline, list(_sentences(study, comparison, baseline)))
 
@@ -129,7 +121,7 @@ def _sentences(study: Study, comparison: Comparison, baseline: Arm) -> Iterator[
             text = perplexity_text(reached.perplexity(aim).mean)
             yield f"For scale: uniform weights with {listed(aim)} among the domains reach {text}."
     if not study.is_experiment and paper.is_slimpajama(aim):
-        yield paper.VERDICT
+        yield paper.NOTES["tab:universal_ppl"]
 
 
 def _sentence(arm: Arm, baseline: Arm, comparison: Comparison) -> str:
@@ -140,11 +132,7 @@ def _sentence(arm: Arm, baseline: Arm, comparison: Comparison) -> str:
     worst, mean = arm.worst(trained)
     other_worst, other_mean = baseline.worst(trained)
     each = {name: arm.against(baseline, [name]) for name in trained}
-    clearly = {
-        "better": [name for name, found in each.items() if found.is_lower],
-        "worse": [name for name, found in each.items() if found.is_higher],
-    }
-    words = [f"{word} on {listed(names)}" for word, names in clearly.items() if names]
+    clearly = _clearly(each)
     where = ""
     if comparison.others:
         where = f"on {listed(aim)}, which is not trained on, {_versus(arm, baseline, aim)}; "
@@ -152,9 +140,17 @@ def _sentence(arm: Arm, baseline: Arm, comparison: Comparison) -> str:
         f"{arm.label}: {where}lower on {count_below(arm, baseline, trained)} of {len(trained)} "
         f"domains than {baseline.label}; average {_versus(arm, baseline, trained)}; worst domain "
         f"{worst} at {perplexity_text(mean)}, with {baseline.label} {other_worst} at "
-        f"{perplexity_text(other_mean)}{'; beyond its interval ' if words else ''}"
-        f"{'; '.join(words)}."
+        f"{perplexity_text(other_mean)}{'; beyond its interval ' if clearly else ''}{clearly}."
     )
+
+
+def _clearly(found: Mapping[str, Difference]) -> str:
+    """better on a and b; worse on c: as far as the intervals tell."""
+    sides = {
+        "better": [name for name, difference in found.items() if difference.is_lower],
+        "worse": [name for name, difference in found.items() if difference.is_higher],
+    }
+    return "; ".join(f"{word} on {listed(names)}" for word, names in sides.items() if names)
 
 
 def _versus(arm: Arm, baseline: Arm, names: Sequence[str]) -> str:
@@ -196,7 +192,7 @@ def target_changes(rows: Mapping[str, Sequence[Arm]]) -> Changes:
 
 
 def _between(arms: Sequence[Arm], own: str, other: str, target: str) -> Difference:
-    by_label = {arm.label: arm for arm in arms if arm.losses}
+    by_label = {arm.label: arm for arm in arms}
     if own not in by_label or other not in by_label:
         return NO_PAIR
     return by_label[own].against(by_label[other], [target])
@@ -212,12 +208,11 @@ def targets_verdict(rows: Mapping[str, Sequence[Arm]], changes: Changes) -> Verd
             continue
         below = sum(each.mean < 0 for each in found.values())
         told = listed(f"{target} {change_text(each)}" for target, each in found.items())
-        sentence = f"{own}: lower on {below} of {len(found)} than {other}: {told}."
-        better = [target for target, each in found.items() if each.is_lower]
-        worse = [target for target, each in found.items() if each.is_higher]
-        parts = [f"better on {listed(better)}"] if better else []
-        parts += [f"worse on {listed(worse)}"] if worse else []
-        sentences.append(sentence + (f" Beyond the interval: {listed(parts)}." if parts else ""))
+        clearly = _clearly(found)
+        sentences.append(
+            f"{own}: lower on {below} of {len(found)} than {other}: {told}."
+            f"{f' Beyond the interval: {clearly}.' if clearly else ''}"
+        )
     beaten = [
         target for target, arms in rows.items() if _between(arms, "DoGE", "oracle", target).is_lower
     ]
@@ -228,38 +223,26 @@ def targets_verdict(rows: Mapping[str, Sequence[Arm]], changes: Changes) -> Verd
         ((target, difference),) = known.items()
         headline = headline_of("DoGE", f"uniform on {target}", difference)
     else:
-        better = [target for target, each in known.items() if each.is_lower]
-        worse = [target for target, each in known.items() if each.is_higher]
-        open_ = len(known) - len(better) - len(worse)
+        better = sum(each.is_lower for each in known.values())
+        worse = sum(each.is_higher for each in known.values())
         headline = (
-            f"DoGE beats uniform on {len(better)} of {len(known)} targets, loses on {len(worse)}, "
-            f"undecided on {open_}"
+            f"DoGE beats uniform on {better} of {len(known)} targets, loses on {worse}, "
+            f"undecided on {len(known) - better - worse}"
         )
     return Verdict("Out of domain", headline, sentences)
-
-
-def nothing_yet(group: Json) -> Verdict:
-    """The answer while no two arms of an experiment can be compared."""
-    title = str(group["title"])
-    return Verdict(title, "Nothing to compare yet", ["The same command goes on with the runs."])
 
 
 def scale_verdict(group: Json, gaps: Mapping[str, float]) -> Verdict:
     """How far the weights of other proxies are from those of the reference."""
     told = listed(f"{label} {100 * gap:.2f} %" for label, gap in gaps.items())
     headline = f"Mean absolute difference from the {group['reference']} proxy's weights: {told}"
-    said = (
-        "The paper: 1.45 % (60M) and 0.48 % (124M) from its 82M proxy; in the text less than 0.015 "
-        "and 0.005."
-    )
-    return Verdict(group["title"], headline, [said])
+    return Verdict(group["title"], headline, [paper.NOTES["tab:robust"]])
 
 
 def tasks_verdict(group: Json, scores: Mapping[str, Sequence[Json]], baseline: str) -> Verdict:
     """Accuracies against the baseline's, in points, over the same seeds."""
     rivals = [label for label in scores if label != baseline]
-    wanted = group.get("focus") or "DoGE"
-    focus = next((label for label in rivals if label.startswith(wanted)), rivals[-1])
+    focus = focus_of(group, rivals)
     gains = {label: _accuracy_gain(scores[label], scores[baseline]) for label in rivals}
     number = len(scores[baseline][0]["tasks"])
     sentences = [
@@ -353,43 +336,3 @@ def remarks_on(run: Path) -> list[str]:
     warnings = (*proxy.first.warnings, *proxy_warnings(proxy))
     remarks = [summary_of(proxy), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]
-
-
-def asked_of(study: Study) -> list[str]:
-    """What was asked and what was run, in sentences."""
-    return _planned(study) if study.is_experiment else list(_found(study))
-
-
-def _planned(study: Study) -> list[str]:
-    record, settings = study.record, study.record["settings"]
-    seeds = settings["seeds"]
-    tokens = settings["base_steps"] * settings["batch_size"] * settings["block_size"]
-    return [
-        f"doge-fast experiment {record['name']}, preset {record['preset']}: "
-        f"{plural(len(study.shown), 'run')}.",
-        f"Text: {record['data']}. Every arm with seed{'s' if len(seeds) > 1 else ''} "
-        f"{listed(map(str, seeds))}; runs of one seed begin with the same numbers and see each "
-        "domain's blocks in the same order, so arms are compared seed by seed.",
-        f"Proxies: {settings['proxy_steps']} steps of {settings['sequences_per_domain']} blocks of "
-        f"every domain, mu {settings['mu']:g}, score {settings['score']}. Base models: "
-        f"{settings['base_steps']} steps of {settings['batch_size']} blocks, {count_text(tokens)} "
-        f"tokens. A block is {settings['block_size']} tokens.",
-    ]
-
-
-def _found(study: Study) -> Iterator[str]:
-    for proxy in study.proxies:
-        first = proxy.first
-        yield (
-            f"{proxy.label} asks which mixture of {listed(proxy.domains)} lowers the loss on "
-            f"{proxy.target}{', which is not trained on' if first.targets else ''} "
-            f"({plural(len(proxy.runs), 'seed')}; {first.model} model, {first.steps} steps, "
-            f"{count_text(first.tokens)} tokens)."
-        )
-    for group in study.groups:
-        if group["kind"] == "perplexity":
-            labels = [arm["label"] for arm in group["arms"]]
-            yield (
-                f"{group['title']}: {plural(len(labels), 'arm')} of base models, {group['about']}: "
-                f"{listed(labels)}."
-            )

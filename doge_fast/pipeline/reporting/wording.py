@@ -13,6 +13,9 @@ class Stat(NamedTuple):
     error: float | None = None
 
 
+_ASCII = str.maketrans({"−": "-", "–": "-", "±": "+/-", "×": "x", "\N{NO-BREAK SPACE}": " "})
+
+
 def wrapped(text: str) -> str:
     """Lines of a terminal's width."""
     return textwrap.fill(text, 88, break_long_words=False, break_on_hyphens=False)
@@ -20,13 +23,7 @@ def wrapped(text: str) -> str:
 
 def as_ascii(text: str) -> str:
     """A terminal may know no more than ASCII; names stay as they are."""
-    return (
-        text.replace("−", "-")
-        .replace("±", "+/-")
-        .replace("–", "-")
-        .replace("×", "x")
-        .replace("\N{NO-BREAK SPACE}", " ")
-    )
+    return text.translate(_ASCII)
 
 
 def to_float(value: Any) -> float:
@@ -51,12 +48,10 @@ def perplexity_text(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 10_000 else f"{value:.2e}"
 
 
-def with_error(stat: Stat, *, most: int) -> str:
+def _with_error(stat: Stat, *, most: int) -> str:
     """0.2760 ± 0.0002: the error to two significant digits, the mean to the same place.
 
-    Args:
-        stat: a finite mean with an error.
-        most: decimals that are never exceeded; an error below the last is rounded up to it.
+    There are never more than `most` decimals; an error below the last is rounded up to it.
     """
     assert stat.error is not None
     error = max(stat.error, 10.0**-most) if stat.error > 0 else 0.0
@@ -68,12 +63,12 @@ def perplexity_stat(stat: Stat) -> str:
     """Perplexity, with its standard error where there is one."""
     if stat.error is None or not math.isfinite(stat.mean):
         return perplexity_text(stat.mean)
-    return with_error(stat, most=3)
+    return _with_error(stat, most=3)
 
 
 def weight_text(stat: Stat) -> str:
     """A domain weight, with its standard error where there is one."""
-    return f"{stat.mean:.3f}" if stat.error is None else with_error(stat, most=4)
+    return f"{stat.mean:.3f}" if stat.error is None else _with_error(stat, most=4)
 
 
 def percent_text(change: float) -> str:
@@ -89,11 +84,6 @@ def count_text(value: float) -> str:
         if value >= unit:
             return f"{value / unit:.3g}\N{NO-BREAK SPACE}{word}"
     return f"{value:.0f}"
-
-
-def or_dash(value: float, form: str) -> str:
-    """A number, or a dash where there is none."""
-    return format(value, form) if math.isfinite(value) else "–"
 
 
 def plural(count: int, noun: str) -> str:
