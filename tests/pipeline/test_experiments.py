@@ -195,6 +195,17 @@ def test_seeds_may_be_added_and_not_taken_away(experiment: Make) -> None:
         begun(replace(config, seeds=(0,)))
 
 
+def test_an_experiment_of_an_earlier_version_goes_on(experiment: Make) -> None:
+    config = experiment("scales")
+    out = begun(config)
+    record = records.read_experiment(out)
+    settings = {**record["settings"], "language_data": "x"}
+    settings.pop("strategies")
+    records.write_json(out / records.EXPERIMENT, {**record, "settings": settings})
+    begun(replace(config, seeds=(0, 1)))
+    assert records.read_experiment(out)["settings"]["seeds"] == [0, 1]
+
+
 def test_what_was_refused_before_any_run_may_be_corrected(experiment: Make) -> None:
     config = experiment("scales")
     out = begun(config)

@@ -141,7 +141,9 @@ def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
             # Groups follow from the rest.
             continue
         if key == "settings":
-            was, now = ({**each, "seeds": None} for each in (was, now))
+            # Of an earlier version a setting may be gone or not have been there.
+            shared = (was.keys() & now.keys()) - {"seeds"}
+            was, now = ({name: each[name] for name in shared} for each in (was, now))
         is_same = set(was) <= set(now) if key == "runs" else was == now
         if not is_same:
             raise ValueError(
