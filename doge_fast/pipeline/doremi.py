@@ -4,7 +4,7 @@ A base run is the reference. A fresh proxy sees batches drawn at the reference's
 whose tokens it predicts worse than the reference does gains weight in the proxy's loss. The
 result is the mean of the weights over the steps. Unlike DoGE this takes two trained models, and
 a forward pass of the reference on every batch of the proxy. The mathematics, and where the
-paper, its authors' code and DoGE's differ, are in `group_dro`.
+paper, its authors' code and DoGE's differ, are in `doge_fast.group_dro`.
 """
 
 import hashlib
@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doge_fast.pipeline import baselines, group_dro, records, stage, training
+from doge_fast import group_dro
+from doge_fast.group_dro import DomainWeights, WeightUpdate
+from doge_fast.pipeline import baselines, records, stage, training
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
-from doge_fast.pipeline.group_dro import DomainWeights, WeightUpdate
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
