@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from doge_fast.mixture.counts import Phase
 from doge_fast.mixture.permutation import Ints
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.packing import Packed, open_tokenizer, pack, tokenizer_sha256
+from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
 from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
-from doge_fast.pipeline.sources import check_parts, find_parts
+from doge_fast.pipeline.sources import find_parts
 
 _log = logging.getLogger("doge_fast")
 
@@ -150,9 +150,9 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     names = _choose_names(config, held_out, sorted(parts))
     held_out = [name for name in held_out if name not in names]
     chosen = {name: parts[name] for name in (*names, *held_out)}
-    check_parts(chosen)
-    tokenizer = open_tokenizer(config, chosen)
-    packed = pack(config, chosen, tokenizer)
+    groups = by_part(chosen)
+    tokenizer = open_tokenizer(config, groups)
+    packed = pack(config, groups, tokenizer)
     train = {name: domain.train for name, domain in packed.items()}
     mix = {}
     if MIX in targets:
