@@ -79,6 +79,11 @@ class Corpus:
         """Tokens in the training blocks."""
         return {name: len(blocks) * self.block_size for name, blocks in self.train.items()}
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Those of `train_tokens` that are trained on: of names alone."""
+        return {name: self.train_tokens[name] for name in self.names}
+
     def recorded(self) -> dict[str, Any]:
         """What config.json keeps of the corpus, as `records.open_run` takes it."""
         return {"corpus": self.describe(), "warnings": self.warnings}
