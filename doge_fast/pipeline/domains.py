@@ -84,10 +84,6 @@ class Corpus:
         """Those of `train_tokens` that are trained on: of names alone."""
         return {name: self.train_tokens[name] for name in self.names}
 
-    def recorded(self) -> dict[str, Any]:
-        """What config.json keeps of the corpus, as `records.open_run` takes it."""
-        return {"corpus": self.describe(), "warnings": self.warnings}
-
     def describe(self) -> dict[str, Any]:
         """The corpus by which a run is known again."""
         return {
@@ -410,11 +406,6 @@ class BaseBatches(_Batches):
             sizes = [len(indices) for indices in rows.values()]
             batch["domain_ids"] = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
         return batch
-
-    def counts(self, step: int) -> dict[str, int]:
-        """{domain: blocks of it in batch `step`}."""
-        counts_K = self.mixture.counts(np.array([step]))[0]
-        return dict(zip(self.corpus.names, counts_K.tolist(), strict=True))
 
 
 def _mixed_batch(blocks: Mapping[str, datasets.Dataset], rows: Mapping[str, Ints]) -> Batch:

@@ -92,7 +92,10 @@ class DoReMiTrainer(RecordedTrainer):
         ids_BL, labels_BL = inputs["input_ids"], inputs["labels"]
         domain_ids_B = inputs["domain_ids"]
         # First, so that its logits are gone before the proxy's are there.
-        reference_BT = self._reference_losses(ids_BL, labels_BL)
+        with torch.no_grad(), self.accelerator.autocast():
+            logits_BLV = self.reference(input_ids=ids_BL, use_cache=False).logits
+        reference_BT = group_dro.token_losses(logits_BLV, labels_BL)
+        del logits_BLV
         losses_BT = group_dro.token_losses(
             model(input_ids=ids_BL, use_cache=False).logits, labels_BL
         )
@@ -101,12 +104,6 @@ class DoReMiTrainer(RecordedTrainer):
             self.weights.alpha, self.sampling_K, domain_ids_B, variant=self.rule.variant
         )
         return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype)
-
-    @torch.no_grad()
-    def _reference_losses(self, ids_BL: Tensor, labels_BL: Tensor) -> Tensor:
-        with self.accelerator.autocast():
-            logits_BLV = self.reference(input_ids=ids_BL, use_cache=False).logits
-        return group_dro.token_losses(logits_BLV, labels_BL)
 
     def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
         num_domains = len(self.sampling_K)

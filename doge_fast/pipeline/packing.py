@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,6 @@ _BATCH_CHARS = 1_000_000
 Groups = Sequence[tuple[Part, Sequence[str]]]
 # Domain, text and split of a document.
 Placed = tuple[str, str, str]
-Encode = Callable[[Sequence[str]], list[Ints]]
 
 
 def by_part(parts: Mapping[str, Part]) -> Groups:
@@ -169,12 +168,13 @@ def pack(
 ) -> dict[str, Packed]:
     """{domain: blocks}, packing what the cache does not hold."""
     sha256 = tokenizer_sha256(tokenizer)
-    entries: dict[str, Path] = {}
+    packed: dict[str, Packed] = {}
     for part, names in parts:
         keys = {name: _key(config, name, part, sha256) for name in names}
         make = functools.partial(_pack_part, config, part, tokenizer)
-        entries |= cache.made_together(config, "blocks", keys, make)
-    return {name: _open_entry(entry) for name, entry in entries.items()}
+        entries = cache.made_together(config, "blocks", keys, make)
+        packed |= {name: _open_entry(entry) for name, entry in entries.items()}
+    return packed
 
 
 def _key(config: CorpusConfig, name: str, part: Part, tokenizer_sha256: str) -> str:
@@ -208,7 +208,7 @@ def _pack_part(
     folders: Mapping[str, Path],
 ) -> None:
     """Pack the domains of `folders` in one pass over their documents."""
-    encode = functools.partial(_encode, _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer))
+    backend, end_of_text = _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer)
     limit = held_out_limit = config.max_tokens_per_domain
     if limit is not None and _is_shared(config, part):
         held_out_limit = int(config.validation_fraction * limit)
@@ -219,9 +219,10 @@ def _pack_part(
             for split, most in (("train", limit), ("validation", held_out_limit)):
                 file = folder / f"{split}.arrow"
                 writer = _BlockWriter(file, config.block_size, len(tokenizer), most)
-                writers[name, split] = opened.enter_context(writer)
+                writers[name, split] = opened.enter_context(contextlib.closing(writer))
         for splits, documents in _passes(config, part, tuple(folders)):
-            _fill({key: writers[key] for key in writers if key[1] in splits}, documents, encode)
+            filled = {key: writers[key] for key in writers if key[1] in splits}
+            _fill(filled, documents, backend, end_of_text)
     for (name, split), writer in writers.items():
         # Else it cannot be trained on or measured.
         if writer.tokens < writer.block_size:
@@ -293,20 +294,17 @@ def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -
         yield name, text, "validation" if is_held_out else "train"
 
 
-def _encode(backend: Tokenizer, end_of_text: int, texts: Sequence[str]) -> list[Ints]:
-    """Tokens of each document, the end of text behind."""
-    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.array([*encoding.ids, end_of_text], dtype=np.int64) for encoding in encodings]
-
-
-def _fill(writers: "Writers", documents: Iterable[Placed], encode: Encode) -> None:
+def _fill(
+    writers: "Writers", documents: Iterable[Placed], backend: Tokenizer, end_of_text: int
+) -> None:
     """Tokenise the documents and hand them to the writers, until all of these are full."""
     # A token rarely has more than eight characters: no use in tokenising far past a limit.
     chars = max(8 * (writer.limit or _BATCH_CHARS) for writer in writers.values())
     for batch in _batches(_wanted(writers, documents), min(chars, _BATCH_CHARS)):
-        tokens = encode([text for _, text, _ in batch])
-        for (name, _, split), ids in zip(batch, tokens, strict=True):
-            writers[name, split].add(ids)
+        texts = [text for _, text, _ in batch]
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        for (name, _, split), encoding in zip(batch, encodings, strict=True):
+            writers[name, split].add(np.array([*encoding.ids, end_of_text], dtype=np.int64))
 
 
 def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]:
@@ -356,13 +354,6 @@ class _BlockWriter:
         self.schema = pa.schema([("input_ids", pa.list_(value, self.block_size))])
         self.writer = pa.ipc.new_stream(str(path), self.schema)
 
-    def __enter__(self) -> "_BlockWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self.writer.close()
-
     @property
     def is_full(self) -> bool:
         return self.limit is not None and self.tokens >= self.limit
@@ -379,6 +370,10 @@ class _BlockWriter:
         self.num_pending += len(ids)
         if self.num_pending >= self._BLOCKS_PER_WRITE * self.block_size:
             self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self.writer.close()
 
     def _flush(self) -> None:
         """Write the whole blocks among the pending tokens."""

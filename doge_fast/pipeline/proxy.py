@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from doge_fast import generalization, parameters
 from doge_fast.integrations.transformers import DoGETrainer, Mode
-from doge_fast.pipeline import named, records, stage
+from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
@@ -188,7 +188,10 @@ def parse_target(names: Sequence[str]) -> Target:
                 "target must be universal alone, or distinct names, each NAME or NAME=WEIGHT; "
                 f"got {' '.join(names)}."
             )
-        tau[name] = named.number(weight, item, "target") if weight else 1.0
+        try:
+            tau[name] = float(weight or 1)
+        except ValueError:
+            tau[name] = math.nan
         if not 0 < tau[name] < math.inf:
             raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
     if not tau:

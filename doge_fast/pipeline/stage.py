@@ -199,8 +199,14 @@ def run(stage: Stage[Any]) -> Path:
         return out
     model = prepare(stage, recorded)
     if recorded is None:
-        known = stage.corpus.recorded() | stage.resolved
-        records.open_run(out, stage=stage.name, config=stage.config, **known)
+        records.open_run(
+            out,
+            stage=stage.name,
+            config=stage.config,
+            corpus=stage.corpus.describe(),
+            warnings=stage.corpus.warnings,
+            **stage.resolved,
+        )
     else:
         records.check_corpus(out, recorded, stage.corpus.describe())
     stage.begin()
