@@ -76,22 +76,18 @@ def table(run: Path) -> str:
 class SelectionTrainer(RecordedTrainer):
     """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints."""
 
+    effect: CancellationEffect
+    """The scores; there once training has begun."""
+
     def __init__(self, *args: Any, stage: "SelectStage", **kwargs: Any) -> None:
         super().__init__(*args, stage=stage, **kwargs)
         self._is_together = stage.is_together
-        self._effect: CancellationEffect | None = None
-
-    @property
-    def effect(self) -> CancellationEffect:
-        """The scores; exists once training has begun."""
-        assert self._effect is not None
-        return self._effect
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's, followed."""
         optimizer = super().create_optimizer(model)
-        if self._effect is None:
-            self._effect = CancellationEffect(cast(nn.Module, self.model), optimizer)
+        if not hasattr(self, "effect"):
+            self.effect = CancellationEffect(cast(nn.Module, self.model), optimizer)
         return optimizer
 
     def training_step(

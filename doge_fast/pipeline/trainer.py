@@ -8,7 +8,7 @@ import copy
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -99,7 +99,7 @@ class RecordedTrainer(Trainer):
         """Held-out loss of every domain that is followed, in nats per token."""
         model, count = cast(PreTrainedModel, self.model), self.stage.config.training.eval_blocks
         domains = self.stage.corpus.validation
-        return held_out_losses(model, domains, "held-out loss", num_blocks=count)[0]
+        return held_out_losses(model, domains, num_blocks=count)[0]
 
     def record(self, line: dict[str, Any]) -> None:
         """Keep a line for metrics.jsonl; tensors in it are read at the next flush."""
@@ -242,55 +242,45 @@ def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
 def held_out_losses(
     model: PreTrainedModel,
     domains: Mapping[str, Any],
-    what: str,
+    what: str = "held-out loss",
     *,
     num_blocks: int | None = None,
     batch_size: int = 16,
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """`held_out_loss` of {domain: blocks}, each by domain, with a bar that is called `what`."""
-    losses: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    total = sum(min(num_blocks or len(blocks), len(blocks)) for blocks in domains.values())
-    with progress.bar(total, what, "block") as bar:
-        for name, blocks in domains.items():
-            losses[name], counts[name] = held_out_loss(
-                model, blocks, num_blocks=num_blocks, batch_size=batch_size, advance=bar.update
-            )
-    return losses, counts
+    """Mean cross-entropy per predicted token over held-out blocks of every domain.
 
+    Args:
+        model: a causal language model; its mode is put back.
+        domains: {name: data set with a column `input_ids` of blocks of one length}.
+        what: stands before the progress bar.
+        num_blocks: of each domain, evenly spaced ones, always the same; None: all.
+        batch_size: blocks in a forward pass.
 
-def held_out_loss(
-    model: PreTrainedModel,
-    blocks: Any,
-    *,
-    num_blocks: int | None = None,
-    batch_size: int = 16,
-    advance: Callable[[int], Any] = lambda _: None,
-) -> tuple[float, int]:
-    """Mean cross-entropy per predicted token over held-out blocks, and how many were measured.
-
-    Of `num_blocks`, fewer than there are: evenly spaced ones, always the same. `batch_size` of
-    them go through the model at once; `advance` is told how many more are done.
+    Returns:
+        ({name: nats per token}, {name: blocks measured}).
 
     Raises:
-        ValueError: there is no block.
+        ValueError: a domain has no block.
     """
-    total = len(blocks)
-    if total == 0:
-        raise ValueError("A held-out loss needs at least one block; the domain has none.")
-    count = total if num_blocks is None else min(num_blocks, total)
-    indices = np.arange(count) * total // count
+    counts = {name: min(num_blocks or len(blocks), len(blocks)) for name, blocks in domains.items()}
+    if not all(counts.values()):
+        raise ValueError(f"A held-out loss needs at least one block of every domain; got {counts}.")
+    losses = {}
     device = next(model.parameters()).device
-    losses, sizes = [], []
     was_training = model.training
     model.train(False)
-    with torch.no_grad():
-        for chunk in np.array_split(indices, -(-count // batch_size)):
-            tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"])).to(device, torch.long)
-            losses.append(model(input_ids=tokens_BL, labels=tokens_BL).loss)
-            sizes.append(len(chunk))
-            advance(len(chunk))
+    with torch.no_grad(), progress.bar(sum(counts.values()), what, "block") as bar:
+        for name, blocks in domains.items():
+            indices = np.arange(counts[name]) * len(blocks) // counts[name]
+            means, sizes = [], []
+            for chunk in np.array_split(indices, -(-len(indices) // batch_size)):
+                tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"]))
+                tokens_BL = tokens_BL.to(device, torch.long)
+                means.append(model(input_ids=tokens_BL, labels=tokens_BL).loss)
+                sizes.append(len(chunk))
+                bar.update(len(chunk))
+            # Added on the host, in float64: not every device has it.
+            sums = zip(torch.stack(means).tolist(), sizes, strict=True)
+            losses[name] = sum(mean * size for mean, size in sums) / len(indices)
     model.train(was_training)
-    # Added on the host, in float64: not every device has it.
-    means = torch.stack(losses).tolist()
-    return sum(mean * size for mean, size in zip(means, sizes, strict=True)) / count, count
+    return losses, counts
