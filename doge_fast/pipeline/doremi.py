@@ -67,7 +67,8 @@ class DoReMiTrainer(RecordedTrainer):
         nn.Module.to(self.reference, device)
         self.reference_sha256 = str(stage.reference_record["model_sha256"])
         self.rule = stage.rule
-        alpha_K = torch.tensor(list(stage.weights.values()), dtype=torch.float64)
+        weights = [stage.weights[name] for name in stage.corpus.names]
+        alpha_K = torch.tensor(weights, dtype=torch.float64)
         self.sampling_K = (alpha_K / alpha_K.sum()).to(device)
         # The excess that no batch has shown: log V, the loss of a model that knows nothing, is what
         # the code of DoReMi's authors begins with; DoGE's begins with none.
