@@ -13,7 +13,7 @@ FLOORS = [
     for line in """
     doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
         doge_fast.tracing doge_fast.alternation doge_fast.weights_file doge_fast.projection
-    doge_fast.kernels doge_fast.wrapper
+    doge_fast.kernels doge_fast.wrapper doge_fast.group_dro
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
     doge_fast.layers.by_slices doge_fast.layers.token_sums
@@ -47,7 +47,7 @@ FLOORS = [
     doge_fast.pipeline.records.weights
     doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
-        doge_fast.pipeline.group_dro doge_fast.pipeline.exports.building EXPORT_FAMILIES
+        doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording

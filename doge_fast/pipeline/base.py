@@ -4,6 +4,7 @@ Domains are sampled with the weights; the loss is the ordinary one. The weights 
 run, a file, or a baseline, and are written beside the model before the first step.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -79,19 +80,12 @@ class BaseStage(MixtureStage[BaseConfig]):
         """What is used: the mean over the run's steps, and of a curriculum its phases."""
         config, phases = self.config, self.weights
         ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
-        shares = [
-            (end - phase.first_step) / config.training.steps
-            for phase, end in zip(phases, ends, strict=True)
-        ]
-        mean = {
-            name: sum(
-                phase.weights[name] * share for phase, share in zip(phases, shares, strict=True)
-            )
-            for name in self.corpus.names
-        }
-        steps = [
-            {"first_step": phase.first_step, "weights": dict(phase.weights)} for phase in phases
-        ]
+        mean = dict.fromkeys(self.corpus.names, 0.0)
+        for phase, end in zip(phases, ends, strict=True):
+            share = (end - phase.first_step) / config.training.steps
+            for name in mean:
+                mean[name] += phase.weights[name] * share
+        steps = [asdict(phase) for phase in phases]
         self.write_weights(
             {"weight": mean},
             method=config.weights if config.weights in BASELINES else "given",
@@ -110,8 +104,7 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
     # A resumed run keeps the weights it began with, whatever became of their source.
     used = config.out / records.WEIGHTS
     if config.weights in BASELINES and not used.exists():
-        tokens = {name: corpus.train_tokens[name] for name in corpus.names}
-        return (Phase(0, BASELINES[config.weights](tokens)),)
+        return (Phase(0, BASELINES[config.weights](corpus.tokens)),)
     source = used if used.exists() else Path(config.weights)
     record = records.read_weights(source, domains=corpus.names)
     if used.exists() and "stages" in record:

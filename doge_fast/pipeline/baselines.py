@@ -2,18 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-BASELINES: dict[str, Callable[[Mapping[str, int]], dict[str, float]]] = {}
-"""Name -> how it weighs domains, given the number of training tokens of each."""
-
 
 def uniform(tokens: Mapping[str, int]) -> dict[str, float]:
-    """w_j = 1/K: the paper's baseline for universal generalization.
+    """{domain: 1/K}: the paper's baseline for universal generalization.
 
     Args:
         tokens: {domain: training tokens}; only the names matter here.
-
-    Returns:
-        {domain: weight}, on the simplex.
 
     Raises:
         ValueError: no domain.
@@ -23,13 +17,10 @@ def uniform(tokens: Mapping[str, int]) -> dict[str, float]:
 
 
 def natural(tokens: Mapping[str, int]) -> dict[str, float]:
-    """w_j = n_j / sum_i n_i: every token of the corpus counts alike.
+    """{domain: n_j / sum_i n_i}: every token of the corpus counts alike.
 
     Args:
         tokens: {domain: training tokens n_j}, each > 0.
-
-    Returns:
-        {domain: weight}, on the simplex.
 
     Raises:
         ValueError: no domain, or one without tokens.
@@ -48,4 +39,8 @@ def _check(tokens: Mapping[str, int]) -> None:
         )
 
 
-BASELINES |= {"uniform": uniform, "natural": natural}
+BASELINES: dict[str, Callable[[Mapping[str, int]], dict[str, float]]] = {
+    "uniform": uniform,
+    "natural": natural,
+}
+"""Name -> how it weighs domains, given the number of training tokens of each."""

@@ -4,57 +4,66 @@ Whatever is dear to make is made in a scratch folder and moved to its name when 
 a run that is killed leaves nothing half made, and runs side by side need no lock.
 """
 
-import contextlib
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
 
-
-def directory(config: CorpusConfig) -> Path:
-    """Where packed blocks are kept."""
-    return Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
+_log = logging.getLogger("doge_fast")
 
 
-def made(path: Path, make: Callable[[Path], object]) -> Path:
-    """`path`, which `make` writes under another name where it is absent."""
-    if not path.exists():
-        with scratch(path.parent) as folder:
-            make(folder / path.name)
-            keep(folder / path.name, path)
-    return path
+def made(config: CorpusConfig, kind: str, key: str, make: Callable[[Path], object]) -> Path:
+    """The path of one thing; `make` is told where to write it where it is absent."""
+    return made_together(config, kind, {kind: key}, lambda paths: make(paths[kind]))[kind]
 
 
-@contextlib.contextmanager
-def scratch(parent: Path) -> Iterator[Path]:
-    """A folder to make things in, on the file system they are to be moved on; then deleted."""
+def made_together(
+    config: CorpusConfig,
+    kind: str,
+    keys: Mapping[str, str],
+    make: Callable[[Mapping[str, Path]], object],
+) -> dict[str, Path]:
+    """{name: path} of the things with these {name: key}; `make` writes all that are absent.
+
+    Raises:
+        ValueError: the cache cannot be written.
+    """
+    folder = (Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()) / kind
+    paths = {name: folder / key for name, key in keys.items()}
+    absent = [name for name, path in paths.items() if not path.exists()]
+    if not absent:
+        return paths
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=parent, prefix=".making-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        # On the file system that things are moved on.
+        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".making-"))
     except OSError as error:
         raise ValueError(
-            f"The cache must be writable; {parent} is not: {one_line(error)}. "
+            f"The cache must be writable; {folder} is not: {one_line(error)}. "
             "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
         ) from error
+    _log.info("Making %s in %s.", ", ".join(absent), folder)
     try:
-        yield folder
+        written = {name: scratch / str(index) for index, name in enumerate(absent)}
+        make(written)
+        for name, path in written.items():
+            _keep(path, paths[name])
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+    return paths
 
 
-def keep(made: Path, path: Path) -> None:
-    """Move what was made to its name in the cache, unless somebody else was first.
-
-    The name is a digest of what the content depends on, so the first one's is as good.
-    """
+def _keep(written: Path, path: Path) -> None:
+    """Move it to its name, unless somebody was first: of the same key, that one is as good."""
     try:
-        made.rename(path)
+        written.rename(path)
     except OSError:
         if not path.exists():
             raise

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from doge_fast.mixture.counts import Phase
 from doge_fast.mixture.permutation import Ints
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.packing import Packed, open_tokenizer, pack, tokenizer_sha256
+from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
 from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
-from doge_fast.pipeline.sources import check_parts, find_parts
+from doge_fast.pipeline.sources import find_parts
 
 _log = logging.getLogger("doge_fast")
 
@@ -79,9 +79,10 @@ class Corpus:
         """Tokens in the training blocks."""
         return {name: len(blocks) * self.block_size for name, blocks in self.train.items()}
 
-    def recorded(self) -> dict[str, Any]:
-        """What config.json keeps of the corpus, as `records.open_run` takes it."""
-        return {"corpus": self.describe(), "warnings": self.warnings}
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Those of `train_tokens` that are trained on: of names alone."""
+        return {name: self.train_tokens[name] for name in self.names}
 
     def describe(self) -> dict[str, Any]:
         """The corpus by which a run is known again."""
@@ -150,9 +151,9 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     names = _choose_names(config, held_out, sorted(parts))
     held_out = [name for name in held_out if name not in names]
     chosen = {name: parts[name] for name in (*names, *held_out)}
-    check_parts(chosen)
-    tokenizer = open_tokenizer(config, chosen)
-    packed = pack(config, chosen, tokenizer)
+    groups = by_part(chosen)
+    tokenizer = open_tokenizer(config, groups)
+    packed = pack(config, groups, tokenizer)
     train = {name: domain.train for name, domain in packed.items()}
     mix = {}
     if MIX in targets:
@@ -405,11 +406,6 @@ class BaseBatches(_Batches):
             sizes = [len(indices) for indices in rows.values()]
             batch["domain_ids"] = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
         return batch
-
-    def counts(self, step: int) -> dict[str, int]:
-        """{domain: blocks of it in batch `step`}."""
-        counts_K = self.mixture.counts(np.array([step]))[0]
-        return dict(zip(self.corpus.names, counts_K.tolist(), strict=True))
 
 
 def _mixed_batch(blocks: Mapping[str, datasets.Dataset], rows: Mapping[str, Ints]) -> Batch:

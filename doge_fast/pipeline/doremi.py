@@ -4,14 +4,13 @@ A base run is the reference. A fresh proxy sees batches drawn at the reference's
 whose tokens it predicts worse than the reference does gains weight in the proxy's loss. The
 result is the mean of the weights over the steps. Unlike DoGE this takes two trained models, and
 a forward pass of the reference on every batch of the proxy. The mathematics, and where the
-paper, its authors' code and DoGE's differ, are in `group_dro`.
+paper, its authors' code and DoGE's differ, are in `doge_fast.group_dro`.
 """
 
 import hashlib
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,10 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doge_fast.pipeline import baselines, group_dro, records, stage, training
+from doge_fast import group_dro
+from doge_fast.group_dro import DomainWeights, WeightUpdate
+from doge_fast.pipeline import records, stage, training
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
-from doge_fast.pipeline.group_dro import DomainWeights, WeightUpdate
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
@@ -31,16 +31,6 @@ from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 # What a checkpoint holds beside Trainer's own files.
 _STATE = "doremi.safetensors"
 _SHA256 = "reference_sha256"
-
-
-class Reference(NamedTuple):
-    """A finished base run, as far as it is needed here."""
-
-    model: PreTrainedModel
-    weights: dict[str, float]
-    """{domain: weight} that it was trained at, in the corpus's order."""
-    record: dict[str, Any]
-    """What weights.json says of it."""
 
 
 def learn_by_excess_loss(config: DoReMiConfig) -> Path:
@@ -73,13 +63,22 @@ class DoReMiTrainer(RecordedTrainer):
     def __init__(self, *args: Any, stage: "DoReMiStage", **kwargs: Any) -> None:
         super().__init__(*args, stage=stage, **kwargs)
         device = self.args.device
-        self.reference = stage.reference.model.train(False).requires_grad_(False)
+        self.reference = stage.reference.train(False).requires_grad_(False)
         nn.Module.to(self.reference, device)
-        self.reference_sha256 = str(stage.reference.record["model_sha256"])
+        self.reference_sha256 = str(stage.reference_record["model_sha256"])
         self.rule = stage.rule
-        start = _start(stage.reference, stage.corpus, stage.rule)
-        self.weights = DomainWeights(*(each.to(device) for each in start))
-        self.sampling_K = self.weights.alpha
+        weights = [stage.weights[name] for name in stage.corpus.names]
+        alpha_K = torch.tensor(weights, dtype=torch.float64)
+        self.sampling_K = (alpha_K / alpha_K.sum()).to(device)
+        # The excess that no batch has shown: log V, the loss of a model that knows nothing, is what
+        # the code of DoReMi's authors begins with; DoGE's begins with none.
+        unseen = math.log(stage.corpus.vocab_size) if self.rule.variant == "doremi" else 0.0
+        self.weights = DomainWeights(
+            alpha=self.sampling_K,
+            alpha_mean=self.sampling_K,
+            excess=torch.full_like(self.sampling_K, unseen),
+            num_steps=torch.zeros((), dtype=torch.float64, device=device),
+        )
         self.domain_losses = self.reference_losses = torch.full_like(self.sampling_K, math.nan)
 
     def compute_loss(
@@ -94,7 +93,10 @@ class DoReMiTrainer(RecordedTrainer):
         ids_BL, labels_BL = inputs["input_ids"], inputs["labels"]
         domain_ids_B = inputs["domain_ids"]
         # First, so that its logits are gone before the proxy's are there.
-        reference_BT = self._reference_losses(ids_BL, labels_BL)
+        with torch.no_grad(), self.accelerator.autocast():
+            logits_BLV = self.reference(input_ids=ids_BL, use_cache=False).logits
+        reference_BT = group_dro.token_losses(logits_BLV, labels_BL)
+        del logits_BLV
         losses_BT = group_dro.token_losses(
             model(input_ids=ids_BL, use_cache=False).logits, labels_BL
         )
@@ -103,12 +105,6 @@ class DoReMiTrainer(RecordedTrainer):
             self.weights.alpha, self.sampling_K, domain_ids_B, variant=self.rule.variant
         )
         return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype)
-
-    @torch.no_grad()
-    def _reference_losses(self, ids_BL: Tensor, labels_BL: Tensor) -> Tensor:
-        with self.accelerator.autocast():
-            logits_BLV = self.reference(input_ids=ids_BL, use_cache=False).logits
-        return group_dro.token_losses(logits_BLV, labels_BL)
 
     def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
         num_domains = len(self.sampling_K)
@@ -161,8 +157,20 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
         """The reference, whose weights are where the learned ones start."""
         self.corpus = corpus
-        self.reference = _open_reference(self.config.reference, corpus)
-        self.weights = self.start = self.reference.weights
+        run = self.config.reference
+        self.weights = self.start = _reference_weights(run, corpus)
+        self.reference = open_model(run / training.MODEL)
+        config = records.read_config(run)["config"]
+        steps = config["training"]["steps"]
+        self.reference_record = {
+            "run": run,
+            "model": config["model"]["model"],
+            "model_sha256": _sha256(run / training.MODEL),
+            "parameters": self.reference.num_parameters(),
+            "steps": steps,
+            "tokens": steps * config["batch_size"] * corpus.block_size,
+            "seed": config["training"]["seed"],
+        }
 
     def measure(self, trainer: "DoReMiTrainer", step: int) -> Json:
         """What a step leaves in the records; losses are null for a domain not in its batch."""
@@ -178,36 +186,24 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
 
     def end(self, trainer: "DoReMiTrainer") -> None:
         """The average of the weights, then the model."""
-        config, names = self.config, self.corpus.names
-        average, last = (
-            dict(zip(names, each.tolist(), strict=True))
-            for each in (trainer.weights.alpha_mean, trainer.weights.alpha)
-        )
-        columns = {
-            "weight": average,
-            "weight_last": last,
-            "reference_weight": self.weights,
-            "prior": baselines.natural({name: self.corpus.train_tokens[name] for name in names}),
-        }
+        config, weights = self.config, trainer.weights
         model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
-        self.write_weights(
-            columns,
+        self.write_learned(
+            ByName(self.corpus.names, weights.alpha_mean).read(),
+            weights.alpha,
+            {"reference_weight": self.weights},
             method="doremi",
             **self.rule._asdict(),
             parameters=model.num_parameters(),
             batch_size=config.batch_size,
             tokens=sum(self.tokens(config.training.steps).values()),
-            model=config.model.model,
-            steps=config.training.steps,
-            seed=config.training.seed,
-            drift=records.drift(records.read_metrics(self.out, kind="train"), average),
-            reference=self.reference.record,
+            reference=self.reference_record,
         )
         super().end(trainer)
 
 
-def _open_reference(run: Path, corpus: Corpus) -> Reference:
-    """A finished base run on the corpus, with every domain of it."""
+def _reference_weights(run: Path, corpus: Corpus) -> dict[str, float]:
+    """What a finished base run on the corpus was trained at, every domain above zero."""
     recorded = records.read_config(run)
     if recorded["stage"] != "base":
         raise ValueError(
@@ -216,33 +212,10 @@ def _open_reference(run: Path, corpus: Corpus) -> Reference:
         )
     training.check_finished(run)
     weights = records.weights_by_name(records.read_weights(run, domains=corpus.names))
-    _check_reference(run, recorded["corpus"], weights, corpus)
-    model = open_model(run / training.MODEL)
-    config = recorded["config"]
-    steps = config["training"]["steps"]
-    record = {
-        "run": run,
-        "model": config["model"]["model"],
-        "model_sha256": _sha256(run / training.MODEL),
-        "parameters": model.num_parameters(),
-        "steps": steps,
-        "tokens": steps * config["batch_size"] * corpus.block_size,
-        "seed": config["training"]["seed"],
-    }
-    return Reference(model, weights, record)
-
-
-def _check_reference(
-    run: Path, recorded: Mapping[str, Any], weights: Mapping[str, float], corpus: Corpus
-) -> None:
-    """Losses on the same tokens can be subtracted, and weights can be divided by."""
-    same = {
-        "the tokenizer": ("tokenizer_sha256", corpus.tokenizer_sha256),
-        "blocks of": ("block_size", corpus.block_size),
-    }
-    for what, (key, ours) in same.items():
-        if recorded[key] != ours:
-            there, here = (str(value)[:12] for value in (recorded[key], ours))
+    # Losses can be subtracted on the same tokens only.
+    for what, key in (("the tokenizer", "tokenizer_sha256"), ("blocks of", "block_size")):
+        there, here = (str(each[key])[:12] for each in (recorded["corpus"], corpus.describe()))
+        if there != here:
             raise ValueError(
                 f"The reference {run} was trained with {what} {there}; this corpus has {here}. "
                 "Give both the same data, domains, targets, tokenizer and block_size "
@@ -255,6 +228,7 @@ def _check_reference(
             f"{', '.join(absent)}. Leave it out of domains in both runs, or train another "
             "reference."
         )
+    return weights
 
 
 def _sha256(folder: Path) -> str:
@@ -264,20 +238,3 @@ def _sha256(folder: Path) -> str:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
-
-
-def _start(reference: Reference, corpus: Corpus, rule: WeightUpdate) -> DomainWeights:
-    """Before the first step: the reference's weights, and an excess that no batch has shown yet.
-
-    log V, the loss of a model that knows nothing, is what the code of DoReMi's authors begins
-    with; DoGE's begins with none.
-    """
-    alpha_K = torch.tensor([reference.weights[name] for name in corpus.names], dtype=torch.float64)
-    alpha_K = alpha_K / alpha_K.sum()
-    unseen = math.log(corpus.vocab_size) if rule.variant == "doremi" else 0.0
-    return DomainWeights(
-        alpha=alpha_K,
-        alpha_mean=alpha_K,
-        excess=torch.full_like(alpha_K, unseen),
-        num_steps=torch.zeros((), dtype=torch.float64),
-    )

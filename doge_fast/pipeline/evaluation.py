@@ -1,24 +1,22 @@
 """Per-domain perplexity of a run's model on held-out documents, its own or others."""
 
 import logging
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch
 
-from doge_fast.pipeline import progress, records, tables, training
+from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.sources import find_parts
-from doge_fast.pipeline.trainer import held_out_loss
+from doge_fast.pipeline.trainer import held_out_losses
 
 _log = logging.getLogger("doge_fast")
 
@@ -51,18 +49,13 @@ def evaluate(config: EvaluateConfig) -> Json:
     model = open_model(config.run / training.MODEL)
     torch.nn.Module.to(model, training.device_of(config.device))
     names = dict.fromkeys((*(config.domains or held_out), *config.target))
-    loss: dict[str, float] = {}
-    blocks: dict[str, int] = {}
-    total = sum(min(config.blocks or math.inf, len(held_out[name])) for name in names)
-    with progress.bar(int(total), f"{config.run.name}: held-out loss", "block") as bar:
-        for name in names:
-            loss[name], blocks[name] = held_out_loss(
-                model,
-                held_out[name],
-                num_blocks=config.blocks,
-                batch_size=config.batch_size,
-                advance=bar.update,
-            )
+    loss, blocks = held_out_losses(
+        model,
+        {name: held_out[name] for name in names},
+        f"{config.run.name}: held-out loss",
+        num_blocks=config.blocks,
+        batch_size=config.batch_size,
+    )
     result = records.evaluation(
         step=record["config"]["training"]["steps"],
         blocks=blocks,
@@ -125,10 +118,16 @@ def _file(config: EvaluateConfig) -> Path:
 
 def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of the run's corpus, if it still is that one."""
-    corpus = load_corpus(
-        _corpus_config(record["config"]["corpus"]), targets=tuple(record["corpus"]["targets"])
-    )
-    _check_tokenizer(config.run, record, corpus.tokenizer_sha256)
+    own = record["config"]["corpus"]
+    paths = {"cache_dir": own["cache_dir"] and Path(own["cache_dir"])}
+    asked = CorpusConfig(**own | paths | {"domains": tuple(own["domains"])})
+    corpus = load_corpus(asked, targets=tuple(record["corpus"]["targets"]))
+    expected, found = record["corpus"]["tokenizer_sha256"], corpus.tokenizer_sha256
+    if expected != found:
+        raise ValueError(
+            f"{config.run} was trained with the tokenizer {expected[:12]}; its corpus gives "
+            f"{found[:12]} now, so its files have changed. Restore them, or train again."
+        )
     return corpus.validation
 
 
@@ -151,24 +150,3 @@ def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, dataset
         else datasets.concatenate_datasets([corpus.train[name], corpus.validation[name]])
         for name in corpus.names
     }
-
-
-def _corpus_config(recorded: dict[str, Any]) -> CorpusConfig:
-    """The dataclass that config.json repeats."""
-    cache_dir = recorded["cache_dir"]
-    return CorpusConfig(
-        **recorded
-        | {
-            "domains": tuple(recorded["domains"]),
-            "cache_dir": None if cache_dir is None else Path(cache_dir),
-        }
-    )
-
-
-def _check_tokenizer(run: Path, record: Json, found: str) -> None:
-    expected = record["corpus"]["tokenizer_sha256"]
-    if expected != found:
-        raise ValueError(
-            f"{run} was trained with the tokenizer {expected[:12]}; its corpus gives {found[:12]} "
-            "now, so its files have changed. Restore them, or train again."
-        )

@@ -59,6 +59,10 @@ _METADATA = re.compile(r"(METADATA|LICEN[CS]E|COPYING|NOTICE|AUTHORS|README|CHAN
 _PROSE = frozenset({"", ".txt", ".md", ".rst", ".mit", ".bsd", ".apache"})
 
 
+# The package whose share a text counts against, and how to read it.
+_Document = tuple[str, Callable[[], str | None]]
+
+
 @dataclass(frozen=True)
 class LocalDomain:
     """Documents of one domain; no document, nor a near copy of it, is in both splits."""
@@ -98,7 +102,11 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, L
     )
     seen: set[int] = set()
     domains = {name: _select(documents, seen) for name, documents in sources.items()}
-    found = {name: _split(domains[name]) for name in sorted(domains) if _is_enough(domains[name])}
+    found = {
+        name: _split(texts)
+        for name, texts in sorted(domains.items())
+        if len(texts) >= _MIN_DOCUMENTS and sum(map(len, texts)) >= _MIN_DOMAIN_CHARS
+    }
     if len(found) < 2:
         raise RuntimeError(
             f"A mixture needs two domains; this Python environment has text for {len(found)} "
@@ -123,53 +131,37 @@ def save(directory: Path) -> None:
             (directory / name / f"{split}.jsonl").write_text(text, encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class _Document:
-    """How to read a text, and the package whose share it counts against."""
-
-    package: str
-    read: Callable[[], str | None]
-
-
 def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:
     """Documents in their order until the domain is full, none repeating what was `seen`."""
     used: Counter[str] = Counter()
     full: set[str] = set()
     chosen: list[str] = []
-    for document in documents:
+    for package, read in documents:
         # Before it is read: most files are of packages that have had their share.
-        if document.package in full:
+        if package in full:
             continue
-        text = document.read() or ""
+        text = read() or ""
         if not _MIN_CHARS <= len(text) <= _MAX_CHARS:
             continue
         if used.total() + len(text) > _CHARS_PER_DOMAIN:
             break
-        if used[document.package] + len(text) > _SHARE_PER_PACKAGE * _CHARS_PER_DOMAIN:
-            full.add(document.package)
+        if used[package] + len(text) > _SHARE_PER_PACKAGE * _CHARS_PER_DOMAIN:
+            full.add(package)
         elif _is_new(text, seen):
-            used[document.package] += len(text)
+            used[package] += len(text)
             chosen.append(text)
     return chosen
 
 
 def _is_new(text: str, seen: set[int]) -> bool:
     """Whether most longer lines of the text are new; if so, `seen` remembers them."""
-    lines = {hash_ for hash_ in map(_line_hash, text.splitlines()) if hash_ is not None}
+    # Without case and white space; short ones tell nothing.
+    letters = ("".join(line.lower().split()) for line in text.splitlines())
+    lines = {hash(line) for line in letters if len(line) >= _LINE_CHARS}
     if not lines or len(lines & seen) > _MAX_REPEATED * len(lines):
         return False
     seen |= lines
     return True
-
-
-def _line_hash(line: str) -> int | None:
-    """Of the line without its case and white space; None where too short to tell anything."""
-    letters = "".join(line.lower().split())
-    return hash(letters) if len(letters) >= _LINE_CHARS else None
-
-
-def _is_enough(documents: Sequence[str]) -> bool:
-    return len(documents) >= _MIN_DOCUMENTS and sum(map(len, documents)) >= _MIN_DOMAIN_CHARS
 
 
 def _split(documents: Sequence[str]) -> LocalDomain:
@@ -216,7 +208,7 @@ class _Root:
         for file in sorted(filter(is_wanted, self.files), key=self.hash_of):
             parts = file.relative_to(self.folder).parts
             package = "/".join(parts[: min(depth, len(parts) - 1)]) or file.stem
-            yield _Document(package, functools.partial(read or _text_of, file))
+            yield package, functools.partial(read or _text_of, file)
 
     def hash_of(self, file: Path) -> bytes:
         """Of the path below the folder."""
@@ -234,9 +226,7 @@ def _sources(stdlib: _Root, site: _Root) -> dict[str, Iterator[_Document]]:
     """
     return {
         # A topic of the language reference is its own package, for there is no other.
-        "reference": (
-            _Document(topic, functools.partial(topics.get, topic)) for topic in sorted(topics)
-        ),
+        "reference": ((topic, functools.partial(topics.get, topic)) for topic in sorted(topics)),
         "metadata": site.documents(_is_metadata),
         "headers": site.documents(lambda file: file.suffix in _HEADERS, depth=4),
         "docstrings": site.documents(functools.partial(site.is_in_half, 1), read=_docstrings_of),

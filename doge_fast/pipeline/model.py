@@ -70,19 +70,30 @@ def build_model(
     Source: DoGE, appendix model-archs.
     """
     is_family = config.model in SIZES
-    architecture: Any
-    if is_family:
-        architecture = _family(config.model, tokenizer, block_size)
-    else:
-        architecture = load_architecture(config.model)
+    architecture: Any = (
+        _family(config.model, tokenizer, block_size)
+        if is_family
+        else load_architecture(config.model)
+    )
     if config.pretrained:
         _check_pretrained(config, architecture, tokenizer)
     else:
         architecture.vocab_size = padded_vocab_size(tokenizer)
         for attribute, value in _asked_shape(config).items():
             setattr(architecture, attribute, value)
-        _check_heads(architecture.num_attention_heads, architecture.hidden_size)
-    _check_positions(config.model, architecture, block_size)
+        num_heads, embed_dim = architecture.num_attention_heads, architecture.hidden_size
+        if embed_dim % num_heads:
+            raise ValueError(
+                "The embedding width must be a multiple of the number of heads; got "
+                f"{embed_dim} and {num_heads}. Change embed_dim (--embed-dim) or num_heads "
+                "(--num-heads)."
+            )
+    positions = getattr(architecture, "max_position_embeddings", None)
+    if positions is not None and positions < block_size:
+        raise ValueError(
+            f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
+            f"block. Pass block_size={positions} (--block-size {positions}) or less."
+        )
     if config.pretrained:
         model = open_model(config.model)
     else:
@@ -156,14 +167,6 @@ def _asked_shape(config: ModelConfig) -> dict[str, int]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _check_heads(num_heads: int, embed_dim: int) -> None:
-    if embed_dim % num_heads:
-        raise ValueError(
-            f"The embedding width must be a multiple of the number of heads; got {embed_dim} and "
-            f"{num_heads}. Change embed_dim (--embed-dim) or num_heads (--num-heads)."
-        )
-
-
 def _check_pretrained(
     config: ModelConfig, architecture: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -188,15 +191,6 @@ def _check_pretrained(
             f"{config.model} knows {architecture.vocab_size} tokens and the corpus's tokenizer "
             f"has {len(tokenizer)}. Continue pretraining with the model's own tokenizer: "
             f"tokenizer={config.model!r} (--tokenizer {config.model})."
-        )
-
-
-def _check_positions(name: str, architecture: Any, block_size: int) -> None:
-    positions = getattr(architecture, "max_position_embeddings", None)
-    if positions is not None and positions < block_size:
-        raise ValueError(
-            f"{name} has {positions} positions, fewer than the {block_size} tokens of a block. "
-            f"Pass block_size={positions} (--block-size {positions}) or less."
         )
 
 

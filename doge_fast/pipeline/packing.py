@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from doge_fast.mixture.permutation import Ints
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.sources import Part, by_part
+from doge_fast.pipeline.sources import Part
 
 _log = logging.getLogger("doge_fast")
 
@@ -39,12 +39,27 @@ _HOLDOUT_SAMPLE = 100_000
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARS = 1_000_000
 
+# Each part once, with the domains that are read from it.
+Groups = Sequence[tuple[Part, Sequence[str]]]
 # Domain, text and split of a document.
 Placed = tuple[str, str, str]
-Encode = Callable[[Sequence[str]], list[Ints]]
 
 
-def open_tokenizer(config: CorpusConfig, parts: Mapping[str, Part]) -> PreTrainedTokenizerFast:
+def by_part(parts: Mapping[str, Part]) -> Groups:
+    """The parts of {domain: part}, every split of which begins with a document."""
+    grouped: dict[int, tuple[Part, list[str]]] = {}
+    for name, part in parts.items():
+        grouped.setdefault(id(part), (part, []))[1].append(name)
+    for part, names in grouped.values():
+        for split, documents in (("train", part.train), ("validation", part.validation)):
+            if documents is not None and next(documents(), None) is None:
+                raise ValueError(
+                    f"A domain needs text; the {split} split of {', '.join(names)} is empty."
+                )
+    return list(grouped.values())
+
+
+def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
     """The tokenizer that `config` names, or one trained on these domains."""
     is_trained = config.tokenizer == "train"
     name = str(
@@ -91,25 +106,23 @@ def _packing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return backend
 
 
-def _trained_tokenizer(config: CorpusConfig, parts: Mapping[str, Part]) -> Path:
-    """The folder of a byte-level BPE trained on an equal share of every domain's text.
-
-    Domains enter in the order of their names, held-out targets included, so choosing another
-    target or order does not change the tokenizer.
-    """
-    ordered = {name: parts[name] for name in sorted(parts)}
-    prints = {name: part.fingerprint for name, part in ordered.items()}
+def _trained_tokenizer(config: CorpusConfig, parts: Groups) -> Path:
+    """The folder of a byte-level BPE trained on an equal share of every domain's text."""
+    prints = {name: part.fingerprint for part, names in parts for name in names}
     key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
     return cache.made(
-        cache.directory(config) / "tokenizers" / key,
-        lambda folder: _train_tokenizer(ordered, config.vocab_size).save_pretrained(folder),
+        config,
+        "tokenizers",
+        key,
+        lambda folder: _train_tokenizer(parts, config.vocab_size).save_pretrained(folder),
     )
 
 
-def _train_tokenizer(parts: Mapping[str, Part], vocab_size: int) -> PreTrainedTokenizerFast:
-    _log.info("Training a tokenizer of %d entries on %s.", vocab_size, ", ".join(parts))
+def _train_tokenizer(parts: Groups, vocab_size: int) -> PreTrainedTokenizerFast:
+    # In the order of the names, targets among them: another target trains no other tokenizer.
+    parts = sorted(parts, key=lambda each: min(each[1]))
     texts = list(_tokenizer_texts(parts))
-    _log.info("Read %d documents; counting pairs of tokens.", len(texts))
+    _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -129,9 +142,9 @@ def _train_tokenizer(parts: Mapping[str, Part], vocab_size: int) -> PreTrainedTo
     )
 
 
-def _tokenizer_texts(parts: Mapping[str, Part]) -> Iterator[str]:
+def _tokenizer_texts(parts: Groups) -> Iterator[str]:
     """The same number of characters from every domain that has them."""
-    for part, names in by_part(parts):
+    for part, names in parts:
         left = dict.fromkeys(names, _TOKENIZER_CHARS_PER_DOMAIN)
         for name, text in progress.over(part.train(), "reading for the tokenizer", "document"):
             if left.get(name, 0) > 0:
@@ -151,22 +164,21 @@ class Packed:
 
 
 def pack(
-    config: CorpusConfig, parts: Mapping[str, Part], tokenizer: PreTrainedTokenizerFast
+    config: CorpusConfig, parts: Groups, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, Packed]:
     """{domain: blocks}, packing what the cache does not hold."""
     sha256 = tokenizer_sha256(tokenizer)
-    entries = {name: _entry(config, name, part, sha256) for name, part in parts.items()}
-    if any(not entry.exists() for entry in entries.values()):
-        _log.info("Packing %s; the blocks are kept in %s.", config.data, cache.directory(config))
-    for part, names in by_part(parts):
-        absent = {name: entries[name] for name in names if not entries[name].exists()}
-        if absent:
-            _pack_part(config, part, absent, tokenizer)
-    return {name: _open_entry(entry) for name, entry in entries.items()}
+    packed: dict[str, Packed] = {}
+    for part, names in parts:
+        keys = {name: _key(config, name, part, sha256) for name in names}
+        make = functools.partial(_pack_part, config, part, tokenizer)
+        entries = cache.made_together(config, "blocks", keys, make)
+        packed |= {name: _open_entry(entry) for name, entry in entries.items()}
+    return packed
 
 
-def _entry(config: CorpusConfig, name: str, part: Part, tokenizer_sha256: str) -> Path:
-    """The cache folder of a domain; its name is a digest of all that its blocks depend on."""
+def _key(config: CorpusConfig, name: str, part: Part, tokenizer_sha256: str) -> str:
+    """A digest of all that a domain's blocks depend on."""
     facts = [
         _FORMAT,
         name,
@@ -177,7 +189,7 @@ def _entry(config: CorpusConfig, name: str, part: Part, tokenizer_sha256: str) -
         config.max_tokens_per_domain,
         config.validation_fraction if _is_shared(config, part) else None,
     ]
-    return cache.directory(config) / "blocks" / cache.digest(facts)
+    return cache.digest(facts)
 
 
 def _open_entry(entry: Path) -> Packed:
@@ -192,37 +204,37 @@ def _open_entry(entry: Path) -> Packed:
 def _pack_part(
     config: CorpusConfig,
     part: Part,
-    entries: Mapping[str, Path],
     tokenizer: PreTrainedTokenizerFast,
+    folders: Mapping[str, Path],
 ) -> None:
-    """Pack the domains of `entries` in one pass over their documents."""
-    encode = functools.partial(_encode, _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer))
-    with cache.scratch(cache.directory(config) / "blocks") as scratch:
-        folders = {name: scratch / str(index) for index, name in enumerate(entries)}
-        with contextlib.ExitStack() as opened:
-            writers: Writers = {}
-            for name, folder in folders.items():
-                folder.mkdir()
-                for split, limit in _limits(config, part).items():
-                    file = folder / f"{split}.arrow"
-                    writer = _BlockWriter(file, config.block_size, len(tokenizer), limit)
-                    writers[name, split] = opened.enter_context(writer)
-            for splits, documents in _passes(config, part, tuple(entries)):
-                _fill({key: writers[key] for key in writers if key[1] in splits}, documents, encode)
-        for (name, split), writer in writers.items():
-            _check_filled(name, split, writer)
+    """Pack the domains of `folders` in one pass over their documents."""
+    backend, end_of_text = _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer)
+    limit = held_out_limit = config.max_tokens_per_domain
+    if limit is not None and _is_shared(config, part):
+        held_out_limit = int(config.validation_fraction * limit)
+    with contextlib.ExitStack() as opened:
+        writers: Writers = {}
         for name, folder in folders.items():
-            facts = {"name": name, "documents": writers[name, "train"].documents}
-            (folder / "packed.json").write_text(json.dumps(facts), encoding="utf-8")
-            cache.keep(folder, entries[name])
-
-
-def _limits(config: CorpusConfig, part: Part) -> dict[str, int | None]:
-    """Tokens where packing stops."""
-    limit = config.max_tokens_per_domain
-    if limit is None or not _is_shared(config, part):
-        return {"train": limit, "validation": limit}
-    return {"train": limit, "validation": int(config.validation_fraction * limit)}
+            folder.mkdir()
+            for split, most in (("train", limit), ("validation", held_out_limit)):
+                file = folder / f"{split}.arrow"
+                writer = _BlockWriter(file, config.block_size, len(tokenizer), most)
+                writers[name, split] = opened.enter_context(contextlib.closing(writer))
+        for splits, documents in _passes(config, part, tuple(folders)):
+            filled = {key: writers[key] for key in writers if key[1] in splits}
+            _fill(filled, documents, backend, end_of_text)
+    for (name, split), writer in writers.items():
+        # Else it cannot be trained on or measured.
+        if writer.tokens < writer.block_size:
+            raise ValueError(
+                f"A domain needs a block of {writer.block_size} tokens in every split; the "
+                f"{split} split of {name} has {writer.tokens} tokens. Give it more text, or "
+                "choose a smaller block_size (--block-size) or another validation_fraction "
+                "(--validation-fraction)."
+            )
+    for name, folder in folders.items():
+        facts = {"name": name, "documents": writers[name, "train"].documents}
+        (folder / "packed.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def _is_shared(config: CorpusConfig, part: Part) -> bool:
@@ -257,18 +269,18 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     for name, text in progress.over(sample, "choosing held-out documents", "document"):
         if name in hashes:
             hashes[name].add(_text_hash(text))
-    return {name: _border(name, found, config) for name, found in hashes.items() if found}
-
-
-def _border(name: str, hashes: set[int], config: CorpusConfig) -> int:
-    if len(hashes) < 2:
-        raise ValueError(
-            f"A domain without a validation split holds out documents; {name} has only one. "
-            "Give it a validation file, or more documents (a text file is cut at blank lines)."
-        )
-    count = max(1, round(config.validation_fraction * len(hashes)))
-    # At least one document stays for training, whatever the fraction.
-    return sorted(hashes)[min(count, len(hashes) - 1) - 1]
+    borders = {}
+    for name, found in hashes.items():
+        if len(found) == 1:
+            raise ValueError(
+                f"A domain without a validation split holds out documents; {name} has only one. "
+                "Give it a validation file, or more documents (a text file is cut at blank lines)."
+            )
+        if found:
+            count = max(1, round(config.validation_fraction * len(found)))
+            # At least one document stays for training, whatever the fraction.
+            borders[name] = sorted(found)[min(count, len(found) - 1) - 1]
+    return borders
 
 
 def _text_hash(text: str) -> int:
@@ -282,20 +294,17 @@ def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -
         yield name, text, "validation" if is_held_out else "train"
 
 
-def _encode(backend: Tokenizer, end_of_text: int, texts: Sequence[str]) -> list[Ints]:
-    """Tokens of each document, the end of text behind."""
-    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.array([*encoding.ids, end_of_text], dtype=np.int64) for encoding in encodings]
-
-
-def _fill(writers: "Writers", documents: Iterable[Placed], encode: Encode) -> None:
+def _fill(
+    writers: "Writers", documents: Iterable[Placed], backend: Tokenizer, end_of_text: int
+) -> None:
     """Tokenise the documents and hand them to the writers, until all of these are full."""
     # A token rarely has more than eight characters: no use in tokenising far past a limit.
     chars = max(8 * (writer.limit or _BATCH_CHARS) for writer in writers.values())
     for batch in _batches(_wanted(writers, documents), min(chars, _BATCH_CHARS)):
-        tokens = encode([text for _, text, _ in batch])
-        for (name, _, split), ids in zip(batch, tokens, strict=True):
-            writers[name, split].add(ids)
+        texts = [text for _, text, _ in batch]
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        for (name, _, split), encoding in zip(batch, encodings, strict=True):
+            writers[name, split].add(np.array([*encoding.ids, end_of_text], dtype=np.int64))
 
 
 def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]:
@@ -345,13 +354,6 @@ class _BlockWriter:
         self.schema = pa.schema([("input_ids", pa.list_(value, self.block_size))])
         self.writer = pa.ipc.new_stream(str(path), self.schema)
 
-    def __enter__(self) -> "_BlockWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self.writer.close()
-
     @property
     def is_full(self) -> bool:
         return self.limit is not None and self.tokens >= self.limit
@@ -369,6 +371,10 @@ class _BlockWriter:
         if self.num_pending >= self._BLOCKS_PER_WRITE * self.block_size:
             self._flush()
 
+    def close(self) -> None:
+        self._flush()
+        self.writer.close()
+
     def _flush(self) -> None:
         """Write the whole blocks among the pending tokens."""
         tokens = np.concatenate(self.pending) if self.pending else np.empty(0, np.int64)
@@ -382,14 +388,3 @@ class _BlockWriter:
 
 # {(domain, split): where its tokens go}.
 Writers = dict[tuple[str, str], _BlockWriter]
-
-
-def _check_filled(name: str, split: str, writer: _BlockWriter) -> None:
-    """A domain that cannot be trained or measured is refused."""
-    if writer.tokens < writer.block_size:
-        raise ValueError(
-            f"A domain needs a block of {writer.block_size} tokens in every split; the "
-            f"{split} split of {name} has {writer.tokens} tokens. Give it more text, or "
-            "choose a smaller block_size (--block-size) or another validation_fraction "
-            "(--validation-fraction)."
-        )

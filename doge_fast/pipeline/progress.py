@@ -5,6 +5,9 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+# None: no bar where stderr is no terminal, and none is left of a bar below another.
+_STYLE: dict[str, Any] = {"disable": None, "leave": None, "dynamic_ncols": True}
+
 
 def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
     """A bar that is moved by hand; its `update`, `set_postfix_str` and `close` are tqdm's.
@@ -15,12 +18,10 @@ def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
         unit: in the singular.
         initial: units that are done already.
     """
-    # None: not where stderr is no terminal.
-    return tqdm(
-        total=total, initial=initial, desc=what, unit=unit, disable=None, dynamic_ncols=True
-    )
+    options = {"total": total, "initial": initial, "desc": what, "unit": unit}
+    return tqdm(**options, **_STYLE)
 
 
 def over(items: Iterable[Any], what: str, unit: str) -> Iterator[Any]:
     """`items`, with a bar once they have taken a second."""
-    yield from tqdm(items, desc=what, unit=f" {unit}s", delay=1, disable=None, dynamic_ncols=True)
+    yield from tqdm(items, desc=what, unit=f" {unit}s", delay=1, **_STYLE)

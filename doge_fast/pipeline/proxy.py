@@ -6,7 +6,9 @@ are kept beside them.
 
 import json
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +17,7 @@ from transformers import PreTrainedModel
 
 from doge_fast import generalization, parameters
 from doge_fast.integrations.transformers import DoGETrainer, Mode
-from doge_fast.pipeline import baselines, records, stage
+from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
@@ -113,11 +115,9 @@ class ProxyStage(Stage[ProxyConfig]):
 
     def batches(self, start_step: int) -> ProxyBatches:
         """As many blocks of every domain."""
+        size, seed = self.config.sequences_per_domain, self.config.training.seed
         return ProxyBatches(
-            self.corpus,
-            sequences_per_domain=self.config.sequences_per_domain,
-            seed=self.config.training.seed,
-            start_step=start_step,
+            self.corpus, sequences_per_domain=size, seed=seed, start_step=start_step
         )
 
     def tokens(self, steps: int) -> dict[str, int]:
@@ -147,31 +147,23 @@ class ProxyStage(Stage[ProxyConfig]):
 
     def end(self, trainer: "ProxyTrainer") -> None:
         """The average of the weights, then the model."""
-        config, names = self.config, self.corpus.names
-        lines, share = records.read_metrics(self.out, kind="train"), config.average_from
+        config, share = self.config, self.config.average_from
+        lines = records.read_metrics(self.out, kind="train")
         first, _ = records.lines_of_average(lines, share)
         # Over the steps after `average_from` of them.
         average = records.average_between(
             first, {"step": config.training.steps, "alpha_mean": trainer.weights}
         )
-        columns = {
-            "weight": average,
-            "weight_last": dict(zip(names, trainer.doge.alpha.tolist(), strict=True)),
-            # Of what is trained on: targets have tokens too, and no share.
-            "prior": baselines.natural({name: self.corpus.train_tokens[name] for name in names}),
-        }
         initial = self.resolved["initial"]
-        self.write_weights(
-            columns,
+        self.write_learned(
+            average,
+            trainer.doge.alpha,
+            {},
             method="doge",
             score=config.score,
             target=self.target,
             mu=self.mu,
             average_from=share,
-            model=config.model.model,
-            steps=config.training.steps,
-            seed=config.training.seed,
-            drift=records.drift(lines, average, average_from=share),
             **({"initial": initial} if initial else {}),
         )
         super().end(trainer)
@@ -180,8 +172,7 @@ class ProxyStage(Stage[ProxyConfig]):
 def parse_target(names: Sequence[str]) -> Target:
     """What `target` on the command line means: "universal" or {name: tau}.
 
-    Args:
-        names: ("universal",); or "mix" and held-out domains, each NAME or NAME=WEIGHT.
+    `names` is ("universal",); or "mix" and held-out domains, each NAME or NAME=WEIGHT.
 
     Raises:
         ValueError: no name, one twice, "universal" with others, or a weight that is no number
@@ -197,20 +188,15 @@ def parse_target(names: Sequence[str]) -> Target:
                 "target must be universal alone, or distinct names, each NAME or NAME=WEIGHT; "
                 f"got {' '.join(names)}."
             )
-        tau[name] = _parse_weight(weight, item)
+        try:
+            tau[name] = float(weight or 1)
+        except ValueError:
+            tau[name] = math.nan
+        if not 0 < tau[name] < math.inf:
+            raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
     if not tau:
         raise ValueError("target must name something: universal, mix, or held-out domains.")
     return tau
-
-
-def _parse_weight(weight: str, item: str) -> float:
-    try:
-        value = float(weight) if weight else 1.0
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
-    return value
 
 
 def parse_split(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -237,7 +223,7 @@ def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
         return None
     start = warm_start(
         records.read_weights(config.init_weights),
-        {name: corpus.train_tokens[name] for name in corpus.names},
+        corpus.tokens,
         split=parse_split(config.split),
         added_share=config.added_share,
     )
@@ -250,14 +236,7 @@ def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
             listed(start.zeros),
             remains,
         )
-    return {
-        "source": str(config.init_weights),
-        "weights": dict(start.weights),
-        "kept": list(start.kept),
-        "added": dict(start.added),
-        "dropped": dict(start.dropped),
-        "split": {name: dict(parts) for name, parts in start.split.items()},
-    }
+    return {"source": str(config.init_weights), **asdict(start)}
 
 
 def _read_selection(path: Path, model: PreTrainedModel) -> list[str]:

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 import statistics
 import tempfile
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainerCallback
 
 from doge_fast.pipeline import stage as stages
@@ -130,7 +130,5 @@ def _time(stage: Stage[Any], model: PreTrainedModel) -> Iterator[tuple[str, str]
 
 
 def _size(num_bytes: float) -> str:
-    """1.2 MB."""
-    units = ("bytes", "kB", "MB", "GB", "TB")
-    power = min(int(math.log10(max(1, num_bytes))) // 3, len(units) - 1)
-    return f"{num_bytes / 1000**power:.3g} {units[power]}"
+    """1.20MB."""
+    return str(tqdm.format_sizeof(num_bytes, "B"))

@@ -76,22 +76,18 @@ def table(run: Path) -> str:
 class SelectionTrainer(RecordedTrainer):
     """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints."""
 
+    effect: CancellationEffect
+    """The scores; there once training has begun."""
+
     def __init__(self, *args: Any, stage: "SelectStage", **kwargs: Any) -> None:
         super().__init__(*args, stage=stage, **kwargs)
         self._is_together = stage.is_together
-        self._effect: CancellationEffect | None = None
-
-    @property
-    def effect(self) -> CancellationEffect:
-        """The scores; exists once training has begun."""
-        assert self._effect is not None
-        return self._effect
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's, followed."""
         optimizer = super().create_optimizer(model)
-        if self._effect is None:
-            self._effect = CancellationEffect(cast(nn.Module, self.model), optimizer)
+        if not hasattr(self, "effect"):
+            self.effect = CancellationEffect(cast(nn.Module, self.model), optimizer)
         return optimizer
 
     def training_step(
@@ -158,7 +154,7 @@ class SelectStage(MixtureStage[SelectConfig]):
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
         """Uniform weights, and whether the examples of a batch can go through the model at once."""
         self.corpus = corpus
-        self.weights = baselines.uniform(dict.fromkeys(corpus.names, 1))
+        self.weights = baselines.uniform(corpus.tokens)
         _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
         check_coupling(model)
         self.is_together = _is_together(self.config, model, self.batches(0).batch(0))
@@ -195,25 +191,19 @@ def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> 
     """
     if config.mode == "single":
         return False
-    why_not = _why_not_together(model, {key: value[:2] for key, value in batch.items()})
-    if why_not is not None and config.mode == "together":
-        raise ValueError(f"mode is together, and that cannot be: {why_not}")
-    if why_not is not None:
-        _log.info("%s: one example after another. %s", config.out, why_not)
-    return why_not is None
-
-
-def _why_not_together(model: PreTrainedModel, batch: Batch) -> str | None:
-    """What a pass over two examples says."""
+    two = {key: value[:2] for key, value in batch.items()}
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     try:
-        with ExampleNorms(model, params).recording(len(batch["input_ids"])):
-            model(**batch).loss.backward()
+        with ExampleNorms(model, params).recording(len(two["input_ids"])):
+            model(**two).loss.backward()
     except (ValueError, RuntimeError) as error:
-        return str(error)
+        if config.mode == "together":
+            raise ValueError(f"mode is together, and that cannot be: {error}") from error
+        _log.info("%s: one example after another. %s", config.out, error)
+        return False
     finally:
         model.zero_grad()
-    return None
+    return True
 
 
 def _write_selections(config: SelectConfig) -> None:

@@ -69,8 +69,8 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     if config.streaming:
         _check_streaming(config)
     if config.data == "installed":
-        directory = cache.directory(config) / "installed" / local_corpus.fingerprint()
-        return _directory_parts(cache.made(directory, local_corpus.save), config)
+        key = local_corpus.fingerprint()
+        return _directory_parts(cache.made(config, "installed", key, local_corpus.save), config)
     if not path.exists():
         return _hub_parts(config, targets)
     if config.domain_column is not None:
@@ -81,24 +81,6 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
             "(--domain-column), or give a directory with one folder or file per domain."
         )
     return _directory_parts(path, config)
-
-
-def check_parts(parts: Mapping[str, Part]) -> None:
-    """Every split opens and begins with a document, before anything is made of any."""
-    for part, names in by_part(parts):
-        for split, documents in (("train", part.train), ("validation", part.validation)):
-            if documents is not None and next(documents(), None) is None:
-                raise ValueError(
-                    f"A domain needs text; the {split} split of {', '.join(names)} is empty."
-                )
-
-
-def by_part(parts: Mapping[str, Part]) -> list[tuple[Part, list[str]]]:
-    """Each part once, with the domains that are read from it."""
-    grouped: dict[int, tuple[Part, list[str]]] = {}
-    for name, part in parts.items():
-        grouped.setdefault(id(part), (part, []))[1].append(name)
-    return list(grouped.values())
 
 
 def _check_streaming(config: CorpusConfig) -> None:
@@ -152,8 +134,9 @@ def _files_part(name: str, directory: Path, files: Sequence[Path], config: Corpu
     """One domain's files, sorted into the two splits by what their names begin with."""
     splits: dict[str, list[Path]] = {}
     for file in files:
-        split = _path_split(file.relative_to(directory).parts[1:])
-        splits.setdefault(split, []).append(file)
+        # The first folder or file name that begins with a split's name decides.
+        named = filter(None, map(_split_of, file.relative_to(directory).parts[1:]))
+        splits.setdefault(next(named, "train"), []).append(file)
     if "train" not in splits:
         raise ValueError(
             f"The domain {name} needs training files; {directory / name} holds only "
@@ -182,11 +165,6 @@ def _text_document_chars(files: Iterable[Path]) -> int:
     num_bytes = sum(file.stat().st_size for file in files if _kind(file) == "text")
     chars = max(_MIN_TEXT_DOCUMENT_CHARS, num_bytes // _TEXT_DOCUMENTS)
     return min(chars, _TEXT_DOCUMENT_CHARS) if num_bytes else _TEXT_DOCUMENT_CHARS
-
-
-def _path_split(parts: Sequence[str]) -> str:
-    """The first folder or file name that begins with a split's name decides; else train."""
-    return next(filter(None, map(_split_of, parts)), "train")
 
 
 def _split_of(name: str) -> str | None:
@@ -311,12 +289,22 @@ def _row_documents(
         first = next(iter(rows), None)
         if first is None:
             return
-        _check_columns(first, columns, where)
+        for option, column in columns.items():
+            if column not in first:
+                raise ValueError(
+                    f'{where} has no column "{column}"; its columns are {", ".join(first)}. '
+                    f"Name the right one with {option} (--{option.replace('_', '-')})."
+                )
         for batch in _batches(rows.select_columns(list(columns.values())), config):
             names = itertools.repeat(domain) if domain else _domains(batch, config)
             for name, text in zip(names, batch[config.text_column], strict=False):
-                _check_text(text, config.text_column, where)
-                if name is not None and text is not None and text.strip():
+                if not isinstance(text, str | None):
+                    raise ValueError(
+                        f'The column "{config.text_column}" of {where} must hold text; it holds '
+                        f"{type(text).__name__}. Name the right one with text_column "
+                        "(--text-column)."
+                    )
+                if name is not None and text and text.strip():
                     yield str(name), text
 
 
@@ -337,25 +325,6 @@ def _batches(
         in_turn.extend(itertools.islice(unopened, 1) if batch is None else [file])
         if batch is not None:
             yield batch
-
-
-def _check_columns(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
-    """A row has the columns that the options of these names ask for."""
-    for option, column in columns.items():
-        if column not in row:
-            raise ValueError(
-                f'{where} has no column "{column}"; its columns are {", ".join(row)}. '
-                f"Name the right one with {option} (--{option.replace('_', '-')})."
-            )
-
-
-def _check_text(text: Any, column: str, where: str) -> None:
-    """A row of the text column holds text, or nothing."""
-    if text is not None and not isinstance(text, str):
-        raise ValueError(
-            f'The column "{column}" of {where} must hold text; it holds {type(text).__name__}. '
-            "Name the right one with text_column (--text-column)."
-        )
 
 
 def _domains(batch: Mapping[str, Sequence[Any]], config: CorpusConfig) -> Iterator[Any]:
@@ -397,7 +366,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
         file.write_text(json.dumps(sorted(names)), encoding="utf-8")
 
     key = cache.digest([part.fingerprint, config.text_column])
-    file = cache.made(cache.directory(config) / "names" / f"{key}.json", find)
+    file = cache.made(config, "names", f"{key}.json", find)
     return list(json.loads(file.read_text(encoding="utf-8")))
 
 

@@ -14,12 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import domains, records, training
+from doge_fast.pipeline import baselines, domains, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.domains import BaseBatches, Corpus
 from doge_fast.pipeline.model import build_model
@@ -34,11 +35,7 @@ _log = logging.getLogger("doge_fast")
 
 
 class Stage(Generic[Config]):
-    """What is a stage's own; `run` calls the methods from top to bottom.
-
-    Args:
-        config: its settings.
-    """
+    """What is a stage's own; `run` calls the methods from top to bottom."""
 
     name: ClassVar[records.Stage]
     counts: ClassVar[tuple[str, ...]]
@@ -75,10 +72,7 @@ class Stage(Generic[Config]):
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
         """Keep what training needs; refuse, with a ValueError, what does not fit the two.
 
-        Args:
-            corpus: the blocks.
-            model: the fresh one, which is left as it is.
-            recorded: config.json of the run that is resumed; of a new one, empty.
+        The fresh model is left as it is; `recorded` is config.json of a run that is resumed.
         """
         raise NotImplementedError
 
@@ -98,16 +92,18 @@ class Stage(Generic[Config]):
         raise NotImplementedError
 
     def end(self, trainer: Any) -> None:
-        """Leave the results; of them `last` is the last."""
-        leave_model(self.out, trainer, self.corpus)
+        """Leave the results; of them `last` is the last: model/, complete or not at all."""
+        beside = self.out / f".{training.MODEL}"
+        shutil.rmtree(beside, ignore_errors=True)
+        model = cast(PreTrainedModel, trainer.model)
+        # Trainer switches it off for training; whoever generates wants it.
+        model.config.use_cache = True
+        model.save_pretrained(beside)
+        self.corpus.tokenizer.save_pretrained(beside)
+        os.replace(beside, self.out / training.MODEL)
 
     def write_weights(self, columns: Mapping[str, Mapping[str, float]], **fields: Any) -> None:
-        """weights.json: what every stage says in it, and its own.
-
-        Args:
-            columns: {field: {domain: number}} of the domains' entries.
-            fields: of the whole.
-        """
+        """weights.json of {field: {domain: number}} and fields of the whole."""
         corpus = self.corpus
         domains = [
             {"name": name, **{field: each[name] for field, each in columns.items()}}
@@ -121,6 +117,32 @@ class Stage(Generic[Config]):
             "versions": records.versions(),
         }
         records.write_weights(self.out, record)
+
+    def write_learned(
+        self,
+        average: Mapping[str, float],
+        last_K: Tensor,
+        columns: Mapping[str, Mapping[str, float]],
+        **fields: Any,
+    ) -> None:
+        """weights.json of what was learned: the average over the run, and the last weights."""
+        config, names = self.config, self.corpus.names
+        every = {
+            "weight": average,
+            "weight_last": dict(zip(names, last_K.tolist(), strict=True)),
+            **columns,
+            # Of what is trained on: targets have tokens too, and no share.
+            "prior": baselines.natural(self.corpus.tokens),
+        }
+        lines = records.read_metrics(self.out, kind="train")
+        self.write_weights(
+            every,
+            model=config.model.model,
+            steps=config.training.steps,
+            seed=config.training.seed,
+            drift=records.drift(lines, average, average_from=fields.get("average_from", 0.0)),
+            **fields,
+        )
 
 
 class MixtureStage(Stage[Mixed]):
@@ -160,13 +182,7 @@ class MixtureStage(Stage[Mixed]):
 
 
 def run(stage: Stage[Any]) -> Path:
-    """Make a stage's run, go on with it, or find it complete.
-
-    Args:
-        stage: not used before.
-
-    Returns:
-        The run directory.
+    """Make a stage's run, go on with it, or find it complete; returns its directory.
 
     Raises:
         ValueError: a setting is out of its range, the corpus or the model is not what it should
@@ -183,8 +199,14 @@ def run(stage: Stage[Any]) -> Path:
         return out
     model = prepare(stage, recorded)
     if recorded is None:
-        known = stage.corpus.recorded() | stage.resolved
-        records.open_run(out, stage=stage.name, config=stage.config, **known)
+        records.open_run(
+            out,
+            stage=stage.name,
+            config=stage.config,
+            corpus=stage.corpus.describe(),
+            warnings=stage.corpus.warnings,
+            **stage.resolved,
+        )
     else:
         records.check_corpus(out, recorded, stage.corpus.describe())
     stage.begin()
@@ -199,13 +221,10 @@ def is_finished(stage: Stage[Any]) -> bool:
 
 
 def check(stage: Stage[Any]) -> Json | None:
-    """Refuse settings that are out of their range, and the directory of another run.
-
-    Returns:
-        config.json of this very run, where the directory holds it already.
+    """config.json of this very run, where the directory holds it already.
 
     Raises:
-        ValueError: as `run`.
+        ValueError: a setting is out of its range, or the directory holds another run.
     """
     config = stage.config
     training.check(config.training, needs_float64=stage.needs_float64)
@@ -248,14 +267,7 @@ def _refuse_more_steps(stage: Stage[Any]) -> None:
 
 
 def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
-    """Read the corpus, build the model, and give both to the stage.
-
-    Args:
-        stage: whose settings `check` has accepted.
-        recorded: what `check` gave.
-
-    Returns:
-        The fresh model.
+    """Read the corpus, build the model, and give both to the stage, with what `check` gave.
 
     Raises:
         ValueError: as `run`.
@@ -274,19 +286,13 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
 def train(
     stage: Stage[Any], model: PreTrainedModel, *, callbacks: Sequence[TrainerCallback] = ()
 ) -> RecordedTrainer:
-    """Run the stage's steps, from its last checkpoint where there is one.
-
-    Args:
-        stage: prepared, its run directory opened.
-        model: the fresh one.
-        callbacks: of Trainer, that watch.
-
-    Returns:
-        The trainer, at the last step.
-    """
+    """Run a prepared stage's steps, from its last checkpoint where there is one."""
     config, out = stage.config.training, stage.out
     arguments = training.training_arguments(config, out, needs_float64=stage.needs_float64)
-    checkpoint = _last_checkpoint(out)
+    folder, checkpoint = out / training.CHECKPOINTS, None
+    if folder.is_dir():
+        # The last complete one: what a killed run was writing is under another name.
+        checkpoint = get_last_checkpoint(str(folder))  # type: ignore[no-untyped-call]
     start = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
     if checkpoint is not None:
         _log.info("%s: resuming at step %d of %d", out, start, config.steps)
@@ -304,24 +310,3 @@ def train(
     )
     trainer.go_on(checkpoint)
     return trainer
-
-
-def leave_model(out: Path, trainer: RecordedTrainer, corpus: Corpus) -> None:
-    """Leave `model/` with weights and tokenizer, complete or not at all."""
-    beside = out / f".{training.MODEL}"
-    shutil.rmtree(beside, ignore_errors=True)
-    model = cast(PreTrainedModel, trainer.model)
-    # Trainer switches it off for training; whoever generates wants it.
-    model.config.use_cache = True
-    model.save_pretrained(beside)
-    corpus.tokenizer.save_pretrained(beside)
-    os.replace(beside, out / training.MODEL)
-
-
-def _last_checkpoint(out: Path) -> str | None:
-    """The last complete checkpoint; what a killed run was writing is under another name."""
-    folder = out / training.CHECKPOINTS
-    if not folder.is_dir():
-        return None
-    found: str | None = get_last_checkpoint(str(folder))  # type: ignore[no-untyped-call]
-    return found

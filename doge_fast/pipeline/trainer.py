@@ -8,9 +8,9 @@ import copy
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,8 +29,6 @@ from transformers.trainer_callback import PrinterCallback
 
 from doge_fast import weights_file
 from doge_fast.pipeline import progress, records
-from doge_fast.pipeline.config import StageConfig
-from doge_fast.pipeline.domains import Corpus
 
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
@@ -43,30 +41,18 @@ class ByName(NamedTuple):
     names: tuple[str, ...]
     values: Tensor
 
-
-class Followed(Protocol):
-    """What a trainer asks of the stage whose run it makes."""
-
-    @property
-    def config(self) -> StageConfig:
-        """Its settings."""
-
-    @property
-    def corpus(self) -> Corpus:
-        """Whose held-out blocks are followed."""
-
-    @property
-    def start(self) -> Mapping[str, float] | None:
-        """Domain weights before the first step, where they are to be learned."""
-
-    def measure(self, trainer: Any, step: int) -> dict[str, Any]:
-        """Fields of a step's line; tensors and `ByName` are read later."""
+    def read(self) -> dict[str, float]:
+        """Waits for the device."""
+        return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
 class RecordedTrainer(Trainer):
-    """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only."""
+    """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only.
 
-    def __init__(self, *args: Any, stage: Followed, **kwargs: Any) -> None:
+    `stage` is a `Stage`; asked for are its config, corpus, start and measure.
+    """
+
+    def __init__(self, *args: Any, stage: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # One micro-batch is the whole step: the model's own mean is the loss, and Trainer need
         # not count targets for it (some versions count one too many in every block).
@@ -112,10 +98,8 @@ class RecordedTrainer(Trainer):
     def evaluate_domains(self) -> dict[str, float]:
         """Held-out loss of every domain that is followed, in nats per token."""
         model, count = cast(PreTrainedModel, self.model), self.stage.config.training.eval_blocks
-        return {
-            name: held_out_loss(model, blocks, num_blocks=count)[0]
-            for name, blocks in self.stage.corpus.validation.items()
-        }
+        domains = self.stage.corpus.validation
+        return held_out_losses(model, domains, num_blocks=count)[0]
 
     def record(self, line: dict[str, Any]) -> None:
         """Keep a line for metrics.jsonl; tensors in it are read at the next flush."""
@@ -124,7 +108,10 @@ class RecordedTrainer(Trainer):
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
         for line in self._pending:
-            plain = {key: _by_name(value) for key, value in line.items()}
+            plain = {
+                key: value.read() if isinstance(value, ByName) else value
+                for key, value in line.items()
+            }
             records.append_metrics(self.stage.config.out, plain)
             if self.args.report_to:
                 self._tell_trackers(weights_file.plain(plain))
@@ -198,7 +185,6 @@ class _Recorder(TrainerCallback):
             self._add_line(step)
         every = config.training.eval_every
         if is_last or (every is not None and step % every == 0):
-            self.bar.set_postfix_str("held-out loss")
             loss = self.trainer.evaluate_domains()
             self.trainer.record({"step": step, "kind": "eval", "loss": loss})
             # Not part of what a step costs.
@@ -253,54 +239,48 @@ def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(each) for name, each in flat.items() if isinstance(each, int | float)}
 
 
-def _by_name(value: Any) -> Any:
-    """What a record holds of a field: `ByName` becomes {name: value}."""
-    if isinstance(value, ByName):
-        return dict(zip(value.names, value.values.tolist(), strict=True))
-    return value
-
-
-def held_out_loss(
+def held_out_losses(
     model: PreTrainedModel,
-    blocks: Any,
+    domains: Mapping[str, Any],
+    what: str = "held-out loss",
     *,
     num_blocks: int | None = None,
     batch_size: int = 16,
-    advance: Callable[[int], Any] = lambda _: None,
-) -> tuple[float, int]:
-    """Mean cross-entropy per predicted token over held-out blocks, and how many were measured.
-
-    Fewer blocks than there are: evenly spaced ones, always the same.
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Mean cross-entropy per predicted token over held-out blocks of every domain.
 
     Args:
         model: a causal language model; its mode is put back.
-        blocks: a dataset with a column `input_ids` of blocks of one length.
-        num_blocks: how many; None: all.
+        domains: {name: data set with a column `input_ids` of blocks of one length}.
+        what: stands before the progress bar.
+        num_blocks: of each domain, evenly spaced ones, always the same; None: all.
         batch_size: blocks in a forward pass.
-        advance: told how many blocks more are done, as a progress bar is.
 
     Returns:
-        (nats per token, number of blocks).
+        ({name: nats per token}, {name: blocks measured}).
 
     Raises:
-        ValueError: there is no block.
+        ValueError: a domain has no block.
     """
-    total = len(blocks)
-    if total == 0:
-        raise ValueError("A held-out loss needs at least one block; the domain has none.")
-    count = total if num_blocks is None else min(num_blocks, total)
-    indices = np.arange(count) * total // count
+    counts = {name: min(num_blocks or len(blocks), len(blocks)) for name, blocks in domains.items()}
+    if not all(counts.values()):
+        raise ValueError(f"A held-out loss needs at least one block of every domain; got {counts}.")
+    losses = {}
     device = next(model.parameters()).device
-    losses, sizes = [], []
     was_training = model.training
     model.train(False)
-    with torch.no_grad():
-        for chunk in np.array_split(indices, -(-count // batch_size)):
-            tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"])).to(device, torch.long)
-            losses.append(model(input_ids=tokens_BL, labels=tokens_BL).loss)
-            sizes.append(len(chunk))
-            advance(len(chunk))
+    with torch.no_grad(), progress.bar(sum(counts.values()), what, "block") as bar:
+        for name, blocks in domains.items():
+            indices = np.arange(counts[name]) * len(blocks) // counts[name]
+            means, sizes = [], []
+            for chunk in np.array_split(indices, -(-len(indices) // batch_size)):
+                tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"]))
+                tokens_BL = tokens_BL.to(device, torch.long)
+                means.append(model(input_ids=tokens_BL, labels=tokens_BL).loss)
+                sizes.append(len(chunk))
+                bar.update(len(chunk))
+            # Added on the host, in float64: not every device has it.
+            sums = zip(torch.stack(means).tolist(), sizes, strict=True)
+            losses[name] = sum(mean * size for mean, size in sums) / len(indices)
     model.train(was_training)
-    # Added on the host, in float64: not every device has it.
-    means = torch.stack(losses).tolist()
-    return sum(mean * size for mean, size in zip(means, sizes, strict=True)) / count, count
+    return losses, counts

@@ -1,6 +1,5 @@
 """What every stage tells Trainer, on which device, and what says that a run is complete."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +27,7 @@ def is_finished(out: Path) -> bool:
 
 
 def check_finished(run: Path) -> None:
-    """Refuse a run that has no model yet.
-
-    Raises:
-        ValueError: it is not complete.
-    """
+    """Raise ValueError where a run has no model yet."""
     if not is_finished(run):
         raise ValueError(
             f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
@@ -43,14 +38,9 @@ def check_finished(run: Path) -> None:
 def training_arguments(
     config: TrainingConfig, out: Path, *, needs_float64: bool = False
 ) -> TrainingArguments:
-    """AdamW with linear warm-up and a cosine to `min_learning_rate`.
+    """AdamW with linear warm-up and a cosine to `min_learning_rate`, for a run in `out`.
 
     Nothing leaves the machine unless `report_to` names a tracker that sends it.
-
-    Args:
-        config: settings that `check` has accepted.
-        out: the run directory.
-        needs_float64: whether float64 is computed on the device.
 
     Raises:
         ValueError: the device is absent, or Trainer takes another.
@@ -124,16 +114,10 @@ def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
             f"warmup_steps must be at least 0 and less than steps; got {config.warmup_steps} of "
             f"{config.steps}."
         )
-    _check_trackers(config.report_to)
-
-
-def _check_trackers(names: Sequence[str]) -> None:
-    known = sorted(INTEGRATION_TO_CALLBACK)
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"report_to must name trackers among {', '.join(known)}; got {name!r}."
-            )
+    for name in config.report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to must name trackers among {known}; got {name!r}.")
         if name not in get_available_reporting_integrations():  # type: ignore[no-untyped-call]
             raise ValueError(
                 f"report_to names {name}, which is not installed or not set up: pip install "
@@ -143,10 +127,6 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 def device_of(name: str, *, needs_float64: bool = False) -> torch.device:
     """The device that a name means here: auto is the first of cuda, xpu, mps and cpu that is there.
-
-    Args:
-        name: auto, cpu, cuda, xpu or mps.
-        needs_float64: whether float64 is computed on it, which MPS does not have.
 
     Raises:
         ValueError: another name, torch sees no such device, or it lacks float64.

@@ -3,17 +3,23 @@
 import pytest
 
 from doge_fast.pipeline import cache
+from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import rename
 
 
 def test_two_at_once_both_find_it_packed(tmp_path):
-    made, path = tmp_path / "made", tmp_path / "key"
-    for folder in (made, path):
-        folder.mkdir()
-        (folder / "file").write_text(folder.name)
-    cache.keep(made, path)
-    assert (path / "file").read_text() == "key"
+    config = CorpusConfig(cache_dir=tmp_path)
+
+    def make_while_another_does(folder):
+        for each in (folder, tmp_path / "blocks" / "key"):
+            each.mkdir()
+            (each / "file").write_text(each.name)
+
+    for _ in "ab":
+        path = cache.made(config, "blocks", "key", make_while_another_does)
+        assert (path / "file").read_text() == "key"
+    assert list((tmp_path / "blocks").iterdir()) == [path]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, config):

@@ -200,7 +200,8 @@ def test_base_batches_are_sorted_by_domain(corpus):
         for row, index in zip(batch["input_ids"].tolist(), batch["domain_ids"], strict=True):
             assert tuple(row) in blocks_of[index]
         assert batch["domain_ids"].tolist() == sorted(batch["domain_ids"].tolist())
-        counts = batches.counts(step)
+        counts_K = batches.mixture.counts(np.array([step]))[0]
+        counts = dict(zip(corpus.names, counts_K.tolist(), strict=True))
         assert counts["prose"] == 0
         assert counts == {
             name: batch["domain_ids"].tolist().count(index)

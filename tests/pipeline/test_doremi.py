@@ -15,12 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from doge_fast import cli
-from doge_fast.pipeline import domains, records, report, training
-from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
-from doge_fast.pipeline.domains import BaseBatches
-from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
-from doge_fast.pipeline.group_dro import (
+from doge_fast.group_dro import (
     SMOOTHING,
     STEP_SIZE,
     DomainWeights,
@@ -30,6 +25,11 @@ from doge_fast.pipeline.group_dro import (
     excess_losses,
     token_losses,
 )
+from doge_fast.pipeline import domains, records, report, training
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
+from doge_fast.pipeline.domains import BaseBatches
+from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import learn_weights
 from tests.pipeline.stages import NAMES, assert_resumes, killed_at, words_of, write_weights

@@ -137,7 +137,7 @@ def test_max_tokens_reads_no_further(tmp_path, config):
         write_jsonl(tmp_path / "data" / name / "validation.jsonl", texts(f"held-out {name}"))
         (tmp_path / "data" / f"{name}.jsonl").rename(tmp_path / "data" / name / "train.jsonl")
     limited = rename(config, data=str(tmp_path / "data"), max_tokens_per_domain=64)
-    folder = packing._trained_tokenizer(config, sources.find_parts(config, []))
+    folder = packing._trained_tokenizer(config, packing.by_part(sources.find_parts(config, [])))
     assert load_corpus(rename(limited, tokenizer=str(folder))).train_tokens == {"a": 64, "b": 64}
 
 
@@ -147,9 +147,9 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     packed: list[str] = []
     real = packing._pack_part
 
-    def remember(config: Any, part: Any, entries: Mapping[str, Path], tokenizer: Any) -> None:
-        packed.extend(entries)
-        real(config, part, entries, tokenizer)
+    def remember(config: Any, part: Any, tokenizer: Any, folders: Mapping[str, Path]) -> None:
+        packed.extend(folders)
+        real(config, part, tokenizer, folders)
 
     monkeypatch.setattr(packing, "_pack_part", remember)
     return packed
@@ -185,7 +185,7 @@ def test_a_changed_file_is_packed_anew(tmp_path, config, packings):
     path = write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
     base = rename(config, data=str(tmp_path / "data"))
-    folder = packing._trained_tokenizer(base, sources.find_parts(base, []))
+    folder = packing._trained_tokenizer(base, packing.by_part(sources.find_parts(base, [])))
     fixed = rename(base, tokenizer=str(folder))
     load_corpus(fixed)
     before = path.stat()

@@ -15,7 +15,7 @@ from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TrainingConfig
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.trainer import held_out_loss, scalars_of
+from doge_fast.pipeline.trainer import held_out_losses, scalars_of
 from doge_fast.pipeline.training import device_of, training_arguments
 
 
@@ -126,13 +126,15 @@ def test_trainer_takes_the_device_that_was_asked_for(
 
 def test_a_held_out_loss_asks_for_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "double", lambda *_: pytest.fail("float64"))
-    assert held_out_loss(tiny_model(), blocks(9), batch_size=4)[0] > 0
+    assert held_out_losses(tiny_model(), {"a": blocks(9)}, batch_size=4)[0]["a"] > 0
 
 
 @pytest.mark.parametrize(("num_blocks", "measured"), [(None, 21), (7, 7), (100, 21)])
 def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks: Any, measured: int) -> None:
     model, held_out = tiny_model().train(), blocks(21)
-    loss, count = held_out_loss(model, held_out, num_blocks=num_blocks, batch_size=4)
+    options = {"num_blocks": num_blocks, "batch_size": 4}
+    losses, counts = held_out_losses(model, {"a": held_out}, **options)
+    loss, count = losses["a"], counts["a"]
     assert count == measured
     assert model.training
     indices = [i * 21 // measured for i in range(measured)]
@@ -144,7 +146,7 @@ def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks: Any, measured: int) -
 
 def test_a_held_out_loss_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least one block"):
-        held_out_loss(tiny_model(), blocks(2).select([]))
+        held_out_losses(tiny_model(), {"a": blocks(2).select([])})
 
 
 # Trackers.
