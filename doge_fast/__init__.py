@@ -35,4 +35,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({"__doc__", "__file__", "__name__", "__path__", *__all__})

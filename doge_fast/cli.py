@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +52,8 @@ class Verb(NamedTuple):
     """Returns lines to print."""
     is_positional: bool = False
     """Whether fields that must be given stand without a flag: they are what the verb is about."""
-    is_quick: bool = False
-    """Whether it answers at once, without torch and transformers."""
+    loads: tuple[str, ...] = ("torch", "datasets", "transformers")
+    """Packages that it needs and that take seconds to import."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,8 +106,7 @@ def _answer(words: list[str]) -> list[str]:
     if name not in VERBS:
         return [overview(f"{name} ")]
     config = parse(words)
-    if not VERBS[name].is_quick:
-        _begin()
+    _load(VERBS[name].loads)
     if isinstance(config, ExperimentConfig) and config.plan:
         return _plan(config, words)
     return VERBS[name].run(config)
@@ -145,10 +145,7 @@ def parse(words: Sequence[str]) -> Any:
 
     name, others = _verb_of(words)
     verb = VERBS[name]
-    default = flags.experiment_default(others) if verb.config is ExperimentConfig else None
-    return flags.parse(
-        others, verb.config, verb=name, is_positional=verb.is_positional, default=default
-    )
+    return flags.parse(others, verb.config, verb=name, is_positional=verb.is_positional)
 
 
 def overview(first: str = "") -> str:
@@ -165,13 +162,17 @@ def overview(first: str = "") -> str:
     return f"{usage}\n\n{_DESCRIPTION}\n\n{table}"
 
 
-def _begin() -> None:
-    """Say that something happens while torch is imported; keep other libraries' bars away."""
-    if sys.stderr.isatty() and "torch" not in sys.modules:
-        print("loading torch and transformers ...", file=sys.stderr, flush=True)
-    from transformers.utils import logging as transformers_logging
+def _load(packages: Sequence[str]) -> None:
+    """Import what takes seconds, and say so on a terminal."""
+    for package in packages:
+        if package not in sys.modules and sys.stderr.isatty():
+            print(f"loading {package} ...", file=sys.stderr, flush=True)
+        import_module(package)
+    if "transformers" in packages:
+        from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        # What it reads and writes has bars of ours.
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _demo(config: DemoConfig) -> list[str]:
@@ -257,8 +258,8 @@ def _experiment(config: ExperimentConfig) -> list[str]:
 def _plan(config: ExperimentConfig, words: Sequence[str]) -> list[str]:
     from doge_fast.pipeline.experiments.runner import plan_lines
 
-    typed = [word for word in words if word != "--plan"]
-    return plan_lines(config, shlex.join(["doge-fast", *typed]))
+    typed = ["doge-fast", *(word for word in words if word != "--plan"), "--no-plan"]
+    return plan_lines(config, shlex.join(typed[: None if "--config" in words else -1]))
 
 
 def _info(config: InfoConfig) -> list[str]:
@@ -311,16 +312,16 @@ VERBS: dict[str, Verb] = {
     "doremi": Verb(DoReMiConfig, _doremi),
     "select": Verb(SelectConfig, _select),
     "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True),
-    "report": Verb(ReportConfig, _report),
+    "report": Verb(ReportConfig, _report, loads=("matplotlib.pyplot",)),
     "experiment": Verb(ExperimentConfig, _experiment, is_positional=True),
-    "weights show": Verb(WeightsShowConfig, _weights("show"), True, True),
-    "weights diff": Verb(WeightsDiffConfig, _weights("diff"), True, True),
-    "weights average": Verb(WeightsAverageConfig, _weights("average"), True, True),
-    "weights constrain": Verb(WeightsConstrainConfig, _weights("constrain"), True, True),
-    "weights plot": Verb(WeightsPlotConfig, _weights_plot, True, True),
-    "weights card": Verb(WeightsCardConfig, _weights_card, True, True),
-    "export": Verb(ExportConfig, _export, is_quick=True),
-    "info": Verb(InfoConfig, _info, is_quick=True),
+    "weights show": Verb(WeightsShowConfig, _weights("show"), True, ()),
+    "weights diff": Verb(WeightsDiffConfig, _weights("diff"), True, ()),
+    "weights average": Verb(WeightsAverageConfig, _weights("average"), True, ()),
+    "weights constrain": Verb(WeightsConstrainConfig, _weights("constrain"), True, ()),
+    "weights plot": Verb(WeightsPlotConfig, _weights_plot, True, ("matplotlib.pyplot",)),
+    "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.pyplot",)),
+    "export": Verb(ExportConfig, _export, loads=()),
+    "info": Verb(InfoConfig, _info, loads=("torch",)),
     "profile": Verb(ProfileConfig, _profile),
 }
 

@@ -11,20 +11,20 @@ import textwrap
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
 from doge_fast.pipeline.config import (
     BaseArmsConfig,
+    CorpusConfig,
     DoReMiArmsConfig,
-    Experiment,
     ExperimentConfig,
     ExportConfig,
     ProxyArmsConfig,
     SelectionArmsConfig,
 )
-from doge_fast.pipeline.config.fields import filled, read_file, texts_of
+from doge_fast.pipeline.config.fields import Json, filled, read_file, texts_of
 
 _ABOUT_FILE = (
     "Fields may come from a file, --config FILE: YAML, JSON, or the config.json of a run. Flags "
@@ -37,9 +37,7 @@ PREFIXED = (ProxyArmsConfig, BaseArmsConfig, DoReMiArmsConfig, SelectionArmsConf
 _POSITIONAL_FIELDS = {(ExportConfig, "file")}
 
 
-def parse(
-    words: Sequence[str], config: type, *, verb: str, is_positional: bool, default: Any = None
-) -> Any:
+def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool) -> Any:
     """The dataclass that the words after a verb make.
 
     Args:
@@ -47,32 +45,46 @@ def parse(
         config: the verb's dataclass.
         verb: as it is typed, for help and messages.
         is_positional: whether fields that must be given stand without a flag.
-        default: what holds where neither the file nor a flag says otherwise; None: the fields'
-            defaults.
 
     Raises:
         ValueError: the file is not what it should be.
         SystemExit: after help was asked for, or with tyro's message where a flag is wrong.
     """
-    file, words = file_of(words)
-    default = _with_missing(config) if default is None else default
-    if file is not None:
-        default = filled(default, read_file(file, verb), str(file))
-        if is_positional:
-            words, default = _as_words(words, config, default)
-    flags = _flags_of(config)
+    file, words = _file_of(words)
+    given = {} if file is None else read_file(file, verb)
+    flags = _flags_of(config, is_positional)
+    default = _with_missing(config)
+    if config is ExperimentConfig:
+        default = _preset_of(words, given, flags, str(file))
+    return _parsed(words, flags, filled(default, given, str(file)), verb)
+
+
+def _parsed(words: Sequence[str], flags: type, default: Any, verb: str) -> Any:
+    """Flags over a default, as an instance of the default's class."""
+    config = type(default)
     parsed = tyro.cli(
         flags,
         args=list(words),
         prog=f"doge-fast {verb}",
         description=_filled_lines(f"{_one_line(config.__doc__)}\n\n{_ABOUT_FILE}"),
         default=_converted(default, flags),
-        config=(tyro.conf.PositionalRequiredArgs,) if is_positional else (),
     )
     return _converted(parsed, config)
 
 
-def file_of(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+def _preset_of(words: Sequence[str], given: Json, flags: type, file: str) -> ExperimentConfig:
+    """What holds for an experiment where no flag and no file says otherwise: its preset."""
+    from doge_fast.pipeline.experiments.presets import preset_of
+
+    # Parsed twice: which preset, and which corpus it makes way for, is among the words.
+    unsaid = ExperimentConfig("universal", corpus=CorpusConfig(data=""))
+    asked = [word for word in words if word not in ("-h", "--help")]
+    said = _parsed(asked, flags, filled(unsaid, given, file), "experiment")
+    preset = preset_of(said.name, said.preset, data=said.corpus.data or None)
+    return dataclasses.replace(preset, name=tyro.MISSING)
+
+
+def _file_of(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The file that `--config` names, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
@@ -90,21 +102,10 @@ def _with_missing(config: type) -> Any:
     return config(**required)
 
 
-def _as_words(words: list[str], config: type, default: Any) -> tuple[list[str], Any]:
-    """Fields without a flag that a file gives become words, unless others were typed."""
-    missing = vars(_with_missing(config))
-    required = [name for name, value in missing.items() if value is tyro.MISSING]
-    given = {name: getattr(default, name) for name in required}
-    if (not words or words[0].startswith("-")) and tyro.MISSING not in given.values():
-        values = [value if isinstance(value, tuple) else (value,) for value in given.values()]
-        words = [*(str(each) for value in values for each in value), *words]
-    return words, dataclasses.replace(default, **dict.fromkeys(required, tyro.MISSING))
-
-
 @cache
-def _flags_of(config: type) -> type:
+def _flags_of(config: type, is_positional: bool = False) -> type:
     """The dataclass as tyro shall see it: help on one line, names of flags."""
-    hints, texts = get_type_hints(config), texts_of(config)
+    hints, texts, missing = get_type_hints(config), texts_of(config), _with_missing(config)
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(config):
         hint = hints[field.name]
@@ -118,7 +119,8 @@ def _flags_of(config: type) -> type:
                 prefix_name=config in PREFIXED,
             )
             marks.append(told)
-        if (config, field.name) in _POSITIONAL_FIELDS:
+        is_required = is_positional and getattr(missing, field.name) is tyro.MISSING
+        if is_required or (config, field.name) in _POSITIONAL_FIELDS:
             marks.append(tyro.conf.Positional)
         fields.append((field.name, Annotated[hint, *marks] if marks else hint, dataclasses.field()))
     made = dataclasses.make_dataclass(config.__name__, fields, frozen=True)
@@ -155,23 +157,3 @@ def _filled_lines(text: str) -> str:
     return "\n\n".join(
         textwrap.fill(each, width, subsequent_indent=" ") for each in text.split("\n\n")
     )
-
-
-def experiment_default(words: Sequence[str]) -> ExperimentConfig:
-    """What holds for an experiment where no flag and no file says otherwise: its preset.
-
-    Args:
-        words: those after the verb.
-    """
-    from doge_fast.pipeline.experiments.presets import preset_of
-
-    file, words = file_of(words)
-    given = {} if file is None else read_file(file, "experiment")
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default=given.get("preset", "small"))
-    parser.add_argument("--data", default=(given.get("corpus") or {}).get("data"))
-    known, _ = parser.parse_known_args(list(words))
-    named = [word for word in words if word in get_args(Experiment)]
-    name: Any = named[0] if named else given.get("name", "universal")
-    preset = preset_of(name, known.preset, data=known.data)
-    return dataclasses.replace(preset, name=tyro.MISSING)

@@ -12,6 +12,7 @@ import torch
 
 from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
+from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
@@ -99,6 +100,8 @@ def _check(config: EvaluateConfig, record: Json) -> None:
             f"{config.blocks} and {config.batch_size}."
         )
     if config.out is not None:
+        if config.out.is_dir():
+            raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")
         records.check_out(config.out, [])
 
 
@@ -119,9 +122,7 @@ def _file(config: EvaluateConfig) -> Path:
 def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of the run's corpus, if it still is that one."""
     own = record["config"]["corpus"]
-    paths = {"cache_dir": own["cache_dir"] and Path(own["cache_dir"])}
-    asked = CorpusConfig(**own | paths | {"domains": tuple(own["domains"])})
-    corpus = load_corpus(asked, targets=tuple(record["corpus"]["targets"]))
+    corpus = load_corpus(filled(CorpusConfig(), own), targets=tuple(record["corpus"]["targets"]))
     expected, found = record["corpus"]["tokenizer_sha256"], corpus.tokenizer_sha256
     if expected != found:
         raise ValueError(
@@ -133,12 +134,14 @@ def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]
 
 def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, datasets.Dataset]:
     """Blocks of other text: of the validation split, or all of it, for the model saw none of it."""
+    cache_dir = record["config"]["corpus"]["cache_dir"]
     asked = CorpusConfig(
         data=data,
         text_column=config.text_column,
         domain_column=config.domain_column,
         tokenizer=str(config.run / training.MODEL),
         block_size=record["corpus"]["block_size"],
+        cache_dir=None if cache_dir is None else Path(cache_dir),
     )
     parts = find_parts(asked, [])
     _check_names(config, f"{data} holds", sorted(parts))

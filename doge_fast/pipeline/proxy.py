@@ -25,7 +25,7 @@ from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
-from doge_fast.reweighting import DomainWeights
+from doge_fast.reweighting import DomainWeights, UpdateRule
 
 Target = str | dict[str, float]
 
@@ -77,6 +77,13 @@ class ProxyStage(Stage[ProxyConfig]):
             raise ValueError(
                 f"mode must be one of {', '.join(get_args(Mode))}; got {config.mode!r}."
             )
+        UpdateRule(
+            mu=1.0 if config.mu is None else config.mu,
+            score=generalization.score_of(config.score),
+            domain_max_grad_norm=config.domain_max_grad_norm or None,
+            max_grad_norm=config.training.max_grad_norm,
+            smoothing=config.smoothing,
+        )
         self.target = parse_target(config.target)
         self.targets = () if isinstance(self.target, str) else tuple(self.target)
         parse_split(config.split)

@@ -13,6 +13,7 @@ from benchmarks import evidence
 from doge_fast import cli
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.runs import open_runs
+from doge_fast.pipeline.tables import PIPE_WIDTH
 from tests.pages import ROOT, blocks_of
 from tests.pipeline.written_runs import write_experiment
 
@@ -49,9 +50,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """{experiment: its tables}, from the records that are kept."""
     folder = tmp_path_factory.mktemp("kept")
     found = {}
-    for file in sorted((ROOT / "benchmarks" / "results").glob("evidence-*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        found[file.stem] = terminal_table([evidence.unpack(record, folder / file.stem)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(PIPE_WIDTH))
+        for file in sorted((ROOT / "benchmarks" / "results").glob("evidence-*.json")):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            found[file.stem] = terminal_table([evidence.unpack(record, folder / file.stem)])
     return found
 
 

@@ -159,3 +159,12 @@ def test_the_average_of_the_target_is_told_apart(run: BaseConfig) -> None:
     assert records.read_evaluation(run.out)["average_perplexity"] == result["average_perplexity"]
     with pytest.raises(ValueError, match="knows the domains code, prose, table, verse; got poetry"):
         evaluate(replace(ask, target=("poetry",)))
+
+
+def test_other_text_never_lands_in_a_runs_own_record(run: BaseConfig, tmp_path: Path) -> None:
+    evaluate(EvaluateConfig(run=run.out, blocks=2, device="cpu"))
+    before = (run.out / "evaluation.json").read_bytes()
+    for out in (run.out, run.out / "evaluation.json"):
+        with pytest.raises(ValueError, match="out must be a file"):
+            evaluate(EvaluateConfig(run=run.out, blocks=2, out=out, device="cpu"))
+    assert (run.out / "evaluation.json").read_bytes() == before

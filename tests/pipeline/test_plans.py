@@ -24,6 +24,7 @@ from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
 from doge_fast.pipeline.experiments.presets import demo_of, known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.sources import find_parts
+from doge_fast.weights_file import write_json
 
 Make = Callable[..., ExperimentConfig]
 SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
@@ -113,6 +114,21 @@ def test_the_plan_is_commands_that_can_be_run_side_by_side(
     assert commands[-1][1:] == words
     assert config.out is not None
     assert not config.out.exists()
+
+
+def test_commands_of_a_file_that_asks_for_the_plan_run(
+    experiment: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = experiment("scales", plan=True)
+    file = tmp_path / "plan.json"
+    write_json(file, config)
+    assert cli.main(["experiment", "--config", str(file)]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if "--only" in line]
+    assert len(commands) == 3
+    parsed = cli.parse(shlex.split(commands[0], comments=True)[1:])
+    assert not parsed.plan
+    with pytest.raises(ValueError, match="leave out --only"):
+        run_experiment(replace(config, only=("proxy-tiny-seed0",)))
 
 
 def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:

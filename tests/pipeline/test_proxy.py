@@ -477,3 +477,21 @@ def test_splits_read_as_they_are_written() -> None:
     for items in (("old",), ("=a,b",), ("old=",), ("old=a", "old=b")):
         with pytest.raises(ValueError, match="split must be OLD=NEW,NEW, each old domain once"):
             parse_split(items)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"mu": math.nan}, "mu"), ({"smoothing": 1.5}, "smoothing"), ({"score": "x"}, "score")],
+)
+def test_how_the_weights_move_is_checked_before_the_corpus_is_read(
+    proxy: Callable[..., ProxyConfig],
+    changes: dict[str, Any],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the corpus is read")
+
+    monkeypatch.setattr("doge_fast.pipeline.domains.load_corpus", refuse)
+    with pytest.raises(ValueError, match=sentence):
+        learn_weights(proxy(**changes))

@@ -52,6 +52,11 @@ def read_file(path: Path, verb: str) -> Json:
         raise ValueError(f"config must be YAML or JSON; {path} is not: {told}.") from None
     if not isinstance(record, dict):
         raise ValueError(f"config must hold a mapping of fields; {path} does not.")
+    if "schema_version" in record and "config" not in record:
+        raise ValueError(
+            f"{path} is a record of an earlier version, without the fields that made it; give "
+            "them as flags."
+        )
     if not isinstance(record.get("config"), dict):
         return record
     stage = record.get("stage", "experiment")
@@ -73,7 +78,10 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
     """
     hints = get_type_hints(type(default))
     changes = {}
-    for key, value in given.items():
+    for said, value in given.items():
+        # As a flag spells it; `from_` is a field because `from` is a word of Python.
+        key = str(said).replace("-", "_")
+        key = f"{key}_" if f"{key}_" in hints else key
         if key not in hints:
             raise ValueError(_unknown(key, default, where))
         now = getattr(default, key)

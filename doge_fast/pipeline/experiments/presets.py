@@ -58,7 +58,7 @@ _PRESETS: Mapping[Preset, ExperimentConfig] = {
         base=BaseArmsConfig(
             models=("tiny",), steps=10, batch_size=8, eval_points=4, finetune_steps=3
         ),
-        doremi=DoReMiArmsConfig(longer=1.5),
+        doremi=DoReMiArmsConfig(steps=(5, 10)),
         # Of a model of 28 tensors.
         selection=SelectionArmsConfig(
             steps=3, strategies=("low5", "low10", "low20", "high10", "high5")

@@ -89,6 +89,8 @@ def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
         ValueError: as `run_experiment`.
     """
     check(config)
+    if config.only:
+        raise ValueError("--plan prints the commands of all runs; leave out --only.")
     plan = plan_of(config, _domains_of(config), _directory(config), _tasks_of(config))
     lines = [f"# {len(plan.jobs)} runs; those below one comment can be made side by side."]
     for number, wave in enumerate(plan.waves(), start=1):

@@ -86,7 +86,8 @@ def _find(name: str) -> Target:
     known = targets()
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=3)
+    near = [each for each in known if each.startswith(name)]
+    near = near or difflib.get_close_matches(name, known, n=3)
     way = (
         f"did you mean {' or '.join(near)}? doge-fast export --list names all."
         if near
