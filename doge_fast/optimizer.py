@@ -124,7 +124,7 @@ class DoGEOptimizer(OptimizerWrapper):
         self._weights = DomainWeights.of(
             domains,
             target=target,
-            lr=parameters.peak_lr,
+            lr=None if self._is_mu_named else parameters.peak_lr,
             mu=mu,
             score=score,
             max_grad_norm=max_grad_norm,

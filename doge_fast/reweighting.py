@@ -101,7 +101,7 @@ class DomainWeights:
         cls,
         domains: Sequence[str],
         *,
-        lr: float,
+        lr: float | None = None,
         target: Target = UNIVERSAL,
         mu: float | None = None,
         score: str | Score = "paper",
@@ -114,7 +114,7 @@ class DomainWeights:
         """The weights that `DoGEOptimizer` starts with for these arguments, all of them checked.
 
         Args:
-            lr: the peak learning rate, which the default of `mu` follows.
+            lr: the peak learning rate, which the default of `mu` follows; not needed beside `mu`.
             domains, target, mu, score, max_grad_norm, domain_max_grad_norm, smoothing, initial: as
                 `DoGEOptimizer` takes them.
             device: where they start.
@@ -123,8 +123,11 @@ class DomainWeights:
             ValueError: an argument outside its range; the message says which and why.
         """
         objective = Objective.of(domains, target)
+        if mu is None:
+            assert lr is not None, "the default of mu follows the learning rate"
+            mu = default_mu(lr, sum(objective.tau))
         rule = UpdateRule(
-            mu=default_mu(lr, sum(objective.tau)) if mu is None else mu,
+            mu=mu,
             score=score_of(score),
             domain_max_grad_norm=domain_max_grad_norm,
             max_grad_norm=max_grad_norm,
