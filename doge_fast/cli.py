@@ -52,7 +52,7 @@ class Verb(NamedTuple):
     """Returns lines to print."""
     is_positional: bool = False
     """Whether fields that must be given stand without a flag: they are what the verb is about."""
-    loads: tuple[str, ...] = ("torch", "datasets", "transformers")
+    loads: tuple[str, ...] = ("torch", "datasets", "transformers", "transformers.trainer")
     """Packages that it needs and that take seconds to import."""
 
 
@@ -163,11 +163,15 @@ def overview(first: str = "") -> str:
 
 
 def _load(packages: Sequence[str]) -> None:
-    """Import what takes seconds, and say so on a terminal."""
-    for package in packages:
-        if package not in sys.modules and sys.stderr.isatty():
-            print(f"loading {package} ...", file=sys.stderr, flush=True)
-        import_module(package)
+    """Import what takes seconds; on a terminal something moves meanwhile."""
+    missing = [package for package in packages if package not in sys.modules]
+    if missing:
+        from rich.console import Console
+
+        with Console(stderr=True).status("") as status:
+            for package in missing:
+                status.update(f"loading {package} ...")
+                import_module(package)
     if "transformers" in packages:
         from transformers.utils import logging as transformers_logging
 
@@ -312,14 +316,14 @@ VERBS: dict[str, Verb] = {
     "doremi": Verb(DoReMiConfig, _doremi),
     "select": Verb(SelectConfig, _select),
     "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True),
-    "report": Verb(ReportConfig, _report, loads=("matplotlib.pyplot",)),
+    "report": Verb(ReportConfig, _report, loads=("matplotlib.figure",)),
     "experiment": Verb(ExperimentConfig, _experiment, is_positional=True),
     "weights show": Verb(WeightsShowConfig, _weights("show"), True, ()),
     "weights diff": Verb(WeightsDiffConfig, _weights("diff"), True, ()),
     "weights average": Verb(WeightsAverageConfig, _weights("average"), True, ()),
     "weights constrain": Verb(WeightsConstrainConfig, _weights("constrain"), True, ()),
-    "weights plot": Verb(WeightsPlotConfig, _weights_plot, True, ("matplotlib.pyplot",)),
-    "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.pyplot",)),
+    "weights plot": Verb(WeightsPlotConfig, _weights_plot, True, ("matplotlib.figure",)),
+    "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.figure",)),
     "export": Verb(ExportConfig, _export, loads=()),
     "info": Verb(InfoConfig, _info, loads=("torch",)),
     "profile": Verb(ProfileConfig, _profile),
