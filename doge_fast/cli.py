@@ -263,7 +263,8 @@ def _plan(config: ExperimentConfig, words: Sequence[str]) -> list[str]:
     from doge_fast.pipeline.experiments.runner import plan_lines
 
     typed = ["doge-fast", *(word for word in words if word != "--plan"), "--no-plan"]
-    return plan_lines(config, shlex.join(typed[: None if "--config" in words else -1]))
+    has_file = any(word.split("=")[0] == "--config" for word in words)
+    return plan_lines(config, shlex.join(typed if has_file else typed[:-1]))
 
 
 def _info(config: InfoConfig) -> list[str]:

@@ -134,14 +134,13 @@ def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]
 
 def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, datasets.Dataset]:
     """Blocks of other text: of the validation split, or all of it, for the model saw none of it."""
-    cache_dir = record["config"]["corpus"]["cache_dir"]
     asked = CorpusConfig(
         data=data,
         text_column=config.text_column,
         domain_column=config.domain_column,
         tokenizer=str(config.run / training.MODEL),
         block_size=record["corpus"]["block_size"],
-        cache_dir=None if cache_dir is None else Path(cache_dir),
+        cache_dir=config.cache_dir,
     )
     parts = find_parts(asked, [])
     _check_names(config, f"{data} holds", sorted(parts))

@@ -183,7 +183,7 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
         ("training: 3", "training must be a mapping of fields; it is 3"),
         ("training: {dtype: float8}", "Input should be 'float32' or 'bfloat16'"),
         ("1: 2", "1 is no field"),
-        ("schema_version: 1", "is a record of an earlier version"),
+        ("schema_version: 1", "is a record, and holds no fields of proxy"),
         ("[1, 2]", "must hold a mapping of fields"),
         ("a: [", "must be YAML or JSON"),
         (None, "must be a file of fields"),

@@ -122,11 +122,11 @@ def test_commands_of_a_file_that_asks_for_the_plan_run(
     config = experiment("scales", plan=True)
     file = tmp_path / "plan.json"
     write_json(file, config)
-    assert cli.main(["experiment", "--config", str(file)]) == 0
-    commands = [line for line in capsys.readouterr().out.splitlines() if "--only" in line]
-    assert len(commands) == 3
-    parsed = cli.parse(shlex.split(commands[0], comments=True)[1:])
-    assert not parsed.plan
+    for words in (["--config", str(file)], [f"--config={file}"]):
+        assert cli.main(["experiment", *words]) == 0
+        commands = [line for line in capsys.readouterr().out.splitlines() if "--only" in line]
+        assert len(commands) == 3
+        assert not cli.parse(shlex.split(commands[0], comments=True)[1:]).plan
     with pytest.raises(ValueError, match="leave out --only"):
         run_experiment(replace(config, only=("proxy-tiny-seed0",)))
 

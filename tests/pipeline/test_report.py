@@ -777,13 +777,3 @@ def test_a_column_has_as_many_decimals_in_every_line(
     values: Sequence[float], texts: list[str]
 ) -> None:
     assert plotting.column_texts(np.array(values)) == texts
-
-
-def test_a_run_that_is_there_twice_is_no_second_seed(tmp_path: Path) -> None:
-    for name in ("first", "copied"):
-        write_proxy(tmp_path / name, seed=0)
-    write_proxy(tmp_path / "other", seed=1)
-    told = report.terminal_table([tmp_path / "first", tmp_path / "copied"])
-    assert "+/-" not in told
-    assert "one seed, so the spread of its weights is unknown" in " ".join(told.split())
-    assert "+/-" in report.terminal_table([tmp_path])

@@ -54,8 +54,8 @@ def read_file(path: Path, verb: str) -> Json:
         raise ValueError(f"config must hold a mapping of fields; {path} does not.")
     if "schema_version" in record and "config" not in record:
         raise ValueError(
-            f"{path} is a record of an earlier version, without the fields that made it; give "
-            "them as flags."
+            f"{path} is a record, and holds no fields of {verb}. Name it without --config, or give "
+            "the fields as flags."
         )
     if not isinstance(record.get("config"), dict):
         return record

@@ -44,6 +44,8 @@ class EvaluateConfig:
     """Score only so many documents of every task, the first ones; None: all."""
     fewshot_seed: int = 1234
     """Of the draw of the shots; lm-eval's own default."""
+    cache_dir: Path | None = None
+    """With data: where its packed blocks are kept; None: as for the other stages."""
     device: str = "auto"
     """auto, cpu, cuda, xpu or mps."""
 

@@ -58,7 +58,7 @@ _PRESETS: Mapping[Preset, ExperimentConfig] = {
         base=BaseArmsConfig(
             models=("tiny",), steps=10, batch_size=8, eval_points=4, finetune_steps=3
         ),
-        doremi=DoReMiArmsConfig(steps=(5, 10)),
+        doremi=DoReMiArmsConfig(longer=0.5),
         # Of a model of 28 tensors.
         selection=SelectionArmsConfig(
             steps=3, strategies=("low5", "low10", "low20", "high10", "high5")
@@ -177,7 +177,8 @@ def rates_of(config: ExperimentConfig, model: str) -> tuple[float, float]:
 def doremi_steps(config: ExperimentConfig) -> tuple[int, ...]:
     """Steps of reference and proxy, for each of DoReMi's arms."""
     steps = config.proxy.steps
-    return config.doremi.steps or (steps, round(steps * config.doremi.longer))
+    other = max(1, round(steps * config.doremi.longer))
+    return config.doremi.steps or tuple(sorted((steps, other)))
 
 
 def demo_of(config: DemoConfig) -> ExperimentConfig:

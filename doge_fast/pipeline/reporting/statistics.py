@@ -27,7 +27,7 @@ def stat_of(values: Iterable[float]) -> Stat:
 
 def nan_mean(values: Floats) -> Floats:
     """Mean over the first axis of what is a number; nan where nothing is."""
-    mean: Floats = np.ma.masked_invalid(values).mean(0).filled(math.nan)
+    mean: Floats = np.ma.filled(np.ma.masked_invalid(values).mean(0), math.nan)
     return mean
 
 

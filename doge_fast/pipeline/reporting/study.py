@@ -209,12 +209,7 @@ def _proxies_of(runs: Sequence[Run]) -> tuple[Proxy, ...]:
     # What is asked of all domains comes before what is asked of one, the baseline after both.
     groups.sort(key=lambda group: (group[0].stage == "doremi", bool(group[0].targets)))
     labels = _distinct([_common_name(group) for group in groups], groups)
-    # A run that is there twice is no second seed.
-    seeds = [{run.seed: run for run in reversed(group)} for group in groups]
-    return tuple(
-        Proxy(label, tuple(reversed(each.values())))
-        for label, each in zip(labels, seeds, strict=True)
-    )
+    return tuple(Proxy(label, tuple(group)) for label, group in zip(labels, groups, strict=True))
 
 
 def _grouped(runs: Iterable[Run]) -> list[list[Run]]:
