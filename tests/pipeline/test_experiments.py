@@ -357,7 +357,7 @@ def test_the_drift_of_an_average_leaves_out_what_it_leaves_out(
     mean = {name: sum(lines[step][name] for step in (4, 5, 6)) / 3 for name in lines[6]}
     early = {name: (lines[4][name] + lines[5][name] + 0.4 * lines[6][name]) / 2.4 for name in mean}
     drift = sum(abs(mean[name] - early[name]) for name in mean)
-    assert learned.movement.drift[-1] == pytest.approx(drift, rel=1e-4)
+    assert learned.movement.drift[-1] == pytest.approx(drift, rel=1e-5)
 
 
 def test_an_average_may_leave_out_the_early_steps(proxy: Callable[..., ProxyConfig]) -> None:
