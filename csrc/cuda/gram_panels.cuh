@@ -24,15 +24,9 @@ constexpr size_t panels_shared_bytes(bool has_two) {
   return STAGES * (has_two ? 2 : 1) * PANEL_PIECES * sizeof(Piece);
 }
 
-// Rows and columns of a warp's sums within the pair. Below the diagonal is most of the work: the four
-// schedulers, each with every fourth warp, get 16, 16, 20 and 20 tiles of it.
-struct WarpPlace {
-  int row;
-  int column;
-};
-__device__ __forceinline__ WarpPlace warp_place(int warp) {
-  return {static_cast<int>(0x02103132U >> 4 * warp & 3U) * 32, static_cast<int>(0x78U >> warp & 1U) * 64};
-}
+// Sums of a tile that grow side by side: all of its products of a stage.
+template <typename T>
+constexpr int PANEL_CHAINS = std::is_same_v<T, float> ? 3 : 2;
 
 template <typename T>
 struct PanelTiles {
@@ -48,12 +42,36 @@ struct PanelPair {
   int left_rows;
   int right_rows;
   bool is_diagonal;
-
-  // Whether the tile of `height` rows at `row`, 8 columns at `column`, holds anything that is wanted.
-  __device__ __forceinline__ bool wants(int row, int height, int column) const {
-    return row < left_rows && column < right_rows && (!is_diagonal || row + height > column);
-  }
 };
+
+// Where a warp's sums stand within the pair, and those of its tiles that hold anything that is wanted.
+struct WarpPlace {
+  int row;
+  int column;
+  // Bit 8 tall + group.
+  uint32_t wanted;
+
+  __device__ __forceinline__ bool wants(int tall, int group) const { return wanted >> (8 * tall + group) & 1U; }
+  __device__ __forceinline__ bool wants(int group) const { return (wanted >> group & 0x01010101U) != 0; }
+};
+
+// Below the diagonal is most of the work: the four schedulers, each with every fourth warp, get 16, 16,
+// 20 and 20 tiles of it.
+template <typename T>
+__device__ __forceinline__ WarpPlace warp_place(int warp, const PanelPair& pair) {
+  constexpr int HEIGHT = 8 * Product<T>::GROUPS_LEFT;
+  WarpPlace place = {static_cast<int>(0x02103132U >> 4 * warp & 3U) * 32,
+                     static_cast<int>(0x78U >> warp & 1U) * 64, 0};
+  for (int tall = 0; tall < PanelTiles<T>::TALL; ++tall)
+    for (int group = 0; group < PanelTiles<T>::WIDE; ++group) {
+      const int row = place.row + tall * HEIGHT;
+      const int column = place.column + 8 * group;
+      const bool is_wanted = row < pair.left_rows && column < pair.right_rows &&
+                             (!pair.is_diagonal || row + HEIGHT > column);
+      place.wanted |= static_cast<uint32_t>(is_wanted) << (8 * tall + group);
+    }
+  return place;
+}
 
 // Starts copying one stage of a panel: `rows`, [PANEL, PIECES_PER_ROW], at columns from `column` on.
 template <typename T>
@@ -75,8 +93,7 @@ __device__ __forceinline__ void start_stage(Piece* rows, const Chunk<T>& chunk, 
 
 template <typename T>
 __device__ __forceinline__ void add_stage(PanelTiles<T>& tiles, const Piece* left_rows,
-                                          const Piece* right_rows, const PanelPair& pair,
-                                          const WarpPlace& place) {
+                                          const Piece* right_rows, const WarpPlace& place) {
   using Tiles = PanelTiles<T>;
   using Operand = typename Product<T>::Operand;
   constexpr int HEIGHT = 8 * Tiles::GROUPS_LEFT;
@@ -92,28 +109,27 @@ __device__ __forceinline__ void add_stage(PanelTiles<T>& tiles, const Piece* lef
     }
   DOGE_UNROLL
   for (int group = 0; group < Tiles::WIDE; ++group) {
+    if (!place.wants(group)) continue;
     const int column = place.column + 8 * group;
-    bool is_wanted = false;
-    DOGE_UNROLL
-    for (int tall = 0; tall < Tiles::TALL; ++tall)
-      is_wanted = is_wanted || pair.wants(place.row + tall * HEIGHT, HEIGHT, column);
-    if (!is_wanted) continue;
     const Operand right = Product<T>::operand(right_rows[column * PIECES_PER_ROW + lane]);
     DOGE_UNROLL
     for (int tall = 0; tall < Tiles::TALL; ++tall) {
-      if (!pair.wants(place.row + tall * HEIGHT, HEIGHT, column)) continue;
-      Sum<T> fresh[Tiles::SUMS] = {};
-      Product<T>::add(fresh, left[tall], right);
-      DOGE_UNROLL
-      for (int i = 0; i < Tiles::SUMS; ++i) tiles.sums[tall][group][i] += fresh[i];
+      if (!place.wants(tall, group)) continue;
+      if constexpr (std::is_same_v<T, double>) {
+        Product<T>::add(tiles.sums[tall][group], left[tall], right);
+      } else {
+        Sum<T> fresh[PANEL_CHAINS<T>][Tiles::SUMS] = {};
+        Product<T>::add(fresh, left[tall], right, 0);
+        add_chains(tiles.sums[tall][group], fresh);
+      }
     }
   }
 }
 
 // Writes the sums into `square`, [PANEL, PANEL], or adds them to it; every entry has one thread.
 template <typename T>
-__device__ __forceinline__ void flush_panels(PanelTiles<T>& tiles, double* square, const PanelPair& pair,
-                                             const WarpPlace& place, bool is_first) {
+__device__ __forceinline__ void flush_panels(PanelTiles<T>& tiles, double* square, const WarpPlace& place,
+                                             bool is_first) {
   using Tiles = PanelTiles<T>;
   constexpr int HEIGHT = 8 * Tiles::GROUPS_LEFT;
   const int lane = threadIdx.x % LANES;
@@ -121,9 +137,9 @@ __device__ __forceinline__ void flush_panels(PanelTiles<T>& tiles, double* squar
   for (int tall = 0; tall < Tiles::TALL; ++tall)
     DOGE_UNROLL
     for (int group = 0; group < Tiles::WIDE; ++group) {
+      if (!place.wants(tall, group)) continue;
       const int top = place.row + tall * HEIGHT;
       const int column = place.column + 8 * group;
-      if (!pair.wants(top, HEIGHT, column)) continue;
       DOGE_UNROLL
       for (int i = 0; i < Tiles::SUMS; ++i) {
         double& entry = square[(top + 8 * (i / 2) + lane / 4) * PANEL + column + 2 * (lane % 4) + i % 2];
@@ -140,7 +156,7 @@ __global__ void __launch_bounds__(PANELS_THREADS, sizeof(Sum<T>) > 4 ? 1 : 2)
   const Entry panels = Triangle::entry(blockIdx.y);
   const PanelPair pair = {num_rows - PANEL * panels.row, num_rows - PANEL * panels.column,
                           panels.row == panels.column};
-  const WarpPlace place = warp_place(threadIdx.x / LANES);
+  const WarpPlace place = warp_place<T>(threadIdx.x / LANES, pair);
   // [STAGES, 1 or 2, PANEL, PIECES_PER_ROW]
   Piece* stages = dynamic_shared();
   const int stage_pieces = pair.is_diagonal ? PANEL_PIECES : 2 * PANEL_PIECES;
@@ -154,7 +170,7 @@ __global__ void __launch_bounds__(PANELS_THREADS, sizeof(Sum<T>) > 4 ? 1 : 2)
   for (int64_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
     const auto chunk = chunk_at<T>(table + c * GRAM_FIELDS);
     if (!std::is_same_v<T, double> && run > 0 && run + chunk.length > MAX_FLOAT_COLUMNS) {
-      flush_panels(tiles, square, pair, place, is_first);
+      flush_panels(tiles, square, place, is_first);
       is_first = false;
       run = 0;
     }
@@ -181,12 +197,12 @@ __global__ void __launch_bounds__(PANELS_THREADS, sizeof(Sum<T>) > 4 ? 1 : 2)
       __syncthreads();
       start(step + STAGES - 1);
       const Piece* stage = stages + step % STAGES * stage_pieces;
-      add_stage(tiles, stage, stage + right_offset, pair, place);
+      add_stage(tiles, stage, stage + right_offset, place);
     }
     // The next chunk writes the stages that the slowest warp may still read.
     __syncthreads();
   }
-  flush_panels(tiles, square, pair, place, is_first);
+  flush_panels(tiles, square, place, is_first);
 }
 
 }  // namespace doge_fast::cuda

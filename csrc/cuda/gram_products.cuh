@@ -7,6 +7,10 @@
 //
 // Matrix units cut off what does not fit into their sum. So sums start from zero at every piece and
 // are added to the running ones with a rounding addition.
+//
+// A product waits some 25 cycles for the one before it in the same sum. CHAINS sums side by side, added
+// at the end, wait for each other no more: where a warp has few tiles to turn to meanwhile, and registers
+// to spare.
 #pragma once
 
 #include "launch.cuh"
@@ -38,18 +42,22 @@ struct Product<float> {
     return parts;
   }
 
-  static __device__ __forceinline__ void add(float (&sums)[4], const Operand (&left)[2],
-                                             const Operand& right) {
+  // The small products first: one sum after the other adds them before the large ones.
+  template <int CHAINS>
+  static __device__ __forceinline__ void add(float (&sums)[CHAINS][4], const Operand (&left)[2],
+                                             const Operand& right, int) {
+    static_assert(CHAINS == 1 || CHAINS == 3);
     DOGE_UNROLL
     for (int k = 0; k < 4; k += 2) {
-      multiply_tf32(sums, {left[0].low[k], left[1].low[k], left[0].low[k + 1], left[1].low[k + 1]},
+      multiply_tf32(sums[CHAINS - 1], {left[0].low[k], left[1].low[k], left[0].low[k + 1], left[1].low[k + 1]},
                     {right.high[k], right.high[k + 1]});
-      multiply_tf32(sums, {left[0].high[k], left[1].high[k], left[0].high[k + 1], left[1].high[k + 1]},
+      multiply_tf32(sums[CHAINS / 2],
+                    {left[0].high[k], left[1].high[k], left[0].high[k + 1], left[1].high[k + 1]},
                     {right.low[k], right.low[k + 1]});
     }
     DOGE_UNROLL
     for (int k = 0; k < 4; k += 2)
-      multiply_tf32(sums, {left[0].high[k], left[1].high[k], left[0].high[k + 1], left[1].high[k + 1]},
+      multiply_tf32(sums[0], {left[0].high[k], left[1].high[k], left[0].high[k + 1], left[1].high[k + 1]},
                     {right.high[k], right.high[k + 1]});
   }
 };
@@ -62,17 +70,20 @@ struct HalfProduct {
 
   static __device__ __forceinline__ Operand operand(const Piece& piece) { return piece; }
 
-  static __device__ __forceinline__ void add(float (&sums)[4], const Operand (&left)[2],
-                                             const Operand& right) {
+  // Piece `step` of those whose products are added; they take the sums by turns.
+  template <int CHAINS>
+  static __device__ __forceinline__ void add(float (&sums)[CHAINS][4], const Operand (&left)[2],
+                                             const Operand& right, int step) {
     DOGE_UNROLL
     for (int k = 0; k < 4; k += 2) {
+      float(&chain)[4] = sums[(2 * step + k / 2) % CHAINS];
       const uint32_t rows[4] = {left[0].word[k], left[1].word[k], left[0].word[k + 1],
                                 left[1].word[k + 1]};
       const uint32_t columns[2] = {right.word[k], right.word[k + 1]};
       if constexpr (std::is_same_v<T, Bfloat16>)
-        multiply_bf16(sums, rows, columns);
+        multiply_bf16(chain, rows, columns);
       else
-        multiply_f16(sums, rows, columns);
+        multiply_f16(chain, rows, columns);
     }
   }
 };
@@ -97,6 +108,18 @@ struct Product<double> {
                    double_of(right.word[k], right.word[k + 1]));
   }
 };
+
+// sum += the chains, the last first.
+template <int CHAINS>
+__device__ __forceinline__ void add_chains(float (&sums)[4], const float (&chains)[CHAINS][4]) {
+  DOGE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    float sum = chains[CHAINS - 1][i];
+    DOGE_UNROLL
+    for (int c = CHAINS - 2; c >= 0; --c) sum += chains[c][i];
+    sums[i] += sum;
+  }
+}
 
 // Columns of a float32 sum at most; beyond, sums are float64.
 constexpr int64_t MAX_FLOAT_COLUMNS = 8192;

@@ -23,6 +23,10 @@ constexpr int STEPS = GROUPS == 1 ? 8 : GROUPS == 2 ? 4 : GROUPS <= 4 ? 2 : 1;
 template <typename T, int GROUPS>
 constexpr bool IS_AHEAD = !std::is_same_v<T, float> || GROUPS < 8;
 
+// Sums of a tile that grow side by side; more tiles hide each other's latency and need the registers.
+template <typename T, int GROUPS>
+constexpr int TILE_CHAINS = std::is_same_v<T, float> ? (GROUPS <= 3 ? 3 : 1) : GROUPS == 1 ? 2 : 1;
+
 // Rows 8 i + lane / 4 at the lane's columns; zeros past the rows and past the chunk.
 template <typename T, int GROUPS>
 __device__ __forceinline__ void load_groups(Piece (&pieces)[STEPS<GROUPS>][GROUPS], const Chunk<T>& chunk,
@@ -57,13 +61,14 @@ __device__ __forceinline__ void add_tiles(
   using Tiles = TilesOf<T, GROUPS>;
   using Operand = typename Product<T>::Operand;
   constexpr int HEIGHT = Tiles::HEIGHT;
+  constexpr int CHAINS = TILE_CHAINS<T, GROUPS>;
   unroll<Tiles::TILES>([&](auto index) {
     constexpr int TILE = decltype(index)::value;
     constexpr int FIRST = Tiles::tall_of(TILE) * HEIGHT;
     constexpr int GROUP = TILE - Tiles::tile(Tiles::tall_of(TILE), 0);
     // The last tall tile may lack its lower half.
     constexpr int LAST = FIRST + HEIGHT - 1;
-    Sum<T> fresh[Tiles::SUMS] = {};
+    Sum<T> fresh[CHAINS][Tiles::SUMS] = {};
     DOGE_UNROLL
     for (int s = 0; s < STEPS<GROUPS>; ++s) {
       Operand left[HEIGHT];
@@ -72,10 +77,9 @@ __device__ __forceinline__ void add_tiles(
       if constexpr (std::is_same_v<T, double>)
         Product<T>::add(sums[TILE], left, operands[s][GROUP]);
       else
-        Product<T>::add(fresh, left, operands[s][GROUP]);
+        Product<T>::add(fresh, left, operands[s][GROUP], s);
     }
-    DOGE_UNROLL
-    for (int i = 0; i < Tiles::SUMS; ++i) sums[TILE][i] += fresh[i];
+    if constexpr (!std::is_same_v<T, double>) add_chains(sums[TILE], fresh);
   });
 }
 
