@@ -1,8 +1,9 @@
 // sum_p B_p B_p^T over a table of chunks, [R, R] float64.
 //
-// Program p takes chunks p, p + P, p + 2 P, ...; sums are float32 over at most 8192 columns and float64
-// beyond (float64 throughout for float64 rows); a second launch adds the programs' partial results in
-// a fixed order. P depends on the table and the number of rows, on no device: bitwise reproducible.
+// A program takes chunks that follow each other, a later program fewer than an earlier one. Sums are
+// float32 over at most 8192 columns and float64 beyond (float64 throughout for float64 rows); a second
+// launch adds the programs' partial results in a fixed order. Programs and their chunks depend on the
+// table and the number of rows, on no device: bitwise reproducible.
 // Up to 8 rows of float32 as pairs, up to 64 rows of anything as tiles of one warp, beyond as panels.
 
 #include "gram_panels.cuh"
@@ -13,22 +14,36 @@ namespace doge_fast::cuda {
 namespace {
 
 constexpr int MAX_PAIR_ROWS = 8;
-// Enough to fill any GPU several times over, so that the last ones to finish leave it idle shortly.
-constexpr int64_t MAX_PROGRAMS = 2048;
-// Float64 entries of all partial results together: 64 MiB.
-constexpr int64_t MAX_PARTIAL_ENTRIES = 1 << 23;
-constexpr int REDUCE_WAYS = 32;
+// At least three times what any GPU runs at once: see ProgramChunks. Fewer of more rows, of which fewer
+// run at once and each writes more. Float64 entries of all partial results together: 128 MiB.
+#ifdef DOGE_EMULATED
+// What a test has time for is few chunks: some programs get several of them nevertheless.
+constexpr int64_t MAX_PROGRAMS = 300;
+constexpr int64_t MAX_PROGRAMS_OF_MANY_ROWS = 20;
+constexpr int64_t MAX_PARTIAL_ENTRIES = 1 << 18;
+#else
+constexpr int64_t MAX_PROGRAMS = 4096;
+constexpr int64_t MAX_PROGRAMS_OF_MANY_ROWS = 2048;
+constexpr int64_t MAX_PARTIAL_ENTRIES = 1 << 24;
+#endif
+constexpr int64_t FEW_ENTRIES = 1024;
+// Entries that a block reduces, 32 bytes: what memory hands out at least.
+constexpr int REDUCE_ENTRIES = 4;
+constexpr int REDUCE_WARPS = 32;
+constexpr int REDUCE_THREADS = REDUCE_WARPS * LANES;
+constexpr int REDUCE_WAYS = REDUCE_THREADS / REDUCE_ENTRIES;
 
 // gram = or += the sum of the programs' partial results, [num_partials, gridDim.y, entries], which Map
-// tells apart. Each way adds every 32nd partial result, and one lane adds the ways.
+// tells apart. Each way adds every 256th partial result; then the ways of a warp are added, in pairs,
+// and the warps, one after the other.
 template <typename Map>
-__global__ void __launch_bounds__(REDUCE_WAYS* LANES)
+__global__ void __launch_bounds__(REDUCE_THREADS)
     gram_reduce(const double* partials, int64_t num_partials, int entries, int num_rows, bool add,
                 double* gram) {
-  __shared__ double shared[REDUCE_WAYS][LANES];
-  const int lane = threadIdx.x % LANES;
-  const int way = threadIdx.x / LANES;
-  const int index = blockIdx.x * LANES + lane;
+  __shared__ double shared[REDUCE_WARPS][REDUCE_ENTRIES];
+  const int place = threadIdx.x % REDUCE_ENTRIES;
+  const int way = threadIdx.x / REDUCE_ENTRIES;
+  const int index = blockIdx.x * REDUCE_ENTRIES + place;
   const Entry at = Map::entry(blockIdx.y, index);
   // Both triangles come from one: three-pass products are not symmetric to the last bit.
   const bool is_wanted = index < entries && at.row < num_rows && at.column <= at.row;
@@ -39,10 +54,12 @@ __global__ void __launch_bounds__(REDUCE_WAYS* LANES)
     DOGE_UNROLL_BY(8)
     for (int64_t p = way; p < num_partials; p += REDUCE_WAYS) sum += from[p * stride];
   }
-  shared[way][lane] = sum;
+  DOGE_UNROLL
+  for (int distance = LANES / 2; distance >= REDUCE_ENTRIES; distance /= 2) sum += from_lane_xor(sum, distance);
+  if (threadIdx.x % LANES < REDUCE_ENTRIES) shared[threadIdx.x / LANES][place] = sum;
   __syncthreads();
-  if (way == 0 && is_wanted) {
-    for (int other = 1; other < REDUCE_WAYS; ++other) sum += shared[other][lane];
+  if (threadIdx.x < REDUCE_ENTRIES && is_wanted) {
+    for (int warp = 1; warp < REDUCE_WARPS; ++warp) sum += shared[warp][place];
     double& entry = gram[static_cast<int64_t>(at.row) * num_rows + at.column];
     sum += add ? entry : 0;
     entry = sum;
@@ -62,7 +79,7 @@ struct Problem {
   // Programs whose partial results, `entries` each, fit.
   int64_t num_programs(int64_t entries) const {
     const int64_t most = std::max<int64_t>(1, MAX_PARTIAL_ENTRIES / entries);
-    return std::min({MAX_PROGRAMS, most, num_chunks});
+    return std::min({entries <= FEW_ENTRIES ? MAX_PROGRAMS : MAX_PROGRAMS_OF_MANY_ROWS, most, num_chunks});
   }
   Tensor partials(int64_t num_programs, int64_t entries) const {
     return torch::stable::new_empty(gram_RR, {num_programs, entries});
@@ -72,7 +89,7 @@ struct Problem {
 template <typename Map>
 void reduce(const Launcher& launch, const Problem& problem, const Tensor& partials, int entries,
             int64_t num_pairs) {
-  launch(gram_reduce<Map>, (entries + LANES - 1) / LANES, num_pairs, REDUCE_WAYS * LANES, 0,
+  launch(gram_reduce<Map>, (entries + REDUCE_ENTRIES - 1) / REDUCE_ENTRIES, num_pairs, REDUCE_THREADS, 0,
          static_cast<const double*>(partials.const_data_ptr()), partials.size(0), entries, problem.num_rows,
          problem.add, static_cast<double*>(problem.gram_RR.mutable_data_ptr()));
 }
@@ -95,7 +112,7 @@ void run_tiles(const Launcher& launch, const Problem& problem) {
   using Tiles = TilesOf<T, GROUPS>;
   const int64_t num_programs = problem.num_programs(Tiles::ENTRIES);
   const Tensor partials = problem.partials(num_programs, Tiles::ENTRIES);
-  launch(gram_tiles<T, GROUPS>, num_programs, 1, TILES_THREADS, 0, problem.table, problem.num_chunks,
+  launch(gram_tiles<T, GROUPS>, num_programs, 1, TILES_THREADS, TILES_SHARED_BYTES<GROUPS>, problem.table, problem.num_chunks,
          problem.is_aligned, problem.num_rows, static_cast<double*>(partials.mutable_data_ptr()));
   reduce<typename Tiles::Map>(launch, problem, partials, Tiles::ENTRIES, 1);
 }
@@ -107,7 +124,7 @@ void run_panels(const Launcher& launch, const Problem& problem) {
   const int64_t entries = num_pairs * Panels::ENTRIES;
   const int64_t num_programs = problem.num_programs(entries);
   const Tensor partials = problem.partials(num_programs, entries);
-  launch(gram_panels<T>, num_programs, num_pairs, PANELS_THREADS, panels_shared_bytes(num_pairs > 1),
+  launch(gram_panels<T>, num_pairs, num_programs, PANELS_THREADS, panels_shared_bytes(num_pairs > 1),
          problem.table, problem.num_chunks, problem.is_aligned, problem.num_rows,
          static_cast<double*>(partials.mutable_data_ptr()));
   reduce<Panels>(launch, problem, partials, Panels::ENTRIES, num_pairs);

@@ -8,6 +8,31 @@
 
 namespace doge_fast::cuda {
 
+// Chunks of program `program` of P = `num_programs`, which are as many as there are chunks at most.
+//
+// Every program has one chunk; of the C - P others, (C - P) ((P - p) / P)^3 are left from program p on, so
+// that each gets fewer than the one before it. Programs start in this order, and a
+// GPU that runs a third of them at a time or fewer has small ones left when the last begin: its
+// multiprocessors end together. No number of multiprocessors is asked for, so that sums are the same on
+// every GPU.
+struct ProgramChunks {
+  int64_t first;
+  int64_t last;
+
+  static __device__ __forceinline__ int64_t left_from(int64_t program, int64_t num_programs,
+                                                      int64_t num_chunks) {
+    const int64_t programs_left = num_programs - program;
+    int64_t left = num_chunks - num_programs;
+    for (int i = 0; i < 3; ++i) left = left * programs_left / num_programs;
+    return left + programs_left;
+  }
+  static __device__ __forceinline__ ProgramChunks of(int64_t program, int64_t num_programs,
+                                                     int64_t num_chunks) {
+    return {num_chunks - left_from(program, num_programs, num_chunks),
+            num_chunks - left_from(program + 1, num_programs, num_chunks)};
+  }
+};
+
 struct Entry {
   int row;
   int column;

@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(PAIRS_THREADS)
   double total = 0;
   // Columns in this thread's sums.
   int64_t run = 0;
-  for (int64_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
+  const auto mine = ProgramChunks::of(blockIdx.x, gridDim.x, num_chunks);
+  for (int64_t c = mine.first; c < mine.last; ++c) {
     const auto chunk = chunk_at<float>(table + c * GRAM_FIELDS);
     const int64_t longer = (chunk.length + STEP - 1) / STEP * PER_PIECE<float>;
     if (run + longer > MAX_FLOAT_COLUMNS) {

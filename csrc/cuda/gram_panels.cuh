@@ -26,7 +26,7 @@ constexpr size_t panels_shared_bytes(bool has_two) {
 
 // Sums of a tile that grow side by side: all of its products of a stage.
 template <typename T>
-constexpr int PANEL_CHAINS = std::is_same_v<T, float> ? 3 : 2;
+constexpr int PANEL_CHAINS = std::is_same_v<T, float> ? 3 : std::is_same_v<T, double> ? 1 : 2;
 
 template <typename T>
 struct PanelTiles {
@@ -97,6 +97,7 @@ __device__ __forceinline__ void add_stage(PanelTiles<T>& tiles, const Piece* lef
   using Tiles = PanelTiles<T>;
   using Operand = typename Product<T>::Operand;
   constexpr int HEIGHT = 8 * Tiles::GROUPS_LEFT;
+  constexpr int CHAINS = PANEL_CHAINS<T>;
   // Of 8 rows, what a lane holds: row lane / 4, piece lane % 4, one after the other.
   const int lane = threadIdx.x % LANES;
   Operand left[Tiles::TALL][Tiles::GROUPS_LEFT];
@@ -115,13 +116,13 @@ __device__ __forceinline__ void add_stage(PanelTiles<T>& tiles, const Piece* lef
     DOGE_UNROLL
     for (int tall = 0; tall < Tiles::TALL; ++tall) {
       if (!place.wants(tall, group)) continue;
-      if constexpr (std::is_same_v<T, double>) {
-        Product<T>::add(tiles.sums[tall][group], left[tall], right);
-      } else {
-        Sum<T> fresh[PANEL_CHAINS<T>][Tiles::SUMS] = {};
-        Product<T>::add(fresh, left[tall], right, 0);
-        add_chains(tiles.sums[tall][group], fresh);
-      }
+      Sum<T> fresh[CHAINS][Tiles::SUMS] = {};
+      unroll<Product<T>::PHASES>([&](auto phase) {
+        constexpr int PHASE = decltype(phase)::value;
+        constexpr int CHAIN = Product<T>::chain(PHASE, CHAINS);
+        Product<T>::template multiply<PHASE>(fresh[CHAIN], left[tall], right);
+      });
+      add_chains(tiles.sums[tall][group], fresh);
     }
   }
 }
@@ -153,7 +154,8 @@ template <typename T>
 __global__ void __launch_bounds__(PANELS_THREADS, sizeof(Sum<T>) > 4 ? 1 : 2)
     gram_panels(const int64_t* table, int64_t num_chunks, bool is_aligned, int num_rows, double* partials) {
   constexpr int64_t STEP = PIECES_PER_ROW * PER_PIECE<T>;
-  const Entry panels = Triangle::entry(blockIdx.y);
+  // Pairs of the same chunks start together: the second-level cache has the panels that they share.
+  const Entry panels = Triangle::entry(blockIdx.x);
   const PanelPair pair = {num_rows - PANEL * panels.row, num_rows - PANEL * panels.column,
                           panels.row == panels.column};
   const WarpPlace place = warp_place<T>(threadIdx.x / LANES, pair);
@@ -162,12 +164,13 @@ __global__ void __launch_bounds__(PANELS_THREADS, sizeof(Sum<T>) > 4 ? 1 : 2)
   const int stage_pieces = pair.is_diagonal ? PANEL_PIECES : 2 * PANEL_PIECES;
   const int right_offset = pair.is_diagonal ? 0 : PANEL_PIECES;
   double* square =
-      partials + (static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y) * Panels::ENTRIES;
+      partials + (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * Panels::ENTRIES;
 
   PanelTiles<T> tiles = {};
   bool is_first = true;
   int64_t run = 0;
-  for (int64_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
+  const auto mine = ProgramChunks::of(blockIdx.y, gridDim.y, num_chunks);
+  for (int64_t c = mine.first; c < mine.last; ++c) {
     const auto chunk = chunk_at<T>(table + c * GRAM_FIELDS);
     if (!std::is_same_v<T, double> && run > 0 && run + chunk.length > MAX_FLOAT_COLUMNS) {
       flush_panels(tiles, square, place, is_first);

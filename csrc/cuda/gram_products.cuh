@@ -8,9 +8,9 @@
 // Matrix units cut off what does not fit into their sum. So sums start from zero at every piece and
 // are added to the running ones with a rounding addition.
 //
-// A product waits some 25 cycles for the one before it in the same sum. CHAINS sums side by side, added
-// at the end, wait for each other no more: where a warp has few tiles to turn to meanwhile, and registers
-// to spare.
+// A product waits some 25 cycles for the one before it in the same sum. So the products of a piece come
+// in phases: a kernel goes through the phases of several tiles side by side, or adds the phases of one
+// tile to several sums, CHAINS, which are added at the end.
 #pragma once
 
 #include "launch.cuh"
@@ -42,23 +42,19 @@ struct Product<float> {
     return parts;
   }
 
-  // The small products first: one sum after the other adds them before the large ones.
-  template <int CHAINS>
-  static __device__ __forceinline__ void add(float (&sums)[CHAINS][4], const Operand (&left)[2],
-                                             const Operand& right, int) {
-    static_assert(CHAINS == 1 || CHAINS == 3);
-    DOGE_UNROLL
-    for (int k = 0; k < 4; k += 2) {
-      multiply_tf32(sums[CHAINS - 1], {left[0].low[k], left[1].low[k], left[0].low[k + 1], left[1].low[k + 1]},
-                    {right.high[k], right.high[k + 1]});
-      multiply_tf32(sums[CHAINS / 2],
-                    {left[0].high[k], left[1].high[k], left[0].high[k + 1], left[1].high[k + 1]},
-                    {right.low[k], right.low[k + 1]});
-    }
-    DOGE_UNROLL
-    for (int k = 0; k < 4; k += 2)
-      multiply_tf32(sums[0], {left[0].high[k], left[1].high[k], left[0].high[k + 1], left[1].high[k + 1]},
-                    {right.high[k], right.high[k + 1]});
+  // Low by high and high by low, at two columns each, then high by high: one sum after the other adds
+  // the small products first.
+  static constexpr int PHASES = 6;
+  static __device__ __forceinline__ constexpr int chain(int phase, int chains) { return chains == 1 || phase >= 4 ? 0 : 1 + phase % 2; }
+
+  template <int PHASE>
+  static __device__ __forceinline__ void multiply(float (&sums)[4], const Operand (&left)[2],
+                                                  const Operand& right) {
+    constexpr int K = PHASE < 4 ? PHASE / 2 * 2 : (PHASE - 4) * 2;
+    const auto& upper = PHASE < 4 && PHASE % 2 == 0 ? left[0].low : left[0].high;
+    const auto& lower = PHASE < 4 && PHASE % 2 == 0 ? left[1].low : left[1].high;
+    const auto& columns = PHASE < 4 && PHASE % 2 == 1 ? right.low : right.high;
+    multiply_tf32(sums, {upper[K], lower[K], upper[K + 1], lower[K + 1]}, {columns[K], columns[K + 1]});
   }
 };
 
@@ -70,21 +66,19 @@ struct HalfProduct {
 
   static __device__ __forceinline__ Operand operand(const Piece& piece) { return piece; }
 
-  // Piece `step` of those whose products are added; they take the sums by turns.
-  template <int CHAINS>
-  static __device__ __forceinline__ void add(float (&sums)[CHAINS][4], const Operand (&left)[2],
-                                             const Operand& right, int step) {
-    DOGE_UNROLL
-    for (int k = 0; k < 4; k += 2) {
-      float(&chain)[4] = sums[(2 * step + k / 2) % CHAINS];
-      const uint32_t rows[4] = {left[0].word[k], left[1].word[k], left[0].word[k + 1],
-                                left[1].word[k + 1]};
-      const uint32_t columns[2] = {right.word[k], right.word[k + 1]};
-      if constexpr (std::is_same_v<T, Bfloat16>)
-        multiply_bf16(chain, rows, columns);
-      else
-        multiply_f16(chain, rows, columns);
-    }
+  static constexpr int PHASES = 2;
+  static __device__ __forceinline__ constexpr int chain(int phase, int chains) { return phase % chains; }
+
+  template <int PHASE>
+  static __device__ __forceinline__ void multiply(float (&sums)[4], const Operand (&left)[2],
+                                                  const Operand& right) {
+    constexpr int K = 2 * PHASE;
+    const uint32_t rows[4] = {left[0].word[K], left[1].word[K], left[0].word[K + 1], left[1].word[K + 1]};
+    const uint32_t columns[2] = {right.word[K], right.word[K + 1]};
+    if constexpr (std::is_same_v<T, Bfloat16>)
+      multiply_bf16(sums, rows, columns);
+    else
+      multiply_f16(sums, rows, columns);
   }
 };
 template <>
@@ -100,21 +94,24 @@ struct Product<double> {
 
   static __device__ __forceinline__ Operand operand(const Piece& piece) { return piece; }
 
-  static __device__ __forceinline__ void add(double (&sums)[2], const Operand (&left)[1],
-                                             const Operand& right) {
-    DOGE_UNROLL
-    for (int k = 0; k < 4; k += 2)
-      multiply_f64(sums, double_of(left[0].word[k], left[0].word[k + 1]),
-                   double_of(right.word[k], right.word[k + 1]));
+  static constexpr int PHASES = 2;
+  static __device__ __forceinline__ constexpr int chain(int, int) { return 0; }
+
+  template <int PHASE>
+  static __device__ __forceinline__ void multiply(double (&sums)[2], const Operand (&left)[1],
+                                                  const Operand& right) {
+    constexpr int K = 2 * PHASE;
+    multiply_f64(sums, double_of(left[0].word[K], left[0].word[K + 1]),
+                 double_of(right.word[K], right.word[K + 1]));
   }
 };
 
-// sum += the chains, the last first.
-template <int CHAINS>
-__device__ __forceinline__ void add_chains(float (&sums)[4], const float (&chains)[CHAINS][4]) {
+// sums += the chains, the last first.
+template <int CHAINS, int SUMS, typename S>
+__device__ __forceinline__ void add_chains(S (&sums)[SUMS], const S (&chains)[CHAINS][SUMS]) {
   DOGE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    float sum = chains[CHAINS - 1][i];
+  for (int i = 0; i < SUMS; ++i) {
+    S sum = chains[CHAINS - 1][i];
     DOGE_UNROLL
     for (int c = CHAINS - 2; c >= 0; --c) sum += chains[c][i];
     sums[i] += sum;

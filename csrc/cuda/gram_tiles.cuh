@@ -1,8 +1,9 @@
 // The Gram matrix of up to 64 rows on the matrix units, all of it in the registers of a warp.
 //
 // Every warp has columns of its own and multiplies all rows with all rows there, so that each element
-// is loaded by one lane, split once and never passed on: no shared memory and no barrier before the
-// sums are flushed. The next pieces are on their way while these are multiplied.
+// is loaded by one lane, split once and never passed on: no barrier before the sums are flushed. The
+// next pieces wait in shared memory, where the lane that reads them had them copied: they take no
+// registers while they are on their way, and go on from one chunk to the next.
 // Reads each row once; writes one float64 set of tiles per program.
 #pragma once
 
@@ -15,44 +16,97 @@ constexpr int TILES_WARPS = 4;
 constexpr int TILES_THREADS = TILES_WARPS * LANES;
 constexpr int MAX_GROUPS = 8;
 
-// Pieces of a row that a lane loads at a time: some eight loads are on their way together.
+// Pieces of a row that a lane multiplies at a time.
 template <int GROUPS>
 constexpr int STEPS = GROUPS == 1 ? 8 : GROUPS == 2 ? 4 : GROUPS <= 4 ? 2 : 1;
 
-// Whether the next pieces are loaded before these are multiplied: where registers are left for them.
-template <typename T, int GROUPS>
-constexpr bool IS_AHEAD = !std::is_same_v<T, float> || GROUPS < 8;
+// Stages of the ring in shared memory, all but one on their way at any time; each is
+// [STEPS, GROUPS, TILES_THREADS]. Two or three blocks of them fit on a multiprocessor of 164 KB.
+template <int GROUPS>
+constexpr int TILES_STAGES = STEPS<GROUPS> == 1 && GROUPS < MAX_GROUPS ? 4 : 3;
+template <int GROUPS>
+constexpr int STAGE_PIECES = STEPS<GROUPS> * GROUPS * TILES_THREADS;
+template <int GROUPS>
+constexpr size_t TILES_SHARED_BYTES = TILES_STAGES<GROUPS> * STAGE_PIECES<GROUPS> * sizeof(Piece);
 
-// Sums of a tile that grow side by side; more tiles hide each other's latency and need the registers.
+// Tiles that are multiplied side by side, and sums of each: six tiles hide each other's latency, fewer
+// need sums of their own for the three products of a split number, or for every other product.
 template <typename T, int GROUPS>
-constexpr int TILE_CHAINS = std::is_same_v<T, float> ? (GROUPS <= 3 ? 3 : 1) : GROUPS == 1 ? 2 : 1;
+constexpr int TILES_TOGETHER = std::is_same_v<T, float> && GROUPS <= 3 ? 1 : 6;
+template <typename T, int GROUPS>
+constexpr int TILES_CHAINS = std::is_same_v<T, float> ? (GROUPS <= 3 ? 3 : 1) : GROUPS == 1 ? 2 : 1;
 
-// Rows 8 i + lane / 4 at the lane's columns; zeros past the rows and past the chunk.
+// What a program loads next.
 template <typename T, int GROUPS>
-__device__ __forceinline__ void load_groups(Piece (&pieces)[STEPS<GROUPS>][GROUPS], const Chunk<T>& chunk,
-                                            int64_t column, int num_rows, bool is_aligned) {
-  constexpr int64_t NEXT = 4 * PER_PIECE<T>;
-  const int row = threadIdx.x % LANES / 4;
-  const T* from = chunk.first + row * chunk.row_stride + column;
-  // Outside the loops: loads that follow each other without a branch are all on their way at once.
-  if (is_aligned) {
-    DOGE_UNROLL
-    for (int i = 0; i < GROUPS; ++i)
-      DOGE_UNROLL
-      for (int s = 0; s < STEPS<GROUPS>; ++s) {
-        const bool is_inside = 8 * i + row < num_rows && column + s * NEXT < chunk.length;
-        pieces[s][i] = is_inside ? load16(from + 8 * i * chunk.row_stride + s * NEXT) : Piece{};
+struct Loads {
+  // Columns of a warp, and of the block.
+  static constexpr int WARP_STEP = STEPS<GROUPS> * 4 * PER_PIECE<T>;
+  static constexpr int STEP = TILES_WARPS * WARP_STEP;
+
+  const int64_t* entry;
+  const int64_t* end;
+  Chunk<T> chunk;
+  int64_t start;
+
+  __device__ __forceinline__ Loads(const int64_t* table, const ProgramChunks& chunks)
+      : entry(table + chunks.first * GRAM_FIELDS),
+        end(table + chunks.last * GRAM_FIELDS),
+        chunk(chunk_at<T>(entry)),
+        start(0) {}
+
+  // Starts copying rows 8 i + lane / 4 at this lane's columns into `stage`, of which it has every
+  // TILES_THREADS-th piece; zeros past the rows and past the chunk. Ends a group of copies. Returns
+  // whether there was anything left.
+  __device__ __forceinline__ bool start_next(Piece* stage, int num_rows, bool is_aligned) {
+    const bool is_more = entry < end;
+    if (is_more) {
+      if (is_aligned)
+        copy_aligned(stage, num_rows);
+      else
+        copy_ragged(stage, num_rows);
+      start += STEP;
+      if (start >= chunk.length) {
+        start = 0;
+        entry += GRAM_FIELDS;
+        if (entry < end) chunk = chunk_at<T>(entry);
       }
-  } else {
+    }
+    // Empty groups keep the count at the end.
+    end_copy_group();
+    return is_more;
+  }
+
+ private:
+  static constexpr int NEXT = 4 * PER_PIECE<T>;
+
+  __device__ __forceinline__ int64_t column() const {
+    return start + threadIdx.x / LANES * WARP_STEP + threadIdx.x % 4 * PER_PIECE<T>;
+  }
+
+  __device__ __forceinline__ void copy_aligned(Piece* stage, int num_rows) const {
+    const int row = threadIdx.x % LANES / 4;
+    const T* from = chunk.first + row * chunk.row_stride + column();
     DOGE_UNROLL
     for (int i = 0; i < GROUPS; ++i)
       DOGE_UNROLL
       for (int s = 0; s < STEPS<GROUPS>; ++s) {
-        const int64_t left = 8 * i + row < num_rows ? chunk.length - column - s * NEXT : 0;
-        pieces[s][i] = load_elements(from + 8 * i * chunk.row_stride + s * NEXT, left);
+        const bool is_inside = 8 * i + row < num_rows && column() + s * NEXT < chunk.length;
+        start_copy(stage + (s * GROUPS + i) * TILES_THREADS,
+                   is_inside ? from + 8 * i * chunk.row_stride + s * NEXT : chunk.first, is_inside);
       }
   }
-}
+
+  __device__ __forceinline__ void copy_ragged(Piece* stage, int num_rows) const {
+    const int row = threadIdx.x % LANES / 4;
+    const T* from = chunk.first + row * chunk.row_stride + column();
+    for (int i = 0; i < GROUPS; ++i)
+      for (int s = 0; s < STEPS<GROUPS>; ++s) {
+        const int64_t left = 8 * i + row < num_rows ? chunk.length - column() - s * NEXT : 0;
+        stage[(s * GROUPS + i) * TILES_THREADS] =
+            load_elements(from + 8 * i * chunk.row_stride + s * NEXT, left);
+      }
+  }
+};
 
 template <typename T, int GROUPS>
 __device__ __forceinline__ void add_tiles(
@@ -61,25 +115,37 @@ __device__ __forceinline__ void add_tiles(
   using Tiles = TilesOf<T, GROUPS>;
   using Operand = typename Product<T>::Operand;
   constexpr int HEIGHT = Tiles::HEIGHT;
-  constexpr int CHAINS = TILE_CHAINS<T, GROUPS>;
-  unroll<Tiles::TILES>([&](auto index) {
-    constexpr int TILE = decltype(index)::value;
-    constexpr int FIRST = Tiles::tall_of(TILE) * HEIGHT;
-    constexpr int GROUP = TILE - Tiles::tile(Tiles::tall_of(TILE), 0);
-    // The last tall tile may lack its lower half.
-    constexpr int LAST = FIRST + HEIGHT - 1;
-    Sum<T> fresh[CHAINS][Tiles::SUMS] = {};
-    DOGE_UNROLL
-    for (int s = 0; s < STEPS<GROUPS>; ++s) {
-      Operand left[HEIGHT];
-      left[0] = operands[s][FIRST];
-      if constexpr (LAST > FIRST) left[1] = LAST < GROUPS ? operands[s][LAST % GROUPS] : Operand{};
-      if constexpr (std::is_same_v<T, double>)
-        Product<T>::add(sums[TILE], left, operands[s][GROUP]);
-      else
-        Product<T>::add(fresh, left, operands[s][GROUP], s);
-    }
-    if constexpr (!std::is_same_v<T, double>) add_chains(sums[TILE], fresh);
+  constexpr int TOGETHER = TILES_TOGETHER<T, GROUPS>;
+  constexpr int CHAINS = TILES_CHAINS<T, GROUPS>;
+  constexpr int PHASES = Product<T>::PHASES;
+  unroll<(Tiles::TILES + TOGETHER - 1) / TOGETHER>([&](auto batch) {
+    constexpr int FIRST_TILE = decltype(batch)::value * TOGETHER;
+    constexpr int COUNT = Tiles::TILES - FIRST_TILE < TOGETHER ? Tiles::TILES - FIRST_TILE : TOGETHER;
+    [[maybe_unused]] Sum<T> fresh[COUNT][CHAINS][Tiles::SUMS] = {};
+    unroll<STEPS<GROUPS> * PHASES>([&](auto turn) {
+      constexpr int STEP = decltype(turn)::value / PHASES;
+      constexpr int PHASE = decltype(turn)::value % PHASES;
+      unroll<COUNT>([&](auto index) {
+        constexpr int TILE = FIRST_TILE + decltype(index)::value;
+        constexpr int FIRST = Tiles::tall_of(TILE) * HEIGHT;
+        constexpr int GROUP = TILE - Tiles::tile(Tiles::tall_of(TILE), 0);
+        [[maybe_unused]] constexpr int CHAIN = Product<T>::chain(PHASE, CHAINS);
+        // The last tall tile may lack its lower half.
+        constexpr int LAST = FIRST + HEIGHT - 1;
+        Operand left[HEIGHT];
+        left[0] = operands[STEP][FIRST];
+        if constexpr (LAST > FIRST) left[1] = LAST < GROUPS ? operands[STEP][LAST % GROUPS] : Operand{};
+        if constexpr (std::is_same_v<T, double>)
+          Product<T>::template multiply<PHASE>(sums[TILE], left, operands[STEP][GROUP]);
+        else
+          Product<T>::template multiply<PHASE>(
+              fresh[decltype(index)::value][CHAIN], left, operands[STEP][GROUP]);
+      });
+    });
+    if constexpr (!std::is_same_v<T, double>)
+      unroll<COUNT>([&](auto index) {
+        add_chains(sums[FIRST_TILE + decltype(index)::value], fresh[decltype(index)::value]);
+      });
   });
 }
 
@@ -105,37 +171,39 @@ template <typename T, int GROUPS>
 __global__ void __launch_bounds__(TILES_THREADS)
     gram_tiles(const int64_t* table, int64_t num_chunks, bool is_aligned, int num_rows, double* partials) {
   using Tiles = TilesOf<T, GROUPS>;
-  constexpr int64_t WARP_STEP = STEPS<GROUPS> * 4 * PER_PIECE<T>;
-  constexpr int64_t STEP = TILES_WARPS * WARP_STEP;
+  using Loads = Loads<T, GROUPS>;
+  constexpr int STAGES = TILES_STAGES<GROUPS>;
   __shared__ double totals[Tiles::ENTRIES];
   for (int i = threadIdx.x; i < Tiles::ENTRIES; i += TILES_THREADS) totals[i] = 0;
   __syncthreads();
+  // [STAGES, STEPS, GROUPS, TILES_THREADS], of which this thread has one in the last dimension.
+  Piece* stages = dynamic_shared() + threadIdx.x;
+  Loads loads(table, ProgramChunks::of(blockIdx.x, gridDim.x, num_chunks));
+  // Stages that are on their way or have arrived.
+  int ahead = 0;
+  for (int stage = 0; stage < STAGES - 1; ++stage)
+    ahead += loads.start_next(stages + stage * STAGE_PIECES<GROUPS>, num_rows, is_aligned);
   Sum<T> sums[Tiles::TILES][Tiles::SUMS] = {};
   // Columns in this warp's sums.
-  int64_t run = 0;
-  for (int64_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
-    const auto chunk = chunk_at<T>(table + c * GRAM_FIELDS);
-    const int64_t longer = (chunk.length + STEP - 1) / STEP * WARP_STEP;
-    if (!std::is_same_v<T, double> && run + longer > MAX_FLOAT_COLUMNS) {
+  int run = 0;
+  for (int stage = 0; ahead > 0; stage = stage + 1 < STAGES ? stage + 1 : 0) {
+    if (!std::is_same_v<T, double> && run + Loads::WARP_STEP > MAX_FLOAT_COLUMNS) {
       flush_tiles<T, GROUPS>(sums, totals);
       run = 0;
     }
-    run += longer;
-    // [STEPS, GROUPS] of 16 bytes
-    Piece next[STEPS<GROUPS>][GROUPS];
-    int64_t column = threadIdx.x / LANES * WARP_STEP + threadIdx.x % 4 * PER_PIECE<T>;
-    if (IS_AHEAD<T, GROUPS>) load_groups<T, GROUPS>(next, chunk, column, num_rows, is_aligned);
-    for (int64_t start = 0; start < chunk.length; start += STEP) {
-      if (!IS_AHEAD<T, GROUPS>) load_groups<T, GROUPS>(next, chunk, column, num_rows, is_aligned);
-      typename Product<T>::Operand operands[STEPS<GROUPS>][GROUPS];
+    run += Loads::WARP_STEP;
+    wait_for_copies<STAGES - 2>();
+    const Piece* arrived = stages + stage * STAGE_PIECES<GROUPS>;
+    typename Product<T>::Operand operands[STEPS<GROUPS>][GROUPS];
+    DOGE_UNROLL
+    for (int s = 0; s < STEPS<GROUPS>; ++s)
       DOGE_UNROLL
-      for (int s = 0; s < STEPS<GROUPS>; ++s)
-        DOGE_UNROLL
-        for (int i = 0; i < GROUPS; ++i) operands[s][i] = Product<T>::operand(next[s][i]);
-      column += STEP;
-      if (IS_AHEAD<T, GROUPS>) load_groups<T, GROUPS>(next, chunk, column, num_rows, is_aligned);
-      add_tiles<T, GROUPS>(sums, operands);
-    }
+      for (int i = 0; i < GROUPS; ++i)
+        operands[s][i] = Product<T>::operand(arrived[(s * GROUPS + i) * TILES_THREADS]);
+    // Into the stage before this one, whose pieces were multiplied.
+    Piece* free = stages + (stage > 0 ? stage - 1 : STAGES - 1) * STAGE_PIECES<GROUPS>;
+    ahead += loads.start_next(free, num_rows, is_aligned) - 1;
+    add_tiles<T, GROUPS>(sums, operands);
   }
   flush_tiles<T, GROUPS>(sums, totals);
   double* mine = partials + static_cast<int64_t>(blockIdx.x) * Tiles::ENTRIES;

@@ -1,10 +1,11 @@
 """The Gram matrix on a GPU, through Triton.
 
 Rows come through a chunk table, [num_chunks, 3] int64: address of the chunk's first element in
-row 0, distance between rows in elements, number of columns. Program p takes chunks
-p, p + P, p + 2P, ...; sums are float32 within a chunk and float64 across chunks; a second
-kernel adds the programs' partial results in a fixed order. P depends on nothing but the
-table's length and the tuning, so results are bitwise reproducible.
+row 0, distance between rows in elements, number of columns. A program takes chunks that follow
+each other, a later program fewer than an earlier one; sums are float32 within a chunk and
+float64 across chunks; a second kernel adds the programs' partial results in a fixed order.
+Which chunks a program takes depends on nothing but the table's length and the tuning, so results
+are bitwise reproducible.
 
 Reads each row once (K*N elements); with more rows than a tile holds, once per tile column.
 Writes one float64 square per program, reads it once more to reduce; `gram_tiles` adds to its
@@ -158,6 +159,29 @@ def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def chunks_from(program, num_programs, num_chunks):
+    """How many chunks are left for `program` and those after it, out of `num_programs`.
+
+    Every program has one chunk; of the C - P others, (C - P) ((P - p) / P)^3 are left from program
+    p on, so that each gets fewer than the one before it. Programs start in this order: a GPU that
+    runs a third of them at a time or fewer has small ones left when the last begin, and its
+    multiprocessors end together.
+    """
+    # int64: there may be 2**31 chunks times programs.
+    programs_left = (num_programs - program).to(tl.int64)
+    left = (num_chunks - num_programs).to(tl.int64)
+    for _ in tl.static_range(3):
+        left = left * programs_left // num_programs
+    return left + programs_left
+
+
+@triton.jit
+def first_chunk(program, num_programs, num_chunks):
+    """Where the chunks of `program` begin in the table."""
+    return (num_chunks - chunks_from(program, num_programs, num_chunks)).to(tl.int32)
+
+
+@triton.jit
 def lanes(row_B, DOUBLINGS: tl.constexpr):
     """Its 2 ** DOUBLINGS interleaved parts: what one thread loaded, apart, nothing is moved."""
     parts = (row_B,)
@@ -192,7 +216,9 @@ def gram_pairs(
     entries_S = tl.arange(0, SQUARE)
     total_S = tl.zeros([SQUARE], tl.float64)
     LANES: tl.constexpr = 1 << DOUBLINGS
-    for chunk in range(program, num_chunks, tl.num_programs(0)):
+    first = first_chunk(program, tl.num_programs(0), num_chunks)
+    last = first_chunk(program + 1, tl.num_programs(0), num_chunks)
+    for chunk in range(first, last):
         pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
         sums = ()
         for _ in tl.static_range(R * (R + 1) // 2):
@@ -273,7 +299,9 @@ def gram_tiles(
     j_T = tile_j * TILE + tl.arange(0, TILE)
     side: tl.constexpr = TILES * TILE
     square_TT = partials + program.to(tl.int64) * side * side + i_T[:, None] * side + j_T[None, :]
-    for chunk in range(program, num_chunks, tl.num_programs(0)):
+    first = first_chunk(program, tl.num_programs(0), num_chunks)
+    last = first_chunk(program + 1, tl.num_programs(0), num_chunks)
+    for chunk in range(first, last):
         pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
         sums_TT = tl.zeros([TILE, TILE], SUM)
         # int64: a row may be longer than 2**31
@@ -303,7 +331,7 @@ def gram_tiles(
             # A plain addition the compiler would hand to the matrix units.
             sums_TT = tl.fma(product_TT, tl.full(product_TT.shape, 1.0, SUM), sums_TT)
         # In memory: float64 totals would take the registers of a second tile.
-        is_later = i_T[:, None] + chunk != i_T[:, None] + program
+        is_later = i_T[:, None] + chunk != i_T[:, None] + first
         total_TT = tl.load(square_TT, mask=is_later, other=0.0) + sums_TT.to(tl.float64)
         tl.store(square_TT, total_TT)
         # Loads of the next chunk may fall to other threads.

@@ -19,15 +19,16 @@ FOLDED = "folded"
 
 @dataclass(frozen=True)
 class Pairs:
-    """One multiply-add per pair of rows and column; all pairs in registers.
+    """One multiply-add per pair of rows and column; all pairs in the registers of one warp.
 
-    One warp where they fit: nothing to wait for at the end of a chunk.
+    One warp has nobody to wait for at the end of a chunk, but a GPU runs up to 4224 of them at
+    once: short chunks, and three times as many programs, let its multiprocessors end together.
     """
 
     block: int
     num_warps: int = 1
-    chunk_columns: int = 8192
-    num_programs: int = 4096
+    chunk_columns: int = 2048
+    num_programs: int = 12288
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Reduction:
 
 # Four neighbours are 32 bytes, what memory hands out at least; many rows have entries enough to
 # occupy a GPU with fewer, wider programs.
-FEW_ROWS = Reduction(block=4, programs=512, num_warps=8)
+FEW_ROWS = Reduction(block=4, programs=2048, num_warps=16)
 MANY_ROWS = Reduction(block=32, programs=128, num_warps=8)
 
 # Keyed by the largest number of rows. Few rows load several times 16 bytes at once, so that
@@ -69,9 +70,9 @@ PAIRS_FLOAT32: dict[float, Pairs] = {
     1: Pairs(block=1024),
     3: Pairs(block=512),
     4: Pairs(block=256),
-    12: Pairs(block=128),
-    # 105 sums and 14 rows of one warp would not fit in registers, 136 and 16 not of two.
-    14: Pairs(block=256, num_warps=2),
+    8: Pairs(block=128),
+    # 91 sums and 13 rows would not fit in registers.
+    12: Pairs(block=128, num_programs=4096),
 }
 PAIRS_HALF: dict[float, Pairs] = {
     1: Pairs(block=2048),
@@ -85,18 +86,20 @@ PAIRS_FLOAT64: dict[float, Pairs] = {
     10: Pairs(block=64),
 }
 
+# Programs of small tiles are many at once, as those of pairs.
+SHORT = {"chunk_columns": 4096, "num_programs": 4096}
 TILES_FLOAT32: dict[float, Tiles] = {
-    16: Tiles(tile=16, block=32, num_warps=1, num_stages=4),
-    32: Tiles(tile=32, block=32, num_warps=2, num_stages=4),
+    16: Tiles(tile=16, block=32, num_warps=1, num_stages=4, **SHORT),
+    32: Tiles(tile=32, block=32, num_warps=2, num_stages=4, **SHORT),
     64: Tiles(tile=64, block=32, num_warps=4, num_stages=4),
     128: Tiles(tile=128, block=32, num_warps=8, num_stages=4),
     math.inf: Tiles(tile=64, block=32, num_warps=8, num_stages=4),
 }
 TILES_HALF: dict[float, Tiles] = {
-    16: Tiles(tile=16, block=32, num_warps=1, num_stages=6),
-    32: Tiles(tile=32, block=32, num_warps=2, num_stages=6),
-    64: Tiles(tile=64, block=32, num_warps=4, num_stages=6),
-    math.inf: Tiles(tile=128, block=32, num_warps=8, num_stages=4),
+    16: Tiles(tile=16, block=32, num_warps=1, num_stages=6, **SHORT),
+    32: Tiles(tile=32, block=32, num_warps=2, num_stages=6, **SHORT),
+    64: Tiles(tile=64, block=32, num_warps=4, num_stages=8),
+    math.inf: Tiles(tile=128, block=32, num_warps=8, num_stages=8),
 }
 TILES_FLOAT64: dict[float, Tiles] = {
     16: Tiles(tile=16, block=16, num_warps=1, num_stages=3),
@@ -118,7 +121,7 @@ def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
 
     By arithmetic, with 4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 990 of bfloat16 (H200)
     and 1.75, 19.5, 156 and 312 (A100), as parts of the time that a column's bytes take. R rows
-    cost R (R + 1) operations in pairs: of float32 rows 0.27 and 0.34 at R = 14, of 16-bit rows
+    cost R (R + 1) operations in pairs: of float32 rows 0.23 and 0.29 at R = 12, of 16-bit rows
     0.39 and 0.49 at 10. Tiles of T rows cost 2 T^2 operations of bfloat16 or twice 2 T^2 of tf32
     (`folded_dot`): of bfloat16 rows 0.20 and 0.26 at 22, 0.36 and 0.46 at 50, 0.56 and 0.72 at
     128; of float32 rows 0.50 and 0.52 at 22, 0.88 and 0.92 at 50, 1.38 and 1.44 at 128, the one
