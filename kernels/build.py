@@ -85,6 +85,16 @@ def why_not(name: str) -> str | None:
         return _outcomes[name]
 
 
+def is_built(name: str) -> bool:
+    """Whether one of the three libraries is loaded or in the cache: nobody waits for a compiler."""
+    if hasattr(getattr(torch.ops, name), "gram"):
+        return True
+    try:
+        return _place(name, *_LIBRARIES[name])[0].exists()
+    except BuildError:
+        return False
+
+
 def _try_to_load(name: str) -> str | None:
     # A second copy of the same registrations would end the process.
     if hasattr(getattr(torch.ops, name), "gram"):
@@ -131,10 +141,8 @@ def build_library(name: str, sources: Path, recipe_of: RecipeOf) -> Path:
         BuildError: nothing may be compiled, or a package, torch's headers or a compiler is missing,
             or the cache cannot be written, or the compiler fails.
     """
-    _check_possible()
-    recipe = recipe_of(sources)
-    cache = cache_dir()
-    library = cache / f"{name}-{_key(recipe, sources)}.so"
+    library, recipe = _place(name, sources, recipe_of)
+    cache = library.parent
     if library.exists():
         return library
     try:
@@ -148,6 +156,13 @@ def build_library(name: str, sources: Path, recipe_of: RecipeOf) -> Path:
             "to a directory that can."
         ) from error
     return library
+
+
+def _place(name: str, sources: Path, recipe_of: RecipeOf) -> tuple[Path, Recipe]:
+    """Where the library is, or would be once it is compiled by the recipe."""
+    _check_possible()
+    recipe = recipe_of(sources)
+    return cache_dir() / f"{name}-{_key(recipe, sources)}.so", recipe
 
 
 def cache_dir() -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from doge_fast._layout import KERNELS_DIR
+from doge_fast.kernels.build import CUDA, is_built
 from doge_fast.kernels.obstacles import OBSTACLES
 from doge_fast.kernels.schema import (
     SIGNATURES,
@@ -48,11 +49,14 @@ MODULES = {
 for _operator in OPERATORS:
     importlib.import_module(MODULES[_operator, "torch"])
 
-# Best first, where nothing was measured. Triton before CUDA, since the interpreter tests the very
-# code that runs; gradients to accumulate are at other addresses in every step, for which torch's
-# foreach operators need no table on the device. Triton's interpreter runs only where it is forced.
+# Best first, where nothing was measured. Triton before CUDA, since nothing has to be compiled by
+# nvcc. Triton's interpreter runs only where it is forced.
 PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "cuda", "torch")}
-PREFERENCE_FOR = {("cuda", "accumulate"): ("torch", "cuda", "triton")}
+# Gradients to accumulate are at other addresses in every step: CUDA's kernel and torch's foreach
+# operators take them as arguments, where Triton needs a table on the device. CUDA's has several
+# times the blocks, but nobody waits a minute for nvcc because of it, or is told to: it comes first
+# where it was compiled for something else.
+PREFERENCE_TO_ACCUMULATE = {True: ("cuda", "torch", "triton"), False: ("torch", "cuda", "triton")}
 PREFERENCE_ELSEWHERE = ("torch",)
 # {"sm_90": {"gram": "cuda", ..., "source": "benchmarks/results/..."}, ...}, where there is one.
 MEASURED = KERNELS_DIR / "measured.json"
@@ -158,7 +162,9 @@ def _settle(operator: str, device: torch.device, wish: str) -> str:
 def preference(operator: str, device: torch.device) -> tuple[str, ...]:
     """Implementations of `operator` on `device`, best first; as measured if it was."""
     usual = PREFERENCE.get(device.type, PREFERENCE_ELSEWHERE)
-    order = PREFERENCE_FOR.get((device.type, operator), usual)
+    order = usual
+    if (device.type, operator) == ("cuda", "accumulate"):
+        order = PREFERENCE_TO_ACCUMULATE[is_built(CUDA)]
     best = measured(device).get(operator)
     names = order if best is None else (best, *order)
     return tuple(name for name in dict.fromkeys(names) if (operator, name) in MODULES)

@@ -84,6 +84,7 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
     if isinstance(sizes, tuning.Pairs):
         constants |= tuning.columns_of(sizes, dtype, is_aligned)
         constants |= {"SQUARE": tuning.square_entries(num_rows)}
+        constants |= {"PROGRAM_DOUBLINGS": sizes.program_doublings}
         # Every row in loads of 16 bytes of every thread.
         wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
         yield Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
@@ -96,6 +97,7 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         "BLOCK": sizes.block,
         "PRODUCT": triton_dtype(product),
         "PRECISION": precision,
+        "PROGRAM_DOUBLINGS": tuning.program_doublings(sizes, tiles * sizes.tile),
     }
     options |= {"num_stages": sizes.num_stages}
     wide = sizes.tile * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)

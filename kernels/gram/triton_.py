@@ -25,12 +25,12 @@ from torch import Tensor
 from doge_fast.kernels.chunks import ChunkTable, Span, by_dtype, chunk_tables
 from doge_fast.kernels.gram.tuning import (
     FOLDED,
-    MAX_PARTIAL_ENTRIES,
     Pairs,
     Tiles,
     columns_of,
     pick,
     product_of,
+    program_doublings,
     reduction,
     square_entries,
 )
@@ -67,7 +67,7 @@ def _add_pairs(
 ) -> None:
     num_rows = len(gram_RR)
     square = square_entries(num_rows)
-    programs = [min(tuning.num_programs, table.num_chunks) for table in tables]
+    programs = [min(1 << tuning.program_doublings, table.num_chunks) for table in tables]
     partials = gram_RR.new_empty((sum(programs), square))
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
         gram_pairs[(len(part),)](
@@ -75,6 +75,7 @@ def _add_pairs(
             part,
             table.num_chunks,
             R=num_rows,
+            PROGRAM_DOUBLINGS=tuning.program_doublings,
             SQUARE=square,
             **columns_of(tuning, dtype, table.is_aligned),
             STORAGE=triton_dtype(dtype),
@@ -96,8 +97,8 @@ def _add_tiles(
     num_rows = len(gram_RR)
     num_tiles = -(-num_rows // tuning.tile)
     side = num_tiles * tuning.tile
-    most_programs = max(1, min(tuning.num_programs, MAX_PARTIAL_ENTRIES // (side * side)))
-    programs = [min(most_programs, table.num_chunks) for table in tables]
+    doublings = program_doublings(tuning, side)
+    programs = [min(1 << doublings, table.num_chunks) for table in tables]
     partials = gram_RR.new_empty((sum(programs), side * side))
     product_dtype, precision = product_of(dtype, num_tiles)
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
@@ -106,6 +107,7 @@ def _add_tiles(
             part,
             table.num_chunks,
             R=num_rows,
+            PROGRAM_DOUBLINGS=doublings,
             TILES=num_tiles,
             TILE=tuning.tile,
             BLOCK=tuning.block,
@@ -159,26 +161,21 @@ def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def chunks_from(program, num_programs, num_chunks):
-    """How many chunks are left for `program` and those after it, out of `num_programs`.
+def first_chunk(program, num_chunks, DOUBLINGS: tl.constexpr):
+    """Where the chunks of `program` begin; there are P = 2 ** DOUBLINGS programs, or one a chunk.
 
     Every program has one chunk; of the C - P others, (C - P) ((P - p) / P)^3 are left from program
     p on, so that each gets fewer than the one before it. Programs start in this order: a GPU that
     runs a third of them at a time or fewer has small ones left when the last begin, and its
     multiprocessors end together.
     """
-    # int64: there may be 2**31 chunks times programs.
-    programs_left = (num_programs - program).to(tl.int64)
+    num_programs = tl.num_programs(0)
+    programs_left = num_programs - program
+    # int64: chunks times programs pass 2**31
     left = (num_chunks - num_programs).to(tl.int64)
     for _ in tl.static_range(3):
-        left = left * programs_left // num_programs
-    return left + programs_left
-
-
-@triton.jit
-def first_chunk(program, num_programs, num_chunks):
-    """Where the chunks of `program` begin in the table."""
-    return (num_chunks - chunks_from(program, num_programs, num_chunks)).to(tl.int32)
+        left = left * programs_left >> DOUBLINGS
+    return num_chunks - programs_left - left.to(tl.int32)
 
 
 @triton.jit
@@ -200,6 +197,7 @@ def gram_pairs(
     partials,
     num_chunks,
     R: tl.constexpr,
+    PROGRAM_DOUBLINGS: tl.constexpr,
     SQUARE: tl.constexpr,
     BLOCK: tl.constexpr,
     DOUBLINGS: tl.constexpr,
@@ -216,8 +214,8 @@ def gram_pairs(
     entries_S = tl.arange(0, SQUARE)
     total_S = tl.zeros([SQUARE], tl.float64)
     LANES: tl.constexpr = 1 << DOUBLINGS
-    first = first_chunk(program, tl.num_programs(0), num_chunks)
-    last = first_chunk(program + 1, tl.num_programs(0), num_chunks)
+    first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
+    last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
     for chunk in range(first, last):
         pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
         sums = ()
@@ -274,6 +272,7 @@ def gram_tiles(
     partials,
     num_chunks,
     R: tl.constexpr,
+    PROGRAM_DOUBLINGS: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -299,8 +298,8 @@ def gram_tiles(
     j_T = tile_j * TILE + tl.arange(0, TILE)
     side: tl.constexpr = TILES * TILE
     square_TT = partials + program.to(tl.int64) * side * side + i_T[:, None] * side + j_T[None, :]
-    first = first_chunk(program, tl.num_programs(0), num_chunks)
-    last = first_chunk(program + 1, tl.num_programs(0), num_chunks)
+    first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
+    last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
     for chunk in range(first, last):
         pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
         sums_TT = tl.zeros([TILE, TILE], SUM)

@@ -22,13 +22,14 @@ class Pairs:
     """One multiply-add per pair of rows and column; all pairs in the registers of one warp.
 
     One warp has nobody to wait for at the end of a chunk, but a GPU runs up to 4224 of them at
-    once: short chunks, and three times as many programs, let its multiprocessors end together.
+    once: short chunks, and four times as many programs, 2 ** `program_doublings` at most, let its
+    multiprocessors end together.
     """
 
     block: int
     num_warps: int = 1
     chunk_columns: int = 2048
-    num_programs: int = 12288
+    program_doublings: int = 14
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     chunk_columns: int = 8192
-    num_programs: int = 2048
+    program_doublings: int = 11
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ PAIRS_FLOAT32: dict[float, Pairs] = {
     4: Pairs(block=256),
     8: Pairs(block=128),
     # 91 sums and 13 rows would not fit in registers.
-    12: Pairs(block=128, num_programs=4096),
+    12: Pairs(block=128, program_doublings=12),
 }
 PAIRS_HALF: dict[float, Pairs] = {
     1: Pairs(block=2048),
@@ -86,8 +87,8 @@ PAIRS_FLOAT64: dict[float, Pairs] = {
     10: Pairs(block=64),
 }
 
-# Programs of small tiles are many at once, as those of pairs.
-SHORT = {"chunk_columns": 4096, "num_programs": 4096}
+# Small tiles are as many at once as pairs are.
+SHORT = {"chunk_columns": 4096, "program_doublings": 12}
 TILES_FLOAT32: dict[float, Tiles] = {
     16: Tiles(tile=16, block=32, num_warps=1, num_stages=4, **SHORT),
     32: Tiles(tile=32, block=32, num_warps=2, num_stages=4, **SHORT),
@@ -112,8 +113,8 @@ TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
     torch.float16: {**TILES_HALF, **PAIRS_HALF},
     torch.float64: {**TILES_FLOAT64, **PAIRS_FLOAT64},
 }
-# Float64 entries of all partial results together: 64 MiB.
-MAX_PARTIAL_ENTRIES = 1 << 23
+# Float64 entries of all partial results together: 128 MiB.
+MAX_PARTIAL_ENTRIES = 1 << 24
 
 
 def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
@@ -133,6 +134,12 @@ def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
 def reduction(num_rows: int) -> Reduction:
     """Which of the two fits."""
     return FEW_ROWS if num_rows <= 32 else MANY_ROWS
+
+
+def program_doublings(tuning: Tiles, side: int) -> int:
+    """The logarithm of the most programs, whose squares of `side` fit in what there is for them."""
+    most = max(1, MAX_PARTIAL_ENTRIES // (side * side))
+    return min(tuning.program_doublings, most.bit_length() - 1)
 
 
 def square_entries(num_rows: int) -> int:

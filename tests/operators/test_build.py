@@ -131,6 +131,17 @@ def test_a_second_build_comes_from_the_cache(workshop):
 
 
 @needs_compiler
+def test_what_is_built_is_known_without_a_build(workshop, monkeypatch):
+    monkeypatch.setitem(build._LIBRARIES, "tiny", (workshop.sources, cpp_recipe))
+    assert not build.is_built("tiny")
+    assert workshop.calls() == []
+    workshop.build()
+    assert build.is_built("tiny")
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert not build.is_built("tiny")
+
+
+@needs_compiler
 def test_the_key_follows_sources_headers_and_compiler(workshop, monkeypatch):
     libraries = {workshop.build()}
     workshop.write(43)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from doge_fast import kernels
-from doge_fast.kernels import chosen, dispatch, explain, gram, implementations
+from doge_fast.kernels import build, chosen, dispatch, explain, gram, implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS
 from doge_fast.kernels.triton_support import is_installed
 
@@ -121,6 +121,18 @@ def test_a_measurement_decides_between_triton_and_cuda(
             assert set(dispatch.preference("gram", gpu)) == {"cuda", "triton", "torch"}
     finally:
         dispatch._measured.cache_clear()
+
+
+@pytest.mark.parametrize(("is_built", "best"), [(True, "cuda"), (False, "torch")])
+def test_gradients_take_the_cuda_kernel_where_it_is_there(
+    is_built: bool, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for nvcc because of it."""
+    monkeypatch.setattr(dispatch, "measured", lambda device: {})
+    monkeypatch.setattr(dispatch, "is_built", lambda name: is_built and name == build.CUDA)
+    order = dispatch.preference("accumulate", torch.device("cuda"))
+    assert order[0] == best
+    assert set(order) == {"cuda", "triton", "torch"}
 
 
 def test_what_was_measured_names_operators_and_implementations() -> None:

@@ -1,5 +1,8 @@
 """The Gram operator, in every implementation, against the reference in float64."""
 
+import dataclasses
+import functools
+import importlib
 import math
 
 import pytest
@@ -8,6 +11,7 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import gram, implementations
+from doge_fast.kernels.gram import tuning
 from doge_fast.kernels.triton_support import is_interpreted
 from tests.grids import grid
 from tests.laws import (
@@ -103,6 +107,40 @@ def test_every_kind_of_launch(
     exact_KK = reference.gram(grads_KN.double())
     gram_KK = gram(grads_KN, implementation=implementation)
     assert normalised_error(gram_KK, exact_KK) <= rounding(grads_KN)
+
+
+@pytest.mark.parametrize("columns", [16, 5], ids=["aligned", "ragged"])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "num_blocks"),
+    [
+        (3, torch.float32, 700),
+        (9, torch.float32, 500),
+        (22, torch.bfloat16, 500),
+        (50, torch.float32, 60),
+        (66, torch.float32, 40),
+    ],
+    ids=str,
+)
+def test_programs_of_several_chunks_leave_none_out(
+    num_rows: int,
+    dtype: torch.dtype,
+    num_blocks: int,
+    columns: int,
+    implementation: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More short blocks than there are programs: programs get fewer and fewer of them."""
+    if implementation == "triton":
+        module = importlib.import_module("doge_fast.kernels.gram.triton_")
+        few = functools.partial(dataclasses.replace, program_doublings=2)
+        monkeypatch.setattr(module, "pick", lambda *args: few(tuning.pick(*args)))
+        num_blocks = 21
+    grads_KN = torch.randn(num_rows, columns * num_blocks, device=device).to(dtype)
+    blocks = list(grads_KN.split(columns, dim=1))
+    gram_KK = gram(blocks, implementation=implementation)
+    assert normalised_error(gram_KK, reference.gram(grads_KN.double())) <= rounding(grads_KN)
+    assert torch.equal(gram_KK, gram(blocks, implementation=implementation))
 
 
 @pytest.mark.parametrize(
