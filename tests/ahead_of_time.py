@@ -40,7 +40,7 @@ POINTERS = {
     **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
 }
 
-NUM_ROWS = (1, 2, 4, 7, 8, 10, 11, 16, 22, 32, 50, 64, 128)
+NUM_ROWS = (1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14, 16, 22, 32, 50, 64, 128)
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
     torch.float32,
     torch.bfloat16,
@@ -51,6 +51,8 @@ DTYPES = (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
 # One of each kind of launch.
 SOME_GRAMS = (
     *itertools.product((1, 7, 22, 50, 128), (FLOAT32, BFLOAT16)),
+    # The last of the pairs, and the first that are not: they spilled.
+    *itertools.product((9, 12, 13, 14), (FLOAT32,)),
     (16, FLOAT32),
     (16, FLOAT16),
     (7, FLOAT64),
@@ -68,6 +70,11 @@ class Case(NamedTuple):
     options: dict[str, Any]
     wide_loads: int = 0
     uses_matrix_units: bool = False
+    # Of a program, on their way while it waits for the first of them.
+    bytes_ahead: int = 0
+    # Columns of a chunk and the most programs, where there are as many as there are chunks at most.
+    chunk_columns: int = 0
+    max_programs: int = 0
 
 
 def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[Case]:
@@ -87,7 +94,16 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         constants |= {"PROGRAM_DOUBLINGS": sizes.program_doublings}
         # Every row in loads of 16 bytes of every thread.
         wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
-        yield Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
+        yield Case(
+            name,
+            gram.gram_pairs,
+            constants,
+            options,
+            wide * is_aligned,
+            bytes_ahead=num_rows * sizes.block * dtype.itemsize,
+            chunk_columns=sizes.chunk_columns,
+            max_programs=1 << sizes.program_doublings,
+        )
         return
     tiles = -(-num_rows // sizes.tile)
     product, precision = tuning.product_of(dtype, tiles)
@@ -101,7 +117,17 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
     }
     options |= {"num_stages": sizes.num_stages}
     wide = sizes.tile * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
-    yield Case(name, gram.gram_tiles, constants, options, wide * is_aligned, True)
+    yield Case(
+        name,
+        gram.gram_tiles,
+        constants,
+        options,
+        wide * is_aligned,
+        uses_matrix_units=True,
+        bytes_ahead=(sizes.num_stages - 1) * num_rows * sizes.block * dtype.itemsize,
+        chunk_columns=sizes.chunk_columns,
+        max_programs=1 << constants["PROGRAM_DOUBLINGS"],
+    )
 
 
 def reduce_cases(num_rows: int, is_folded: bool) -> Iterator[Case]:
@@ -132,6 +158,7 @@ def weighted_sum_cases(
         constants | {"ALIGNED": is_aligned},
         {"num_warps": sizes.num_warps},
         sizes.group * is_aligned,
+        bytes_ahead=sizes.group * constants["BLOCK"] * dtype.itemsize,
     )
 
 
@@ -188,8 +215,8 @@ def all_cases() -> Iterator[Case]:
         yield from reweight_cases(num_rows)
 
 
-def compiled(case: Case, architecture: int) -> bytes:
-    """The machine code for one compute capability."""
+def compiled(case: Case, architecture: int) -> Any:
+    """Triton's kernel for one compute capability."""
     names = case.kernel.arg_names
     signature = {
         name: "constexpr" if name in case.constants else POINTERS.get(name, "i32") for name in names
@@ -202,18 +229,17 @@ def compiled(case: Case, architecture: int) -> bytes:
     source = ASTSource(
         fn=case.kernel, signature=signature, constexprs=case.constants, attrs=aligned
     )
-    code: bytes = triton.compile(
+    return triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
         options=case.options | {"enable_fp_fusion": True},
-    ).asm["cubin"]
-    return code
+    )
 
 
-def inspect(cubin: bytes) -> dict[str, int]:
-    """Registers, spilled bytes, and how many instructions there are of some kinds."""
+def inspect(kernel: Any) -> dict[str, int]:
+    """Registers, shared and spilled bytes, and how many instructions there are of some kinds."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(kernel.asm["cubin"])
         file.flush()
         usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
         assembly = run(TOOLS / "nvdisasm", "-c", file.name)
@@ -223,6 +249,7 @@ def inspect(cubin: bytes) -> dict[str, int]:
     return {
         "registers": int(stack[1]),
         "stack_bytes": int(stack[2]),
+        "shared_bytes": kernel.metadata.shared,
         "wide_loads": sum(".128" in load for load in loads),
         # Eight bytes are an address, a length or a coefficient.
         "narrow_loads": sum(not re.search(r"\.(64|128)", load) for load in loads),
@@ -242,7 +269,14 @@ if __name__ == "__main__":
         json.dumps(
             {
                 f"{case.name}, sm_{architecture}": inspect(compiled(case, architecture))
-                | {"wanted": case.wide_loads, "uses_matrix_units": case.uses_matrix_units}
+                | {
+                    "wanted": case.wide_loads,
+                    "uses_matrix_units": case.uses_matrix_units,
+                    "num_threads": 32 * case.options["num_warps"],
+                    "bytes_ahead": case.bytes_ahead,
+                    "chunk_columns": case.chunk_columns,
+                    "max_programs": case.max_programs,
+                }
                 for case, architecture in itertools.islice(every, part, None, parts)
             }
         )

@@ -196,8 +196,8 @@ class Launcher {
   template <typename... Parameters, typename... Arguments>
   void operator()(void (*kernel)(Parameters...), unsigned columns, unsigned rows, int num_threads,
                   size_t shared_bytes, Arguments... arguments) const {
-    // What kernels declare themselves may not exceed 48 KiB; more must be asked for.
-    if (shared_bytes > 48 * 1024)
+    // Together with what the kernel declares itself, more than 48 KiB must be asked for.
+    if (shared_bytes > 0)
       STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared_bytes)));

@@ -87,18 +87,19 @@ PAIRS_FLOAT64: dict[float, Pairs] = {
     10: Pairs(block=64),
 }
 
-# Small tiles are as many at once as pairs are.
-SHORT = {"chunk_columns": 4096, "program_doublings": 12}
+# Programs of one warp are as many at once as those of pairs, of two warps half as many.
+ONE_WARP = {"num_warps": 1, "chunk_columns": 2048, "program_doublings": 14}
+TWO_WARPS = {"num_warps": 2, "chunk_columns": 4096, "program_doublings": 12}
 TILES_FLOAT32: dict[float, Tiles] = {
-    16: Tiles(tile=16, block=32, num_warps=1, num_stages=4, **SHORT),
-    32: Tiles(tile=32, block=32, num_warps=2, num_stages=4, **SHORT),
+    16: Tiles(tile=16, block=32, num_stages=4, **ONE_WARP),
+    32: Tiles(tile=32, block=32, num_stages=4, **TWO_WARPS),
     64: Tiles(tile=64, block=32, num_warps=4, num_stages=4),
     128: Tiles(tile=128, block=32, num_warps=8, num_stages=4),
     math.inf: Tiles(tile=64, block=32, num_warps=8, num_stages=4),
 }
 TILES_HALF: dict[float, Tiles] = {
-    16: Tiles(tile=16, block=32, num_warps=1, num_stages=6, **SHORT),
-    32: Tiles(tile=32, block=32, num_warps=2, num_stages=6, **SHORT),
+    16: Tiles(tile=16, block=32, num_stages=6, **ONE_WARP),
+    32: Tiles(tile=32, block=32, num_stages=6, **TWO_WARPS),
     64: Tiles(tile=64, block=32, num_warps=4, num_stages=8),
     math.inf: Tiles(tile=128, block=32, num_warps=8, num_stages=8),
 }

@@ -100,8 +100,8 @@ def kernels(library: Path) -> dict[tuple[str, str], Kernel]:
             current = kernels[architecture, match[1]] = Kernel()
         elif match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
             current.registers, current.stack_bytes, shared = map(int, match.groups())
-            # From sm_90 on with the 1024 bytes that the system keeps for itself.
-            current.shared_bytes = shared - (1024 if architecture == "sm_90" else 0)
+            # From sm_90 on with the 1024 bytes that the system keeps for itself, if there are any.
+            current.shared_bytes = max(0, shared - (1024 if architecture == "sm_90" else 0))
     for line in lines("--dump-sass"):
         if match := re.match(r"arch = (sm_\d+)", line):
             architecture = match[1]
