@@ -73,7 +73,7 @@ PAIRS_FLOAT32: dict[float, Pairs] = {
     4: Pairs(block=256),
     8: Pairs(block=128),
     # 91 sums and 13 rows would not fit in registers.
-    12: Pairs(block=128, program_doublings=12),
+    12: Pairs(block=128, program_doublings=13),
 }
 PAIRS_HALF: dict[float, Pairs] = {
     1: Pairs(block=2048),
@@ -104,8 +104,8 @@ TILES_HALF: dict[float, Tiles] = {
     math.inf: Tiles(tile=128, block=32, num_warps=8, num_stages=8),
 }
 TILES_FLOAT64: dict[float, Tiles] = {
-    16: Tiles(tile=16, block=16, num_warps=1, num_stages=3),
-    32: Tiles(tile=32, block=16, num_warps=2, num_stages=3),
+    16: Tiles(tile=16, block=16, num_stages=3, **ONE_WARP),
+    32: Tiles(tile=32, block=16, num_stages=3, **TWO_WARPS),
     math.inf: Tiles(tile=64, block=16, num_warps=8, num_stages=3),
 }
 TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {

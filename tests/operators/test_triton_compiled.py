@@ -1,7 +1,8 @@
 """Triton's kernels compiled for GPUs that need not be there.
 
-Registers, spills, wide loads; and by arithmetic on what was compiled, how many bytes are on their way
-to a multiprocessor, and how long it idles at the end. `pytest -rP` on this file prints these figures.
+Registers, spills, wide loads; and by arithmetic on what was compiled, how many bytes are on their
+way to a multiprocessor, and how long it idles at the end. `pytest -rP` on this file prints these
+figures.
 """
 
 import importlib.util
@@ -47,9 +48,7 @@ def test_every_kernel_loads_wide_and_does_not_spill(tmp_path: Path) -> None:
 def blocks_of(name: str, measured: dict[str, int]) -> int:
     """Programs that a multiprocessor runs at once."""
     gpu = GPUS[name.rpartition(", ")[2]]
-    return gpu.blocks_of(
-        measured["registers"], measured["shared_bytes"], measured["num_threads"]
-    )
+    return gpu.blocks_of(measured["registers"], measured["shared_bytes"], measured["num_threads"])
 
 
 @pytest.mark.exhaustive
@@ -64,7 +63,7 @@ def test_enough_bytes_are_on_their_way(some_kernels: Kernels) -> None:
 
 @pytest.mark.exhaustive
 def test_multiprocessors_end_together(some_kernels: Kernels) -> None:
-    """At most a chunk's time is lost: 8 % of short rows' launch, whose chunks are many, 6 else."""
+    """What is lost is the time of a chunk and a half of each program that runs: 10 % at 7 rows."""
     for name, measured in some_kernels.items():
         if not measured["max_programs"] or "ragged" in name:
             continue
@@ -74,6 +73,7 @@ def test_multiprocessors_end_together(some_kernels: Kernels) -> None:
             num_programs = min(chunks, measured["max_programs"])
             lost = lost_at_the_end(program_sizes(chunks, num_programs), places)
             print(f"{name}, {columns} columns: {places} at once, {lost:.1%} lost")
+            assert lost <= 1.5 * places / chunks, name
 
 
 def check(kernels: Kernels, least: int) -> None:
