@@ -79,7 +79,8 @@ struct Problem {
   // Programs whose partial results, `entries` each, fit.
   int64_t num_programs(int64_t entries) const {
     const int64_t most = std::max<int64_t>(1, MAX_PARTIAL_ENTRIES / entries);
-    return std::min({entries <= FEW_ENTRIES ? MAX_PROGRAMS : MAX_PROGRAMS_OF_MANY_ROWS, most, num_chunks});
+    return std::min(
+        {entries <= FEW_ENTRIES ? MAX_PROGRAMS : MAX_PROGRAMS_OF_MANY_ROWS, most, num_chunks});
   }
   Tensor partials(int64_t num_programs, int64_t entries) const {
     return torch::stable::new_empty(gram_RR, {num_programs, entries});

@@ -5,12 +5,12 @@
 // loaded as they stand in memory, are the operands, of the left and of the right side alike, and no
 // column changes lanes. Two groups make the 16 rows of a left side.
 //
-// Matrix units cut off what does not fit into their sum. So sums start from zero at every piece and
+// Matrix units cut off what does not fit into their sum. So sums start from zero every few pieces and
 // are added to the running ones with a rounding addition.
 //
 // A product waits some 25 cycles for the one before it in the same sum. So the products of a piece come
 // in phases: a kernel goes through the phases of several tiles side by side, or adds the phases of one
-// tile to several sums, CHAINS, which are added at the end.
+// tile to several sums, `chains`, which are added at the end.
 #pragma once
 
 #include "launch.cuh"
@@ -45,7 +45,10 @@ struct Product<float> {
   // Low by high and high by low, at two columns each, then high by high: one sum after the other adds
   // the small products first.
   static constexpr int PHASES = 6;
-  static __device__ __forceinline__ constexpr int chain(int phase, int chains) { return chains == 1 || phase >= 4 ? 0 : 1 + phase % 2; }
+  // To which of 1 or 3 sums a phase is added.
+  static __device__ __forceinline__ constexpr int chain(int phase, int chains) {
+    return chains == 1 || phase >= 4 ? 0 : 1 + phase % 2;
+  }
 
   template <int PHASE>
   static __device__ __forceinline__ void multiply(float (&sums)[4], const Operand (&left)[2],

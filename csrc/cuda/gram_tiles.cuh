@@ -20,8 +20,9 @@ constexpr int MAX_GROUPS = 8;
 template <int GROUPS>
 constexpr int STEPS = GROUPS == 1 ? 8 : GROUPS == 2 ? 4 : GROUPS <= 4 ? 2 : 1;
 
-// Stages of the ring in shared memory, all but one on their way at any time; each is
-// [STEPS, GROUPS, TILES_THREADS]. Two or three blocks of them fit on a multiprocessor of 164 KB.
+// Stages of a ring in shared memory, all but one on their way at any time; each is
+// [STEPS, GROUPS, TILES_THREADS]. Two or three blocks fit on a multiprocessor of 164 KB, with 48 KB or
+// more on their way: what a multiprocessor is sent while memory takes to answer.
 template <int GROUPS>
 constexpr int TILES_STAGES = STEPS<GROUPS> == 1 && GROUPS < MAX_GROUPS ? 4 : 3;
 template <int GROUPS>

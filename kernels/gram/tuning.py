@@ -1,6 +1,6 @@
 """How Triton's Gram kernels are tuned: frozen block sizes, and the rule that picks among them.
 
-The number of programs depends on the number of rows only, never on the device, so that a
+How many programs there are depends on the rows and the chunks only, never on the device, so that a
 result is the same on every GPU of one architecture.
 """
 
@@ -39,8 +39,8 @@ class Tiles:
     Tensor cores cut off what they add: every 8 columns the sum loses up to one unit in its last
     place for each addend, always towards zero. Added up over `block` = 32 columns that is 5e-7
     of a sum of one sign on average (by emulation, after Fasi et al., "Numerical behavior of
-    NVIDIA tensor cores", 2021). What follows is rounded to
-    nearest: 256 float32 additions per chunk, then float64. The loss is the same at any N.
+    NVIDIA tensor cores", 2021). What follows is rounded to nearest: up to 256 float32 additions
+    per chunk, then float64. The loss is the same at any N.
     """
 
     tile: int
