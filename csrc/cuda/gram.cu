@@ -113,8 +113,9 @@ void run_tiles(const Launcher& launch, const Problem& problem) {
   using Tiles = TilesOf<T, GROUPS>;
   const int64_t num_programs = problem.num_programs(Tiles::ENTRIES);
   const Tensor partials = problem.partials(num_programs, Tiles::ENTRIES);
-  launch(gram_tiles<T, GROUPS>, num_programs, 1, TILES_THREADS, TILES_SHARED_BYTES<GROUPS>, problem.table, problem.num_chunks,
-         problem.is_aligned, problem.num_rows, static_cast<double*>(partials.mutable_data_ptr()));
+  launch(gram_tiles<T, GROUPS>, num_programs, 1, TILES_THREADS, TILES_SHARED_BYTES<GROUPS>, problem.table,
+         problem.num_chunks, problem.is_aligned, problem.num_rows,
+         static_cast<double*>(partials.mutable_data_ptr()));
   reduce<typename Tiles::Map>(launch, problem, partials, Tiles::ENTRIES, 1);
 }
 
