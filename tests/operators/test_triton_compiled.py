@@ -63,7 +63,7 @@ def test_enough_bytes_are_on_their_way(some_kernels: Kernels) -> None:
 
 @pytest.mark.exhaustive
 def test_multiprocessors_end_together(some_kernels: Kernels) -> None:
-    """What is lost is the time of a chunk and a half of each program that runs: 10 % at 7 rows."""
+    """At most 3 % is lost, or the time of a chunk and a half where programs have few: 10 % at 7."""
     for name, measured in some_kernels.items():
         if not measured["max_programs"] or "ragged" in name:
             continue
@@ -73,7 +73,7 @@ def test_multiprocessors_end_together(some_kernels: Kernels) -> None:
             num_programs = min(chunks, measured["max_programs"])
             lost = lost_at_the_end(program_sizes(chunks, num_programs), places)
             print(f"{name}, {columns} columns: {places} at once, {lost:.1%} lost")
-            assert lost <= 1.5 * places / chunks, name
+            assert lost <= max(0.03, 1.5 * places / chunks), name
 
 
 def check(kernels: Kernels, least: int) -> None:
