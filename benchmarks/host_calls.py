@@ -19,10 +19,9 @@ own are one each; attention is one, as on a GPU, and so is the wrapped optimizer
 Times are this process's CPU time, medians, in turns:
 
     domain      of one `with optimizer.domain(name):`, on meta. Inside is the least backward pass
-                that there is (it hands each parameter a gradient that lies ready); the time of
-                those passes alone, each followed by taking `p.grad` away, is subtracted.
-    step        of `optimizer.step()` and `zero_grad()`: combining, and an inner step that only
-                dispatches one operator.
+                that there is, which makes an empty gradient for each parameter; the time of those
+                passes alone, each followed by taking `p.grad` away, is subtracted.
+    combine     of `optimizer.combine()` on meta: what surrounds the operators.
     gram, weighted_sum   of one call at the step's blocks, up to the launch, which does nothing: on
                 CPU memory, since only memory has addresses to make a table of.
 """
@@ -161,11 +160,11 @@ def sides(shape: Shape, num_domains: int) -> dict[str, PlainStep]:
 
 
 def counts_of(step: Callable[[], None]) -> dict[str, int]:
-    """Of one step, after one that allocates."""
+    """Of one step, after one that allocates, and for which torch imports what counting needs."""
     with attention_of_a_gpu():
-        step()
-        with Counts() as counts:
-            step()
+        for _ in range(2):
+            with Counts() as counts:
+                step()
     return {
         "ours": counts.ours,
         "calls": counts.calls - counts.operators * calls_of_counting(),
@@ -175,38 +174,52 @@ def counts_of(step: Callable[[], None]) -> dict[str, int]:
 
 
 def times_of(shape: Shape, num_domains: int, rounds: int) -> dict[str, float]:
-    """Microseconds of a domain, a step, and the two operators that read all rows."""
+    """Microseconds of a domain, of combining, and of the two operators that read all rows."""
     model = PlainStep(Problem(shape, 1, 1, package="torch"), META).model
     params = list(model.parameters())
     names = [f"domain{row}" for row in range(num_domains)]
     optimizer = DoGEOptimizer(FusedSGD(params), domains=names, mu=1.0, micro_batches=None)
-    sources = [torch.empty_like(param) for param in params]
-    of: dict[str, list[float]] = {"domain": [], "step": []}
+    of: dict[str, list[float]] = {"domain": [], "combine": []}
     for _ in range(rounds + 1):
-        alone = seconds(lambda: passes_alone(params, sources, num_domains))
-        with_us = seconds(lambda: passes_in_domains(optimizer, params, sources, names))
+        alone = seconds(lambda: passes_alone(params, num_domains))
+        with_us = seconds(lambda: passes_in_domains(optimizer, params, names))
         of["domain"].append((with_us - alone) / num_domains)
-        of["step"].append(seconds(lambda: (optimizer.step(), optimizer.zero_grad())))
+        of["combine"].append(seconds(optimizer.combine))
+        optimizer.step()
+        optimizer.zero_grad()
     of |= times_of_operators([param.numel() for param in params], num_domains, rounds)
     # The first of each allocates.
     return {name: 1e6 * statistics.median(values[1:]) for name, values in of.items()}
 
 
-def passes_alone(params: list[Tensor], sources: list[Tensor], num_domains: int) -> None:
-    """The least backward passes that give every parameter a gradient, which is then forgotten."""
+class Gradients(torch.autograd.Function):
+    """The least backward pass that there is: it makes a gradient for each parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        """A loss that depends on all."""
+        ctx.params = params
+        return torch.empty((), device=META)
+
+    @staticmethod
+    def backward(ctx: Any, *of_loss: Tensor) -> tuple[Tensor, ...]:
+        """Fresh memory, which autograd hands on without a copy."""
+        return tuple(map(torch.empty_like, ctx.params))
+
+
+def passes_alone(params: list[Tensor], num_domains: int) -> None:
+    """A pass for each domain, after which `p.grad` is taken away."""
     for _ in range(num_domains):
-        torch.autograd.backward(params, sources)
+        Gradients.apply(*params).backward()
         for param in params:
             param.grad = None
 
 
-def passes_in_domains(
-    optimizer: DoGEOptimizer, params: list[Tensor], sources: list[Tensor], names: list[str]
-) -> None:
+def passes_in_domains(optimizer: DoGEOptimizer, params: list[Tensor], names: list[str]) -> None:
     """The same, each in a domain."""
     for name in names:
         with optimizer.domain(name):
-            torch.autograd.backward(params, sources)
+            Gradients.apply(*params).backward()
 
 
 def times_of_operators(sizes: list[int], num_rows: int, rounds: int) -> dict[str, list[float]]:

@@ -41,7 +41,7 @@ def test_a_step_is_counted(
         assert counts["plain"]["ours"] == counts["passes"]["ours"] == 0
         assert counts["stacked"]["ours"] > 0
         assert counts["stacked"]["no_views"] > counts["plain"]["no_views"] > 0
-        assert set(row["microseconds"]) == {"domain", "step", "gram", "weighted_sum"}
+        assert set(row["microseconds"]) == {"domain", "combine", "gram", "weighted_sum"}
     # One operator more for each domain at least, whatever the model.
     few, many = (row["counts"]["passes"]["no_views"] for row in rows)
     assert 2 * many > 3 * few - 10
