@@ -16,7 +16,8 @@ own are one each; attention is one, as on a GPU, and so is the wrapped optimizer
     python -m benchmarks.host_calls
     python -m benchmarks.host_calls --domains 7 22 50 --json host_calls.json
 
-Times are this process's CPU time, medians, in turns:
+Times are CPU time of this process, the least of several in turns, since others on the machine only
+add to it:
 
     domain      of one `with optimizer.domain(name):`, on meta. Inside is the least backward pass
                 that there is, which makes an empty gradient for each parameter; the time of those
@@ -27,7 +28,6 @@ Times are this process's CPU time, medians, in turns:
 """
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -175,21 +175,24 @@ def counts_of(step: Callable[[], None]) -> dict[str, int]:
 
 def times_of(shape: Shape, num_domains: int, rounds: int) -> dict[str, float]:
     """Microseconds of a domain, of combining, and of the two operators that read all rows."""
-    model = PlainStep(Problem(shape, 1, 1, package="torch"), META).model
-    params = list(model.parameters())
+    # Two models: hooks visit the parameters of the one alone.
+    plain, params = (
+        list(PlainStep(Problem(shape, 1, 1, package="torch"), META).model.parameters())
+        for _ in range(2)
+    )
     names = [f"domain{row}" for row in range(num_domains)]
     optimizer = DoGEOptimizer(FusedSGD(params), domains=names, mu=1.0, micro_batches=None)
-    of: dict[str, list[float]] = {"domain": [], "combine": []}
+    of: dict[str, list[float]] = {"alone": [], "with_us": [], "combine": []}
     for _ in range(rounds + 1):
-        alone = seconds(lambda: passes_alone(params, num_domains))
-        with_us = seconds(lambda: passes_in_domains(optimizer, params, names))
-        of["domain"].append((with_us - alone) / num_domains)
+        of["alone"].append(seconds(lambda: passes_alone(plain, num_domains)))
+        of["with_us"].append(seconds(lambda: passes_in_domains(optimizer, params, names)))
         of["combine"].append(seconds(optimizer.combine))
         optimizer.step()
         optimizer.zero_grad()
     of |= times_of_operators([param.numel() for param in params], num_domains, rounds)
-    # The first of each allocates.
-    return {name: 1e6 * statistics.median(values[1:]) for name, values in of.items()}
+    least = {name: 1e6 * min(values) for name, values in of.items()}
+    domain = (least.pop("with_us") - least.pop("alone")) / num_domains
+    return {"domain": domain, **least}
 
 
 class Gradients(torch.autograd.Function):
@@ -204,7 +207,8 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *of_loss: Tensor) -> tuple[Tensor, ...]:
         """Fresh memory, which autograd hands on without a copy."""
-        return tuple(map(torch.empty_like, ctx.params))
+        # `empty_like` is a Python function on meta.
+        return tuple(torch.empty(param.shape, device=META) for param in ctx.params)
 
 
 def passes_alone(params: list[Tensor], num_domains: int) -> None:

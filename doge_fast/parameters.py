@@ -2,9 +2,15 @@
 
 Groups are looked up when a step begins, since hosts replace them: `load_state_dict` of a torch
 optimizer puts a new list in their place, and freezing a layer is one assignment.
+
+On a CPU a hook hands each gradient on the moment autograd has finished it, while it is in the
+cache. Elsewhere that would be a call of Python for each parameter and domain, longer than what a
+GPU computes meanwhile: there the hook is the `append` of a deque of length one, which runs no
+Python, and notes that gradients have come. They stay in `p.grad` until `take` collects them all.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -36,8 +42,11 @@ class TrackedParameters:
         self._check_lr()
         # By id, with the parameter: while it is held here, no new one gets its id.
         self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
+        # Of those that have a hook: whether it is on a CPU.
+        self._is_on_cpu: dict[int, bool] = {}
+        self._noted: deque[Tensor] = deque(maxlen=1)
         self.receive: Receive | None = None
-        """Called with each tracked parameter that autograd has given a gradient."""
+        """Called with each tracked parameter on a CPU that autograd has given a gradient."""
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
@@ -47,13 +56,14 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
-        left = ("_hooks", "receive")
+        left = ("_hooks", "_is_on_cpu", "_noted", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The same parameters, without hooks."""
         self.__dict__.update(state)
         self._hooks, self.receive = _hooks_of(self), None
+        self._is_on_cpu, self._noted = {}, deque(maxlen=1)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -78,19 +88,43 @@ class TrackedParameters:
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""
         self.params = self.look_up()
-        ids = set(map(id, self.params))
-        if ids != self._hooks.keys():
-            for key in self._hooks.keys() - ids:
-                self._hooks.pop(key)[1].remove()
+        is_on_cpu = {id(param): param.is_cpu for param in self.params}
+        if is_on_cpu != self._is_on_cpu:
+            # A model may move after its optimizer was built.
+            for key, known in self._is_on_cpu.items():
+                if is_on_cpu.get(key) is not known:
+                    self._hooks.pop(key)[1].remove()
             for param in self.params:
                 if id(param) not in self._hooks:
-                    handle = param.register_post_accumulate_grad_hook(self.receive)  # type: ignore[no-untyped-call]
+                    hook = self.receive if param.is_cpu else self._noted.append
+                    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
+            self._is_on_cpu = is_on_cpu
         return self.params
+
+    @property
+    def has_noted(self) -> bool:
+        """Whether parameters elsewhere than on a CPU got gradients since the last `forget`."""
+        return bool(self._noted)
+
+    def take(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that have a gradient in `p.grad`, and these, which leave it."""
+        self.forget()
+        params = [param for param in self.params if param.grad is not None]
+        grads: list[Any] = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        return params, grads
+
+    def forget(self) -> None:
+        """Note nothing of what has come so far."""
+        self._noted.clear()
 
     def release(self) -> None:
         """Take all hooks off."""
         _remove(self._hooks)
+        self._is_on_cpu = {}
+        self.forget()
 
     def selected_ids(self) -> set[int] | None:
         """The ids of the parameters whose columns enter W; None: all."""

@@ -7,8 +7,9 @@ domains, and combined once its gradients have become the weighted one::
 
 The parameters are looked up when the first domain is entered, and once more for combining. While a
 domain is open, a hook on each of them takes the gradient the moment autograd has finished it and
-hands it to the flat buffer, so that `p.grad` stays None. Outside a domain the hook leaves `p.grad`
-alone and notes that a backward pass ran there; the next `domain()` or `step()` refuses.
+hands it to the flat buffer, so that `p.grad` stays None; elsewhere than on a CPU gradients stay in
+`p.grad` until the domain is left, and then go to the buffer in one call. Outside a domain `p.grad`
+is left alone; the next `domain()` or `step()` refuses what a backward pass has put there.
 """
 
 import enum
@@ -144,8 +145,13 @@ class Step:
         try:
             with self.dropped_on_failure():
                 yield opened
+                if self.parameters.has_noted:
+                    self._collect(opened)
                 self.buffer.flush()
         finally:
+            if self.parameters.has_noted:
+                # Of a backward pass before an exception.
+                self.parameters.take()
             self._open = None
         if not opened.has_received:
             raise RuntimeError(_nothing_received(opened))
@@ -164,14 +170,26 @@ class Step:
         if grad is None:
             # Its module has written the rows by itself.
             return
+        self.buffer.receive(self._row_for(param, opened), param, grad)
+        opened.has_received = True
+
+    @outside_graphs
+    def _collect(self, opened: OpenDomain) -> None:
+        """Take the gradients that are in `p.grad`."""
+        params, grads = self.parameters.take()
+        if params:
+            self.buffer.receive_all(self._row_for(params[0], opened), params, grads)
+            opened.has_received = True
+
+    def _row_for(self, param: Tensor, opened: OpenDomain) -> int:
+        """The row of what autograd has put into `param.grad`."""
         if opened.row is None:
             raise RuntimeError(
                 f"{self.parameters.name_of(param)} got a gradient of the whole batch: it is used "
                 "past the forward of the module that owns it, where domains cannot be told apart. "
                 "Run one domain after another, with optimizer.domain(name)."
             )
-        self.buffer.receive(opened.row, param, grad)
-        opened.has_received = True
+        return opened.row
 
     def _row_of(self, name: str) -> int:
         """The row of the buffer that is the domain's in this step."""
@@ -315,7 +333,7 @@ class Step:
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
-        if not self._has_stray:
+        if not (self._has_stray or self.parameters.has_noted):
             return
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
@@ -324,7 +342,7 @@ class Step:
                 "optimizer.domain(name):`, or call optimizer.release() when the model is to train "
                 "without domains."
             )
-        self._has_stray = False
+        self._forget_stray()
 
     def refuse_partial(self) -> None:
         """Raise RuntimeError if some domain has been entered, and less often than agreed."""
@@ -393,8 +411,12 @@ class Step:
     def _clear_rows(self) -> None:
         self.buffer.clear()
         self._entered.clear()
-        self._has_stray = False
+        self._forget_stray()
         self.state = StepState.EMPTY
+
+    def _forget_stray(self) -> None:
+        self._has_stray = False
+        self.parameters.forget()
 
 
 _WAY_TO_ACCUMULATE = (

@@ -7,6 +7,7 @@ check, so that the error reads the same.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ def check_weighted_sum(
 
 def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Raise ValueError unless every gradient has a contiguous row of its size."""
+    if _are_pairs(grads, rows):
+        return
     for index, grad in enumerate(grads):
         if grad.layout != torch.strided or grad.dtype not in STORAGE_DTYPES:
             raise ValueError(
@@ -85,6 +88,23 @@ def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
                     f"{device}, grads[{index}] on {grad.device}. Call it once per device."
                 )
         _check_writable("accumulate", "rows", rows, device)
+
+
+def _are_pairs(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
+    """Whether nothing is to be refused: what the loops of `check_accumulate` see, in C."""
+    both = [*grads, *rows]
+    return (
+        list(map(Tensor.numel, grads)) == list(map(Tensor.numel, rows))
+        and set(map(_layout_of, grads)) <= _STRIDED
+        and set(map(_dtype_of, both)) <= _STORAGE
+        and len(set(map(_device_of, both))) <= 1
+        and all(map(Tensor.is_contiguous, rows))
+    )
+
+
+_layout_of, _dtype_of, _device_of = map(attrgetter, ("layout", "dtype", "device"))
+_STRIDED = {torch.strided}
+_STORAGE = set(STORAGE_DTYPES)
 
 
 def reweight_outputs(gram_RR: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
