@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from doge_fast import simplex
+from doge_fast.kernels.reweight.packing import LastStep
 
 Receive = Callable[[Tensor], None]
 
@@ -44,7 +45,7 @@ class TrackedParameters:
         self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
         # Of those that have a hook: whether it is on a CPU.
         self._is_on_cpu: dict[int, bool] = {}
-        self._noted: deque[Tensor] = deque(maxlen=1)
+        self._start_noting()
         self.receive: Receive | None = None
         """Called with each tracked parameter on a CPU that autograd has given a gradient."""
         self.params: list[Tensor] = self.look_up()
@@ -56,14 +57,20 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
-        left = ("_hooks", "_is_on_cpu", "_noted", "receive")
+        left = ("_hooks", "_is_on_cpu", "_noted", "note", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The same parameters, without hooks."""
         self.__dict__.update(state)
         self._hooks, self.receive = _hooks_of(self), None
-        self._is_on_cpu, self._noted = {}, deque(maxlen=1)
+        self._is_on_cpu = {}
+        self._start_noting()
+
+    def _start_noting(self) -> None:
+        self._noted: deque[Tensor] = deque(maxlen=1)
+        self.note: Receive = self._noted.append
+        """Notes that a parameter has a gradient in `p.grad` that is nobody's yet."""
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -85,6 +92,18 @@ class TrackedParameters:
         group = self.groups[0]
         return max(float(group.get(name, 0)) for name in ("lr", "initial_lr", "max_lr"))
 
+    def refuse_other_lr(self, last: LastStep | None) -> None:
+        """Raise RuntimeError if the learning rate is not the one that the weights moved by."""
+        lr = self.lr
+        used = lr if last is None else last.lr
+        is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
+        if is_known and lr is not used and lr != used:
+            raise RuntimeError(
+                f"the learning rate has changed from {used} to {lr} since the domain weights moved "
+                "by it. Set it before the last domain of the step is left, or pass "
+                "micro_batches=None, with which step() combines."
+            )
+
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""
         self.params = self.look_up()
@@ -96,7 +115,7 @@ class TrackedParameters:
                     self._hooks.pop(key)[1].remove()
             for param in self.params:
                 if id(param) not in self._hooks:
-                    hook = self.receive if param.is_cpu else self._noted.append
+                    hook = self.receive if param.is_cpu else self.note
                     handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
             self._is_on_cpu = is_on_cpu
@@ -104,7 +123,7 @@ class TrackedParameters:
 
     @property
     def has_noted(self) -> bool:
-        """Whether parameters elsewhere than on a CPU got gradients since the last `forget`."""
+        """Whether a gradient was noted since the last `take` or `forget`."""
         return bool(self._noted)
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.flat_buffer import Block, FlatBuffer
-from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.parameters import TrackedParameters
 from doge_fast.simplex import is_integer
 from doge_fast.stacked import StackedModel, segments_of
 from doge_fast.subset import Subset
 from doge_fast.tracing import outside_graphs
+from doge_fast.wrapper import SkipFlag, check_one_process
 
 Absent = Literal["error", "keep"]
 
@@ -54,6 +54,16 @@ class OpenDomain:
     row: int | None
     """Of the buffer; None in a stacked pass, whose modules write the rows themselves."""
     has_received: bool = False
+
+    def row_for(self, param: Tensor, parameters: TrackedParameters) -> int:
+        """The row of what autograd has put into `param.grad`."""
+        if self.row is None:
+            raise RuntimeError(
+                f"{parameters.name_of(param)} got a gradient of the whole batch: it is used "
+                "past the forward of the module that owns it, where domains cannot be told apart. "
+                "Run one domain after another, with optimizer.domain(name)."
+            )
+        return self.row
 
 
 class Step:
@@ -97,8 +107,9 @@ class Step:
         self.state = StepState.EMPTY
         self._entered: Counter[str] = Counter()
         self._open: OpenDomain | None = None
-        self._has_stray = False
         self._stacked_model: StackedModel | None = None
+        self.flag = SkipFlag()
+        """Whether the step is skipped."""
         self.parameters.receive = _receiver(weakref.ref(self))
         self._hook()
 
@@ -164,13 +175,14 @@ class Step:
         opened = self._open
         if opened is None:
             # Another DoGEOptimizer on the same parameters may still take it.
-            self._has_stray |= param.grad is not None
+            if param.grad is not None:
+                self.parameters.note(param)
             return
         grad, param.grad = param.grad, None
         if grad is None:
             # Its module has written the rows by itself.
             return
-        self.buffer.receive(self._row_for(param, opened), param, grad)
+        self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
         opened.has_received = True
 
     @outside_graphs
@@ -178,18 +190,8 @@ class Step:
         """Take the gradients that are in `p.grad`."""
         params, grads = self.parameters.take()
         if params:
-            self.buffer.receive_all(self._row_for(params[0], opened), params, grads)
+            self.buffer.receive_all(opened.row_for(params[0], self.parameters), params, grads)
             opened.has_received = True
-
-    def _row_for(self, param: Tensor, opened: OpenDomain) -> int:
-        """The row of what autograd has put into `param.grad`."""
-        if opened.row is None:
-            raise RuntimeError(
-                f"{self.parameters.name_of(param)} got a gradient of the whole batch: it is used "
-                "past the forward of the module that owns it, where domains cannot be told apart. "
-                "Run one domain after another, with optimizer.domain(name)."
-            )
-        return opened.row
 
     def _row_of(self, name: str) -> int:
         """The row of the buffer that is the domain's in this step."""
@@ -226,7 +228,7 @@ class Step:
             self._refuse_once_more(name)
 
     def _begin(self) -> None:
-        _check_one_process()
+        check_one_process()
         for param in self._hook():
             if param.grad is None:
                 continue
@@ -333,7 +335,7 @@ class Step:
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
-        if not (self._has_stray or self.parameters.has_noted):
+        if not self.parameters.has_noted:
             return
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
@@ -342,7 +344,7 @@ class Step:
                 "optimizer.domain(name):`, or call optimizer.release() when the model is to train "
                 "without domains."
             )
-        self._forget_stray()
+        self.parameters.forget()
 
     def refuse_partial(self) -> None:
         """Raise RuntimeError if some domain has been entered, and less often than agreed."""
@@ -353,18 +355,6 @@ class Step:
                 f"step() needs every domain micro_batches={most} times; {partial} came less often. "
                 "Call combine() where a step ends early, as the last of an epoch may, or pass "
                 "micro_batches=None."
-            )
-
-    def refuse_other_lr(self, last: LastStep | None) -> None:
-        """Raise RuntimeError if the learning rate is not the one that the weights moved by."""
-        lr = self.parameters.lr
-        used = lr if last is None else last.lr
-        is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
-        if is_known and lr is not used and lr != used:
-            raise RuntimeError(
-                f"the learning rate has changed from {used} to {lr} since the domain weights moved "
-                "by it. Set it before the last domain of the step is left, or pass "
-                "micro_batches=None, with which step() combines."
             )
 
     def refuse_inside_a_domain(self, what: str) -> None:
@@ -411,12 +401,8 @@ class Step:
     def _clear_rows(self) -> None:
         self.buffer.clear()
         self._entered.clear()
-        self._forget_stray()
-        self.state = StepState.EMPTY
-
-    def _forget_stray(self) -> None:
-        self._has_stray = False
         self.parameters.forget()
+        self.state = StepState.EMPTY
 
 
 _WAY_TO_ACCUMULATE = (
@@ -449,15 +435,3 @@ def _nothing_received(opened: OpenDomain) -> str:
         "the optimizer was built: build it from the model's present ones; or another "
         "DoGEOptimizer on the same parameters, inside a domain of its own, has taken the gradient."
     )
-
-
-def _check_one_process() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-        if size > 1:
-            raise RuntimeError(
-                f"DoGEOptimizer learns domain weights in one process; torch.distributed has {size} "
-                "here, each of which would learn its own weights from its own gradients. Learn the "
-                "weights with a smaller proxy in one process, and train with them in many."
-            )

@@ -2,8 +2,9 @@
 
 An implementation takes the positional arguments of its operator's schema; only the registered
 operators take `implementation` too. The dispatcher runs the checks below before torch, Triton and
-CUDA. C++ checks its arguments itself, which is faster; when it refuses them the dispatcher runs the
-check, so that the error reads the same.
+CUDA; those that keep tables of their blocks run them where a list of blocks is new. C++ checks its
+arguments itself, which is faster; when it refuses them the dispatcher runs the check, so that the
+error reads the same.
 """
 
 from collections.abc import Sequence
@@ -51,6 +52,13 @@ def check_weighted_sum(
 ) -> None:
     """Raise ValueError unless every block has its coefficient per row and its output."""
     _check_blocks("weighted_sum", blocks)
+    check_coefficients(blocks, coefficients_R)
+    _check_pairs("weighted_sum", "blocks", [block.shape[1] for block in blocks], "outs", outs)
+    _check_writable("weighted_sum", "outs", outs, blocks[0].device)
+
+
+def check_coefficients(blocks: Sequence[Tensor], coefficients_R: Tensor) -> None:
+    """Raise ValueError unless there is a float64 coefficient for each row, where the rows are."""
     num_rows, device = blocks[0].shape[0], blocks[0].device
     if coefficients_R.shape != (num_rows,) or coefficients_R.dtype != torch.float64:
         raise ValueError(
@@ -63,8 +71,6 @@ def check_weighted_sum(
             "weighted_sum() reads the coefficients where the blocks are; coefficients_R is on "
             f"{coefficients_R.device}, the blocks on {device}. Move them with .to({str(device)!r})."
         )
-    _check_pairs("weighted_sum", "blocks", [block.shape[1] for block in blocks], "outs", outs)
-    _check_writable("weighted_sum", "outs", outs, device)
 
 
 def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> None:

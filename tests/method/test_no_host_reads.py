@@ -87,8 +87,10 @@ def test_the_addresses_of_the_state_stay() -> None:
                 state_S.data_ptr(),
                 *(block.rows_RN.data_ptr() for block in blocks),
                 *(block.gradient().data_ptr() for block in blocks),
-                optimizer._weights._settings_C.data_ptr(),
-                *(tensor.data_ptr() for _, tensor in optimizer._weights._constants.values()),
+                *(
+                    getattr(optimizer._weights, name)._vector.data_ptr()
+                    for name in ("_settings_C", "_tau_R", "_present_R")
+                ),
             )
         )
         optimizer.zero_grad()
