@@ -12,6 +12,7 @@ Python, and notes that gradients have come. They stay in `p.grad` until `take` c
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,9 @@ from doge_fast import simplex
 from doge_fast.kernels.reweight.packing import LastStep
 
 Receive = Callable[[Tensor], None]
+
+# Whether the gradient of a parameter is taken from it in the middle of a backward pass.
+takes_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
 
 
 class TrackedParameters:
@@ -43,8 +47,8 @@ class TrackedParameters:
         self._check_lr()
         # By id, with the parameter: while it is held here, no new one gets its id.
         self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
-        # Of those that have a hook: whether it is on a CPU.
-        self._is_on_cpu: dict[int, bool] = {}
+        # Of those that have a hook, by id: whether it takes their gradients at once.
+        self._takes_at_once: dict[int, bool] = {}
         self._start_noting()
         self.receive: Receive | None = None
         """Called with each tracked parameter on a CPU that autograd has given a gradient."""
@@ -57,14 +61,14 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
-        left = ("_hooks", "_is_on_cpu", "_noted", "note", "receive")
+        left = ("_hooks", "_takes_at_once", "_noted", "note", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The same parameters, without hooks."""
         self.__dict__.update(state)
         self._hooks, self.receive = _hooks_of(self), None
-        self._is_on_cpu = {}
+        self._takes_at_once = {}
         self._start_noting()
 
     def _start_noting(self) -> None:
@@ -107,18 +111,18 @@ class TrackedParameters:
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""
         self.params = self.look_up()
-        is_on_cpu = {id(param): param.is_cpu for param in self.params}
-        if is_on_cpu != self._is_on_cpu:
+        at_once = {id(param): takes_at_once(param) for param in self.params}
+        if at_once != self._takes_at_once:
             # A model may move after its optimizer was built.
-            for key, known in self._is_on_cpu.items():
-                if is_on_cpu.get(key) is not known:
+            for key, known in self._takes_at_once.items():
+                if at_once.get(key) is not known:
                     self._hooks.pop(key)[1].remove()
             for param in self.params:
                 if id(param) not in self._hooks:
-                    hook = self.receive if param.is_cpu else self.note
+                    hook = self.receive if at_once[id(param)] else self.note
                     handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
-            self._is_on_cpu = is_on_cpu
+            self._takes_at_once = at_once
         return self.params
 
     @property
@@ -142,7 +146,7 @@ class TrackedParameters:
     def release(self) -> None:
         """Take all hooks off."""
         _remove(self._hooks)
-        self._is_on_cpu = {}
+        self._takes_at_once = {}
         self.forget()
 
     def selected_ids(self) -> set[int] | None:

@@ -160,9 +160,6 @@ class Step:
                     self._collect(opened)
                 self.buffer.flush()
         finally:
-            if self.parameters.has_noted:
-                # Of a backward pass before an exception.
-                self.parameters.take()
             self._open = None
         if not opened.has_received:
             raise RuntimeError(_nothing_received(opened))
@@ -337,6 +334,8 @@ class Step:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
         if not self.parameters.has_noted:
             return
+        # There, `p.grad` may be the open domain's.
+        self.refuse_inside_a_domain("combine() and step()")
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
@@ -394,6 +393,9 @@ class Step:
         try:
             yield
         except BaseException:
+            if self.parameters.has_noted:
+                # Backward passes inside the domain have left them.
+                self.parameters.take()
             self.clear()
             self.state = StepState.DROPPED
             raise
