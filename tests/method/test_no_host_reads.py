@@ -280,6 +280,7 @@ def test_a_captured_step_sees_what_was_set_since(options: dict[str, Any]) -> Non
 
     eager("")
     fill("")
+    domains = captured.domains_of_step
     with Recorded() as graph:
         captured.combine()
     twin.combine()
@@ -291,6 +292,9 @@ def test_a_captured_step_sees_what_was_set_since(options: dict[str, Any]) -> Non
     for _, optimizer in optimizers:
         optimizer.load_state_dict(state)
         optimizer.param_groups[0]["lr"] = 0.2
+        # Two of the three domains, which are others than those of the graph.
+        optimizer._step.subset.draw(3)
+    assert (captured.domains_of_step != domains) == ("domains_per_step" in options)
     skip = captured.domains_of_step[0]
     eager(skip)
     fill(skip)
