@@ -293,7 +293,7 @@ def test_a_captured_step_sees_what_was_set_since(options: dict[str, Any]) -> Non
         optimizer.load_state_dict(state)
         optimizer.param_groups[0]["lr"] = 0.2
         # Two of the three domains, which are others than those of the graph.
-        optimizer._step.subset.draw(3)
+        optimizer._step.subset.draw(1)
     assert (captured.domains_of_step != domains) == ("domains_per_step" in options)
     skip = captured.domains_of_step[0]
     eager(skip)
