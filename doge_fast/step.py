@@ -183,6 +183,7 @@ class Step:
         opened.has_received = True
 
     @outside_graphs
+    @torch.no_grad()
     def _collect(self, opened: OpenDomain) -> None:
         """Take the gradients that are in `p.grad`."""
         params, grads = self.parameters.take()
