@@ -3,7 +3,7 @@
 Reads the K x N rows twice and writes N, all on the device; nothing waits for it.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def combine(
     selected: Collection[int] | None,
     lr: float | Tensor,
     grad_scale: float | Tensor,
+    decided: Callable[[Tensor], None],
 ) -> LastStep:
     """Move the domain weights and write sum_j alpha'_j g_j into `p.grad`.
 
@@ -41,6 +42,7 @@ def combine(
         selected: ids of the parameters whose columns enter W; None: all.
         lr: eta of this step.
         grad_scale: > 0, the factor that the rows carry; `p.grad` keeps it.
+        decided: called with the flag of a skipped step when all that it needs is queued.
 
     Raises:
         RuntimeError: no selected parameter is among the blocks.
@@ -62,10 +64,13 @@ def combine(
                 share=subset.share,
             )
         )
+    if before is None:
+        decided(new.skipped)
     with phase("weighted_sum"):
         gradients = weighted_gradients(blocks, new.coefficients)
     if before is not None:
         new = _cut_afterwards(gradients, new, weights, before, grad_scale)
+        decided(new.skipped)
     for block, gradient in zip(blocks, gradients, strict=True):
         block.param.grad = gradient
     return new._replace(lr=lr)
@@ -125,20 +130,26 @@ def _cut_afterwards(
     )
 
 
-def checked_scale(scale: float | Tensor) -> float | Tensor:
-    """A factor of the losses, if it is one; a tensor is not looked at.
+def scale_of(
+    grad_scale: float | Tensor | None, scaler: GradScaler | None, device: torch.device
+) -> float | Tensor:
+    """The factor of the losses: the one that is named, if it is one, else that of the scaler.
+
+    A tensor is not looked at.
 
     Raises:
         ValueError: it is not positive and finite.
     """
-    if not isinstance(scale, Tensor) and not (
-        simplex.is_number(scale) and 0 < scale < float("inf")
+    if grad_scale is None:
+        return factor_of(scaler, device)
+    if not isinstance(grad_scale, Tensor) and not (
+        simplex.is_number(grad_scale) and 0 < grad_scale < float("inf")
     ):
         raise ValueError(
-            f"grad_scale must be positive and finite; got {scale!r}. Pass what the losses "
+            f"grad_scale must be positive and finite; got {grad_scale!r}. Pass what the losses "
             "were multiplied by, scaler.get_scale()."
         )
-    return scale
+    return grad_scale
 
 
 def factor_of(scaler: GradScaler | None, device: torch.device) -> float | Tensor:

@@ -7,9 +7,10 @@ that never sees a gradient never gets one. Beside its block a parameter has the 
 gradient that becomes `p.grad`; it is kept from step to step, since fresh pages cost more than
 the arithmetic.
 
-Gradients arrive one parameter at a time, in the middle of a backward pass. They are collected
-until `PENDING_BYTES` of them wait and are then written in one call, which keeps the number of
-calls low without keeping a second copy of the gradient alive.
+On a CPU gradients arrive one parameter at a time, in the middle of a backward pass. They are
+collected until `PENDING_BYTES` of them wait and are then written in one call, which keeps the
+number of calls low without keeping a second copy of the gradient alive. Elsewhere those of all
+parameters arrive together, when a domain is left.
 """
 
 import threading
@@ -32,35 +33,47 @@ PENDING_BYTES_ELSEWHERE = 1 << 26
 
 
 class Block:
-    """One parameter's rows: `rows_RN` is an [R, numel] view, `rows[r]` the r-th row."""
+    """One parameter's rows: `rows_RN` is an [R, numel] view, `rows[r]` the r-th, in its shape."""
 
-    __slots__ = ("combined", "is_pending", "param", "param_dtype", "rows", "rows_RN", "written")
+    __slots__ = (
+        "combined",
+        "grad_dtype",
+        "is_pending",
+        "param",
+        "param_dtype",
+        "rows",
+        "rows_RN",
+        "written",
+    )
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.param = param
         self.param_dtype = param.dtype
+        # Of the gradients that came last: the rows hold them.
+        self.grad_dtype = dtype
         self.rows_RN = _new_rows(param, num_rows, dtype)
-        self.rows: Sequence[Tensor] = self.rows_RN.unbind(0)
+        self.rows = self._shaped()
         # Bit r: row r holds a gradient of this step.
         self.written = 0
         self.is_pending = False
         self.combined: Tensor | None = None
 
-    def clear_rows_not_written(self) -> None:
-        """Zero the rows of domains that did not touch this parameter in this step."""
-        if self.written != (1 << len(self.rows)) - 1:
-            for r, row_N in enumerate(self.rows):
-                if not self.written >> r & 1:
-                    row_N.zero_()
+    def _shaped(self) -> Sequence[Tensor]:
+        # As gradients are: nothing has to be viewed otherwise when they come.
+        return self.rows_RN.view(-1, *self.param.shape).unbind(0)
+
+    def rows_not_written(self) -> list[Tensor]:
+        """The rows of domains that did not touch this parameter in this step."""
+        return [row for r, row in enumerate(self.rows) if not self.written >> r & 1]
 
     def widen(self, dtype: torch.dtype) -> None:
         """Keep rows in `dtype` from now on, which holds all that they have."""
-        narrow_RN = self.rows_RN
-        self.rows_RN = _new_rows(self.param, len(narrow_RN), dtype)
-        self.rows = self.rows_RN.unbind(0)
-        for r, row_N in enumerate(self.rows):
+        narrow = self.rows
+        self.rows_RN = _new_rows(self.param, len(narrow), dtype)
+        self.rows = self._shaped()
+        for r, row in enumerate(self.rows):
             if self.written >> r & 1:
-                row_N.copy_(narrow_RN[r])
+                row.copy_(narrow[r])
 
     def gradient(self) -> Tensor:
         """Memory of the combined gradient: shape, strides and dtype of the parameter.
@@ -139,6 +152,32 @@ class FlatBuffer:
             for block in self._blocks.values()
         )
 
+    def receive_all(self, row: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """`receive` of each parameter and its gradient, written at once.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or lives elsewhere than the block.
+        """
+        # To be written, and to be added.
+        calls: tuple[_Waiting, _Waiting] = (([], []), ([], []))
+        with self._lock:
+            self.flush()
+            find = self._blocks.get
+            for param, grad in zip(params, grads, strict=True):
+                if grad.layout != torch.strided:
+                    raise _refusal_of_sparse(param, grad)
+                block = find(id(param))
+                if block is None or not block.written or block.grad_dtype != grad.dtype:
+                    block = self._block(param, grad.dtype)
+                values, rows = calls[block.written >> row & 1]
+                values.append(grad)
+                rows.append(block.rows[row])
+                block.written |= 1 << row
+            for adds, (values, rows) in enumerate(calls):
+                if values:
+                    with phase("accumulate"):
+                        accumulate(values, rows, add=bool(adds))
+
     def receive(self, row: int, param: Tensor, grad: Tensor) -> None:
         """Add `grad` to row `row` of `param`'s block; the first of a step replaces what was there.
 
@@ -146,15 +185,11 @@ class FlatBuffer:
             RuntimeError: the gradient is sparse, or lives elsewhere than the block.
         """
         if grad.layout != torch.strided:
-            raise RuntimeError(
-                "domain gradients must be dense; a parameter of shape "
-                f"{list(param.shape)} got one of layout {grad.layout}. "
-                "Build its module with sparse=False."
-            )
+            raise _refusal_of_sparse(param, grad)
         # Called for every parameter and domain of a step: no call from here that can be spared.
         with self._lock:
             block = self._blocks.get(id(param))
-            if block is None or not block.written or block.rows_RN.dtype != grad.dtype:
+            if block is None or not block.written or block.grad_dtype != grad.dtype:
                 block = self._block(param, grad.dtype)
             adds = bool(block.written >> row & 1)
             if self._grads and (
@@ -167,7 +202,7 @@ class FlatBuffer:
             block.is_pending = True
             self._pending.append(block)
             self._pending_adds = adds
-            self._grads.append(grad.reshape(-1))
+            self._grads.append(grad)
             self._rows.append(block.rows[row])
             self._pending_bytes += grad.nbytes
             if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
@@ -237,8 +272,12 @@ class FlatBuffer:
         """Blocks of those `params` that any domain gave a gradient in this step, rows complete."""
         self.flush()
         blocks = [block for block in self._find(params) if block.written]
-        for block in blocks:
-            block.clear_rows_not_written()
+        every = (1 << self.num_rows) - 1
+        absent = [
+            row for block in blocks if block.written != every for row in block.rows_not_written()
+        ]
+        if absent:
+            torch._foreach_zero_(absent)
         return blocks
 
     def _find(self, params: Iterable[Tensor]) -> Iterator[Block]:
@@ -264,7 +303,19 @@ class FlatBuffer:
             if both != block.rows_RN.dtype:
                 self.flush()
                 block.widen(both)
+        block.grad_dtype = dtype
         return block
+
+
+# Gradients and the rows that they go to.
+_Waiting = tuple[list[Tensor], list[Tensor]]
+
+
+def _refusal_of_sparse(param: Tensor, grad: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"domain gradients must be dense; a parameter of shape {list(param.shape)} got one of "
+        f"layout {grad.layout}. Build its module with sparse=False."
+    )
 
 
 def weighted_gradients(blocks: Sequence[Block], coefficients_R: Tensor) -> list[Tensor]:
@@ -275,10 +326,12 @@ def weighted_gradients(blocks: Sequence[Block], coefficients_R: Tensor) -> list[
         coefficients_R: [R] float64; a row with coefficient zero is not read.
     """
     gradients = [block.gradient() for block in blocks]
-    # Rows are in the parameter's logical order; where its memory is in another, copy afterwards.
-    flat = [g.view(-1) if g.is_contiguous() else g.new_empty(g.numel()) for g in gradients]
-    weighted_sum([block.rows_RN for block in blocks], coefficients_R, out=flat)
-    for gradient, values_N in zip(gradients, flat, strict=True):
-        if not gradient.is_contiguous():
-            gradient.copy_(values_N.view(gradient.shape))
+    outs = gradients
+    if not all(map(Tensor.is_contiguous, gradients)):
+        # Rows are in the parameter's logical order; memory in another order is filled afterwards.
+        outs = [g if g.is_contiguous() else g.new_empty(g.shape) for g in gradients]
+    weighted_sum([block.rows_RN for block in blocks], coefficients_R, out=outs)
+    for gradient, values in zip(gradients, outs, strict=True):
+        if values is not gradient:
+            gradient.copy_(values)
     return gradients

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from doge_fast import checkpoint, defaults, weights_file
 from doge_fast.checkpoint import DomainState
-from doge_fast.combining import checked_scale, combine, factor_of
+from doge_fast.combining import combine, scale_of
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.generalization import Score
 from doge_fast.kernels.reweight.packing import LastStep
@@ -240,7 +240,9 @@ class DoGEOptimizer(OptimizerWrapper):
 
         A domain is entered `micro_batches` times in a step, and its gradients add up. When the
         last one is left, `combine()` runs by itself. An exception inside drops all domains of
-        this step, since half a backward pass may have been added.
+        this step, since half a backward pass may have been added. Elsewhere than on a CPU `p.grad`
+        is read when the domain is left: until then, leave it to autograd, in whose dtype several
+        backward passes inside one `with` then add up.
 
         Raises:
             ValueError: `name` is neither a training domain nor a target, or not of this step.
@@ -318,10 +320,7 @@ class DoGEOptimizer(OptimizerWrapper):
                 )
             return
         params = step.parameters
-        if grad_scale is None:
-            scale = factor_of(self._scaler, params.params[0].device)
-        else:
-            scale = checked_scale(grad_scale)
+        scale = scale_of(grad_scale, self._scaler, params.params[0].device)
         self._weights.last = combine(
             step.blocks(),
             self._weights,
@@ -330,6 +329,7 @@ class DoGEOptimizer(OptimizerWrapper):
             selected=params.selected_ids(),
             lr=params.lr,
             grad_scale=scale,
+            decided=lambda skipped: step.flag.send(skipped, self.inner),
         )
         step.state = StepState.COMBINED
         # The wrapped optimizer may have been given a state dict of this one.
@@ -360,10 +360,10 @@ class DoGEOptimizer(OptimizerWrapper):
                 return loss
             self._step.refuse_partial()
             self.combine()
-        self._step.refuse_other_lr(self.last)
+        self._step.parameters.refuse_other_lr(self.last)
         with phase("inner_step"):
             assert self.last is not None
-            step_unless(self.last.skipped, self.last.found_inf, self.inner)
+            step_unless(self.last.skipped, self.last.found_inf, self.inner, self._step.flag)
         self._step.clear(is_stepped=True)
         return loss
 

@@ -2,18 +2,29 @@
 
 Groups are looked up when a step begins, since hosts replace them: `load_state_dict` of a torch
 optimizer puts a new list in their place, and freezing a layer is one assignment.
+
+On a CPU a hook hands each gradient on the moment autograd has finished it, while it is in the
+cache. Elsewhere that would be a call of Python for each parameter and domain, longer than what a
+GPU computes meanwhile: there the hook is the `append` of a deque of length one, which runs no
+Python, and notes that gradients have come. They stay in `p.grad` until `take` collects them all.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from doge_fast import simplex
+from doge_fast.kernels.reweight.packing import LastStep
 
 Receive = Callable[[Tensor], None]
+
+# Whether the gradient of a parameter is taken from it in the middle of a backward pass.
+takes_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
 
 
 class TrackedParameters:
@@ -36,8 +47,11 @@ class TrackedParameters:
         self._check_lr()
         # By id, with the parameter: while it is held here, no new one gets its id.
         self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
+        # Of those that have a hook, by id: whether it takes their gradients at once.
+        self._takes_at_once: dict[int, bool] = {}
+        self._start_noting()
         self.receive: Receive | None = None
-        """Called with each tracked parameter that autograd has given a gradient."""
+        """Called with each tracked parameter on a CPU that autograd has given a gradient."""
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
@@ -47,13 +61,20 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
-        left = ("_hooks", "receive")
+        left = ("_hooks", "_takes_at_once", "_noted", "note", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The same parameters, without hooks."""
         self.__dict__.update(state)
         self._hooks, self.receive = _hooks_of(self), None
+        self._takes_at_once = {}
+        self._start_noting()
+
+    def _start_noting(self) -> None:
+        self._noted: deque[Tensor] = deque(maxlen=1)
+        self.note: Receive = self._noted.append
+        """Notes that a parameter has a gradient in `p.grad` that is nobody's yet."""
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -75,22 +96,58 @@ class TrackedParameters:
         group = self.groups[0]
         return max(float(group.get(name, 0)) for name in ("lr", "initial_lr", "max_lr"))
 
+    def refuse_other_lr(self, last: LastStep | None) -> None:
+        """Raise RuntimeError if the learning rate is not the one that the weights moved by."""
+        lr = self.lr
+        used = lr if last is None else last.lr
+        is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
+        if is_known and lr is not used and lr != used:
+            raise RuntimeError(
+                f"the learning rate has changed from {used} to {lr} since the domain weights moved "
+                "by it. Set it before the last domain of the step is left, or pass "
+                "micro_batches=None, with which step() combines."
+            )
+
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""
         self.params = self.look_up()
-        ids = set(map(id, self.params))
-        if ids != self._hooks.keys():
-            for key in self._hooks.keys() - ids:
-                self._hooks.pop(key)[1].remove()
+        at_once = {id(param): takes_at_once(param) for param in self.params}
+        if at_once != self._takes_at_once:
+            # A model may move after its optimizer was built.
+            for key, known in self._takes_at_once.items():
+                if at_once.get(key) is not known:
+                    self._hooks.pop(key)[1].remove()
             for param in self.params:
                 if id(param) not in self._hooks:
-                    handle = param.register_post_accumulate_grad_hook(self.receive)  # type: ignore[no-untyped-call]
+                    hook = self.receive if at_once[id(param)] else self.note
+                    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
+            self._takes_at_once = at_once
         return self.params
+
+    @property
+    def has_noted(self) -> bool:
+        """Whether a gradient was noted since the last `take` or `forget`."""
+        return bool(self._noted)
+
+    def take(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that have a gradient in `p.grad`, and these, which leave it."""
+        self.forget()
+        params = [param for param in self.params if param.grad is not None]
+        grads: list[Any] = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        return params, grads
+
+    def forget(self) -> None:
+        """Note nothing of what has come so far."""
+        self._noted.clear()
 
     def release(self) -> None:
         """Take all hooks off."""
         _remove(self._hooks)
+        self._takes_at_once = {}
+        self.forget()
 
     def selected_ids(self) -> set[int] | None:
         """The ids of the parameters whose columns enter W; None: all."""

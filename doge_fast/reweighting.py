@@ -91,10 +91,9 @@ class DomainWeights:
         self._start_K = _start(objective.domains, initial)
         self._warned: set[str] = set()
         self._state_S: Tensor = new_state(self._start_K.to(device))
-        self._constants: dict[str, tuple[object, Tensor]] = {}
-        self._settings_C = torch.empty(len(Settings._fields), dtype=torch.float64, device=device)
-        # What was last written into each entry; None: not known on the host.
-        self._written: list[float | None] = [None] * len(self._settings_C)
+        self._tau_R = _Written(len(objective.rows), torch.float64)
+        self._present_R = _Written(len(objective.rows), torch.bool)
+        self._settings_C = _Written(len(Settings._fields), torch.float64)
 
     @classmethod
     def of(
@@ -198,9 +197,9 @@ class DomainWeights:
             gram_RR,
             self._state_S,
             full_RR=full_RR,
-            tau_R=self._constant("tau", self.objective.tau, torch.float64, device),
-            present_R=self._present(seen, device),
-            settings_C=self._write(settings, device),
+            tau_R=self._tau_R.of(self.objective.tau, device),
+            present_R=self._present_R.of([n in seen for n in self.objective.rows], device),
+            settings_C=self._settings_C.of(settings, device),
         )
         return step
 
@@ -255,40 +254,32 @@ class DomainWeights:
         state_views(undone).num_skipped.add_(1)
         self._state_S.copy_(torch.where(overflow & moved, undone, self._state_S))
 
-    def _present(self, seen: Collection[str], device: torch.device) -> Tensor:
-        present = tuple(name in seen for name in self.objective.rows)
-        return self._constant("present", present, torch.bool, device)
 
-    def _constant(
-        self, name: str, values: tuple[float, ...], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Values as a vector on the device; copied there once while they stay the same."""
-        known = self._constants.get(name)
-        if known is None or known[0] != (values, device):
-            vector = torch.tensor(values, dtype=dtype)
-            if device.type == "cuda":
-                # Pinned, or the copy would make the host wait for the device.
-                vector = vector.pin_memory()
-            vector = vector.to(device, non_blocking=True)
-            known = self._constants[name] = ((values, device), vector)
-        return known[1]
+class _Written:
+    """Numbers on a device, at one address for as long as they are on it.
 
-    def _write(self, settings: Settings, device: torch.device) -> Tensor:
-        """The settings on the device; only entries that changed are written.
+    A kernel writes each entry that changes: a copy from the host would wait for the device, and
+    new memory would leave a CUDA graph that was captured with the old.
+    """
 
-        A kernel writes a number: a copy from the host would wait for the device.
-        """
-        if self._settings_C.device != device:
-            self._settings_C = torch.empty_like(self._settings_C, device=device)
-            self._written = [None] * len(settings)
-        for index, value in enumerate(settings):
+    def __init__(self, length: int, dtype: torch.dtype) -> None:
+        self._vector = torch.empty(length, dtype=dtype)
+        # What was last written into each entry; None: not known on the host.
+        self._known: list[float | None] = [None] * length
+
+    def of(self, values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+        """The vector, with these values."""
+        if self._vector.device != device:
+            self._vector = torch.empty_like(self._vector, device=device)
+            self._known = [None] * len(values)
+        for index, value in enumerate(values):
             if isinstance(value, Tensor):
-                self._settings_C[index].copy_(value.detach().view(()))
-                self._written[index] = None
-            elif value != self._written[index]:
-                self._settings_C[index].fill_(value)
-                self._written[index] = value
-        return self._settings_C
+                self._vector[index].copy_(value.detach().view(()))
+                self._known[index] = None
+            elif value != self._known[index]:
+                self._vector[index].fill_(value)
+                self._known[index] = value
+        return self._vector
 
 
 def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:

@@ -7,8 +7,9 @@ domains, and combined once its gradients have become the weighted one::
 
 The parameters are looked up when the first domain is entered, and once more for combining. While a
 domain is open, a hook on each of them takes the gradient the moment autograd has finished it and
-hands it to the flat buffer, so that `p.grad` stays None. Outside a domain the hook leaves `p.grad`
-alone and notes that a backward pass ran there; the next `domain()` or `step()` refuses.
+hands it to the flat buffer, so that `p.grad` stays None; elsewhere than on a CPU gradients stay in
+`p.grad` until the domain is left, and then go to the buffer in one call. Outside a domain `p.grad`
+is left alone; the next `domain()` or `step()` refuses what a backward pass has put there.
 """
 
 import enum
@@ -23,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.flat_buffer import Block, FlatBuffer
-from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.parameters import TrackedParameters
 from doge_fast.simplex import is_integer
 from doge_fast.stacked import StackedModel, segments_of
 from doge_fast.subset import Subset
 from doge_fast.tracing import outside_graphs
+from doge_fast.wrapper import SkipFlag, check_one_process
 
 Absent = Literal["error", "keep"]
 
@@ -53,6 +54,16 @@ class OpenDomain:
     row: int | None
     """Of the buffer; None in a stacked pass, whose modules write the rows themselves."""
     has_received: bool = False
+
+    def row_for(self, param: Tensor, parameters: TrackedParameters) -> int:
+        """The row of what autograd has put into `param.grad`."""
+        if self.row is None:
+            raise RuntimeError(
+                f"{parameters.name_of(param)} got a gradient of the whole batch: it is used "
+                "past the forward of the module that owns it, where domains cannot be told apart. "
+                "Run one domain after another, with optimizer.domain(name)."
+            )
+        return self.row
 
 
 class Step:
@@ -96,8 +107,9 @@ class Step:
         self.state = StepState.EMPTY
         self._entered: Counter[str] = Counter()
         self._open: OpenDomain | None = None
-        self._has_stray = False
         self._stacked_model: StackedModel | None = None
+        self.flag = SkipFlag()
+        """Whether the step is skipped."""
         self.parameters.receive = _receiver(weakref.ref(self))
         self._hook()
 
@@ -144,6 +156,8 @@ class Step:
         try:
             with self.dropped_on_failure():
                 yield opened
+                if self.parameters.has_noted:
+                    self._collect(opened)
                 self.buffer.flush()
         finally:
             self._open = None
@@ -158,20 +172,24 @@ class Step:
         opened = self._open
         if opened is None:
             # Another DoGEOptimizer on the same parameters may still take it.
-            self._has_stray |= param.grad is not None
+            if param.grad is not None:
+                self.parameters.note(param)
             return
         grad, param.grad = param.grad, None
         if grad is None:
             # Its module has written the rows by itself.
             return
-        if opened.row is None:
-            raise RuntimeError(
-                f"{self.parameters.name_of(param)} got a gradient of the whole batch: it is used "
-                "past the forward of the module that owns it, where domains cannot be told apart. "
-                "Run one domain after another, with optimizer.domain(name)."
-            )
-        self.buffer.receive(opened.row, param, grad)
+        self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
         opened.has_received = True
+
+    @outside_graphs
+    @torch.no_grad()
+    def _collect(self, opened: OpenDomain) -> None:
+        """Take the gradients that are in `p.grad`."""
+        params, grads = self.parameters.take()
+        if params:
+            self.buffer.receive_all(opened.row_for(params[0], self.parameters), params, grads)
+            opened.has_received = True
 
     def _row_of(self, name: str) -> int:
         """The row of the buffer that is the domain's in this step."""
@@ -208,7 +226,7 @@ class Step:
             self._refuse_once_more(name)
 
     def _begin(self) -> None:
-        _check_one_process()
+        check_one_process()
         for param in self._hook():
             if param.grad is None:
                 continue
@@ -315,8 +333,10 @@ class Step:
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
-        if not self._has_stray:
+        if not self.parameters.has_noted:
             return
+        # There, `p.grad` may be the open domain's.
+        self.refuse_inside_a_domain("combine() and step()")
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
@@ -324,7 +344,7 @@ class Step:
                 "optimizer.domain(name):`, or call optimizer.release() when the model is to train "
                 "without domains."
             )
-        self._has_stray = False
+        self.parameters.forget()
 
     def refuse_partial(self) -> None:
         """Raise RuntimeError if some domain has been entered, and less often than agreed."""
@@ -335,18 +355,6 @@ class Step:
                 f"step() needs every domain micro_batches={most} times; {partial} came less often. "
                 "Call combine() where a step ends early, as the last of an epoch may, or pass "
                 "micro_batches=None."
-            )
-
-    def refuse_other_lr(self, last: LastStep | None) -> None:
-        """Raise RuntimeError if the learning rate is not the one that the weights moved by."""
-        lr = self.parameters.lr
-        used = lr if last is None else last.lr
-        is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
-        if is_known and lr is not used and lr != used:
-            raise RuntimeError(
-                f"the learning rate has changed from {used} to {lr} since the domain weights moved "
-                "by it. Set it before the last domain of the step is left, or pass "
-                "micro_batches=None, with which step() combines."
             )
 
     def refuse_inside_a_domain(self, what: str) -> None:
@@ -386,6 +394,9 @@ class Step:
         try:
             yield
         except BaseException:
+            if self.parameters.has_noted:
+                # Backward passes inside the domain have left them.
+                self.parameters.take()
             self.clear()
             self.state = StepState.DROPPED
             raise
@@ -393,7 +404,7 @@ class Step:
     def _clear_rows(self) -> None:
         self.buffer.clear()
         self._entered.clear()
-        self._has_stray = False
+        self.parameters.forget()
         self.state = StepState.EMPTY
 
 
@@ -427,15 +438,3 @@ def _nothing_received(opened: OpenDomain) -> str:
         "the optimizer was built: build it from the model's present ones; or another "
         "DoGEOptimizer on the same parameters, inside a domain of its own, has taken the gradient."
     )
-
-
-def _check_one_process() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-        if size > 1:
-            raise RuntimeError(
-                f"DoGEOptimizer learns domain weights in one process; torch.distributed has {size} "
-                "here, each of which would learn its own weights from its own gradients. Learn the "
-                "weights with a smaller proxy in one process, and train with them in many."
-            )

@@ -137,11 +137,16 @@ class Subset:
         )
 
     def _on(self, device: torch.device) -> "_OnDevice":
-        """Indices and factors of this step, copied to the device once."""
-        key = (device, self.draws)
-        if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._made(device)
-        return self._cached[1]
+        """Indices and factors of this step, copied to the device once; always to one address."""
+        known, key = self._cached, (device, self.draws)
+        if known is None or known[0] != key:
+            made = self._made(device)
+            if known is not None and known[0][0] == device:
+                for kept, new in zip(known[1], made, strict=True):
+                    kept.copy_(new)
+                made = known[1]
+            self._cached = known = key, made
+        return known[1]
 
     def _made(self, device: torch.device) -> "_OnDevice":
         place = {name: row for row, name in enumerate(self._objective.rows)}

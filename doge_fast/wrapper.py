@@ -114,22 +114,69 @@ def _check_wraps(optimizer: Optimizer) -> None:
         )
 
 
-def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer) -> None:
+def check_one_process() -> None:
+    """Raise RuntimeError if torch.distributed has several processes."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            raise RuntimeError(
+                f"DoGEOptimizer learns domain weights in one process; torch.distributed has {size} "
+                "here, each of which would learn its own weights from its own gradients. Learn the "
+                "weights with a smaller proxy in one process, and train with them in many."
+            )
+
+
+class SkipFlag:
+    """Where the host reads whether a step is skipped, without waiting for what is queued later."""
+
+    def __init__(self) -> None:
+        self._skipped: Tensor | None = None
+        self._on_host: Tensor | None = None
+        self._arrival: torch.cuda.Event | None = None
+
+    def send(self, skipped: Tensor, inner: Optimizer) -> None:
+        """Start the way of the flag to the host, where `inner` needs it there.
+
+        Called when all that decides it is queued, and nothing else yet.
+        """
+        self._skipped = None
+        is_on_gpu = skipped.device.type == "cuda" and not skips_on_the_device(inner)
+        if is_on_gpu and not torch.cuda.is_current_stream_capturing():
+            # Into pinned memory, which torch takes for this.
+            self._on_host = skipped.to("cpu", non_blocking=True)
+            self._arrival = torch.cuda.current_stream(skipped.device).record_event()
+            self._skipped = skipped
+
+    @outside_graphs
+    def read(self, skipped: Tensor) -> bool:
+        """Wait for the flag, if it was sent for that alone, and read it."""
+        if self._skipped is not skipped or self._arrival is None:
+            return bool(skipped)
+        self._arrival.synchronize()
+        return bool(self._on_host)
+
+
+def skips_on_the_device(inner: Optimizer) -> bool:
+    """Whether the wrapped optimizer leaves a step out by itself, as torch's fused ones do."""
+    takes_flag = bool(getattr(inner, "_step_supports_amp_scaling", False))
+    return takes_flag and all(group.get("fused") for group in inner.param_groups)
+
+
+def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag) -> None:
     """Step the wrapped optimizer unless the step is skipped.
 
     Args:
         skipped: bool scalar on any device.
         found_inf: the same as float32, which fused optimizers take.
         inner: the wrapped optimizer.
+        flag: reads `skipped` where the host has to.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
     """
-    takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False)) and all(
-        group.get("fused") for group in inner.param_groups
-    )
-    if takes_found_inf and skipped.device.type != "cpu":
-        # On the device, so that the host need not wait for the flag.
+    if skips_on_the_device(inner) and skipped.device.type != "cpu":
+        # The host need not wait for the flag.
         inner.grad_scale = None  # type: ignore[attr-defined]
         inner.found_inf = found_inf  # type: ignore[attr-defined]
         try:
@@ -142,11 +189,5 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer) -> None:
             f"{type(inner).__name__} needs fused=True (and capturable=True where it has "
             "that argument), which lets the device skip it."
         )
-    elif not _read(skipped):
+    elif not flag.read(skipped):
         inner.step()
-
-
-@outside_graphs
-def _read(flag: Tensor) -> bool:
-    """Wait for the device and read the flag."""
-    return bool(flag)

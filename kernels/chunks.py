@@ -3,12 +3,16 @@
 A table has one row of int64 per chunk of at most `chunk_columns` columns: addresses, the row
 stride where there is one, the length. It is uploaded once and kept: blocks of a flat buffer
 live at the same address step after step, so the usual launch copies nothing and waits for
-nothing. A capture into a CUDA graph cannot upload: it follows one ordinary call with the same
-blocks, and the tables it used are kept for good, since the graph reads them whenever it runs.
+nothing. What depends on the list of blocks alone (checks, spans, the key of the tables) is kept
+too; it is found by all that it is made of, addresses, shapes, strides, dtypes and devices, which
+takes a fraction of the time. A capture into a CUDA graph cannot upload: it follows one ordinary
+call with the same blocks, and the tables it used are kept for good, since the graph reads them
+whenever it runs.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -18,6 +22,8 @@ from torch import Tensor
 # for what surrounds it. One budget for all would let gradients, which move from step to step, push
 # out the tables of rows that stay.
 MAX_COST, COST_OF_A_TABLE = 1 << 19, 64
+# Lists of blocks whose spans are kept: an optimizer has two to four.
+MAX_LISTS = 32
 # What a launch may promise the compiler, in elements; blocks that start on 64 elements keep it.
 ALIGNED_ELEMENTS = 16
 
@@ -37,6 +43,18 @@ class Span(NamedTuple):
         """A block [R, n], and the [n] that it is summed into, where there is one."""
         of_block = (block.data_ptr(), block.itemsize, block.stride(0), block.shape[1])
         return cls(*of_block) if out is None else cls(*of_block, out.data_ptr(), out.itemsize)
+
+
+class Spans(tuple[Span, ...]):
+    """Spans in a key: the hash of a thousand numbers is computed once."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        """As that of a tuple."""
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
 
 
 class ChunkTable(NamedTuple):
@@ -76,6 +94,38 @@ _kept: defaultdict[tuple[str, ...], OrderedDict[_Key, _Kept]] = defaultdict(Orde
 _costs: defaultdict[tuple[str, ...], int] = defaultdict(int)
 # Tables that a CUDA graph reads.
 _captured: dict[_Key, _Kept] = {}
+_Groups = tuple[tuple[tuple[torch.dtype, ...], Spans], ...]
+# By the layout of the lists, least recently used first.
+_groups: OrderedDict[_Key, _Groups] = OrderedDict()
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+
+
+def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _Groups:
+    """The spans of blocks, or of blocks and outputs, for each tuple of dtypes: one launch each.
+
+    Args:
+        check: raises what is to be raised about these lists; called where they are new. It may
+            look at nothing but the sizes, strides, dtypes and devices of their tensors.
+        lists: blocks [R, n], and the [n] that each is summed into, where there are any.
+    """
+    # A tensor that was moved, resized or cast differs in one of these, whatever its identity.
+    layout = tuple(
+        tuple(map(of, tensors))
+        for tensors in lists
+        for of in (Tensor.data_ptr, Tensor.stride, _shape_of, _dtype_of, Tensor.get_device)
+    )
+    groups = _groups.get(layout)
+    if groups is None:
+        check()
+        groups = _groups[layout] = tuple(
+            (dtypes, Spans(Span.of(*tensors) for tensors in group))
+            for dtypes, group in by_dtype(zip(*lists, strict=True))
+        )
+        if len(_groups) > MAX_LISTS:
+            _groups.popitem(last=False)
+    else:
+        _groups.move_to_end(layout)
+    return groups
 
 
 def chunk_tables(
@@ -90,7 +140,7 @@ def chunk_tables(
         RuntimeError: a CUDA graph is being captured and there is no table of these blocks yet.
     """
     # All that a table is made of: an address that comes back with another size is another key.
-    key = (device, chunk_columns, fields, *spans)
+    key = (device, chunk_columns, fields, spans if isinstance(spans, Spans) else Spans(spans))
     kept = _kept[fields]
     entry = kept.get(key) or _captured.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

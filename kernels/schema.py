@@ -2,11 +2,13 @@
 
 An implementation takes the positional arguments of its operator's schema; only the registered
 operators take `implementation` too. The dispatcher runs the checks below before torch, Triton and
-CUDA. C++ checks its arguments itself, which is faster; when it refuses them the dispatcher runs the
-check, so that the error reads the same.
+CUDA; those that keep tables of their blocks run them where a list of blocks is new. C++ checks its
+arguments itself, which is faster; when it refuses them the dispatcher runs the check, so that the
+error reads the same.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -50,6 +52,13 @@ def check_weighted_sum(
 ) -> None:
     """Raise ValueError unless every block has its coefficient per row and its output."""
     _check_blocks("weighted_sum", blocks)
+    check_coefficients(blocks, coefficients_R)
+    _check_pairs("weighted_sum", "blocks", [block.shape[1] for block in blocks], "outs", outs)
+    _check_writable("weighted_sum", "outs", outs, blocks[0].device)
+
+
+def check_coefficients(blocks: Sequence[Tensor], coefficients_R: Tensor) -> None:
+    """Raise ValueError unless there is a float64 coefficient for each row, where the rows are."""
     num_rows, device = blocks[0].shape[0], blocks[0].device
     if coefficients_R.shape != (num_rows,) or coefficients_R.dtype != torch.float64:
         raise ValueError(
@@ -62,12 +71,12 @@ def check_weighted_sum(
             "weighted_sum() reads the coefficients where the blocks are; coefficients_R is on "
             f"{coefficients_R.device}, the blocks on {device}. Move them with .to({str(device)!r})."
         )
-    _check_pairs("weighted_sum", "blocks", [block.shape[1] for block in blocks], "outs", outs)
-    _check_writable("weighted_sum", "outs", outs, device)
 
 
 def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Raise ValueError unless every gradient has a contiguous row of its size."""
+    if _are_pairs(grads, rows):
+        return
     for index, grad in enumerate(grads):
         if grad.layout != torch.strided or grad.dtype not in STORAGE_DTYPES:
             raise ValueError(
@@ -85,6 +94,23 @@ def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
                     f"{device}, grads[{index}] on {grad.device}. Call it once per device."
                 )
         _check_writable("accumulate", "rows", rows, device)
+
+
+def _are_pairs(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
+    """Whether nothing is to be refused: what the loops of `check_accumulate` see, in C."""
+    both = [*grads, *rows]
+    return (
+        list(map(Tensor.numel, grads)) == list(map(Tensor.numel, rows))
+        and set(map(_layout_of, grads)) <= _STRIDED
+        and set(map(_dtype_of, both)) <= _STORAGE
+        and len(set(map(_device_of, both))) <= 1
+        and all(map(Tensor.is_contiguous, rows))
+    )
+
+
+_layout_of, _dtype_of, _device_of = map(attrgetter, ("layout", "dtype", "device"))
+_STRIDED = {torch.strided}
+_STORAGE = set(STORAGE_DTYPES)
 
 
 def reweight_outputs(gram_RR: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:

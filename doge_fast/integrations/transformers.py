@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
+from doge_fast.combining import factor_of
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch
@@ -330,7 +331,9 @@ class DoGETrainer(Trainer):
         self._is_new_step = bool(self.accelerator.sync_gradients)
         if self._is_new_step:
             scaler = self.accelerator.scaler
-            self.doge.combine(grad_scale=None if scaler is None else scaler.get_scale())
+            # Not scaler.get_scale(), for which the host would wait for the device.
+            scale = None if scaler is None else factor_of(scaler, self.accelerator.device)
+            self.doge.combine(grad_scale=scale)
         trained = [losses[name] for name in self.doge.domains if name in losses]
         return torch.stack(trained or list(losses.values())).mean()
 

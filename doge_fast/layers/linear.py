@@ -12,9 +12,11 @@ from doge_fast.layers.token_sums import Outer, Sum, TokenSum
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of products on the device of `x`; None where autocast is off."""
+    """The dtype of products on the device of `x`; None where autocast is off, or not known."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # "meta" has none, and torch raises when asked whether it is on.
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 class LinearRule(LayerRule):

@@ -16,7 +16,7 @@ TILE_COLUMNS = 65_536
 def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
     """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes."""
     if rows and rows[0].device.type != "cpu":
-        _in_few_launches([grad.view(-1) for grad in grads], [row.view(-1) for row in rows], add)
+        _in_few_launches(list(grads), list(rows), add)
         return
     for grad, row in zip(grads, rows, strict=True):
         flat_grad, flat_row = grad.view(-1), row.view(-1)
@@ -29,6 +29,9 @@ def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> No
 
 
 def _in_few_launches(grads: list[Tensor], rows: list[Tensor], add: bool) -> None:
+    if any(grad.shape != row.shape for grad, row in zip(grads, rows, strict=True)):
+        # Views cost the host more than all else here; the rows of a flat buffer need none.
+        grads, rows = [grad.view(-1) for grad in grads], [row.view(-1) for row in rows]
     # Addresses travel as arguments of the kernels: nothing is uploaded, and a graph can hold it.
     if add:
         torch._foreach_add_(rows, grads)

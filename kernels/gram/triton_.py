@@ -16,13 +16,14 @@ square after every chunk, which the second-level cache holds.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from doge_fast.kernels.chunks import ChunkTable, Span, by_dtype, chunk_tables
+from doge_fast.kernels.chunks import ChunkTable, chunk_tables, spans_by_dtype
 from doge_fast.kernels.gram.tuning import (
     FOLDED,
     Pairs,
@@ -34,7 +35,7 @@ from doge_fast.kernels.gram.tuning import (
     reduction,
     square_entries,
 )
-from doge_fast.kernels.schema import gram_shape
+from doge_fast.kernels.schema import check_gram, gram_shape
 from doge_fast.kernels.triton_support import on_device, sum_dtype, triton_dtype
 
 FIELDS = ("source", "row_stride", "length")
@@ -42,10 +43,10 @@ FIELDS = ("source", "row_stride", "length")
 
 def gram(blocks: Sequence[Tensor]) -> Tensor:
     """sum_p B_p B_p^T, [R, R] float64, through Triton."""
+    groups = spans_by_dtype(partial(check_gram, blocks), blocks)
     gram_RR: Tensor = gram_shape(blocks)
     is_first = True
-    for (dtype,), group in by_dtype([block] for block in blocks):
-        spans = [Span.of(*tensors) for tensors in group]
+    for (dtype,), spans in groups:
         tuning = pick(len(gram_RR), dtype)
         tables = chunk_tables(spans, FIELDS, tuning.chunk_columns, gram_RR.device)
         if tables:

@@ -16,6 +16,7 @@ Reads each row with a non-zero coefficient once; writes each output once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from doge_fast.kernels.chunks import Span, by_dtype, chunk_tables
+from doge_fast.kernels.chunks import chunk_tables, spans_by_dtype
+from doge_fast.kernels.schema import check_coefficients, check_weighted_sum
 from doge_fast.kernels.triton_support import on_device, sum_dtype, triton_dtype
 
 FIELDS = ("source", "row_stride", "length", "target")
@@ -73,10 +75,11 @@ def weighted_sum(blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequenc
     The float64 coefficients carry the global clip, the unscaling and the skip already: NaN
     spoils every output, zero leaves its row unread.
     """
+    groups = spans_by_dtype(partial(check_weighted_sum, blocks, coefficients_R, outs), blocks, outs)
+    check_coefficients(blocks, coefficients_R)
     device = coefficients_R.device
     coefficients_R = coefficients_R.contiguous()
-    for (dtype, out_dtype), group in by_dtype(zip(blocks, outs, strict=True)):
-        spans = [Span.of(*tensors) for tensors in group]
+    for (dtype, out_dtype), spans in groups:
         tuning = pick(len(coefficients_R))
         constants = constants_of(len(coefficients_R), dtype, out_dtype)
         for table in chunk_tables(spans, FIELDS, tuning.chunk_columns, device):

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from doge_fast import DoGEOptimizer
+from doge_fast import DoGEOptimizer, combining
+from doge_fast.wrapper import SkipFlag
 
 
 class FusedSGD(torch.optim.SGD):
@@ -87,9 +90,217 @@ def test_the_addresses_of_the_state_stay() -> None:
                 state_S.data_ptr(),
                 *(block.rows_RN.data_ptr() for block in blocks),
                 *(block.gradient().data_ptr() for block in blocks),
-                optimizer._weights._settings_C.data_ptr(),
-                *(tensor.data_ptr() for _, tensor in optimizer._weights._constants.values()),
+                *(
+                    getattr(optimizer._weights, name)._vector.data_ptr()
+                    for name in ("_settings_C", "_tau_R", "_present_R")
+                ),
             )
         )
         optimizer.zero_grad()
     assert len(seen) == 1
+
+
+class FlagOfAGpu:
+    """As much of a flag on a GPU as its way to the host needs; `queue` is what the host has asked.
+
+    Args:
+        value: of the flag.
+        queue: what was queued, in order.
+    """
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, value: bool, queue: list[str]) -> None:
+        self.value, self.queue = value, queue
+
+    def to(self, device: str, *, non_blocking: bool) -> Tensor:
+        assert (device, non_blocking) == ("cpu", True)
+        self.queue.append("copy of the flag")
+        return torch.tensor(self.value)
+
+    def __bool__(self) -> bool:
+        self.queue.append("wait for everything")
+        return self.value
+
+
+class StreamOfAGpu:
+    """A stream whose events say when they are waited for."""
+
+    def __init__(self, queue: list[str]) -> None:
+        self.queue = queue
+
+    def record_event(self) -> "StreamOfAGpu":
+        self.queue.append("event")
+        return self
+
+    def synchronize(self) -> None:
+        self.queue.append("wait for the event")
+
+
+class TestSkipFlag:
+    @pytest.fixture
+    def queue(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        queue: list[str] = []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: StreamOfAGpu(queue))
+        return queue
+
+    @pytest.fixture
+    def inner(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+    @pytest.mark.parametrize("value", [True, False])
+    def test_the_host_waits_for_the_flag_alone(
+        self, queue: list[str], inner: torch.optim.Optimizer, value: bool
+    ) -> None:
+        sent, skipped = SkipFlag(), FlagOfAGpu(value, queue)
+        sent.send(skipped, inner)  # type: ignore[arg-type]
+        queue.append("weighted sum")
+        assert sent.read(skipped) is value  # type: ignore[arg-type]
+        assert queue == ["copy of the flag", "event", "weighted sum", "wait for the event"]
+
+    def test_a_flag_that_was_not_sent_is_waited_for(
+        self, queue: list[str], inner: torch.optim.Optimizer
+    ) -> None:
+        sent, skipped = SkipFlag(), FlagOfAGpu(True, queue)
+        sent.send(FlagOfAGpu(False, []), inner)  # type: ignore[arg-type]
+        assert sent.read(skipped)  # type: ignore[arg-type]
+        assert queue == ["event", "wait for everything"]
+
+    def test_an_optimizer_that_skips_on_the_device_is_sent_nothing(self, queue: list[str]) -> None:
+        fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        SkipFlag().send(FlagOfAGpu(True, queue), fused)  # type: ignore[arg-type]
+        assert queue == []
+
+    def test_a_capture_sends_nothing(
+        self,
+        queue: list[str],
+        inner: torch.optim.Optimizer,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        SkipFlag().send(FlagOfAGpu(True, queue), inner)  # type: ignore[arg-type]
+        assert queue == []
+
+    def test_a_flag_on_a_cpu_is_read_where_it_is(self, inner: torch.optim.Optimizer) -> None:
+        sent, skipped = SkipFlag(), torch.tensor(True)
+        sent.send(skipped, inner)
+        assert sent.read(skipped)
+        assert not sent.read(torch.tensor(False))
+
+    @pytest.mark.parametrize("is_cut_afterwards", [False, True])
+    def test_the_flag_leaves_when_it_is_decided(
+        self, monkeypatch: pytest.MonkeyPatch, is_cut_afterwards: bool
+    ) -> None:
+        """Right after the K x K step; where the combined gradient decides, after that."""
+        order: list[Any] = []
+        send, weigh = SkipFlag.send, combining.weighted_gradients
+
+        def noted_send(self: SkipFlag, skipped: Tensor, inner: Any) -> None:
+            order.append(skipped)
+            send(self, skipped, inner)
+
+        def noted_weigh(*args: Any) -> list[Tensor]:
+            order.append("weighted sum")
+            return weigh(*args)
+
+        monkeypatch.setattr(SkipFlag, "send", noted_send)
+        monkeypatch.setattr(combining, "weighted_gradients", noted_weigh)
+        selection = {"selection": ["0.weight"]} if is_cut_afterwards else {}
+        optimizer = run(FusedSGD, max_grad_norm=1.0, **selection)
+        expected = [False, True] if is_cut_afterwards else [True, False]
+        assert [isinstance(each, Tensor) for each in order] == 2 * expected
+        assert any(each is optimizer.last.skipped for each in order)
+
+
+class Recorded(TorchDispatchMode):
+    """A step as a CUDA graph has it: operators on fixed memory, to be run again in their order.
+
+    The operators' results keep their memory from one replay to the next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for function, args, kwargs, result in self.calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"absent": "keep"},
+        {"absent": "keep", "domains_per_step": 2, "seed": 1},
+        {"absent": "keep", "max_grad_norm": 0.1, "smoothing": 0.1, "score": "published"},
+    ],
+    ids=["plain", "drawn", "settings"],
+)
+def test_a_captured_step_sees_what_was_set_since(options: dict[str, Any]) -> None:
+    """Domains come and go, and `mu`, the rate and the loaded state change, at one address each."""
+    optimizers = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        inner = FusedSGD(model.parameters(), lr=0.1)
+        optimizer = DoGEOptimizer(
+            inner, domains=["a", "b", "c"], mu=0.1, micro_batches=None, **options
+        )
+        optimizers.append((model, optimizer))
+    (_, captured), (_, twin) = optimizers
+
+    def fill(skip: str) -> None:
+        for model, optimizer in optimizers:
+            for row, name in enumerate(optimizer.domains_of_step):
+                if name not in skip:
+                    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(row))
+                    with optimizer.domain(name):
+                        model(batch).square().mean().backward()
+
+    def eager(skip: str) -> None:
+        fill(skip)
+        for _, optimizer in optimizers:
+            optimizer.combine()
+            optimizer.zero_grad()
+
+    eager("")
+    fill("")
+    domains = captured.domains_of_step
+    with Recorded() as graph:
+        captured.combine()
+    twin.combine()
+    for _, optimizer in optimizers:
+        optimizer.zero_grad()
+
+    # What the graph reads is another from here on.
+    state = twin.state_dict()
+    for _, optimizer in optimizers:
+        optimizer.load_state_dict(state)
+        optimizer.param_groups[0]["lr"] = 0.2
+        # Two of the three domains, which are others than those of the graph.
+        optimizer._step.subset.draw(1)
+    assert (captured.domains_of_step != domains) == ("domains_per_step" in options)
+    skip = captured.domains_of_step[0]
+    eager(skip)
+    fill(skip)
+    twin.combine()
+    # On a CPU rows that are absent are zeroed on the host's word, as the eager step has done.
+    captured.buffer.touched(captured._step.parameters.params)
+    graph.replay()
+    assert torch.equal(captured.alpha, twin.alpha)
+    assert captured.num_steps == twin.num_steps

@@ -1,12 +1,14 @@
 """Chunk tables: every column once, aligned chunks apart, tables kept and let go."""
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from doge_fast.kernels import chunks
-from doge_fast.kernels.chunks import ChunkTable, Span, chunk_tables
+from doge_fast.kernels.chunks import ChunkTable, Span, Spans, chunk_tables, spans_by_dtype
 
 FIELDS = ("source", "row_stride", "length", "target")
 CPU = torch.device("cpu")
@@ -17,6 +19,7 @@ def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_kept", defaultdict(OrderedDict))
     monkeypatch.setattr(chunks, "_costs", defaultdict(int))
     monkeypatch.setattr(chunks, "_captured", {})
+    monkeypatch.setattr(chunks, "_groups", OrderedDict())
 
 
 def test_chunks_cover_every_column_once() -> None:
@@ -114,6 +117,74 @@ def test_one_operator_does_not_push_out_the_tables_of_another(
     assert tables_at(0) is first
 
 
+class TestSpansByDtype:
+    """What is known of a list of blocks, and when it is found out anew."""
+
+    @pytest.fixture
+    def seen(self) -> list[int]:
+        return []
+
+    def look(self, seen: list[int], *lists: list[torch.Tensor]) -> Any:
+        return spans_by_dtype(lambda: seen.append(1), *lists)
+
+    def test_a_list_is_looked_at_once(self, seen: list[int]) -> None:
+        blocks = [torch.zeros(3, 8), torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(3, 2)]
+        groups = self.look(seen, blocks)
+        assert [dtypes for dtypes, _ in groups] == [(torch.float32,), (torch.bfloat16,)]
+        assert list(groups[0][1]) == [Span.of(blocks[0]), Span.of(blocks[2])]
+        # Other objects for the same memory, as torch's operators may hand over.
+        assert self.look(seen, [block.view(block.shape) for block in blocks]) is groups
+        assert len(seen) == 1
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            pytest.param(lambda block: block.set_(torch.zeros(3, 8)), id="memory"),
+            pytest.param(lambda block: block.resize_(3, 7), id="size"),
+            pytest.param(lambda block: block.resize_(2, 8), id="rows"),
+            pytest.param(lambda block: block.as_strided_((3, 8), (1, 3)), id="strides"),
+            pytest.param(lambda block: setattr(block, "data", block.int()), id="dtype"),
+        ],
+    )
+    def test_a_tensor_that_changes_is_looked_at_again(
+        self, seen: list[int], change: Callable[[torch.Tensor], Any]
+    ) -> None:
+        block = torch.zeros(3, 8)
+        self.look(seen, [block])
+        change(block)
+        [(_, [span])] = self.look(seen, [block])
+        assert span == Span.of(block)
+        assert len(seen) == 2
+
+    def test_other_outputs_are_another_list(self, seen: list[int]) -> None:
+        blocks, first, second = [torch.zeros(3, 8)], [torch.zeros(8)], [torch.zeros(8)]
+        assert self.look(seen, blocks, first) != self.look(seen, blocks, second)
+        assert self.look(seen, blocks, first)[0][1][0].target == first[0].data_ptr()
+        assert len(seen) == 2
+
+    def test_what_was_refused_is_not_kept(self) -> None:
+        def refuse() -> None:
+            raise ValueError("no")
+
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no"):
+                spans_by_dtype(refuse, [torch.zeros(3, 8)])
+
+    def test_the_oldest_are_let_go(self, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(chunks, "MAX_LISTS", 2)
+        lists = [[torch.zeros(1, 4)] for _ in range(3)]
+        for index in (0, 1, 0, 2, 0):
+            self.look(seen, lists[index])
+        assert len(seen) == 3
+        self.look(seen, lists[1])
+        assert len(seen) == 4
+
+    def test_a_hash_is_that_of_equal_spans(self) -> None:
+        of = [Span(0, 4, 64, 64), Span(4096, 4, 64, 10)]
+        assert Spans(of) == Spans(of)
+        assert hash(Spans(of)) == hash(Spans(of)) == hash(tuple(of))
+
+
 class TestCapture:
     """No GPU is needed to see what a capture is refused and what it keeps."""
 
@@ -133,7 +204,7 @@ class TestCapture:
     ) -> None:
         span = Span(0, 4, 64, 64)
         uploaded = chunks._upload([span], FIELDS, 64, CPU)
-        chunks._keep((self.CUDA, 64, FIELDS, span), uploaded)
+        chunks._keep((self.CUDA, 64, FIELDS, Spans([span])), uploaded)
         assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables
         chunks._kept.clear()
         assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables

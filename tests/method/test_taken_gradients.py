@@ -1,0 +1,170 @@
+"""Where a gradient is taken when its domain is left, and not in the middle of a backward pass."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.host_calls import Counts
+from doge_fast import DoGEOptimizer, parameters
+from tests.models import domain_tokens, tied_transformer
+
+
+def optimizer_of(model: nn.Module, **options: object) -> DoGEOptimizer:
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    return DoGEOptimizer(inner, domains=["a", "b"], mu=0.1, micro_batches=None, **options)  # type: ignore[arg-type]
+
+
+def biases(number: int, device: str) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(torch.ones(3, device=device)) for _ in range(number))
+
+
+def test_no_function_runs_for_each_parameter() -> None:
+    """What a GPU would wait for; without values, since only the calls count."""
+    counts = []
+    for number in (5, 50):
+        params = biases(number, "meta")
+        optimizer = optimizer_of(params)
+        for name in "ab":
+            with Counts() as count, optimizer.domain(name):
+                torch.autograd.backward(list(params), [torch.ones_like(p) for p in params])
+        counts.append(count.ours)
+    assert counts[0] == counts[1] > 0
+
+
+def test_on_a_cpu_gradients_are_taken_one_by_one() -> None:
+    params = biases(2, "cpu")
+    optimizer = optimizer_of(params)
+    with optimizer.domain("a"):
+        params[0].sum().backward()
+        assert params[0].grad is None
+
+
+def test_a_model_on_a_cpu_and_elsewhere() -> None:
+    near, far = biases(2, "cpu"), biases(2, "meta")
+    optimizer = optimizer_of(nn.ModuleList([near, far]))
+    for name in "ab":
+        with optimizer.domain(name):
+            near[0].sum().backward()
+            far[0].sum().backward()
+            assert near[0].grad is None
+            assert far[0].grad is not None
+        assert far[0].grad is None
+    assert [block.param.device.type for block in optimizer.buffer.blocks] == ["cpu", "meta"]
+    assert all(block.written == 3 for block in optimizer.buffer.blocks)
+
+
+def test_a_model_that_moves_has_one_hook_on_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tied_transformer()
+    optimizer = optimizer_of(model)
+    for at_once in (False, True, False):
+        monkeypatch.setattr(parameters, "takes_at_once", lambda param, at=at_once: at)
+        for row, name in enumerate("ab"):
+            with optimizer.domain(name):
+                model(domain_tokens(row, 0)).backward()
+                assert (next(model.parameters()).grad is None) == at_once
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = []
+    for at_once in (True, False):
+        monkeypatch.setattr(parameters, "takes_at_once", lambda param, at=at_once: at)
+        model = tied_transformer()
+        optimizer = optimizer_of(model, target={"a": 1.0, "x": 2.0})
+        for step in range(3):
+            # Once more: the second pass of a domain adds up.
+            for row, name in enumerate("abxa"):
+                with optimizer.domain(name):
+                    model(domain_tokens(row, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after.append([*(p.detach() for p in model.parameters()), optimizer.alpha])
+    for one, other in zip(*after, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("left")
+class TestWhenTheDomainIsLeft:
+    """On CPU memory, whose values can be looked at."""
+
+    @pytest.fixture
+    def left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+
+    def test_backward_passes_inside_one_domain_add_up_in_the_parameters_dtype(self) -> None:
+        param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = optimizer_of(nn.ParameterList([param]), buffer_dtype=torch.float32)
+        with optimizer.domain("a"):
+            for factor in (256.0, 1.0):
+                (factor * param).sum().backward()
+        for factor in (256.0, 1.0):
+            with optimizer.domain("b"):
+                (factor * param).sum().backward()
+        (block,) = optimizer.buffer.blocks
+        # 257 is no bfloat16.
+        assert block.rows_RN.flatten().tolist() == [256.0, 257.0]
+
+    def test_an_exception_leaves_no_gradient(self) -> None:
+        model = tied_transformer()
+        optimizer = optimizer_of(model)
+
+        def fail() -> None:
+            with optimizer.domain("a"):
+                model(domain_tokens(0, 0)).backward()
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        assert all(param.grad is None for param in model.parameters())
+        for row, name in enumerate("ab"):
+            with optimizer.domain(name):
+                model(domain_tokens(row, 0)).backward()
+        optimizer.step()
+
+    def test_a_backward_pass_after_combining_is_seen(self) -> None:
+        """It adds to `p.grad`, which by then is the weighted gradient."""
+        model = tied_transformer()
+        optimizer = optimizer_of(model)
+        for row, name in enumerate("ab"):
+            with optimizer.domain(name):
+                model(domain_tokens(row, 0)).backward()
+        optimizer.combine()
+        model(domain_tokens(0, 1)).backward()
+        with pytest.raises(RuntimeError, match="a backward pass ran outside any domain"):
+            optimizer.step()
+
+    def test_a_gradient_of_the_whole_batch_names_its_parameter(self) -> None:
+        model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4, bias=False)})
+        optimizer = optimizer_of(model)
+        sizes = {"a": 2, "b": 2}
+
+        def run() -> None:
+            with optimizer.stacked(model, sizes):
+                hidden = model["layer"](torch.randn(4, 4))
+                # Past the forward of the module that owns the weight.
+                (hidden @ model["other"].weight).square().sum().backward()
+
+        with pytest.raises(RuntimeError, match=r"other\.weight got a gradient of the whole batch"):
+            run()
+        assert all(param.grad is None for param in model.parameters())
+
+    def test_a_stacked_pass_leaves_no_gradient(self) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = optimizer_of(model)
+        with optimizer.stacked(model, {"a": 2, "b": 2}):
+            model(torch.randn(4, 4)).square().sum().backward()
+            assert model.weight.grad is None
+        optimizer.step()
+
+    def test_sparse_gradients_are_refused_before_a_row_is_made(self) -> None:
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = optimizer_of(model)
+        with (
+            pytest.raises(RuntimeError, match="must be dense"),
+            optimizer.domain("a"),
+        ):
+            model(torch.tensor([1, 2])).sum().backward()
+        assert not optimizer.buffer.blocks
+        assert model.weight.grad is None
