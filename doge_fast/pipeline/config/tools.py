@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from doge_fast.pipeline.config.experiment import TasksConfig
+from doge_fast.pipeline.config.components import TasksConfig
 
 
 @dataclass(frozen=True)
