@@ -21,8 +21,8 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     ReportConfig,
 )
+from doge_fast.pipeline.records.movement import Movement, movement_of
 from doge_fast.pipeline.reporting import plotting, verdicts
-from doge_fast.pipeline.reporting.proxies import Movement, movement_of
 from doge_fast.pipeline.reporting.wording import Stat, perplexity_stat, weight_text
 from tests.pipeline.written_runs import (
     BLOCK_SIZE,

@@ -14,12 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
+from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.reporting import mixtures
 from doge_fast.pipeline.reporting import plotting as plot
 from doge_fast.pipeline.reporting.arms import Curve
 from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.statistics import Difference, Floats, change_of, nan_mean
+from doge_fast.pipeline.reporting.statistics import Difference, change_of, nan_mean
 from doge_fast.pipeline.reporting.wording import Stat
 
 _DOTTED = (0, (2, 2))
