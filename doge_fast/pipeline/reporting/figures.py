@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
+from doge_fast.pipeline import baselines
 from doge_fast.pipeline.records.movement import Floats
-from doge_fast.pipeline.reporting import mixtures
 from doge_fast.pipeline.reporting import plotting as plot
 from doge_fast.pipeline.reporting.arms import Curve
 from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE
@@ -188,7 +188,7 @@ def _write_cells(axes: Axes, values: Floats, cells: QuadMesh, text: Any) -> None
 
 def final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     """The learned weights as bars, the heaviest domain on top."""
-    natural = mixtures.natural(proxy.first.train_tokens)
+    natural = baselines.natural(proxy.first.train_tokens)
     names = sorted(proxy.domains, key=lambda name: proxy.weights[name].mean)
     places = np.arange(len(names))
     figure, axes = plot.canvas(max(2.2, 0.95 + 0.27 * len(names)))
@@ -199,7 +199,7 @@ def final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
         axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1)
     uniform = 1 / len(names)
     axes.axvline(uniform, color=INK, linewidth=1.0, linestyle=_DOTTED, label="uniform")
-    shares = [natural[name].mean for name in names]
+    shares = [natural[name] for name in names]
     hollow: dict[str, Any] = {"markersize": 5, "markerfacecolor": PAGE, "markeredgecolor": INK}
     axes.plot(shares, places, "D", label="natural", zorder=4, **hollow)
     axes.set_xlim(0, 1.02 * max(*widths, *shares, uniform))
