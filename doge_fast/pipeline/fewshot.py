@@ -28,6 +28,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from doge_fast.pipeline import records, tables, training
+from doge_fast.pipeline.cache import one_line
 from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
 from doge_fast.pipeline.model import open_model
 
@@ -262,7 +263,7 @@ def _hub_task(name: str) -> Any:
     # Whatever the Hub, its cache and the network raise; all are of libraries of their own.
     except Exception as error:
         raise RuntimeError(
-            f"The documents of {name} cannot be had from the Hub ({_one_line(error)}). Connect "
+            f"The documents of {name} cannot be had from the Hub ({one_line(error)}). Connect "
             f"this machine, or pass --task-data DIR, a directory with {name}/train.jsonl and "
             f"{name}/validation.jsonl."
         ) from error
@@ -291,7 +292,7 @@ def _local_task(name: str, folder: Path) -> Any:
     # Code of the task itself, over documents that it does not understand.
     except Exception as error:
         raise ValueError(
-            f"lm-eval's {name} cannot read the documents in {folder / name}: {_one_line(error)}. "
+            f"lm-eval's {name} cannot read the documents in {folder / name}: {one_line(error)}. "
             "They need the columns that the task's data set has on the Hub."
         ) from error
 
@@ -431,8 +432,3 @@ def _chance(task: Any, count: int) -> float:
     """What a guess scores on the first `count` documents."""
     choices = (len(task.doc_to_choice(document)) for _, document in task.doc_iterator(limit=count))
     return math.fsum(1 / number for number in choices) / count
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from doge_fast.pipeline import named
 from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
@@ -298,12 +299,7 @@ class Planner:
 
     def check_known(self, what: str, names: Sequence[str]) -> None:
         """Raise ValueError where the corpus lacks a domain that is asked for."""
-        unknown = [name for name in names if name not in self.names]
-        if unknown:
-            raise ValueError(
-                f"{what} must name domains of {self.config.corpus.data}, which are "
-                f"{', '.join(self.names)}; {', '.join(unknown)} is not among them."
-            )
+        named.check(what, names, self.names, self.config.corpus.data)
 
     def _path(self, kind: str, name: str, seed: int) -> Path:
         # A domain or a model may be called anything; a directory may not.

@@ -49,5 +49,6 @@ from doge_fast.pipeline.records.weights import (
     read_weights,
     weights_by_name,
     write_weights,
+    writing,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json

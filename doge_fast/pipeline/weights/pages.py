@@ -28,7 +28,7 @@ from doge_fast.pipeline.reporting.plotting import (
 )
 from doge_fast.pipeline.reporting.wording import listed, plural
 from doge_fast.pipeline.weights.summary import WeightsSummary, describe, tokens_text
-from doge_fast.pipeline.weights.verbs import read_all, setting_text, story, writing
+from doge_fast.pipeline.weights.verbs import read_all, setting_text, story
 
 FORMATS = (".png", ".svg")
 PAGE = "README.md"
@@ -75,7 +75,7 @@ def plot(config: WeightsPlotConfig) -> list[str]:
     lines = []
     for drawing in drawings:
         file = config.out.with_stem(config.out.stem + drawing.name)
-        with writing(file):
+        with records.writing(file):
             file.write_bytes(drawing.png if file.suffix == ".png" else drawing.svg.encode())
         lines.append(f"figure: {file}")
     return lines
@@ -102,7 +102,7 @@ def card(config: WeightsCardConfig) -> list[str]:
     drawings = [_weights_drawing({str(config.file): record}), *_steps_drawing(config.file)]
     figures = {f"weights{drawing.name}.png": drawing for drawing in drawings}
     text = _page(record, mixture, _provenance(record, config.file), figures, config.budget_tokens)
-    with writing(page):
+    with records.writing(page):
         for file, drawing in figures.items():
             page.with_name(file).write_bytes(drawing.png)
         if is_copied:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from doge_fast.pipeline import baselines, records
+from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.mixtures import effective_domains, epochs
@@ -185,21 +185,11 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
         ValueError: a domain that the record does not have, or fewer tokens than one.
     """
     found = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
-    check_names(given or {}, found, "tokens")
+    named.check("tokens", given or {}, found, "the weights")
     for name, value in (given or {}).items():
         if not 1 <= value < math.inf:
             raise ValueError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
     return found | dict(given or {})
-
-
-def check_names(values: Collection[str], names: Collection[str], what: str) -> None:
-    """Raise ValueError unless what is said is said of these domains."""
-    unknown = [name for name in values if name not in names]
-    if unknown:
-        raise ValueError(
-            f"{what} must name domains of the weights, which are {', '.join(names)}; "
-            f"{', '.join(unknown)} is not among them."
-        )
 
 
 @dataclass(frozen=True)
