@@ -227,10 +227,10 @@ def _select(config: SelectConfig) -> list[str]:
 
 
 def _evaluate(config: EvaluateConfig) -> list[str]:
-    if not config.perplexity and not config.tasks:
+    if not config.perplexity and not config.tasks.tasks:
         raise ValueError("With --no-perplexity there is nothing to measure; name --tasks.")
     # Both speak before either computes: what is wrong with a task need not wait.
-    if config.tasks:
+    if config.tasks.tasks:
         from doge_fast.pipeline.fewshot import open_tasks
 
         open_tasks(config)
@@ -239,7 +239,7 @@ def _evaluate(config: EvaluateConfig) -> list[str]:
         from doge_fast.pipeline.evaluation import evaluate, table
 
         lines.append(table(evaluate(config)))
-    if config.tasks:
+    if config.tasks.tasks:
         from doge_fast.pipeline import fewshot
 
         lines.append(fewshot.table(fewshot.few_shot(config)))
@@ -327,7 +327,7 @@ VERBS: dict[str, Verb] = {
     "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.figure",)),
     "export": Verb(ExportConfig, _export, loads=()),
     "info": Verb(InfoConfig, _info, loads=("torch",)),
-    "profile": Verb(ProfileConfig, _profile),
+    "profile": Verb(ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 
 

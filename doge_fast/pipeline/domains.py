@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from doge_fast.mixture.counts import Phase
 from doge_fast.mixture.permutation import Ints
+from doge_fast.pipeline import named
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
 from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
@@ -273,12 +274,7 @@ def _check_names(what: str, names: Sequence[str], found: Sequence[str], data: st
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"A domain is named once; {what} names {', '.join(twice)} twice.")
-    unknown = [name for name in names if name not in found]
-    if unknown:
-        raise ValueError(
-            f"{what} must name domains of {data}, which are {', '.join(found)}; "
-            f"{', '.join(unknown)} is not among them."
-        )
+    named.check(what, names, found, data)
 
 
 class _Batches(IterableDataset[Any]):

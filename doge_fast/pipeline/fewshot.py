@@ -28,7 +28,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from doge_fast.pipeline import records, tables, training
-from doge_fast.pipeline.config import EvaluateConfig
+from doge_fast.pipeline.cache import one_line
+from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
 from doge_fast.pipeline.model import open_model
 
 # Source: DoGE, Table fewshot.
@@ -81,7 +82,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     models meet the same prompts, and a rerun gives the same numbers.
 
     Args:
-        config: which run; `tasks`, `shots`, `task_data`, `task_limit` and `fewshot_seed`.
+        config: which run; and `tasks`.
 
     Returns:
         What fewshot.json holds; see `records.few_shot`.
@@ -93,21 +94,21 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
 
     Source: DoGE, section universal-exp, Table fewshot (5 shots).
     """
-    record = records.read_config(config.run)
+    record, asked = records.read_config(config.run), config.tasks
     tasks = open_tasks(config)
     scorer = _open_scorer(config)
-    scores = {name: _score(name, task, scorer, config) for name, task in tasks.items()}
+    scores = {name: _score(name, task, scorer, asked) for name, task in tasks.items()}
     result = records.few_shot(
         step=record["config"]["training"]["steps"],
         tasks=scores,
         setting={
-            "shots": config.shots,
-            "fewshot_seed": config.fewshot_seed,
-            "task_limit": config.task_limit,
+            "shots": asked.shots,
+            "fewshot_seed": asked.fewshot_seed,
+            "task_limit": asked.task_limit,
             "positions": scorer.max_length,
             "lm_eval": metadata.version("lm_eval"),
-            "task_data": config.task_data,
-            "task_data_sha256": document_hashes(config),
+            "task_data": asked.task_data,
+            "task_data_sha256": document_hashes(asked),
         },
     )
     records.write_json(config.run / records.FEWSHOT, result)
@@ -122,20 +123,22 @@ def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
     """
     records.read_config(config.run)
     training.check_finished(config.run)
-    return load_tasks(config)
+    if config.batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1; got {config.batch_size}.")
+    return load_tasks(config.tasks)
 
 
 @_quiet()
-def load_tasks(config: EvaluateConfig) -> dict[str, Any]:
-    """As `open_tasks`, whatever has become of the run."""
-    _check(config)
-    names = task_names(config.tasks)
+def load_tasks(asked: TasksConfig) -> dict[str, Any]:
+    """As `open_tasks`, whatever the run."""
+    _check(asked)
+    names = task_names(asked.tasks)
     for name in names:
         _check_name(name)
     tasks = {}
     for name in names:
-        task = _local_task(name, config.task_data) if config.task_data else _hub_task(name)
-        _check_task(name, task, config.shots)
+        task = _local_task(name, asked.task_data) if asked.task_data else _hub_task(name)
+        _check_task(name, task, asked.shots)
         tasks[name] = task
     return tasks
 
@@ -190,18 +193,15 @@ def _remarks(result: Mapping[str, Any]) -> list[str]:
     return remarks
 
 
-def _check(config: EvaluateConfig) -> None:
-    if not task_names(config.tasks):
+def _check(asked: TasksConfig) -> None:
+    if not task_names(asked.tasks):
         raise ValueError(
             f"tasks names no task. Name some of lm-eval's; the paper's are {','.join(PAPER_TASKS)}."
         )
-    if config.shots < 0:
-        raise ValueError(f"shots must be at least 0; got {config.shots}.")
-    if config.batch_size < 1 or (config.task_limit is not None and config.task_limit < 1):
-        raise ValueError(
-            "task_limit and batch_size must be at least 1; got "
-            f"{config.task_limit} and {config.batch_size}."
-        )
+    if asked.shots < 0:
+        raise ValueError(f"shots must be at least 0; got {asked.shots}.")
+    if asked.task_limit is not None and asked.task_limit < 1:
+        raise ValueError(f"task_limit must be at least 1; got {asked.task_limit}.")
 
 
 def _check_name(name: str) -> None:
@@ -263,7 +263,7 @@ def _hub_task(name: str) -> Any:
     # Whatever the Hub, its cache and the network raise; all are of libraries of their own.
     except Exception as error:
         raise RuntimeError(
-            f"The documents of {name} cannot be had from the Hub ({_one_line(error)}). Connect "
+            f"The documents of {name} cannot be had from the Hub ({one_line(error)}). Connect "
             f"this machine, or pass --task-data DIR, a directory with {name}/train.jsonl and "
             f"{name}/validation.jsonl."
         ) from error
@@ -292,16 +292,16 @@ def _local_task(name: str, folder: Path) -> Any:
     # Code of the task itself, over documents that it does not understand.
     except Exception as error:
         raise ValueError(
-            f"lm-eval's {name} cannot read the documents in {folder / name}: {_one_line(error)}. "
+            f"lm-eval's {name} cannot read the documents in {folder / name}: {one_line(error)}. "
             "They need the columns that the task's data set has on the Hub."
         ) from error
 
 
-def document_hashes(config: EvaluateConfig) -> dict[str, dict[str, str]] | None:
+def document_hashes(asked: TasksConfig) -> dict[str, dict[str, str]] | None:
     """{task: {split: SHA-256}} of local documents; None where they are the Hub's."""
-    if config.task_data is None:
+    if asked.task_data is None:
         return None
-    files = {name: _files(config.task_data, name) for name in task_names(config.tasks)}
+    files = {name: _files(asked.task_data, name) for name in task_names(asked.tasks)}
     return {
         name: {split: hashlib.sha256(file.read_bytes()).hexdigest() for split, file in own.items()}
         for name, own in files.items()
@@ -395,21 +395,21 @@ def _open_scorer(config: EvaluateConfig) -> Any:
     )
 
 
-def _score(name: str, task: Any, scorer: Any, config: EvaluateConfig) -> dict[str, Any]:
+def _score(name: str, task: Any, scorer: Any, asked: TasksConfig) -> dict[str, Any]:
     """One task's part of fewshot.json."""
-    task.set_config("num_fewshot", config.shots)
-    task.set_fewshot_seed(config.fewshot_seed)
+    task.set_config("num_fewshot", asked.shots)
+    task.set_fewshot_seed(asked.fewshot_seed)
     # Not simple_evaluate: it seeds the process, and asks git and the Hub about the model.
     found = evaluator.evaluate(
         scorer,
         {"tasks": {name: task}},
-        limit=config.task_limit,
+        limit=asked.task_limit,
         # acc and acc_norm are means, whose standard error has a closed form.
         bootstrap_iters=1000,
         log_samples=False,
     )
     scores = found["results"][name]
-    assert found["n-shot"][name] == config.shots
+    assert found["n-shot"][name] == asked.shots
     count = found["n-samples"][name]["effective"]
     measured: dict[str, float | None] = {}
     for metric in _METRICS:
@@ -432,8 +432,3 @@ def _chance(task: Any, count: int) -> float:
     """What a guess scores on the first `count` documents."""
     choices = (len(task.doc_to_choice(document)) for _, document in task.doc_iterator(limit=count))
     return math.fsum(1 / number for number in choices) / count
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

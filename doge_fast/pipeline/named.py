@@ -1,7 +1,17 @@
-"""NAME=NUMBER words of the command line: tokens and bounds, by domain."""
+"""Domains that are named: NAME=NUMBER words of the command line, and whether they are known."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+
+def check(what: str, names: Iterable[str], known: Collection[str], where: str) -> None:
+    """Raise ValueError where `names`, which `what` gives, has one that is no domain of `where`."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{what} must name domains of {where}, which are {', '.join(known)}; "
+            f"{', '.join(unknown)} is not among them."
+        )
 
 
 def numbers(words: Sequence[str], what: str) -> dict[str, float]:

@@ -26,7 +26,7 @@ from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
-from doge_fast.pipeline import tables
+from doge_fast.pipeline import records, tables
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.profile_steps import (
     SIDES,
@@ -275,11 +275,8 @@ def _check(config: ProfileConfig) -> None:
     if len({path.absolute() for path in files}) < len(files):
         raise ValueError(f"json, trace and trace_operators must be different files; got {files}.")
     for path in files:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with records.writing(path):
             path.open("a").close()
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def _device(config: ProfileConfig) -> torch.device:

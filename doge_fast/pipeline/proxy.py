@@ -7,7 +7,7 @@ are kept beside them.
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +21,7 @@ from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.wording import listed
+from doge_fast.pipeline.reporting.wording import listed, to_floats
 from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
@@ -154,26 +154,33 @@ class ProxyStage(Stage[ProxyConfig]):
 
     def end(self, trainer: "ProxyTrainer") -> None:
         """The average of the weights, then the model."""
-        config, share = self.config, self.config.average_from
-        lines = records.read_metrics(self.out, kind="train")
-        first, _ = records.lines_of_average(lines, share)
-        # Over the steps after `average_from` of them.
-        average = records.average_between(
-            first, {"step": config.training.steps, "alpha_mean": trainer.weights}
-        )
-        initial = self.resolved["initial"]
+        config, initial = self.config, self.resolved["initial"]
         self.write_learned(
-            average,
+            self._average(trainer.weights),
             trainer.doge.alpha,
             {},
             method="doge",
             score=config.score,
             target=self.target,
             mu=self.mu,
-            average_from=share,
+            average_from=config.average_from,
             **({"initial": initial} if initial else {}),
         )
         super().end(trainer)
+
+    def _average(self, mean: Mapping[str, float]) -> dict[str, float]:
+        """Of the mean over all T steps, that over those after `average_from` of them.
+
+        mean over (a, T]  =  (T mean_T - a mean_a) / (T - a)
+        """
+        steps, lines = self.config.training.steps, records.read_metrics(self.out, kind="train")
+        first = [line for line in lines if line["step"] <= self.config.average_from * steps][-1]
+        if not first["step"]:
+            return dict(mean)
+        before = to_floats(first["alpha_mean"])
+        sums = {n: max(0.0, steps * w - first["step"] * before[n]) for n, w in mean.items()}
+        total = sum(sums.values())
+        return {name: value / total for name, value in sums.items()}
 
 
 def parse_target(names: Sequence[str]) -> Target:

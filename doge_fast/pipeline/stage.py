@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
@@ -25,6 +26,7 @@ from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, St
 from doge_fast.pipeline.domains import BaseBatches, Corpus
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.sampling import BlockSampler
 from doge_fast.pipeline.trainer import RecordedTrainer
 
@@ -135,12 +137,15 @@ class Stage(Generic[Config]):
             "prior": baselines.natural(self.corpus.tokens),
         }
         lines = records.read_metrics(self.out, kind="train")
+        steps_T = np.array([line["step"] for line in lines], dtype=np.float64)
+        means_TK = np.array([list(line["alpha_mean"].values()) for line in lines], np.float64)
+        moved = movement_of(steps_T, means_TK[None], fields.get("average_from", 0.0))
         self.write_weights(
             every,
             model=config.model.model,
             steps=config.training.steps,
             seed=config.training.seed,
-            drift=records.drift(lines, average, average_from=fields.get("average_from", 0.0)),
+            drift=float(moved.drift[-1]),
             **fields,
         )
 

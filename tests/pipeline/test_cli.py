@@ -98,18 +98,19 @@ def test_help_breaks_where_the_terminal_ends(
     monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit):
         cli.main(["proxy", "--help"])
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line.strip("│ ") for line in printed]
     text = " ".join(lines)
     assert "larger: slower weights, whose logarithms move by lr W / mu. None: 20 times" in text
     # A line ends only where the next word would not fit, or a text ends.
-    place = next(
-        i for i, line in enumerate(lines) if line.startswith("Bregman") or "Bregman" in line
-    )
-    room = width - 4
+    place = next(i for i, line in enumerate(printed) if "Bregman" in line)
+    # From the column of the texts to the border and the space before it.
+    room = width - printed[place].index("Bregman") - len(" │")
+    assert len(printed[place]) <= width
     for line, below in zip(lines[place + 1 :], lines[place + 2 :], strict=False):
-        if "(default:" in line or "(default:" in below:
+        if "(default:" in line:
             break
-        assert len(line) + 1 + len(below.split()[0]) > room - 24, (line, below)
+        assert len(line) + 1 + len(below.split()[0]) > room, (line, below)
 
 
 def test_the_version_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

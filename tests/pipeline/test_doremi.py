@@ -512,7 +512,9 @@ def test_a_base_run_takes_the_weights_and_the_report_tells_of_them(
     page = report.write_report(ReportConfig(runs=(learned, *arms), out=tmp_path / "page.html"))
     text = page.read_text(encoding="utf-8")
     assert "learned by DoReMi" in text
-    assert "Weights at each step" in text or "average" in text
+    titles = ("Learned weights", "Weights over the steps", "What moves the weights")
+    assert all(f"<h3>{title}</h3>" in text for title in titles)
+    assert "<figcaption>Thick: their mean over all steps so far." in text
     assert "Loss of the proxy in excess of the reference model" in text
     assert "step size 1" in text
     assert "doremi" in report.terminal_table((learned, *arms))

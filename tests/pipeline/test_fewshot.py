@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import BaseConfig, EvaluateConfig
+from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, TasksConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model, padded_vocab_size
 from tests.pipeline.corpora import write_jsonl
@@ -66,7 +66,13 @@ def run(make_run: Callable[[int], Path]) -> Path:
 @pytest.fixture(scope="module")
 def ask(run: Path, task_data: Path) -> EvaluateConfig:
     """All tasks on the local documents."""
-    return EvaluateConfig(run=run, tasks=PAPER_TASKS, task_data=task_data, shots=2, device="cpu")
+    tasks = TasksConfig(PAPER_TASKS, shots=2, task_data=task_data)
+    return EvaluateConfig(run=run, device="cpu", tasks=tasks)
+
+
+def asking(ask: EvaluateConfig, **changes: Any) -> EvaluateConfig:
+    """The same of other tasks."""
+    return replace(ask, tasks=replace(ask.tasks, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +125,11 @@ def test_accuracies_are_those_of_the_bare_model(
     ask: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PIQA, its prompts and both its metrics written out, in float64."""
-    assert ask.task_data is not None
+    assert ask.tasks.task_data is not None
     seen = record_scores(monkeypatch)
-    result = few_shot(replace(ask, tasks=("piqa",)))["tasks"]["piqa"]
+    result = few_shot(asking(ask, tasks=("piqa",)))["tasks"]["piqa"]
     train, validation = (
-        read(ask.task_data / "piqa" / f"{split}.jsonl") for split in ("train", "validation")
+        read(ask.tasks.task_data / "piqa" / f"{split}.jsonl") for split in ("train", "validation")
     )
     model = open_model(ask.run / "model").double().eval()
     tokenizer = AutoTokenizer.from_pretrained(ask.run / "model")
@@ -179,21 +185,21 @@ def test_asking_again_gives_the_same_and_the_batch_does_not_matter(
     ask: EvaluateConfig, result: dict[str, Any]
 ) -> None:
     assert few_shot(replace(ask, batch_size=3)) == result
-    alone = few_shot(replace(ask, tasks=("wic",)))
+    alone = few_shot(asking(ask, tasks=("wic",)))
     # A task's shots do not depend on which tasks were run before it.
     assert alone["tasks"]["wic"] == result["tasks"]["wic"]
 
 
 def test_the_seed_draws_the_shots(ask: EvaluateConfig) -> None:
     counts = {
-        few_shot(replace(ask, tasks=("sciq",), fewshot_seed=seed))["tasks"]["sciq"]["prompt_tokens"]
+        few_shot(asking(ask, tasks=("sciq",), fewshot_seed=seed))["tasks"]["sciq"]["prompt_tokens"]
         for seed in range(4)
     }
     assert len(counts) > 1
 
 
 def test_the_first_documents_only(ask: EvaluateConfig) -> None:
-    result = few_shot(replace(ask, tasks=("copa,wic",), task_limit=1, shots=0))
+    result = few_shot(asking(ask, tasks=("copa,wic",), task_limit=1, shots=0))
     scores = result["tasks"]["copa"]
     assert (scores["documents"], scores["requests"], scores["acc_stderr"]) == (1, 2, None)
     assert result["average"]["acc_stderr"] is None
@@ -203,18 +209,18 @@ def test_the_first_documents_only(ask: EvaluateConfig) -> None:
 def test_cut_prompts_are_counted_and_said(
     ask: EvaluateConfig, make_run: Callable[[int], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = replace(ask, tasks=("copa",), shots=5)
+    asked = asking(ask, tasks=("copa",), shots=5)
     whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
     tokens = cut["tasks"]["copa"]
     assert tokens["truncated_requests"] == tokens["requests"] == 12
     assert tokens["prompt_tokens"] == whole["tasks"]["copa"]["prompt_tokens"]
     # Of every request 64 tokens are read: what is left of the prompt, and the answer but its last.
     tokenizer = AutoTokenizer.from_pretrained(ask.run / "model")
-    assert ask.task_data is not None
+    assert ask.tasks.task_data is not None
     answers = [
         # lm-eval's COPA has two spaces before a choice.
         len(tokenizer(f"  {choice[0].lower()}{choice[1:]}").input_ids)
-        for asked in read(ask.task_data / "copa" / "validation.jsonl")
+        for asked in read(ask.tasks.task_data / "copa" / "validation.jsonl")
         for choice in (asked["choice1"], asked["choice2"])
     ]
     seen = sum(64 - (length - 1) for length in answers)
@@ -237,7 +243,7 @@ def test_of_an_answer_longer_than_the_model_the_end_is_scored(
 ) -> None:
     seen = record_scores(monkeypatch)
     run = make_run(8)
-    result = few_shot(replace(ask, tasks=("copa", "piqa"), run=run))
+    result = few_shot(replace(asking(ask, tasks=("copa", "piqa")), run=run))
     model, tokenizer = (
         open_model(run / "model").eval(),
         AutoTokenizer.from_pretrained(run / "model"),
@@ -265,19 +271,19 @@ def test_names_between_commas_or_spaces() -> None:
 
 def test_bad_input_is_answered_in_a_sentence(ask: EvaluateConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no task 'copaa'; did you mean .*copa"):
-        open_tasks(replace(ask, tasks=("copaa",)))
+        open_tasks(asking(ask, tasks=("copaa",)))
     with pytest.raises(ValueError, match="mmlu is a group of lm-eval's tasks"):
-        open_tasks(replace(ask, tasks=("mmlu",)))
+        open_tasks(asking(ask, tasks=("mmlu",)))
     with pytest.raises(ValueError, match="tasks names no task"):
-        open_tasks(replace(ask, tasks=(",",)))
+        open_tasks(asking(ask, tasks=(",",)))
     with pytest.raises(ValueError, match="shots must be at least 0; got -1"):
-        open_tasks(replace(ask, shots=-1))
-    with pytest.raises(ValueError, match="at least 1; got 0 and 16"):
-        open_tasks(replace(ask, task_limit=0))
+        open_tasks(asking(ask, shots=-1))
+    with pytest.raises(ValueError, match="task_limit must be at least 1; got 0"):
+        open_tasks(asking(ask, task_limit=0))
     with pytest.raises(
         ValueError, match=r"9 shots need at least 10 documents .* copa has 9 in its"
     ):
-        open_tasks(replace(ask, shots=9))
+        open_tasks(asking(ask, shots=9))
     with pytest.raises(ValueError, match="is not a run directory"):
         few_shot(replace(ask, run=tmp_path))
     write_jsonl(tmp_path / "lambada_openai" / "train.jsonl", ["one two"] * 3)
@@ -285,7 +291,7 @@ def test_bad_input_is_answered_in_a_sentence(ask: EvaluateConfig, tmp_path: Path
     with pytest.raises(
         ValueError, match=r"lambada_openai is loglikelihood, measured by perplexity, acc"
     ):
-        open_tasks(replace(ask, tasks=("lambada_openai",), task_data=tmp_path))
+        open_tasks(asking(ask, tasks=("lambada_openai",), task_data=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -311,11 +317,11 @@ def test_local_documents_are_checked(
         del changed[key]
     path.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]))
     with pytest.raises(ValueError, match=f"validation.jsonl, line 2: .*{sentence}"):
-        open_tasks(replace(ask, tasks=(task,), task_data=tmp_path))
+        open_tasks(asking(ask, tasks=(task,), task_data=tmp_path))
 
 
 def test_local_files_are_checked(ask: EvaluateConfig, tmp_path: Path) -> None:
-    asked = replace(ask, tasks=("copa",), task_data=tmp_path)
+    asked = asking(ask, tasks=("copa",), task_data=tmp_path)
     with pytest.raises(ValueError, match=r"copa/train.jsonl and .* does not exist"):
         open_tasks(asked)
     write_documents(tmp_path, "copa")
@@ -336,7 +342,7 @@ def test_without_local_data_the_hub_is_asked(
     """Tests run without network: the way out is named."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(RuntimeError, match=r"copa cannot be had from the Hub .*--task-data DIR"):
-        open_tasks(replace(ask, tasks=("copa",), task_data=None))
+        open_tasks(asking(ask, tasks=("copa",), task_data=None))
 
 
 def test_the_hub_is_asked_for_what_lm_eval_names(
@@ -357,7 +363,7 @@ def test_the_hub_is_asked_for_what_lm_eval_names(
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    result = few_shot(replace(ask, tasks=("sciq",), task_data=None))
+    result = few_shot(asking(ask, tasks=("sciq",), task_data=None))
     assert asked == [("allenai/sciq", None)]
     assert result["tasks"]["sciq"]["split"] == "test"
     assert result["task_data_sha256"] is None
@@ -400,7 +406,7 @@ def test_a_missing_lm_eval_is_named(
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no real task documents at {REAL_DATA}")
 def test_real_documents_are_read(ask: EvaluateConfig) -> None:
-    result = few_shot(replace(ask, task_data=REAL_DATA, task_limit=2, shots=5))
+    result = few_shot(asking(ask, task_data=REAL_DATA, task_limit=2, shots=5))
     counts = {name: scores["requests"] for name, scores in result["tasks"].items()}
     assert counts == {name: 2 * choices for name, choices in CHOICES.items()}
     hashed = result["task_data_sha256"]["copa"]["validation"]

@@ -1,3 +1,5 @@
+# ruff: noqa: F401
+# mypy: implicit-reexport
 """One frozen dataclass per verb: what it is told, and what its run directory repeats.
 
 The command line is made from these classes: a field is a flag, its docstring the help text.
@@ -7,6 +9,7 @@ They import nothing heavy, so a configuration can be read where the pipeline is 
 from doge_fast.pipeline.config.components import (
     CorpusConfig,
     ModelConfig,
+    TasksConfig,
     TrainingConfig,
 )
 from doge_fast.pipeline.config.experiment import (
@@ -19,7 +22,6 @@ from doge_fast.pipeline.config.experiment import (
     ProxyArmsConfig,
     RatesConfig,
     SelectionArmsConfig,
-    TasksConfig,
 )
 from doge_fast.pipeline.config.stages import (
     BaseConfig,
@@ -41,35 +43,3 @@ from doge_fast.pipeline.config.tools import (
     WeightsPlotConfig,
     WeightsShowConfig,
 )
-
-__all__ = [
-    "BaseArmsConfig",
-    "BaseConfig",
-    "CorpusConfig",
-    "DemoConfig",
-    "DoReMiArmsConfig",
-    "DoReMiConfig",
-    "EvaluateConfig",
-    "Experiment",
-    "ExperimentConfig",
-    "ExportConfig",
-    "InfoConfig",
-    "ModelConfig",
-    "Preset",
-    "ProfileConfig",
-    "ProxyArmsConfig",
-    "ProxyConfig",
-    "RatesConfig",
-    "ReportConfig",
-    "SelectConfig",
-    "SelectionArmsConfig",
-    "StageConfig",
-    "TasksConfig",
-    "TrainingConfig",
-    "WeightsAverageConfig",
-    "WeightsCardConfig",
-    "WeightsConstrainConfig",
-    "WeightsDiffConfig",
-    "WeightsPlotConfig",
-    "WeightsShowConfig",
-]

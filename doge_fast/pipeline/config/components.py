@@ -89,3 +89,21 @@ class TrainingConfig:
     report_to: tuple[str, ...] = ()
     """Trackers that are told what metrics.jsonl is told, by Trainer's names for them: tensorboard,
     wandb, trackio, mlflow, ... Empty: none; nothing leaves the machine."""
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Tasks of lm-eval that models are scored on."""
+
+    tasks: tuple[str, ...] = ()
+    """Multiple-choice tasks of lm-eval, between commas or spaces; the paper's are
+    copa,sciq,logiqa,piqa,wic,winogrande."""
+    shots: int = 5
+    """Answered examples before every question."""
+    task_data: Path | None = None
+    """A directory with TASK/train.jsonl, which the shots are drawn from, and TASK/validation.jsonl,
+    which is scored; None: the data sets that lm-eval names on the Hub."""
+    task_limit: int | None = None
+    """Score only so many documents of every task, the first ones; None: all."""
+    fewshot_seed: int = 1234
+    """Of the draw of the shots; lm-eval's own default."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.pipeline.config.components import CorpusConfig
+from doge_fast.pipeline.config.components import CorpusConfig, TasksConfig
 
 Experiment = Literal[
     "demo",
@@ -98,24 +98,6 @@ class SelectionArmsConfig:
     """Steps in which the cancellation effect is summed up (T_c)."""
     strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
     """As for select."""
-
-
-@dataclass(frozen=True)
-class TasksConfig:
-    """Tasks of lm-eval that models are scored on."""
-
-    tasks: tuple[str, ...] = ()
-    """Multiple-choice tasks of lm-eval, between commas or spaces; the paper's are
-    copa,sciq,logiqa,piqa,wic,winogrande."""
-    shots: int = 5
-    """Answered examples before every question."""
-    task_data: Path | None = None
-    """A directory with TASK/train.jsonl, which the shots are drawn from, and TASK/validation.jsonl,
-    which is scored; None: the data sets that lm-eval names on the Hub."""
-    task_limit: int | None = None
-    """Score only so many documents of every task, the first ones; None: all."""
-    fewshot_seed: int = 1234
-    """Of the draw of the shots; lm-eval's own default."""
 
 
 @dataclass(frozen=True)

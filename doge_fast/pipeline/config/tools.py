@@ -1,8 +1,10 @@
 """The verbs that read what stages have left, and those that need none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from doge_fast.pipeline.config.components import TasksConfig
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,11 @@ class EvaluateConfig:
     """Blocks, or prompts of a task, in a forward pass."""
     perplexity: bool = True
     """Measure perplexity. Without it only the tasks are run."""
-    tasks: tuple[str, ...] = ()
-    """Multiple-choice tasks of lm-eval, between commas or spaces; the paper's are
-    copa,sciq,logiqa,piqa,wic,winogrande."""
-    shots: int = 5
-    """Answered examples before every question."""
-    task_data: Path | None = None
-    """A directory with TASK/train.jsonl, which the shots are drawn from, and TASK/validation.jsonl,
-    which is scored; None: the data sets that lm-eval names on the Hub."""
-    task_limit: int | None = None
-    """Score only so many documents of every task, the first ones; None: all."""
-    fewshot_seed: int = 1234
-    """Of the draw of the shots; lm-eval's own default."""
     cache_dir: Path | None = None
     """With data: where its packed blocks are kept; None: as for the other stages."""
     device: str = "auto"
     """auto, cpu, cuda, xpu or mps."""
+    tasks: TasksConfig = field(default_factory=TasksConfig)
 
 
 @dataclass(frozen=True)

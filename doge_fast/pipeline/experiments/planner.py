@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from doge_fast.pipeline import named
 from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
@@ -122,13 +123,22 @@ class Planner:
         """An arm of a table."""
         return {"label": label, "about": about, "runs": self.over_seeds(make), **more}
 
-    def uniform(self, **more: Any) -> Json:
+    def at_weights(self, label: str, about: str, name: str, source: Source, **more: Any) -> Json:
+        """An arm of base models at the weights that `source` gives; `more` as for `base`."""
+        return self.arm(label, about, self.as_base(name, source, **more))
+
+    def uniform(self) -> Json:
         """The arm that others are compared with."""
-        return self.arm("uniform", "baseline", self.as_base("uniform", at("uniform")), **more)
+        arm = self.at_weights("uniform", "baseline", "uniform", at("uniform"))
+        return arm | {"is_baseline": True}
 
     def natural(self) -> Json:
         """The arm at weights by tokens."""
-        return self.arm("natural", "by tokens", self.as_base("natural", at("natural")))
+        return self.at_weights("natural", "by tokens", "natural", at("natural"))
+
+    def doge(self) -> Json:
+        """The arm at learned weights."""
+        return self.at_weights("DoGE", "learned", "doge", self.proxy)
 
     def perplexities(
         self, arms: list[Json], paper: str | None, *, title: str | None = None, **more: Any
@@ -210,13 +220,9 @@ class Planner:
         )
         return self._add(config, True)
 
-    def trained(self, seed: int, name: str, source: Source, **more: Any) -> Path:
-        """Train at the weights that `source` gives for the seed."""
-        return self.base(seed, name, source(seed), **more)
-
     def as_base(self, name: str, source: Source, **more: Any) -> Callable[[int], Path]:
-        """`trained` of a seed still to come."""
-        return partial(self.trained, name=name, source=source, **more)
+        """`base` of a seed still to come, at the weights that `source` gives for it."""
+        return lambda seed: self.base(seed, name, source(seed), **more)
 
     def finetuned(self, seed: int, source: Callable[[int], Path], target: str) -> Path:
         """Go on with a base model on the target alone."""
@@ -256,12 +262,12 @@ class Planner:
         )
         return self._add(config, False)
 
-    def doremis(self) -> dict[str, Callable[[int], Path]]:
-        """{label: DoReMi of each length}."""
-        return {
-            f"DoReMi, {steps} steps": partial(self.doremi, steps=steps)
+    def doremis(self) -> list[tuple[int, str, Callable[[int], Path]]]:
+        """(steps, label, DoReMi of this length), for each length."""
+        return [
+            (steps, f"DoReMi, {steps} steps", partial(self.doremi, steps=steps))
             for steps in doremi_steps(self.config)
-        }
+        ]
 
     def selected(self, seed: int, name: str) -> Path:
         """Learn weights from the gradients of a selection."""
@@ -285,9 +291,7 @@ class Planner:
     def cost(self) -> Json:
         """What it takes to learn weights: tab:robust's last row."""
         methods = [{"label": "DoGE", "runs": [[name] for name in self.over_seeds(self.proxy)]}]
-        for steps, (label, make) in zip(
-            doremi_steps(self.config), self.doremis().items(), strict=True
-        ):
+        for steps, label, make in self.doremis():
             references = self.over_seeds(partial(self.reference, steps=steps))
             pairs = zip(references, self.over_seeds(make), strict=True)
             methods.append({"label": label, "runs": [list(pair) for pair in pairs]})
@@ -295,12 +299,7 @@ class Planner:
 
     def check_known(self, what: str, names: Sequence[str]) -> None:
         """Raise ValueError where the corpus lacks a domain that is asked for."""
-        unknown = [name for name in names if name not in self.names]
-        if unknown:
-            raise ValueError(
-                f"{what} must name domains of {self.config.corpus.data}, which are "
-                f"{', '.join(self.names)}; {', '.join(unknown)} is not among them."
-            )
+        named.check(what, names, self.names, self.config.corpus.data)
 
     def _path(self, kind: str, name: str, seed: int) -> Path:
         # A domain or a model may be called anything; a directory may not.

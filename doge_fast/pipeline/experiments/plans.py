@@ -76,13 +76,8 @@ def _demo(plan: Planner) -> Plan:
     """Both halves of the paper's question on one corpus, in minutes."""
     targets = plan.config.targets or (DEMO_TARGET,)
     plan.check_known("targets", targets)
-    arms = [
-        plan.uniform(is_baseline=True),
-        plan.natural(),
-        plan.arm("DoGE", "learned", plan.as_base("doge", plan.proxy)),
-    ]
-    sources = _without(plan, targets)
-    rows, learned = _targeted(plan, sources, is_short=True)
+    arms = [plan.uniform(), plan.natural(), plan.doge()]
+    rows, learned = _targeted(plan, _without(plan, targets), is_short=True)
     learned = [plan.arm("DoGE", "for all domains", plan.proxy), *learned]
     return plan.finish(
         "Domain weights, learned and tried out",
@@ -99,8 +94,8 @@ def _demo(plan: Planner) -> Plan:
 def _universal(plan: Planner) -> Plan:
     """tab:universal_ppl, tab:124M_ppl, tab:dw."""
     groups = [_universal_perplexity(plan, model) for model in plan.config.base.models]
-    sources = {"DoGE": plan.proxy, **plan.doremis()}
-    learned = [plan.arm(label, "average weights", each) for label, each in sources.items()]
+    learned = [plan.arm("DoGE", "average weights", plan.proxy)]
+    learned += [plan.arm(label, "average weights", each) for _, label, each in plan.doremis()]
     return plan.finish(
         "Universal generalization",
         "Which mixture of the domains lowers the mean held-out loss over all of them, at equal "
@@ -110,24 +105,15 @@ def _universal(plan: Planner) -> Plan:
 
 
 def _universal_perplexity(plan: Planner, model: str) -> Json:
-    sources: dict[str, Source] = {
-        "uniform": at("uniform"),
-        "natural": at("natural"),
-        "DoGE": plan.proxy,
-        **plan.doremis(),
-    }
-    names = [
-        "uniform",
-        "natural",
-        "doge",
-        *(f"doremi-{each}" for each in doremi_steps(plan.config)),
+    kinds: list[tuple[str, str, str, Source]] = [
+        ("uniform", "baseline", "uniform", at("uniform")),
+        ("natural", "by tokens", "natural", at("natural")),
+        ("DoGE", "learned", "doge", plan.proxy),
+        *((label, "learned", f"doremi-{steps}", each) for steps, label, each in plan.doremis()),
     ]
-    about = {"uniform": "baseline", "natural": "by tokens"}
     arms = [
-        plan.arm(
-            label, about.get(label, "learned"), plan.as_base(f"{name}-{model}", each, model=model)
-        )
-        for name, (label, each) in zip(names, sources.items(), strict=True)
+        plan.at_weights(label, about, f"{name}-{model}", source, model=model)
+        for label, about, name, source in kinds
     ]
     arms[0]["is_baseline"] = True
     return plan.perplexities(
@@ -155,12 +141,9 @@ def _doremi(plan: Planner) -> Plan:
     }
     learned = [plan.arm("DoGE", "average weights", plan.proxy)]
     learned += [plan.arm(label, "average weights", each) for label, each in sources.items()]
-    arms = [
-        plan.uniform(is_baseline=True),
-        plan.arm("DoGE", "learned", plan.as_base("doge", plan.proxy)),
-    ]
+    arms = [plan.uniform(), plan.doge()]
     arms += [
-        plan.arm(label, "learned", plan.as_base(name, each))
+        plan.at_weights(label, "learned", name, each)
         for name, (label, each) in zip(("doremi", "doremi-doge"), sources.items(), strict=True)
     ]
     paper = _paper_table(plan.config.base.models[0])
@@ -301,10 +284,8 @@ def _selection(plan: Planner) -> Plan:
     sources |= {name: partial(plan.selected, name=name) for name in strategies}
     about = {name: "all parameters" if name == "full" else "selected" for name in sources}
     arms = [plan.arm(name, about[name], each) for name, each in sources.items()]
-    bases = [plan.uniform(is_baseline=True)]
-    bases += [
-        plan.arm(name, about[name], plan.as_base(name, each)) for name, each in sources.items()
-    ]
+    bases = [plan.uniform()]
+    bases += [plan.at_weights(name, about[name], name, each) for name, each in sources.items()]
     pairs = [[name, "full"] for name in strategies]
     title = "Domain weights by selection"
     return plan.finish(
@@ -322,19 +303,14 @@ def _curriculum(plan: Planner) -> Plan:
     shortest = min(plan.config.proxy.steps, plan.config.base.steps)
     if shortest < CURRICULA[0]:
         raise ValueError(f"curriculum needs runs of {CURRICULA[0]} steps and more; got {shortest}.")
-    average = plan.as_base("doge", plan.proxy)
     arms = [
-        plan.uniform() | {"about": "uniform weights"},
-        plan.arm("global average", "one stage", average, is_baseline=True),
+        plan.at_weights("uniform", "uniform weights", "uniform", at("uniform")),
+        plan.at_weights("global average", "one stage", "doge", plan.proxy) | {"is_baseline": True},
     ]
     arms += [
-        plan.arm(
-            f"K = {stages}",
-            f"{stages} stages",
-            plan.as_base(f"stages-{stages}", plan.proxy, stages=stages),
-        )
-        for stages in CURRICULA
-        if stages <= shortest
+        plan.at_weights(f"K = {n}", f"{n} stages", f"stages-{n}", plan.proxy, stages=n)
+        for n in CURRICULA
+        if n <= shortest
     ]
     learned = [plan.arm("DoGE", "average weights", plan.proxy)]
     return plan.finish(
@@ -349,11 +325,7 @@ def _curriculum(plan: Planner) -> Plan:
 
 def _early(plan: Planner) -> Plan:
     """fig:early_stage."""
-    arms = [
-        plan.uniform(is_baseline=True),
-        plan.natural(),
-        plan.arm("DoGE", "learned", plan.as_base("doge", plan.proxy)),
-    ]
+    arms = [plan.uniform(), plan.natural(), plan.doge()]
     quarter = plan.perplexities(arms, None, title="After a quarter of the steps", until=0.25)
     return plan.finish(
         "The first quarter of training",
@@ -369,10 +341,10 @@ def _proxy_vs_base(plan: Planner) -> Plan:
     blocks = told.proxy.steps * told.proxy.sequences_per_domain * len(plan.domains)
     alike = {"model": told.proxy.model, "steps": round(blocks / told.base.batch_size)}
     proxy = partial(plan.proxy, is_measured=True)
-    uniform = plan.as_base("uniform", at("uniform"), **alike)
+    uniform = plan.at_weights("uniform", "baseline", "uniform", at("uniform"), **alike)
     arms = [
-        plan.arm("uniform", "baseline", uniform, is_baseline=True),
-        plan.arm("DoGE base", "resampled", plan.as_base("doge", proxy, **alike)),
+        uniform | {"is_baseline": True},
+        plan.at_weights("DoGE base", "resampled", "doge", proxy, **alike),
         plan.arm("DoGE proxy", "reweighted gradients", proxy),
     ]
     title = f"Models of size {told.proxy.model}"

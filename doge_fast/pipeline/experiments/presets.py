@@ -1,105 +1,34 @@
 """How large an experiment is: for a test, for minutes, for two cores, or as in the paper."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from doge_fast.defaults import default_mu
-from doge_fast.pipeline.config import (
-    BaseArmsConfig,
-    CorpusConfig,
-    DemoConfig,
-    DoReMiArmsConfig,
-    Experiment,
-    ExperimentConfig,
-    Preset,
-    ProxyArmsConfig,
-    RatesConfig,
-    SelectionArmsConfig,
-)
+from doge_fast.pipeline.config import DemoConfig, Experiment, ExperimentConfig, Preset
+from doge_fast.pipeline.config.fields import filled
 from doge_fast.weights_file import plain
 
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
 PAPER_LANGUAGE_TARGETS = ("ca", "nl")
 SLIMPAJAMA, WIKI40B = "DKYoon/SlimPajama-6B", "google/wiki40b"
-# As the Hub's copy names them.
-_REDPAJAMA = (
-    "RedPajamaArXiv",
-    "RedPajamaBook",
-    "RedPajamaC4",
-    "RedPajamaCommonCrawl",
-    "RedPajamaGithub",
-    "RedPajamaStackExchange",
-    "RedPajamaWikipedia",
-)
 # Whose weights are for one target at a time.
 _TARGETED = ("ood", "wiki40b")
-
-_SMALL = ExperimentConfig("universal")
-_PRESETS: Mapping[Preset, ExperimentConfig] = {
-    "small": _SMALL,
-    "demo": replace(
-        _SMALL,
-        seeds=(0,),
-        corpus=CorpusConfig(vocab_size=2048),
-        rates=RatesConfig(eval_blocks=128),
-        # At a rate of 2e-3 runs of this length leave their first plateau at a step that chance
-        # decides, which moves perplexities by more than the weights do.
-        proxy=ProxyArmsConfig(model="tiny", steps=200),
-        base=BaseArmsConfig(models=("tiny",), steps=200, eval_points=1),
-    ),
-    "smoke": replace(
-        _SMALL,
-        seeds=(0, 1),
-        corpus=CorpusConfig(vocab_size=320, block_size=32),
-        rates=RatesConfig(eval_blocks=4),
-        proxy=ProxyArmsConfig(model="tiny", steps=10, sequences_per_domain=2),
-        base=BaseArmsConfig(
-            models=("tiny",), steps=10, batch_size=8, eval_points=4, finetune_steps=3
-        ),
-        doremi=DoReMiArmsConfig(longer=0.5),
-        # Of a model of 28 tensors.
-        selection=SelectionArmsConfig(
-            steps=3, strategies=("low5", "low10", "low20", "high10", "high5")
-        ),
-    ),
-    # Source: DoGE, experimental setup and appendix model-archs.
-    "paper": replace(
-        _SMALL,
-        corpus=CorpusConfig(
-            data=SLIMPAJAMA,
-            domain_column="meta.redpajama_set_name",
-            domains=_REDPAJAMA,
-            tokenizer="gpt2",
-            vocab_size=52_000,
-            block_size=512,
-        ),
-        rates=RatesConfig(
-            learning_rate=5e-4, min_learning_rate=1e-4, eval_blocks=None, dtype="bfloat16"
-        ),
-        proxy=ProxyArmsConfig(
-            model="82M",
-            models=("60M", "82M", "124M"),
-            steps=10_000,
-            # 126 sequences of seven domains; base models see 128.
-            sequences_per_domain=18,
-            mu=0.01,
-            domain_max_grad_norm=None,
-        ),
-        base=BaseArmsConfig(
-            models=("124M", "210M", "684M"),
-            steps=10_000,
-            batch_size=128,
-            finetune_steps=1000,
-            finetune_learning_rate=1e-4,
-        ),
-        doremi=DoReMiArmsConfig(longer=5.0),
-        selection=SelectionArmsConfig(steps=1000),
-    ),
-}
 # The paper's rates of its largest model; all others share theirs.
 _RATES = {"684M": (1.5e-4, 5e-5)}
+
+
+@functools.cache
+def _presets() -> dict[str, ExperimentConfig]:
+    file = Path(__file__).with_name("presets.yaml")
+    given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    small = ExperimentConfig("universal")
+    return {preset: filled(small, fields, preset) for preset, fields in given.items()}
 
 
 def preset_of(
@@ -112,7 +41,7 @@ def preset_of(
         preset: its size.
         data: another corpus than the preset's, so that its choice of domains does not hold.
     """
-    config = replace(_PRESETS[preset], name=name, preset=preset)
+    config = replace(_presets()[preset], name=name, preset=preset)
     corpus, is_paper = config.corpus, preset == "paper"
     if name == "wiki40b" and is_paper:
         corpus = replace(corpus, data=WIKI40B, tokenizer="train", domains=(), domain_column=None)

@@ -149,12 +149,8 @@ def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
 
     if config.plan:
         return {"tasks": list(task_names(config.tasks.tasks)), "task_data_sha256": None}
-    scoring = _scoring(Path(), config)
-    return {"tasks": list(load_tasks(scoring)), "task_data_sha256": document_hashes(scoring)}
-
-
-def _scoring(run: Path, config: ExperimentConfig) -> EvaluateConfig:
-    return EvaluateConfig(run=run, device=config.rates.device, **vars(config.tasks))
+    tasks = list(load_tasks(config.tasks))
+    return {"tasks": tasks, "task_data_sha256": document_hashes(config.tasks)}
 
 
 def _score(run: Path, group: dict[str, Any], config: ExperimentConfig) -> None:
@@ -164,7 +160,7 @@ def _score(run: Path, group: dict[str, Any], config: ExperimentConfig) -> None:
     if any(run.name in arm["runs"] for arm in group["arms"]):
         from doge_fast.pipeline.fewshot import few_shot
 
-        few_shot(_scoring(run, config))
+        few_shot(EvaluateConfig(run=run, device=config.rates.device, tasks=config.tasks))
 
 
 def _check_unchanged(config: StageConfig) -> None:

@@ -17,10 +17,10 @@ def sensitivity(plan: Planner) -> Plan:
         label: partial(plan.proxy, name=_slug(label), **each)
         for label, each in _changes(plan).items()
     }
-    arms = [plan.uniform(is_baseline=True), plan.natural()]
     # Each base model follows its proxy, so that an experiment that is stopped has whole arms.
+    arms = [plan.uniform(), plan.natural()]
     arms += [
-        plan.arm(f"DoGE, {label}", "learned", plan.as_base(_slug(label), each))
+        plan.at_weights(f"DoGE, {label}", "learned", _slug(label), each)
         for label, each in sources.items()
     ]
     learned = [plan.arm(label, "proxy", each) for label, each in sources.items()]

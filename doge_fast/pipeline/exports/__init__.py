@@ -1,3 +1,5 @@
+# ruff: noqa: F401
+# mypy: implicit-reexport
 """Domain weights -> what each training framework takes, and back."""
 
 from doge_fast.pipeline.exports.blend import (
@@ -11,19 +13,3 @@ from doge_fast.pipeline.exports.blend import (
     largest_remainder,
 )
 from doge_fast.pipeline.exports.registry import Exported, export, import_weights, listing, targets
-
-__all__ = [
-    "Blend",
-    "Exported",
-    "Found",
-    "Phase",
-    "Settings",
-    "Target",
-    "by_document",
-    "by_token",
-    "export",
-    "import_weights",
-    "largest_remainder",
-    "listing",
-    "targets",
-]

@@ -24,11 +24,7 @@ from doge_fast.pipeline.records.measures import (
     write_experiment,
 )
 from doge_fast.pipeline.records.metrics import (
-    DRIFT_FROM,
     append_metrics,
-    average_between,
-    drift,
-    lines_of_average,
     read_metrics,
     resume_metrics,
 )
@@ -53,5 +49,6 @@ from doge_fast.pipeline.records.weights import (
     read_weights,
     weights_by_name,
     write_weights,
+    writing,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json

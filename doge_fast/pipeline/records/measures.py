@@ -47,23 +47,23 @@ def evaluation(
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
     """
     assert loss.keys() == blocks.keys()
-    perplexity = {name: _exp(value) for name, value in loss.items()}
+    perplexity = {name: exp_or_inf(value) for name, value in loss.items()}
     record = {
         "step": step,
         "blocks": dict(blocks),
         "loss": dict(loss),
         "perplexity": perplexity,
-        "average_perplexity": _exp(math.fsum(loss.values()) / len(loss)),
+        "average_perplexity": exp_or_inf(math.fsum(loss.values()) / len(loss)),
         "worst": max(perplexity.values()),
         "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
     }
     if target:
         mean = math.fsum(loss[name] for name in target) / len(target)
-        record |= {"target": list(target), "target_perplexity": _exp(mean)}
+        record |= {"target": list(target), "target_perplexity": exp_or_inf(mean)}
     return record
 
 
-def _exp(value: float) -> float:
+def exp_or_inf(value: float) -> float:
     """exp without OverflowError: a diverged model's perplexity is infinite."""
     return math.exp(value) if value < 709 else math.inf
 

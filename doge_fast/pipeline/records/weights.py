@@ -7,7 +7,8 @@ field that is null is not known. docs/weights.md says what each means and who wr
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,6 +132,16 @@ def check_out(out: Path, read: Iterable[Path]) -> None:
             f"{'what is read here' if is_source else 'in a run directory, and a record of it'}. "
             "Name another."
         )
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Write `file` within: its directory is there, and what fails is said in a sentence."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror}.") from None
 
 
 def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:

@@ -7,9 +7,10 @@ from functools import cached_property
 import numpy as np
 
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.measures import exp_or_inf
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.statistics import Difference, paired_difference, stat_of
-from doge_fast.pipeline.reporting.wording import Stat, exp_or_inf, to_floats
+from doge_fast.pipeline.reporting.wording import Stat, to_floats
 
 Curve = tuple[list[int], list[float]]
 

@@ -166,7 +166,7 @@ def _comparison_warnings(study: Study, group: Json) -> Iterator[str]:
 
 def _epoch_warnings(study: Study, budget: int) -> Iterator[str]:
     for mixture in mixtures_of(study):
-        epochs = mixtures.epochs(mixture.weights, mixture.run.train_tokens, budget)
+        epochs = mixture.epochs(budget)
         often = [name for name, count in epochs.items() if count > mixtures.MAX_EPOCHS]
         if often:
             told = listed(f"{name} {epochs[name]:.1f} times" for name in often)

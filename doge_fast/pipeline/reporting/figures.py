@@ -14,12 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from doge_fast.pipeline.reporting import mixtures
+from doge_fast.pipeline import baselines
+from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.reporting import plotting as plot
 from doge_fast.pipeline.reporting.arms import Curve
 from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.statistics import Difference, Floats, change_of, nan_mean
+from doge_fast.pipeline.reporting.statistics import Difference, change_of, nan_mean
 from doge_fast.pipeline.reporting.wording import Stat
 
 _DOTTED = (0, (2, 2))
@@ -99,8 +100,7 @@ def curves_figure(curves: Mapping[str, Curve]) -> Figure:
         axes.plot(steps, losses, color=styles[label][0], linestyle=styles[label][1])
     last = max(steps[-1] for steps, _ in curves.values())
     plot.finish_steps(axes, "loss (nats per token)", last)
-    ends = {label: losses[-1] for label, (_, losses) in curves.items()}
-    plot.label_ends(figure, axes, ends, styles)
+    plot.label_ends(figure, axes, [losses[-1] for _, losses in curves.values()], styles)
     return figure
 
 
@@ -187,7 +187,7 @@ def _write_cells(axes: Axes, values: Floats, cells: QuadMesh, text: Any) -> None
 
 def final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     """The learned weights as bars, the heaviest domain on top."""
-    natural = mixtures.natural(proxy.first.train_tokens)
+    natural = baselines.natural(proxy.first.train_tokens)
     names = sorted(proxy.domains, key=lambda name: proxy.weights[name].mean)
     places = np.arange(len(names))
     figure, axes = plot.canvas(max(2.2, 0.95 + 0.27 * len(names)))
@@ -198,7 +198,7 @@ def final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
         axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1)
     uniform = 1 / len(names)
     axes.axvline(uniform, color=INK, linewidth=1.0, linestyle=_DOTTED, label="uniform")
-    shares = [natural[name].mean for name in names]
+    shares = [natural[name] for name in names]
     hollow: dict[str, Any] = {"markersize": 5, "markerfacecolor": PAGE, "markeredgecolor": INK}
     axes.plot(shares, places, "D", label="natural", zorder=4, **hollow)
     axes.set_xlim(0, 1.02 * max(*widths, *shares, uniform))
@@ -218,13 +218,13 @@ def _write_beside(axes: Axes, texts: Sequence[str]) -> None:
 
 def weights_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     """The running average, with what seeds differ by, over the weights of each step."""
-    names = proxy.domains
+    names, styles = proxy.domains, plot.domain_styles(proxy.domains, colors)
     steps_T, average_STK = proxy.series("alpha_mean", names)
     mean_TK = nan_mean(average_STK)
     figure, axes = plot.canvas(plot.height_for(len(names)) + 0.6)
     each_TK = nan_mean(proxy.series("alpha", names)[1])
     thin = plot.thinned(steps_T, each_TK, plot.SMOOTH_POINTS)
-    plot.plot_lines(axes, *thin, names, colors, width=0.6, alpha=0.45)
+    plot.plot_lines(axes, *thin, styles, linewidth=0.6, alpha=0.45)
     if len(average_STK) > 1:
         error_TK = average_STK.std(axis=0, ddof=1) / math.sqrt(len(average_STK))
         steps, low = plot.thinned(steps_T, mean_TK - error_TK, plot.SMOOTH_POINTS)
@@ -233,31 +233,24 @@ def weights_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
             color = plot.color_of(name, colors)
             axes.fill_between(steps, low[:, j], high[:, j], color=color, alpha=0.25, linewidth=0)
     mean = plot.thinned(steps_T, mean_TK, plot.SMOOTH_POINTS)
-    plot.plot_lines(axes, *mean, names, colors, width=1.8)
+    plot.plot_lines(axes, *mean, styles, linewidth=1.8)
     axes.set_ylim(0, 1.06 * max(float(np.nanmax([mean_TK, each_TK])), 1e-3))
     plot.finish_steps(axes, "domain weight", steps_T[-1])
     axes.axhline(1 / len(names), color=MUTED, linewidth=0.9, linestyle=_DOTTED, zorder=1)
-    ends = dict(zip(names, mean_TK[-1], strict=True))
-    plot.label_ends(figure, axes, ends, plot.domain_styles(names, colors))
+    plot.label_ends(figure, axes, mean_TK[-1], styles)
     return figure
 
 
 def drift_figure(proxy: Proxy) -> Figure:
     """How far the last fifth of the steps moved the average, and how far it may have."""
     moved = proxy.movement
-    figure, axes = plot.canvas(2.9)
     shown = moved.steps >= _DRIFT_SHOWN_FROM * moved.steps[-1]
     lines = np.stack([moved.drift[shown], moved.limit[shown]], axis=1)
     steps, values = plot.thinned(moved.steps[shown], lines, plot.SMOOTH_POINTS)
-    styles: dict[str, tuple[str, Any]] = {"moved": (INK, "-"), "limit": (MUTED, _DOTTED)}
-    ends = {}
-    for j, (word, (color, dash)) in enumerate(styles.items()):
-        axes.plot(steps, values[:, j], color=color, linestyle=dash)
-        ends[f"{word} {values[-1, j]:.3f}"] = float(values[-1, j])
-    axes.set_ylim(0, 1.15 * max(float(np.nanmax(values)), 1e-6))
-    plot.finish_steps(axes, "change over the last fifth", moved.steps[-1])
-    plot.label_ends(figure, axes, ends, dict(zip(ends, styles.values(), strict=True)))
-    return figure
+    names = [f"{word} {end:.3f}" for word, end in zip(("moved", "limit"), values[-1], strict=True)]
+    styles = dict(zip(names, ((INK, "-"), (MUTED, _DOTTED)), strict=True))
+    label, last = "change over the last fifth", moved.steps[-1]
+    return plot.steps_figure(steps, values, styles, label, last, headroom=1.15)
 
 
 def parts_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
@@ -295,9 +288,5 @@ def loss_figure(proxy: Proxy, key: str, colors: Mapping[str, int]) -> Figure:
     names = proxy.rows
     steps_T, values_STR = proxy.series(key, names)
     steps, losses = plot.mean_points(steps_T, nan_mean(values_STR), plot.NOISY_POINTS)
-    figure, axes = plot.canvas(plot.height_for(len(names)))
-    plot.plot_lines(axes, steps, losses, names, colors)
-    plot.finish_steps(axes, f"{key} (nats per token)", steps_T[-1])
-    ends = dict(zip(names, losses[-1], strict=True))
-    plot.label_ends(figure, axes, ends, plot.domain_styles(names, colors))
-    return figure
+    styles = plot.domain_styles(names, colors)
+    return plot.steps_figure(steps, losses, styles, f"{key} (nats per token)", steps_T[-1])

@@ -11,10 +11,11 @@ import yaml
 from matplotlib.figure import Figure
 
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.movement import MOST_DRIFT
 from doge_fast.pipeline.reporting import figures, tables, verdicts
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, Curve, curves_of
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
-from doge_fast.pipeline.reporting.proxies import MOST_DRIFT, UNIVERSAL, Proxy
+from doge_fast.pipeline.reporting.proxies import UNIVERSAL, Proxy
 from doge_fast.pipeline.reporting.run_tables import cost_table
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.verdicts import Verdict

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.optimize import isotonic_regression
 
-from doge_fast.pipeline.reporting.statistics import Floats, nan_mean
+from doge_fast.pipeline.records.movement import Floats
+from doge_fast.pipeline.reporting.statistics import nan_mean
 
 
 def column_texts(values: Floats) -> list[str]:
@@ -49,6 +50,8 @@ VARIABLES = {
     PAGE: "var(--page)",
     **{color: f"var(--domain-{place})" for place, color in enumerate(PALETTE)},
 }
+# {name of a line: its colour and dash}.
+Styles = Mapping[str, tuple[str, Any]]
 # Widths such that a letter is nine to fourteen pixels high from a phone to a desktop.
 _WIDTH = 4.6
 _PNG_DPI = 200
@@ -125,19 +128,40 @@ def mean_points(steps_T: Floats, values_TK: Floats, points: int) -> tuple[Floats
 
 
 def plot_lines(
-    axes: Axes,
+    axes: Axes, steps_T: Floats, values_TK: Floats, styles: Styles, **style: Any
+) -> None:
+    """A line for each style, over the same steps."""
+    for j, (color, dash) in enumerate(styles.values()):
+        axes.plot(steps_T, values_TK[:, j], color=color, linestyle=dash, **style)
+
+
+def steps_figure(
     steps_T: Floats,
     values_TK: Floats,
-    names: Sequence[str],
-    colors: Mapping[str, int],
+    styles: Styles,
+    ylabel: str,
+    last_step: float,
     *,
-    width: float = 1.6,
-    alpha: float = 1.0,
-) -> None:
-    """A line a domain, in its colour."""
-    for j, (color, dash) in enumerate(domain_styles(names, colors).values()):
-        style = {"color": color, "linestyle": dash, "linewidth": width, "alpha": alpha}
-        axes.plot(steps_T, values_TK[:, j], **style)
+    headroom: float | None = None,
+) -> Figure:
+    """Lines over the steps, each named at its end.
+
+    Args:
+        steps_T: where there are points.
+        values_TK: a line a column.
+        styles: {name of a line: colour and dash}, in the order of the columns.
+        ylabel: what the values are.
+        last_step: where the axis ends.
+        headroom: the axis of the values goes from 0 to so many times the largest; None: from the
+            least to the largest.
+    """
+    figure, axes = canvas(height_for(len(styles)))
+    plot_lines(axes, steps_T, values_TK, styles)
+    if headroom is not None:
+        axes.set_ylim(0, headroom * max(float(np.nanmax(values_TK)), 1e-6))
+    finish_steps(axes, ylabel, last_step)
+    label_ends(figure, axes, values_TK[-1], styles)
+    return figure
 
 
 def ticks(*, integer: bool = False) -> MaxNLocator:
@@ -155,15 +179,11 @@ def finish_steps(axes: Axes, ylabel: str, last_step: float) -> None:
     axes.yaxis.set_major_locator(ticks())
 
 
-def label_ends(
-    figure: Figure,
-    axes: Axes,
-    ends: Mapping[str, float],
-    styles: Mapping[str, tuple[str, Any]],
-) -> None:
+def label_ends(figure: Figure, axes: Axes, ends: Iterable[float], styles: Styles) -> None:
     """Names at the right end of their lines, moved apart just enough to be read."""
     low, high = axes.get_ylim()
-    finite = {name: value for name, value in ends.items() if math.isfinite(value)}
+    named = zip(styles, ends, strict=True)
+    finite = {name: float(value) for name, value in named if math.isfinite(value)}
     names = sorted(finite, key=lambda name: finite[name])
     wanted = np.array([(finite[name] - low) / (high - low) for name in names])
     height = figure.get_figheight() - 0.75
@@ -194,8 +214,8 @@ def color_of(name: str, colors: Mapping[str, int]) -> str:
     return PALETTE[colors[name] % len(PALETTE)]
 
 
-def domain_styles(names: Iterable[str], colors: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
-    """Colour and dash of every domain, as `label_ends` takes them."""
+def domain_styles(names: Iterable[str], colors: Mapping[str, int]) -> Styles:
+    """Colour and dash of every domain."""
     dashes = {name: DASHES[colors[name] // len(PALETTE) % len(DASHES)] for name in names}
     return {name: (color_of(name, colors), dash) for name, dash in dashes.items()}
 

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from doge_fast.pipeline import records
+from doge_fast.pipeline import baselines, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting import mixtures, paper
+from doge_fast.pipeline.reporting import paper
+from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS, epochs
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.study import Study
-from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
+from doge_fast.pipeline.reporting.wording import count_text, listed, plural
 from doge_fast.pipeline.tables import Cell, Row, Table, table_of
 
 
@@ -77,14 +78,24 @@ class Mixture(NamedTuple):
 
     label: str
     about: str
-    weights: Mapping[str, Stat]
+    weights: Mapping[str, float]
     run: Run
+
+    def epochs(self, budget: int) -> dict[str, float]:
+        """How often so many tokens go through each domain."""
+        tokens = self.run.train_tokens
+        return {name: epochs(weight, tokens[name], budget) for name, weight in self.weights.items()}
 
 
 def mixtures_of(study: Study) -> list[Mixture]:
     """Every set of weights that was learned or given."""
     return [
-        Mixture(arm["label"], arm["about"], study.weights(arm), study.runs_of(arm)[0])
+        Mixture(
+            arm["label"],
+            arm["about"],
+            {name: stat.mean for name, stat in study.weights(arm).items()},
+            study.runs_of(arm)[0],
+        )
         for group in study.groups
         if group["kind"] == "weights"
         for arm in group["arms"]
@@ -110,21 +121,20 @@ def epoch_tables(study: Study, token_budget: int | None) -> list[Table]:
 def _epoch_table(run: Run, learned: Sequence[Mixture], budget: int) -> Table:
     tokens = run.train_tokens
     shown = [
-        Mixture("uniform", "baseline", mixtures.uniform(tokens), run),
-        Mixture("natural", "by tokens", mixtures.natural(tokens), run),
+        Mixture("uniform", "baseline", baselines.uniform(tokens), run),
+        Mixture("natural", "by tokens", baselines.natural(tokens), run),
         *(mixture for mixture in learned if mixture.run.train_tokens == tokens),
     ]
-    epochs = [mixtures.epochs(mixture.weights, tokens, budget) for mixture in shown]
-    most = mixtures.MAX_EPOCHS
+    found = [mixture.epochs(budget) for mixture in shown]
     rows = []
     for name, count in tokens.items():
-        cells = [Cell(f"{each[name]:.2f}", is_warning=each[name] > most) for each in epochs]
+        cells = [Cell(f"{each[name]:.2f}", is_warning=each[name] > MAX_EPOCHS) for each in found]
         rows.append(Row(name, [Cell(count_text(count)), *cells]))
     return Table(
         title=f"Implied epochs{f', without {listed(run.targets)}' if run.targets else ''}",
         note=(
             f"How often {count_text(budget)} tokens at these weights go through each domain. "
-            f"Marked: above {most:.0f}, where repeated text is worth less than fresh text."
+            f"Marked: above {MAX_EPOCHS:.0f}, where repeated text is worth less than fresh text."
         ),
         corner="domain",
         columns=[("tokens", "in all"), *((mixture.label, mixture.about) for mixture in shown)],

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
-from doge_fast.pipeline.reporting.wording import Stat, exp_or_inf, percent_text
+from doge_fast.pipeline.records.measures import exp_or_inf
+from doge_fast.pipeline.records.movement import Floats
+from doge_fast.pipeline.reporting.wording import Stat, percent_text
 
-Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
 
 

@@ -10,9 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from doge_fast.pipeline import records
+from doge_fast.pipeline import baselines, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting import mixtures
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, compared
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights
 from doge_fast.pipeline.reporting.runs import Run, open_runs
@@ -369,8 +368,8 @@ def _weights_group(
     ]
     tokens = proxies[0].first.train_tokens if proxies else {}
     if proxies and all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies):
-        natural = {name: stat.mean for name, stat in mixtures.natural(tokens).items()}
-        arms.insert(0, {"label": "natural", "about": "by tokens", "runs": [], "weights": natural})
+        natural = {"about": "by tokens", "runs": [], "weights": baselines.natural(tokens)}
+        arms.insert(0, {"label": "natural"} | natural)
     return {
         "kind": "weights",
         "title": "Domain weights",

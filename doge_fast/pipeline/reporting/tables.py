@@ -180,13 +180,14 @@ def weights_table(study: Study, group: Json, stats: Mapping[str, Mapping[str, St
     if group.get("has_uniform"):
         cells = [Cell(f"{1 / len(weights):.3f}") for weights in stats.values()]
         rows.append(Row("uniform would be", cells + blank, True))
+    means = means_of(stats)
     effective = [
-        Cell(f"{effective_domains(found):.1f} of {len(found)}") for found in stats.values()
+        Cell(f"{effective_domains(each.values()):.1f} of {len(each)}") for each in means.values()
     ]
     rows.append(Row("effective domains", effective + blank, True))
     reference = group.get("reference", "")
     if reference in stats:
-        cells = _gap_cells(means_of(stats), reference)
+        cells = _gap_cells(means, reference)
         own = _gap_cells(columns, "82M") if "82M" in columns else blank
         rows.append(Row(f"mean absolute difference from {reference}", cells + own, True))
     if group.get("has_columns"):

@@ -297,9 +297,10 @@ def summary_of(proxy: Proxy) -> str:
         for name, stat in [first, *others[:-1]][:2]
     )
     least = f", least to {others[-1][0]} {weight_text(others[-1][1])}" if others else ""
+    count = effective_domains(stat.mean for stat in proxy.weights.values())
     return (
         f"{proxy.label}, for {proxy.target}: most goes to {top}{least}; effectively "
-        f"{effective_domains(proxy.weights):.1f} of {plural(len(proxy.domains), 'domain')}. "
+        f"{count:.1f} of {plural(len(proxy.domains), 'domain')}. "
         f"{drift_sentence(proxy)}"
     )
 

@@ -36,11 +36,6 @@ def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: to_float(value) for name, value in values.items()}
 
 
-def exp_or_inf(value: float) -> float:
-    """exp without OverflowError."""
-    return math.exp(value) if value < 709 else math.inf
-
-
 def perplexity_text(value: float) -> str:
     """Four digits, or words where it is not finite."""
     if not math.isfinite(value):

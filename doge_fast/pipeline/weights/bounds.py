@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from doge_fast.pipeline import records
+from doge_fast.pipeline import named, records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.wording import listed
-from doge_fast.pipeline.weights.summary import check_budget, check_names, tokens_of
+from doge_fast.pipeline.weights.summary import check_budget, tokens_of
 from doge_fast.projection import BOUNDS_TOLERANCE, kl, project
 
 
@@ -102,7 +102,7 @@ def _bounds(
 ) -> dict[str, float]:
     """A bound for every domain: a share between 0 and 1, or epochs > 0."""
     if isinstance(bound, Mapping):
-        check_names(bound, names, what)
+        named.check(what, bound, names, "the weights")
         values = dict.fromkeys(names, none) | dict(bound)
     else:
         values = dict.fromkeys(names, bound)

@@ -9,32 +9,16 @@ from matplotlib.figure import Figure
 
 from doge_fast.pipeline import named, records, tables
 from doge_fast.pipeline.config import WeightsCardConfig, WeightsPlotConfig
-from doge_fast.pipeline.reporting.plotting import (
-    INK,
-    MUTED,
-    PALETTE,
-    Drawing,
-    canvas,
-    domain_styles,
-    drawing_of,
-    finish_steps,
-    height_for,
-    label_ends,
-    name_places,
-    plot_lines,
-    style,
-    thinned,
-    ticks,
-)
+from doge_fast.pipeline.reporting import plotting
+from doge_fast.pipeline.reporting.plotting import Drawing
 from doge_fast.pipeline.reporting.wording import listed, plural
 from doge_fast.pipeline.weights.summary import WeightsSummary, describe, tokens_text
-from doge_fast.pipeline.weights.verbs import read_all, setting_text, story, writing
+from doge_fast.pipeline.weights.verbs import read_all, setting_text, story
 
 FORMATS = (".png", ".svg")
 PAGE = "README.md"
 # How a card begins, and by what one that may be written again is known.
 _HEAD = "---\nlibrary_name: doge_fast\n"
-_LINE_POINTS = 400
 _LONGEST_LABEL = 48
 
 _FIELDS = (
@@ -75,7 +59,7 @@ def plot(config: WeightsPlotConfig) -> list[str]:
     lines = []
     for drawing in drawings:
         file = config.out.with_stem(config.out.stem + drawing.name)
-        with writing(file):
+        with records.writing(file):
             file.write_bytes(drawing.png if file.suffix == ".png" else drawing.svg.encode())
         lines.append(f"figure: {file}")
     return lines
@@ -102,7 +86,7 @@ def card(config: WeightsCardConfig) -> list[str]:
     drawings = [_weights_drawing({str(config.file): record}), *_steps_drawing(config.file)]
     figures = {f"weights{drawing.name}.png": drawing for drawing in drawings}
     text = _page(record, mixture, _provenance(record, config.file), figures, config.budget_tokens)
-    with writing(page):
+    with records.writing(page):
         for file, drawing in figures.items():
             page.with_name(file).write_bytes(drawing.png)
         if is_copied:
@@ -128,8 +112,8 @@ def _weights_drawing(found: Mapping[str, Mapping[str, Any]]) -> Drawing:
     """A bar for each domain and file, {where it was read: record}, and natural weights."""
     mixtures = {label: describe(found[source]) for source, label in _labels(found).items()}
     caption = "; ".join(f"{source}: {story(record)}" for source, record in found.items())
-    with style():
-        return drawing_of("", "Domain weights", caption, _bars(mixtures))
+    with plotting.style():
+        return plotting.drawing_of("", "Domain weights", caption, _bars(mixtures))
 
 
 def _steps_drawing(run: Path) -> list[Drawing]:
@@ -139,9 +123,11 @@ def _steps_drawing(run: Path) -> list[Drawing]:
     lines = [line for line in records.read_metrics(run, kind="train") if line.get("alpha_mean")]
     if len(lines) < 2:
         return []
-    with style():
+    with plotting.style():
         title = "Domain weights over the steps, averaged"
-        return [drawing_of("-steps", title, story(records.read_weights(run)), _lines(lines))]
+        return [
+            plotting.drawing_of("-steps", title, story(records.read_weights(run)), _lines(lines))
+        ]
 
 
 def _labels(sources: Collection[str]) -> dict[str, str]:
@@ -159,7 +145,9 @@ def _bars(mixtures: Mapping[str, WeightsSummary]) -> Figure:
     # The first domain on top.
     names.reverse()
     thickness = 0.72 / len(mixtures)
-    figure, axes = canvas(height_for(max(len(names), len(names) * len(mixtures) // 2)))
+    figure, axes = plotting.canvas(
+        plotting.height_for(max(len(names), len(names) * len(mixtures) // 2))
+    )
     for i, (label, mixture) in enumerate(mixtures.items()):
         shares = mixture.domains
         offset = (len(mixtures) / 2 - i - 0.5) * thickness
@@ -168,23 +156,23 @@ def _bars(mixtures: Mapping[str, WeightsSummary]) -> Figure:
             [names.index(share.name) + offset for share in shares],
             [share.weight for share in shares],
             height=0.9 * thickness,
-            color=PALETTE[i % len(PALETTE)],
+            color=plotting.PALETTE[i % len(plotting.PALETTE)],
             xerr=errors if any(errors) else None,
-            error_kw={"ecolor": INK, "elinewidth": 0.9},
+            error_kw={"ecolor": plotting.INK, "elinewidth": 0.9},
             label=label,
         )
     priors = _priors(list(mixtures.values()))
     if priors:
         places = np.array([names.index(name) for name in priors])
-        marks: Any = {"color": INK, "linewidth": 1.6, "label": "natural"}
+        marks: Any = {"color": plotting.INK, "linewidth": 1.6, "label": "natural"}
         axes.vlines(list(priors.values()), places - 0.44, places + 0.44, **marks)
     if all(len(mixture.domains) == len(names) for mixture in mixtures.values()):
-        dotted: Any = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (2, 2))}
+        dotted: Any = {"color": plotting.MUTED, "linewidth": 0.9, "linestyle": (0, (2, 2))}
         axes.axvline(1 / len(names), label="uniform", **dotted)
-    name_places(axes, names)
+    plotting.name_places(axes, names)
     axes.set_xlim(left=0)
     axes.set_xlabel("domain weight")
-    axes.xaxis.set_major_locator(ticks())
+    axes.xaxis.set_major_locator(plotting.ticks())
     columns = 1 if len(mixtures) > 1 else 3
     figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4)
     return figure
@@ -205,13 +193,9 @@ def _lines(lines: Sequence[Mapping[str, Any]]) -> Figure:
     colors = {name: place for place, name in enumerate(names)}
     steps_T = np.array([float(line["step"]) for line in lines])
     values_TK = np.array([[line["alpha_mean"][name] for name in names] for line in lines], float)
-    figure, axes = canvas(height_for(len(names)))
-    plot_lines(axes, *thinned(steps_T, values_TK, _LINE_POINTS), names, colors)
-    axes.set_ylim(0, 1.06 * float(np.nanmax(values_TK)))
-    finish_steps(axes, "domain weight, averaged", steps_T[-1])
-    ends = dict(zip(names, values_TK[-1], strict=True))
-    label_ends(figure, axes, ends, domain_styles(names, colors))
-    return figure
+    shown = plotting.thinned(steps_T, values_TK, plotting.SMOOTH_POINTS)
+    styles, label = plotting.domain_styles(names, colors), "domain weight, averaged"
+    return plotting.steps_figure(*shown, styles, label, steps_T[-1], headroom=1.06)
 
 
 def _page(

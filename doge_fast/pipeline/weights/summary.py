@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from doge_fast.pipeline import baselines, records
+from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.weights import SCHEDULES
-from doge_fast.pipeline.reporting.mixtures import effective_domains
+from doge_fast.pipeline.reporting.mixtures import effective_domains, epochs
 from doge_fast.pipeline.reporting.wording import as_ascii, count_text
 from doge_fast.pipeline.tables import Table, table_of
 
@@ -157,21 +157,17 @@ def describe(
             prior=priors[name],
             ratio=_ratio(weights[name], priors[name]),
             tokens=None if available[name] is None else int(available[name]),
-            epochs=_epochs(weights[name], budget_tokens, available[name]),
+            epochs=None
+            if budget_tokens is None or available[name] is None
+            else epochs(weights[name], available[name], budget_tokens),
         )
         for name, entry in zip(weights, record["domains"], strict=True)
     )
-    return WeightsSummary(shares, effective_domains(weights))
+    return WeightsSummary(shares, effective_domains(weights.values()))
 
 
 def _ratio(weight: float, other: float | None) -> float | None:
     return weight / other if other else None
-
-
-def _epochs(weight: float, budget: float | None, tokens: float | None) -> float | None:
-    if budget is None or tokens is None:
-        return None
-    return weight * budget / tokens if tokens else math.inf if weight else 0.0
 
 
 def check_budget(budget_tokens: float | None) -> None:
@@ -189,21 +185,11 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
         ValueError: a domain that the record does not have, or fewer tokens than one.
     """
     found = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
-    check_names(given or {}, found, "tokens")
+    named.check("tokens", given or {}, found, "the weights")
     for name, value in (given or {}).items():
         if not 1 <= value < math.inf:
             raise ValueError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
     return found | dict(given or {})
-
-
-def check_names(values: Collection[str], names: Collection[str], what: str) -> None:
-    """Raise ValueError unless what is said is said of these domains."""
-    unknown = [name for name in values if name not in names]
-    if unknown:
-        raise ValueError(
-            f"{what} must name domains of the weights, which are {', '.join(names)}; "
-            f"{', '.join(unknown)} is not among them."
-        )
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import json
 import math
 import string
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,23 +183,13 @@ def _bound(
     return dict.fromkeys(names, everywhere) | own
 
 
-@contextmanager
-def writing(file: Path) -> Iterator[None]:
-    """Write `file` within: its directory is there, and what fails is said in a sentence."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ValueError(f"{file} cannot be written: {error.strerror}.") from None
-
-
 def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
     """Write weights, though not over what is read or what a run keeps; say where."""
     if out is None:
         return ["Nothing is written without --out FILE."]
     file = out / records.WEIGHTS if out.is_dir() else out
     records.check_out(file, read)
-    with writing(file):
+    with records.writing(file):
         records.write_weights(file, record)
     return [f"weights: {file}"]
 
