@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from doge_fast.layers.linear import autocast_dtype, without_autocast
 from doge_fast.layers.token_sums import put
 from doge_fast.stacked import StackedModel, pass_of
 
@@ -173,11 +174,10 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
 
 def _operands(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> list[Tensor | None]:
     """All three in the dtype of the head's products."""
-    kind = hidden_TH.device.type
     operands = [hidden_TH, weight_VH, bias_V]
-    if not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(hidden_TH)
+    if dtype is None:
         return operands
-    dtype = torch.get_autocast_dtype(kind)
     return [None if operand is None else operand.to(dtype) for operand in operands]
 
 
@@ -195,7 +195,7 @@ class _LinearLosses(torch.autograd.Function):
     ) -> Tensor:
         hidden, weight, bias = _operands(hidden_TH, weight_VH, bias_V)
         assert hidden is not None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             sums = []
             for span in head.spans:
                 total = torch.zeros((), dtype=_wide_dtype(hidden.dtype), device=hidden.device)
@@ -212,7 +212,7 @@ class _LinearLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_D: Tensor) -> Any:
-        with torch.autocast(grad_D.device.type, enabled=False):
+        with without_autocast(grad_D):
             walk = _BackwardWalk(ctx, grad_D)
             walk.run()
         return walk.hidden_TH, walk.weight_VH, walk.bias_V, None, None

@@ -1,6 +1,7 @@
 """Linear layers, with the weight as torch has it or as transformers' Conv1D has it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,17 @@ from doge_fast.layers.token_sums import Outer, Sum, TokenSum
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype of products on the device of `x`; None where autocast is off."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # torch refuses to be asked about a device that has no autocast, as meta has none.
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which operators on the device of `x` leave dtypes alone."""
+    kind = x.device.type
+    is_known = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if is_known else nullcontext()
 
 
 class LinearRule(LayerRule):
