@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from doge_fast.layers.linear import autocast_dtype, without_autocast
-from doge_fast.layers.token_sums import put
+from doge_fast.layers.token_sums import products, put
 from doge_fast.stacked import StackedModel, pass_of
 
 IGNORED = -100
@@ -268,7 +268,7 @@ class _BackwardWalk:
         if stacked is not None:
             is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
             dtype = self._saved.hidden_TH.dtype if is_one else self._sum_dtype
-            fill = partial(self._fill_row, domain)
+            fill = partial(self._fill_row, domain, dtype)
             stacked.fill(self._params[0], _row_of(stacked, domain), dtype, fill)
         elif self.weight_VH is not None:
             self._fill(domain, self.weight_VH, True)
@@ -284,13 +284,19 @@ class _BackwardWalk:
         elif self.bias_V is not None:
             self.bias_V += grad_V
 
-    def _fill_row(self, domain: int, out_1VH: Tensor, adds: bool) -> None:
-        self._fill(domain, out_1VH[0], adds)
+    def _fill_row(self, domain: int, dtype: torch.dtype, out_1VH: Tensor, adds: bool) -> None:
+        if out_1VH.dtype.itemsize >= dtype.itemsize:
+            self._fill(domain, out_1VH[0], adds)
+            return
+        # Rows narrower than the sum of several products round it once.
+        sum_VH = torch.empty_like(out_1VH[0], dtype=dtype)
+        self._fill(domain, sum_VH, False)
+        put(sum_VH)(out_1VH, adds)
 
     def _fill(self, domain: int, out_VH: Tensor, adds: bool) -> None:
         """out = or += the weight's gradient of one domain."""
         for hidden_CH, slope_CV in self._slopes(domain):
-            _put_product(out_VH, slope_CV.t(), hidden_CH, adds)
+            products(slope_CV.t()[None], hidden_CH[None])(out_VH[None], adds)
             adds = True
         if not adds:
             out_VH.zero_()
@@ -319,15 +325,6 @@ class _BackwardWalk:
 def _row_of(stacked: StackedModel, domain: int) -> range:
     row = stacked.batch.segments[domain].row
     return range(row, row + 1)
-
-
-def _put_product(out: Tensor, left: Tensor, right: Tensor, adds: bool) -> None:
-    if out.dtype != left.dtype:
-        put(left @ right)(out, adds)
-    elif adds:
-        out.addmm_(left, right)
-    else:
-        torch.mm(left, right, out=out)
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
