@@ -4,8 +4,8 @@ The paper's five sizes and any other. Dropout is off. `forward` takes tokens and
 that losses are ours whichever package built the model.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,11 +189,9 @@ def sum_of_losses(
     return torch.stack([each.mean() for each in losses.split(list(sizes))]).sum()
 
 
-@contextmanager
-def mixed_precision(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast to `dtype`; None: nothing."""
-    with torch.autocast(device.type, dtype, enabled=dtype is not None):
-        yield
+def mixed_precision(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to `dtype`; None: nothing, also on a device that has no autocast."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def num_parameters(shape: Shape) -> int:

@@ -32,6 +32,12 @@ def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) ->
     ]
 
 
+def segment_sum(terms_TD: Tensor, borders: Sequence[int]) -> Tensor:
+    """s_i = sum_t v_t over the tokens from b_i up to b_{i+1}, [S, D], in the dtype of the terms."""
+    ends = zip(borders[:-1], borders[1:], strict=True)
+    return torch.stack([terms_TD[first:last].sum(0) for first, last in ends])
+
+
 def clip_factors(norms_R: Tensor, max_norm: float | None) -> Tensor:
     """s_i = min(1, c / (||g_i|| + 1e-6)), [R]: each domain's gradient cut to norm c."""
     if max_norm is None:

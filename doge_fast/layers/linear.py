@@ -13,19 +13,18 @@ from doge_fast.layers.token_sums import Outer, Sum, TokenSum
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of products on the device of `x`; None where autocast is off."""
+    """The dtype of products on the device of `x`; None where autocast is off, or not known."""
     kind = x.device.type
-    # torch refuses to be asked about a device that has no autocast, as meta has none.
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
+    # "meta" has none, and torch raises when asked whether it is on.
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context in which operators on the device of `x` leave dtypes alone."""
     kind = x.device.type
-    is_known = torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if is_known else nullcontext()
+    has_autocast = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if has_autocast else nullcontext()
 
 
 class LinearRule(LayerRule):
