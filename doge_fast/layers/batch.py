@@ -81,8 +81,8 @@ class Run:
         return self._borders_on[key]
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """[len(numbers)] int64 on `device`; the host does not wait for it."""
+def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Int64 numbers, or lists of them, as a tensor on `device`; the host does not wait for it."""
     values = torch.tensor(numbers, dtype=torch.int64)
     if device.type == "cuda":
         # Pinned, or the copy would make the host wait for the device.

@@ -14,7 +14,15 @@ from doge_fast.kernels import segment_sum
 from doge_fast.layers.batch import Run
 from doge_fast.layers.linear import autocast_dtype
 from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import Fill, Sum, TokenSum, exact, in_parts, put
+from doge_fast.layers.token_sums import (
+    Fill,
+    Sum,
+    TokenSum,
+    exact,
+    in_parts,
+    put,
+    sums_one_by_one,
+)
 
 
 class LayerNormRule(LayerRule):
@@ -64,7 +72,7 @@ class _Gain(NamedTuple):
         return dtype
 
     def rows(self, run: Run) -> Fill:
-        if self.grad.is_cpu:
+        if sums_one_by_one(self.grad):
             return in_parts(run, self._one_by_one)
         return _scaled(run, self.grad, self.x, *self.statistics)
 
@@ -97,7 +105,7 @@ class _Scaled(NamedTuple):
         return torch.promote_types(self.grad.dtype, self.x.dtype)
 
     def rows(self, run: Run) -> Fill:
-        if self.grad.is_cpu:
+        if sums_one_by_one(self.grad):
             return Sum(self.grad * self.x).rows(run)
         return _scaled(run, self.grad, self.x)
 

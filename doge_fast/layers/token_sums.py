@@ -36,6 +36,10 @@ MOST_TEMPORARY_BYTES = 1 << 26
 # Devices whose products of 16 bits can have a float32 result.
 WIDE_PRODUCTS = () if torch.version.hip else ("cuda",)
 
+# Devices whose sums over tokens run once for each domain: on a CPU torch's own kernels are faster
+# so. Elsewhere every launch counts, and what adds atomically has no order.
+ONE_BY_ONE = ("cpu",)
+
 Fill = Callable[[Tensor, bool], object]
 """`fill(out, adds)` writes [G, *shape] of the parameter, or adds to what is there.
 
@@ -108,7 +112,7 @@ class Sum(NamedTuple):
     def rows(self, run: Run) -> Fill:
         """The gradients of the domains of a run."""
 
-        if run.is_equal or self.values.is_cpu:
+        if run.is_equal or sums_one_by_one(self.values):
             return in_parts(run, self._sums)
 
         def fill(out: Tensor, adds: bool) -> None:
@@ -131,6 +135,11 @@ class Sum(NamedTuple):
     def per_example(self, shape: torch.Size) -> Tensor:
         """[B, *shape], in float32 at least."""
         return exact(self.values).reshape(len(self.values), -1, *shape).sum(1)
+
+
+def sums_one_by_one(values: Tensor) -> bool:
+    """Whether sums over the tokens of each domain are a call each."""
+    return values.device.type in ONE_BY_ONE
 
 
 def in_parts(run: Run, fill_of: Callable[[Run], Fill]) -> Fill:
@@ -219,7 +228,7 @@ def _multiply_apart(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool
 
 def _lookups(run: Run, index: Tensor, right: Tensor) -> Fill:
     """Sums over the tokens that looked up a row: `index` is [B, ...], or [1, ...] for all."""
-    if not right.is_cpu:
+    if not sums_one_by_one(right):
         return lambda out, adds: _sum_lookups(run, index, right, out, adds)
 
     def of_part(part: Run) -> Fill:
