@@ -149,7 +149,9 @@ def stacked_bytes(model: Any, inputs: Mapping[str, Batch], *, is_mixed: bool = F
     is_by_domain = config.model_type in PLAIN_HEADS and _has_many_logits(
         sum(tokens), config, "elsewhere"
     )
-    total += (max(tokens) if is_by_domain else sum(tokens)) * config.vocab_size * (12 + 2 * itemsize)
+    total += (
+        (max(tokens) if is_by_domain else sum(tokens)) * config.vocab_size * (12 + 2 * itemsize)
+    )
     return total + num_params * (4 * 4 + 4 * len(tokens))
 
 
@@ -163,7 +165,8 @@ def activation_bytes(model: Any, itemsize: int, length: int) -> int:
     """
     config = model.config
     width = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    # GPT-2 has another name for it, and None for the usual size.
+    inner = getattr(config, "n_inner" if hasattr(config, "n_inner") else "intermediate_size", None)
     # What is as wide as the model is float32 in part whatever the dtype of products.
     layer = 72 * width + 5 * itemsize * (inner or 4 * width)
     if config._attn_implementation == "eager":

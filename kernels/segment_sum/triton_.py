@@ -20,11 +20,12 @@ from torch import Tensor
 
 from doge_fast.kernels.triton_support import on_device, sum_dtype, triton_dtype
 
-# Tokens of a program where segments are long, and elements of one step of it.
-SHARE, TILE = 128, 4096
-# Columns of a step: of long segments, which several programs share, and of short ones, of which
-# a program takes whole rows.
-LONG_COLUMNS, SHORT_COLUMNS = 128, 1024
+# Tokens of a program where segments are long.
+SHARE = 128
+# Bytes of the sums that a program keeps, and its columns: of long segments, which several programs
+# share, and of short ones, of which a program takes whole rows and many must be under way.
+LONG_TILE, LONG_COLUMNS = 16384, 128
+SHORT_TILE, SHORT_COLUMNS = 8192, 1024
 NUM_WARPS = 4
 
 
@@ -37,13 +38,13 @@ class Sizes(NamedTuple):
     block_columns: int
 
 
-def pick(num_tokens: int, num_segments: int, width: int) -> Sizes:
-    """Sizes for segments of `num_tokens / num_segments` tokens."""
+def pick(num_tokens: int, num_segments: int, width: int, sums: torch.dtype) -> Sizes:
+    """Sizes for segments of `num_tokens / num_segments` tokens, and sums of a dtype."""
     num_shares = max(1, num_tokens // (SHARE * num_segments))
     is_long = num_tokens >= SHARE // 2 * num_segments
-    most = LONG_COLUMNS if is_long else SHORT_COLUMNS
+    tile, most = (LONG_TILE, LONG_COLUMNS) if is_long else (SHORT_TILE, SHORT_COLUMNS)
     columns = min(most, max(16, triton.next_power_of_2(width)))
-    return Sizes(num_shares, min(32, TILE // columns), columns)
+    return Sizes(num_shares, max(1, min(32, tile // (sums.itemsize * columns))), columns)
 
 
 def segment_sum(
@@ -61,17 +62,18 @@ def segment_sum(
     num_segments = num_groups * num_rows
     if not num_segments or not width:
         return
-    sizes = pick(len(values_TD), num_segments, width)
+    dtype = sum_dtype(values_TD.dtype, out_GRD.dtype)
+    sizes = pick(len(values_TD), num_segments, width, dtype)
     terms = (borders, order, factor_TD, mean_T, rstd_T)
     if sizes.num_shares == 1:
         _launch(values_TD, out_GRD, add, terms, sizes)
         return
-    dtype = sum_dtype(values_TD.dtype, out_GRD.dtype)
     # A share is a group, and every share of a segment a row of it.
     shares_SPD = values_TD.new_empty(num_segments, sizes.num_shares, width, dtype=dtype)
     _launch(values_TD, shares_SPD, False, terms, sizes)
-    once = pick(num_segments * sizes.num_shares, num_segments, width)._replace(num_shares=1)
-    _launch(shares_SPD.view(-1, width), out_GRD, add, (None,) * 5, once)
+    shares_TD = shares_SPD.view(-1, width)
+    once = pick(len(shares_TD), num_segments, width, dtype)._replace(num_shares=1)
+    _launch(shares_TD, out_GRD, add, (None,) * 5, once)
 
 
 def _launch(
@@ -201,7 +203,10 @@ def sum_segments(
         sum_TC += term_TC
     sum_C = tl.sum(sum_TC, 0)
     if SHARES == 1:
-        row = (segment // num_rows) * out_stride + (segment % num_rows) * WIDTH
+        # In 32 bits, which hold the number of segments: a division in 64 is a subroutine.
+        group = tl.program_id(0) // num_rows
+        row_of_group = tl.program_id(0) - group * num_rows
+        row = group.to(tl.int64) * out_stride + row_of_group.to(tl.int64) * WIDTH
     else:
         row = (segment * SHARES + share) * WIDTH
     if ADD:

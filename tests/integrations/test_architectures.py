@@ -155,10 +155,8 @@ def test_sums_of_all_domains_at_once_give_the_same_rows(
         some=lambda kind, precision, attention: kind in SOME and precision == "autocast",
     ),
 )
-def test_the_formula_of_activations_is_a_bound(
-    kind: str, precision: str, attention: str
-) -> None:
-    """Of all that autograd saves of the layers below the head, and no more than thrice that."""
+def test_the_formula_of_activations_is_a_bound(kind: str, precision: str, attention: str) -> None:
+    """Of all that autograd saves of the layers below the head, and no more than four times that."""
     model = tiny(kind, None if attention == "its own" else attention).float()
     is_mixed = precision == "autocast"
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -183,7 +181,7 @@ def test_the_formula_of_activations_is_a_bound(
         hidden.float().sum().backward()
     num_tokens = inputs["input_ids"].numel()
     formula = num_tokens * activation_bytes(model, 2 if is_mixed else 4, LENGTH)
-    assert measured <= formula <= 3 * measured
+    assert measured <= formula <= 4 * measured
 
 
 @pytest.mark.parametrize("kind", grid(PLAIN_HEADS, some=lambda kind: kind in SOME))
