@@ -120,7 +120,8 @@ def gains_by_stacking(
     capacity = memory_for_us(device)
     if capacity is None:
         return sum(tokens) <= MOST_TOKENS_TOGETHER
-    return stacked_bytes(model, inputs, is_mixed=is_mixed) <= MOST_OF_MEMORY * capacity
+    needed = stacked_bytes(model, inputs, is_mixed=is_mixed)
+    return needed <= MOST_OF_MEMORY * capacity
 
 
 @functools.cache
@@ -144,15 +145,14 @@ def stacked_bytes(model: Any, inputs: Mapping[str, Batch], *, is_mixed: bool = F
     num_params = sum(param.numel() for param in model.parameters())
     tokens = [batch["input_ids"].numel() for batch in inputs.values()]
     config, itemsize = model.config, 2 if is_mixed else next(model.parameters()).itemsize
-    total = sum(tokens) * activation_bytes(model, itemsize, _length_of(inputs))
-    # In float32 with softmax and gradient; in the dtype of the product, and its gradient.
+    layers = sum(tokens) * activation_bytes(model, itemsize, _length_of(inputs))
     is_by_domain = config.model_type in PLAIN_HEADS and _has_many_logits(
         sum(tokens), config, "elsewhere"
     )
-    total += (
-        (max(tokens) if is_by_domain else sum(tokens)) * config.vocab_size * (12 + 2 * itemsize)
-    )
-    return total + num_params * (4 * 4 + 4 * len(tokens))
+    # In float32 with softmax and gradient; in the dtype of the product, and its gradient.
+    logit = 12 + 2 * itemsize
+    logits = (max(tokens) if is_by_domain else sum(tokens)) * config.vocab_size * logit
+    return int(layers + logits + num_params * (4 * 4 + 4 * len(tokens)))
 
 
 def activation_bytes(model: Any, itemsize: int, length: int) -> int:
@@ -164,14 +164,14 @@ def activation_bytes(model: Any, itemsize: int, length: int) -> int:
         length: of the sequences.
     """
     config = model.config
-    width = config.hidden_size
+    width: int = config.hidden_size
     # GPT-2 has another name for it, and None for the usual size.
     inner = getattr(config, "n_inner" if hasattr(config, "n_inner") else "intermediate_size", None)
     # What is as wide as the model is float32 in part whatever the dtype of products.
     layer = 72 * width + 5 * itemsize * (inner or 4 * width)
     if config._attn_implementation == "eager":
         layer += 12 * config.num_attention_heads * length
-    num_layers = config.num_hidden_layers
+    num_layers: int = config.num_hidden_layers
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return layer + 4 * width * (num_layers + 5)
     return num_layers * layer + 20 * width

@@ -178,10 +178,9 @@ def sum_segments(
     per_share = tl.cdiv(last - first, SHARES)
     first += share * per_share
     last = tl.minimum(last, first + per_share)
-    if ADD:
-        # A word that a domain does not have: nothing is added.
-        if first >= last:
-            return
+    # A word that a domain does not have: nothing is added.
+    if ADD and first >= last:
+        return
     # A row of the tile adds up every TOKENS-th token: rounding grows with the number of steps.
     sum_TC = tl.zeros([TOKENS, COLUMNS], SUM)
     for start in range(first, last, TOKENS):
