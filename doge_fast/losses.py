@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.layers.token_sums import put
+from doge_fast.layers.batch import on_device
+from doge_fast.layers.linear import autocast_dtype, without_autocast
+from doge_fast.layers.token_sums import products, put
 from doge_fast.stacked import StackedModel, pass_of
 
 IGNORED = -100
@@ -59,8 +61,7 @@ def domain_losses(
         reduction="none",
     )
     examples = [sizes[name] for name in names]
-    parts = torch.split(token_losses.view_as(targets_BL), examples)
-    sums_D = torch.stack([part.sum() for part in parts])
+    sums_D = _sums(token_losses.view_as(targets_BL), examples)
     return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
 
 
@@ -145,9 +146,9 @@ class _Head(NamedTuple):
     """Likewise the bias's."""
 
     def chunks(self, span: slice) -> Iterator[slice]:
-        """The tokens of a domain in parts; the logits of one part exist at a time."""
+        """The tokens of a domain in at least one part; the logits of one exist at a time."""
         step = self.chunk_tokens or max(1, span.stop - span.start)
-        for first in range(span.start, span.stop, step):
+        for first in range(span.start, max(span.stop, span.start + 1), step):
             yield slice(first, min(span.stop, first + step))
 
 
@@ -173,11 +174,10 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
 
 def _operands(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> list[Tensor | None]:
     """All three in the dtype of the head's products."""
-    kind = hidden_TH.device.type
     operands = [hidden_TH, weight_VH, bias_V]
-    if not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(hidden_TH)
+    if dtype is None:
         return operands
-    dtype = torch.get_autocast_dtype(kind)
     return [None if operand is None else operand.to(dtype) for operand in operands]
 
 
@@ -195,16 +195,19 @@ class _LinearLosses(torch.autograd.Function):
     ) -> Tensor:
         hidden, weight, bias = _operands(hidden_TH, weight_VH, bias_V)
         assert hidden is not None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             sums = []
             for span in head.spans:
-                total = torch.zeros((), dtype=_wide_dtype(hidden.dtype), device=hidden.device)
-                for chunk in head.chunks(span):
-                    logits_CV = _wide(F.linear(hidden[chunk], weight, bias))  # type: ignore[arg-type]
-                    total += F.cross_entropy(
-                        logits_CV, targets_T[chunk], ignore_index=head.ignore_index, reduction="sum"
+                losses = [
+                    F.cross_entropy(
+                        _wide(F.linear(hidden[chunk], weight, bias)),  # type: ignore[arg-type]
+                        targets_T[chunk],
+                        ignore_index=head.ignore_index,
+                        reduction="sum",
                     )
-                sums.append(total)
+                    for chunk in head.chunks(span)
+                ]
+                sums.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         ctx.save_for_backward(hidden, weight_VH, bias_V, weight, bias, targets_T)
         ctx.head = head
         return torch.stack(sums)
@@ -212,7 +215,7 @@ class _LinearLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_D: Tensor) -> Any:
-        with torch.autocast(grad_D.device.type, enabled=False):
+        with without_autocast(grad_D):
             walk = _BackwardWalk(ctx, grad_D)
             walk.run()
         return walk.hidden_TH, walk.weight_VH, walk.bias_V, None, None
@@ -224,8 +227,9 @@ class _Saved(NamedTuple):
     hidden_TH: Tensor
     weight_VH: Tensor
     bias_V: Tensor | None
-    counted_T: Tensor
-    """Bool: the token counts in a loss."""
+    share_T: Tensor
+    """What the loss of each token counts; 0 where there is no target."""
+    minus_share_T: Tensor
     tokens_T: Tensor
     """The targets; 0 where the token does not count."""
 
@@ -236,12 +240,14 @@ class _BackwardWalk:
     def __init__(self, ctx: Any, grad_D: Tensor) -> None:
         hidden_TH, weight_VH, bias_V, weight, bias, targets_T = ctx.saved_tensors
         self._params = weight_VH, bias_V
-        self._grad_D = grad_D
         self._head: _Head = ctx.head
         counted_T = targets_T != self._head.ignore_index
         # An index that exists, for positions that count nothing.
         tokens_T = torch.where(counted_T, targets_T, 0)
-        self._saved = _Saved(hidden_TH, weight, bias, counted_T, tokens_T)
+        domains = zip(grad_D.unbind(), self._head.spans, strict=True)
+        grad_T = torch.cat([grad.expand(span.stop - span.start) for grad, span in domains])
+        share_T = counted_T * grad_T
+        self._saved = _Saved(hidden_TH, weight, bias, share_T, -share_T, tokens_T)
         # 16 bits hold one product; several add up in float32.
         dtype = self._saved.hidden_TH.dtype
         self._sum_dtype = torch.float32 if dtype.itemsize < 4 else dtype
@@ -268,7 +274,7 @@ class _BackwardWalk:
         if stacked is not None:
             is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
             dtype = self._saved.hidden_TH.dtype if is_one else self._sum_dtype
-            fill = partial(self._fill_row, domain)
+            fill = partial(self._fill_row, domain, dtype)
             stacked.fill(self._params[0], _row_of(stacked, domain), dtype, fill)
         elif self.weight_VH is not None:
             self._fill(domain, self.weight_VH, True)
@@ -284,30 +290,34 @@ class _BackwardWalk:
         elif self.bias_V is not None:
             self.bias_V += grad_V
 
-    def _fill_row(self, domain: int, out_1VH: Tensor, adds: bool) -> None:
-        self._fill(domain, out_1VH[0], adds)
+    def _fill_row(self, domain: int, dtype: torch.dtype, out_1VH: Tensor, adds: bool) -> None:
+        if out_1VH.dtype.itemsize >= dtype.itemsize:
+            self._fill(domain, out_1VH[0], adds)
+            return
+        # Rows narrower than the sum of several products round it once.
+        sum_VH = torch.empty_like(out_1VH[0], dtype=dtype)
+        self._fill(domain, sum_VH, False)
+        put(sum_VH)(out_1VH, adds)
 
     def _fill(self, domain: int, out_VH: Tensor, adds: bool) -> None:
         """out = or += the weight's gradient of one domain."""
         for hidden_CH, slope_CV in self._slopes(domain):
-            _put_product(out_VH, slope_CV.t(), hidden_CH, adds)
+            products(slope_CV.t()[None], hidden_CH[None])(out_VH[None], adds)
             adds = True
-        if not adds:
-            out_VH.zero_()
 
     def _slopes(self, domain: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(hidden, gradient of the logits) by chunks; fills `hidden_TH` and the bias's sum."""
         saved, self._bias_sum = self._saved, None
         if self._needs_bias:
-            self._bias_sum = self._grad_D.new_zeros(len(saved.weight_VH), dtype=self._sum_dtype)
+            self._bias_sum = saved.share_T.new_zeros(len(saved.weight_VH), dtype=self._sum_dtype)
         for chunk in self._head.chunks(self._head.spans[domain]):
             hidden_CH = saved.hidden_TH[chunk]
             logits_CV = _wide(F.linear(hidden_CH, saved.weight_VH, saved.bias_V))
             # (softmax(logits) - one-hot(target)) times what the loss of a token counts.
-            share_C = (saved.counted_T[chunk] * self._grad_D[domain]).to(logits_CV.dtype)
-            slope_CV = torch.softmax(logits_CV, 1).mul_(share_C[:, None])
+            slope_CV = torch.softmax(logits_CV, 1).mul_(saved.share_T[chunk, None])
             del logits_CV
-            slope_CV.scatter_add_(1, saved.tokens_T[chunk, None], -share_C[:, None])
+            minus_share_C1 = saved.minus_share_T[chunk, None]
+            slope_CV.scatter_add_(1, saved.tokens_T[chunk, None], minus_share_C1)
             slope_CV = slope_CV.to(hidden_CH.dtype)
             if self.hidden_TH is not None:
                 torch.mm(slope_CV, saved.weight_VH, out=self.hidden_TH[chunk])
@@ -319,15 +329,6 @@ class _BackwardWalk:
 def _row_of(stacked: StackedModel, domain: int) -> range:
     row = stacked.batch.segments[domain].row
     return range(row, row + 1)
-
-
-def _put_product(out: Tensor, left: Tensor, right: Tensor, adds: bool) -> None:
-    if out.dtype != left.dtype:
-        put(left @ right)(out, adds)
-    elif adds:
-        out.addmm_(left, right)
-    else:
-        torch.mm(left, right, out=out)
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -346,12 +347,32 @@ def _counts(
     ignore_index: int,
 ) -> Tensor:
     """[D] targets of each domain, at least 1."""
-    if num_targets is not None:
-        device = targets_BL.device
-        counts = [torch.as_tensor(num_targets[name]).to(device) for name in names]
-        return torch.stack(counts).clamp(min=1)
-    parts = torch.split(targets_BL != ignore_index, examples)
-    return torch.stack([part.sum() for part in parts]).clamp(min=1)
+    if num_targets is None:
+        return _sums(targets_BL != ignore_index, examples).clamp(min=1)
+    device = targets_BL.device
+    counts = [num_targets[name] for name in names]
+    # All numbers of the host in one copy, which it does not wait for.
+    of_host = [
+        index
+        for index, count in enumerate(counts)
+        if not isinstance(count, Tensor) or count.device != device
+    ]
+    copied = on_device([int(counts[index]) for index in of_host], device)
+    if len(of_host) == len(counts):
+        return copied.clamp(min=1)
+    for index, count in zip(of_host, copied.unbind(), strict=True):
+        counts[index] = count
+    return torch.stack(counts).clamp(min=1)  # type: ignore[arg-type]
+
+
+def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
+    """[D] sums over the tokens of each domain, in a few operators for any number of domains."""
+    if len(set(examples)) == 1:
+        return values_BP.reshape(len(examples), -1).sum(1)
+    device = values_BP.device
+    domain_of = [domain for domain, number in enumerate(examples) for _ in range(number)]
+    is_its_DB = torch.arange(len(examples), device=device)[:, None] == on_device(domain_of, device)
+    return torch.where(is_its_DB, values_BP.sum(1), 0).sum(1)
 
 
 def _check_head(

@@ -7,6 +7,7 @@ Rows of `grads_RN` are domain gradients: the K training domains first, then M do
 are measured and never trained on (R = K + M).
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,12 @@ def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) ->
         (row.double() + grad.double() if add else grad.double()).to(row.dtype)
         for grad, row in zip(grads, rows, strict=True)
     ]
+
+
+def segment_sum(terms_TD: Tensor, borders: Sequence[int]) -> Tensor:
+    """s_i = sum_t v_t over the tokens from b_i up to b_{i+1}, [S, D], in the dtype of the terms."""
+    ends = itertools.pairwise(borders)
+    return torch.stack([terms_TD[first:last].sum(0) for first, last in ends])
 
 
 def clip_factors(norms_R: Tensor, max_norm: float | None) -> Tensor:

@@ -140,29 +140,20 @@ class StackedModel:
         """
         if id(param) in self._tracked:
             for run in self.batch.runs:
-                rows = range(run.first_row, run.first_row + run.num_rows)
-                self.fill(param, rows, gradient.dtype, gradient.rows(run))
+                self.fill(param, run.rows, gradient.dtype, gradient.rows(run))
 
     def fill(self, param: Tensor, rows: range, dtype: torch.dtype, fill: Fill) -> None:
         """Have `fill(out, adds)` write neighbouring rows of `param`, or add to them.
 
         Args:
-            param: whose gradient it is; `out` is [len(rows), *its shape].
+            param: whose gradient it is; `out` is [len(rows), *its shape], in the rows' dtype.
             rows: of the buffer, one after another.
-            dtype: in which the gradient is computed, and of `out`.
+            dtype: in which the gradient is computed.
             fill: writes `out`, adding to what is there if `adds`.
         """
         self.has_written = True
         rows_GN, adds = self._buffer.slots(rows.start, len(rows), param, dtype)
-        if rows_GN.dtype == dtype:
-            fill(rows_GN.view(-1, *param.shape), adds)
-            return
-        value = torch.empty(len(rows), *param.shape, dtype=dtype, device=param.device)
-        fill(value, False)
-        if adds:
-            rows_GN.add_(value.flatten(1))
-        else:
-            rows_GN.copy_(value.flatten(1))
+        fill(rows_GN.view(-1, *param.shape), adds)
 
     def _receive(self, row: int, param: Tensor, grad: Tensor) -> None:
         self.has_written = True

@@ -27,6 +27,7 @@ from doge_fast.kernels.schema import (
     check_accumulate,
     check_gram,
     check_reweight,
+    check_segment_sum,
     check_weighted_sum,
 )
 
@@ -35,6 +36,8 @@ Run = Callable[..., Any]
 AUTO = "auto"
 IMPLEMENTATIONS = ("cpp", "cuda", "triton", "torch")
 OPERATORS = tuple(SIGNATURES)
+# A CPU sums segments by torch's own kernels (doge_fast.layers), and calls none of ours.
+UNWRITTEN = (("reweight", "cpp"), ("segment_sum", "cpp"), ("segment_sum", "cuda"))
 # (operator, implementation) -> module, which has a function of the operator's name. The files have
 # an underscore, since a folder with a torch.py would hide torch from what runs there. The K x K
 # step is not written in C++: no step of a tiny model shows the fraction of a millisecond.
@@ -42,7 +45,7 @@ MODULES = {
     (operator, name): f"doge_fast.kernels.{operator}.{name}_"
     for operator in OPERATORS
     for name in IMPLEMENTATIONS
-    if (operator, name) != ("reweight", "cpp")
+    if (operator, name) not in UNWRITTEN
 }
 # Now, not at first use: the import of a folder puts it in the place of the function of the same
 # name in doge_fast.kernels, unless it comes before the function.
@@ -66,6 +69,7 @@ _CHECKS: dict[str, Run] = {
     "weighted_sum": check_weighted_sum,
     "accumulate": lambda grads, rows, add: check_accumulate(grads, rows),
     "reweight": check_reweight,
+    "segment_sum": check_segment_sum,
 }
 
 # These check a list of blocks once, where they make its tables: `chunks.spans_by_dtype`.

@@ -20,6 +20,7 @@ from doge_fast.kernels.schema import (
     check_accumulate,
     check_gram,
     check_reweight,
+    check_segment_sum,
     check_weighted_sum,
     gram_shape,
     reweight_outputs,
@@ -204,6 +205,49 @@ def reweight(
     return step_views(*outputs, len(tau_R), num_domains_of(state_S))
 
 
+def segment_sum(
+    values_TD: Tensor,
+    out_GRD: Tensor,
+    *,
+    add: bool = False,
+    borders: Tensor | None = None,
+    order: Tensor | None = None,
+    factor_TD: Tensor | None = None,
+    mean_T: Tensor | None = None,
+    rstd_T: Tensor | None = None,
+    implementation: str | None = None,
+) -> None:
+    """Sums of neighbouring tokens: gradients of gains, biases and embeddings of many domains.
+
+    out_s  =  sum_{i = b_s}^{b_{s+1} - 1}  v_t     with t = order_i; or, with `add`, out_s + it
+
+    v_t is a row of `values_TD`, times that of `factor_TD` if there is one, or times
+    (factor_t - mean_t) rstd_t, which is the normal of a LayerNorm. Segment s = g R + r is
+    `out_GRD[g, r]`; an empty one is zero. Sums are float32 whatever the storage, float64 where
+    values or output are, in an order that depends on the sizes and borders alone. Nothing is
+    read on the host.
+
+    Args:
+        values_TD: [T, D] contiguous, of float32, bfloat16, float16 or float64.
+        out_GRD: [G, R, D] of any of them; contiguous but for the distance of its G matrices.
+        add: whether what `out_GRD` holds counts.
+        borders: [G R + 1] int64, not falling, from 0 to T. None: all segments are T / (G R) long.
+        order: [T] int64, positions in `values_TD`. None: as they come.
+        factor_TD: [T, D] contiguous, as `values_TD`.
+        mean_T: [T] contiguous and floating, with `factor_TD` and `rstd_T` alone.
+        rstd_T: likewise.
+        implementation: "torch" or "triton"; None leaves it to the dispatcher.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, layout or device; segments cannot be as long.
+        RuntimeError: the forced implementation cannot run.
+    """
+    _segment_sum_op(
+        *(values_TD, out_GRD, add, borders, order, factor_TD, mean_T, rstd_T),
+        implementation=implementation,
+    )
+
+
 def _as_blocks(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
@@ -269,6 +313,13 @@ def _run_reweight(
     return values_V, skipped, found_inf
 
 
+def _run_segment_sum(
+    values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None
+) -> None:
+    choose("segment_sum", out_GRD.device, implementation)(values_TD, out_GRD, *rest)
+    increment_version(out_GRD)
+
+
 def _fake_gram(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
     check_gram(blocks)
     gram_RR: Tensor = gram_shape(blocks)
@@ -303,6 +354,12 @@ def _fake_reweight(
     return values_V, skipped, found_inf
 
 
+def _fake_segment_sum(
+    values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None
+) -> None:
+    check_segment_sum(values_TD, out_GRD, *rest)
+
+
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     _library.define(  # type: ignore[no-untyped-call]
         name + SIGNATURES[name],
@@ -319,3 +376,4 @@ _gram_op = _register("gram", _run_gram, _fake_gram)
 _weighted_sum_op = _register("weighted_sum", _run_weighted_sum, _fake_weighted_sum)
 _accumulate_op = _register("accumulate", _run_accumulate, _fake_accumulate)
 _reweight_op = _register("reweight", _run_reweight, _fake_reweight)
+_segment_sum_op = _register("segment_sum", _run_segment_sum, _fake_segment_sum)

@@ -31,6 +31,10 @@ SIGNATURES: dict[str, str] = {
         "Tensor settings_C, *, str? implementation=None) "
         "-> (Tensor values_V, Tensor skipped, Tensor found_inf)"
     ),
+    "segment_sum": (
+        "(Tensor values_TD, Tensor(a!) out_GRD, bool add, Tensor? borders, Tensor? order, "
+        "Tensor? factor_TD, Tensor? mean_T, Tensor? rstd_T, *, str? implementation=None) -> ()"
+    ),
 }
 
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -154,6 +158,55 @@ def check_reweight(
                 f"reweight() needs {name} contiguous, of shape {list(shape)} and {dtype} on "
                 f"{gram_RR.device}; it has shape {list(tensor.shape)}, strides "
                 f"{list(tensor.stride())} and {tensor.dtype} on {tensor.device}."
+            )
+
+
+def check_segment_sum(
+    values_TD: Tensor,
+    out_GRD: Tensor,
+    add: bool,
+    borders: Tensor | None,
+    order: Tensor | None,
+    factor_TD: Tensor | None,
+    mean_T: Tensor | None,
+    rstd_T: Tensor | None,
+) -> None:
+    """Raise ValueError unless all are of T tokens, D columns and G R segments, on one device."""
+    if values_TD.dim() != 2 or out_GRD.dim() != 3 or values_TD.shape[1] != out_GRD.shape[2]:
+        raise ValueError(
+            "segment_sum() sums rows of values_TD [T, D] into out_GRD [G, R, D]; got shapes "
+            f"{list(values_TD.shape)} and {list(out_GRD.shape)}."
+        )
+    num_segments, num_tokens = out_GRD.shape[0] * out_GRD.shape[1], len(values_TD)
+    if borders is None and num_tokens % max(1, num_segments):
+        raise ValueError(
+            f"segment_sum() without borders cuts the tokens into segments of one length; "
+            f"{num_tokens} tokens are no multiple of {num_segments} segments. Pass borders."
+        )
+    if len({mean_T is None, rstd_T is None, mean_T is None or factor_TD is None}) > 1:
+        raise ValueError(
+            "segment_sum() takes mean_T and rstd_T together, and with factor_TD. Pass all three, "
+            "or factor_TD alone."
+        )
+    expected = {
+        "values_TD": (values_TD, values_TD.shape, STORAGE_DTYPES),
+        "out_GRD[0]": (out_GRD[0] if len(out_GRD) else out_GRD, out_GRD.shape[-2:], STORAGE_DTYPES),
+        "borders": (borders, (num_segments + 1,), (torch.int64,)),
+        "order": (order, (num_tokens,), (torch.int64,)),
+        "factor_TD": (factor_TD, values_TD.shape, STORAGE_DTYPES),
+        "mean_T": (mean_T, (num_tokens,), STORAGE_DTYPES),
+        "rstd_T": (rstd_T, (num_tokens,), STORAGE_DTYPES),
+    }
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tensor is None:
+            continue
+        is_right = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
+        if not is_right or tensor.device != out_GRD.device:
+            raise ValueError(
+                f"segment_sum() needs {name} contiguous, of shape {list(shape)} and "
+                f"{' or '.join(map(str, dtypes))} on {out_GRD.device}; it has shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())} and {tensor.dtype} on "
+                f"{tensor.device}."
             )
 
 

@@ -26,6 +26,7 @@ from doge_fast.kernels.accumulate import triton_ as accumulate
 from doge_fast.kernels.gram import triton_ as gram
 from doge_fast.kernels.gram import tuning
 from doge_fast.kernels.reweight import triton_ as reweight
+from doge_fast.kernels.segment_sum import triton_ as segment_sum
 from doge_fast.kernels.triton_support import sum_dtype, triton_dtype
 from doge_fast.kernels.weighted_sum import triton_ as weighted_sum
 
@@ -39,6 +40,8 @@ POINTERS = {
     **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
     **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
 }
+# Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows.
+ALIGNED = ("out_stride",)
 
 NUM_ROWS = (1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14, 16, 22, 32, 50, 64, 128)
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
@@ -61,6 +64,10 @@ SOME_GRAMS = (
 SOME_PAIRS = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT64, FLOAT64))
 
 
+GAIN = {"has_factor": True, "has_statistics": True}
+EMBEDDING = {"has_borders": True, "has_order": True}
+
+
 class Case(NamedTuple):
     """One compilation, and what has to be in its machine code."""
 
@@ -75,6 +82,10 @@ class Case(NamedTuple):
     # Columns of a chunk and the most programs, where there are as many as there are chunks at most.
     chunk_columns: int = 0
     max_programs: int = 0
+    pointers: dict[str, str] | None = None
+    """Types of those that depend on the case."""
+    narrow_loads: int = 0
+    """Of what is one number for each token."""
 
 
 def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[Case]:
@@ -176,6 +187,34 @@ def accumulate_cases(
     )
 
 
+def segment_sum_cases(
+    dtype: torch.dtype, out_dtype: torch.dtype, num_tokens: int, num_segments: int, **flags: bool
+) -> Iterator[Case]:
+    """Of 768 columns."""
+    sums = sum_dtype(dtype, out_dtype)
+    sizes = segment_sum.pick(num_tokens, num_segments, 768, sums)
+    constants = segment_sum.constants_of(dtype, out_dtype, 768, sizes, **flags)
+    names = {FLOAT32: "*fp32", BFLOAT16: "*bf16", FLOAT16: "*fp16", FLOAT64: "*fp64"}
+    of_terms = dict.fromkeys(("values", "factor"), names[dtype])
+    of_tokens = dict.fromkeys(("mean", "rstd"), "*fp32")
+    pointers = of_terms | of_tokens | {"out": names[out_dtype], "order": "*i64", "borders": "*i64"}
+    # Each thread's part of a tile, for values and for the factor. Float64 is for tests.
+    tile = sizes.block_tokens * sizes.block_columns * dtype.itemsize
+    wide = tile // (16 * 32 * segment_sum.NUM_WARPS) * (1 + flags.get("has_factor", False))
+    wide *= sums == FLOAT32
+    yield Case(
+        f"segment_sum of {dtype} to {out_dtype}, {num_tokens} tokens in {num_segments}, "
+        f"{', '.join(name for name, is_on in flags.items() if is_on) or 'as they come'}",
+        segment_sum.sum_segments,
+        constants,
+        {"num_warps": segment_sum.NUM_WARPS},
+        wide,
+        pointers=pointers,
+        # Mean and deviation of each of the thread's tokens, which are two of the wide ones.
+        narrow_loads=wide * flags.get("has_statistics", False),
+    )
+
+
 def reweight_cases(num_rows: int) -> Iterator[Case]:
     constants = reweight.constants_of(num_rows, max(1, num_rows - 1))
     options = {"num_warps": reweight.NUM_WARPS}
@@ -196,6 +235,10 @@ def some_cases() -> Iterator[Case]:
     yield from accumulate_cases(BFLOAT16, FLOAT32, False, True)
     yield from reweight_cases(8)
     yield from reweight_cases(64)
+    for dtype in (FLOAT32, BFLOAT16):
+        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, **GAIN)
+        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7 * 50257, **EMBEDDING, add=True)
+    yield from segment_sum_cases(FLOAT32, FLOAT32, 512, 7)
 
 
 def all_cases() -> Iterator[Case]:
@@ -213,18 +256,26 @@ def all_cases() -> Iterator[Case]:
         yield from accumulate_cases(*arguments)
     for num_rows in (1, 2, 8, 64, 512, 513):
         yield from reweight_cases(num_rows)
+    for dtype, out_dtype, add in itertools.product(DTYPES, DTYPES, flags):
+        for kind in ({}, GAIN, GAIN | {"has_borders": True}):
+            yield from segment_sum_cases(dtype, out_dtype, 500, 8, **kind, add=add)
+        yield from segment_sum_cases(dtype, out_dtype, 65536, 10**6, **EMBEDDING, add=add)
+    for dtype in DTYPES:
+        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, **GAIN)
+        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, has_borders=True)
 
 
 def compiled(case: Case, architecture: int) -> Any:
     """Triton's kernel for one compute capability."""
     names = case.kernel.arg_names
+    pointers = POINTERS | (case.pointers or {})
     signature = {
-        name: "constexpr" if name in case.constants else POINTERS.get(name, "i32") for name in names
+        name: "constexpr" if name in case.constants else pointers.get(name, "i32") for name in names
     }
     aligned = {
         (position,): [["tt.divisibility", 16]]
         for position, name in enumerate(names)
-        if name in POINTERS
+        if name in pointers or name in ALIGNED
     }
     source = ASTSource(
         fn=case.kernel, signature=signature, constexprs=case.constants, attrs=aligned
@@ -276,6 +327,7 @@ if __name__ == "__main__":
                     "bytes_ahead": case.bytes_ahead,
                     "chunk_columns": case.chunk_columns,
                     "max_programs": case.max_programs,
+                    "allowed_narrow_loads": case.narrow_loads,
                 }
                 for case, architecture in itertools.islice(every, part, None, parts)
             }

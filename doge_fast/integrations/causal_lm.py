@@ -1,6 +1,7 @@
 """Causal language models of transformers: when one pass may serve all domains, and its losses."""
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from doge_fast.integrations.domain_data import Batch, checked_batch
+from doge_fast.layers.batch import on_device
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 
 # Architectures whose rows in a stacked batch are tested against one domain after another.
@@ -21,8 +23,11 @@ STACKABLE_KEYS = {"input_ids", "labels", "attention_mask"}
 # yet: a domain of more tokens occupies a GPU by itself.
 MOST_TOKENS = {"cpu": 256}
 MOST_TOKENS_ELSEWHERE = 4096
-# Tokens of all domains together, which bound the activations of a stacked batch.
+# Tokens of all domains together where the device does not say how much memory it has.
 MOST_TOKENS_TOGETHER = 32768
+# Share of the device's memory that a stacked step may need by the formula; the rest is for what the
+# formula does not know, and for holes between blocks.
+MOST_OF_MEMORY = 0.9
 # Float32 logits of a stacked batch beyond which a plain head gives those of one domain at a time.
 MOST_LOGITS_BYTES = {"cpu": 64 << 20}
 MOST_LOGITS_BYTES_ELSEWHERE = 4 << 30
@@ -48,17 +53,34 @@ def num_targets(
         device: of the result.
         is_shifted: the model shifts the labels, so the first of a row is not predicted.
     """
-    sums: dict[str, Tensor] = {}
+    names, targets = [], []
     for micro_batch in batches:
         for name, batch in checked_batch(micro_batch).items():
             if "labels" not in batch:
                 continue
             labels = batch["labels"][..., 1:] if is_shifted else batch["labels"]
+            names.append(name)
             # A collator that packs several texts into a row shifts the labels itself.
-            targets = batch.get("shift_labels", labels).ne(IGNORED)
-            # A domain whose tokens are all masked has loss zero, not 0/0.
-            sums[name] = sums.get(name, 0) + targets.sum().clamp(min=1).to(device)
-    return sums
+            targets.append(batch.get("shift_labels", labels))
+    if not names:
+        return {}
+    # A domain whose tokens are all masked has loss zero, not 0/0.
+    counts_C = _numbers_of_targets(targets).clamp(min=1)
+    of_domain = {name: [name == each for each in names] for name in names}
+    is_its_DC = on_device([*map(list, of_domain.values())], counts_C.device).bool()
+    sums_D = torch.where(is_its_DC, counts_C, 0).sum(1)
+    if device.type == "cuda" and sums_D.device.type == "cpu":
+        # Pinned, or the copy would make the host wait for the device.
+        sums_D = sums_D.pin_memory()
+    return dict(zip(of_domain, sums_D.to(device, non_blocking=True).unbind(), strict=True))
+
+
+def _numbers_of_targets(targets: Sequence[Tensor]) -> Tensor:
+    """[len(targets)] how many of each are predicted."""
+    if len({part.numel() for part in targets}) == 1:
+        flat = torch.cat([part.reshape(1, -1) for part in targets])
+        return flat.ne(IGNORED).sum(1)
+    return torch.stack([part.ne(IGNORED).sum() for part in targets])
 
 
 def obstacle_to_stacking(inputs: Mapping[str, Batch]) -> str | None:
@@ -74,13 +96,94 @@ def obstacle_to_stacking(inputs: Mapping[str, Batch]) -> str | None:
     return None
 
 
-def gains_by_stacking(model: Any, inputs: Mapping[str, Batch], device_type: str) -> bool:
-    """Whether one pass is known to give the same rows, and so few tokens make it the faster way."""
+def gains_by_stacking(
+    model: Any,
+    inputs: Mapping[str, Batch],
+    device: torch.device | str,
+    *,
+    is_mixed: bool = False,
+) -> bool:
+    """Whether one pass is known to give the same rows, to fit, and to be the faster way.
+
+    Args:
+        model: a causal language model of transformers.
+        inputs: {domain: batch} to which there is no `obstacle_to_stacking`.
+        device: that the model trains on.
+        is_mixed: products are of 16 bits, under autocast.
+    """
+    device = torch.device(device)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     tokens = [batch["input_ids"].numel() for batch in inputs.values()]
-    most = MOST_TOKENS.get(device_type, MOST_TOKENS_ELSEWHERE)
-    is_small = max(tokens) <= most and sum(tokens) <= MOST_TOKENS_TOGETHER
-    return model_type in STACKABLE and is_small
+    most = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
+    if model_type not in STACKABLE or max(tokens) > most:
+        return False
+    capacity = memory_for_us(device)
+    if capacity is None:
+        return sum(tokens) <= MOST_TOKENS_TOGETHER
+    needed = stacked_bytes(model, inputs, is_mixed=is_mixed)
+    return needed <= MOST_OF_MEMORY * capacity
+
+
+@functools.cache
+def memory_for_us(device: torch.device) -> int | None:
+    """Bytes of a GPU that are free or ours already; None where the device does not say.
+
+    Asked once: a choice that follows from it must not change from step to step.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def stacked_bytes(model: Any, inputs: Mapping[str, Batch], *, is_mixed: bool = False) -> int:
+    """Bytes of a stacked step at its peak: what has the model's size, and activations.
+
+    Parameters, gradients and AdamW's two moments; a row for each domain; what the backward pass of
+    all tokens needs; logits, of which a plain head has those of one domain. An upper bound for
+    `STACKABLE`, as the tests hold it against what autograd saves.
+    """
+    num_params = sum(param.numel() for param in model.parameters())
+    tokens = [batch["input_ids"].numel() for batch in inputs.values()]
+    config, itemsize = model.config, 2 if is_mixed else next(model.parameters()).itemsize
+    layers = sum(tokens) * activation_bytes(model, itemsize, _length_of(inputs))
+    is_by_domain = config.model_type in PLAIN_HEADS and _has_many_logits(
+        sum(tokens), config, "elsewhere"
+    )
+    # In float32 with softmax and gradient; in the dtype of the product, and its gradient.
+    logit = 12 + 2 * itemsize
+    logits = (max(tokens) if is_by_domain else sum(tokens)) * config.vocab_size * logit
+    return int(layers + logits + num_params * (4 * 4 + 4 * len(tokens)))
+
+
+def activation_bytes(model: Any, itemsize: int, length: int) -> int:
+    """Bytes for each token that the layers below the head save for the backward pass.
+
+    Args:
+        model: of `STACKABLE`.
+        itemsize: bytes of a number in products.
+        length: of the sequences.
+    """
+    config = model.config
+    width: int = config.hidden_size
+    # GPT-2 has another name for it, and None for the usual size.
+    inner = getattr(config, "n_inner" if hasattr(config, "n_inner") else "intermediate_size", None)
+    # What is as wide as the model is float32 in part whatever the dtype of products.
+    layer = 72 * width + 5 * itemsize * (inner or 4 * width)
+    if config._attn_implementation == "eager":
+        layer += 12 * config.num_attention_heads * length
+    num_layers: int = config.num_hidden_layers
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return layer + 4 * width * (num_layers + 5)
+    return num_layers * layer + 20 * width
+
+
+def _length_of(inputs: Mapping[str, Batch]) -> int:
+    return next(iter(inputs.values()))["input_ids"].shape[-1]  # type: ignore[no-any-return]
+
+
+def _has_many_logits(num_tokens: int, config: Any, device_type: str) -> bool:
+    most = MOST_LOGITS_BYTES.get(device_type, MOST_LOGITS_BYTES_ELSEWHERE)
+    return bool(4 * num_tokens * config.vocab_size > most)
 
 
 def stacked_losses(
@@ -101,8 +204,7 @@ def stacked_losses(
     keys = next(iter(batches.values()))
     inputs = {key: torch.cat([batch[key] for batch in batches.values()]) for key in keys}
     labels = inputs.pop("labels")
-    most = MOST_LOGITS_BYTES.get(labels.device.type, MOST_LOGITS_BYTES_ELSEWHERE)
-    has_many_logits = 4 * labels.numel() * unwrapped.config.vocab_size > most
+    has_many_logits = _has_many_logits(labels.numel(), unwrapped.config, labels.device.type)
     if has_many_logits and unwrapped.config.model_type in PLAIN_HEADS:
         head = unwrapped.get_output_embeddings()
         hidden = unwrapped.base_model(**inputs, use_cache=False).last_hidden_state

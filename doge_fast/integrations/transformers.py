@@ -73,9 +73,10 @@ class DoGETrainer(Trainer):
     the batches of all domains end to end (`"stacked"`; `DoGEOptimizer.stacked`); the weights are
     the same to rounding, dropout aside. `"auto"` stacks a micro-batch where the architecture is
     one of `STACKABLE`, the loss is the model's own, nothing is compiled, all domains' sequences
-    are equally long, and there are at most `MOST_TOKENS` in a domain and `MOST_TOKENS_TOGETHER`
-    in all (`doge_fast.integrations.causal_lm`): small batches use the machine better together,
-    large ones need the memory. The choice depends on shapes alone, so a resumed run repeats it.
+    are equally long, a domain has at most `MOST_TOKENS`, and the step fits: by
+    `causal_lm.stacked_bytes` on a GPU, elsewhere up to `MOST_TOKENS_TOGETHER` in all. Small batches
+    use the machine better together, large ones need the memory. The choice depends on shapes and
+    on what the first step finds free, so a resumed run repeats it on a device that is as free.
 
     Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN` beside Trainer's own.
 
@@ -380,7 +381,10 @@ class DoGETrainer(Trainer):
         if self.mode == "auto":
             if obstacle is not None or self.args.torch_compile:
                 return False
-            return causal_lm.gains_by_stacking(self.model, inputs, self.args.device.type)
+            is_mixed = self.accelerator.mixed_precision != "no"
+            return causal_lm.gains_by_stacking(
+                self.model, inputs, self.args.device, is_mixed=is_mixed
+            )
         if obstacle is not None:
             raise ValueError(f'mode="stacked" {obstacle} Pass mode="sequential" or "auto".')
         return True

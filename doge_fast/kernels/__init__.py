@@ -6,7 +6,13 @@ __path__.append(str(KERNELS_DIR))
 
 # After the line above, which makes these modules findable.
 from doge_fast.kernels.dispatch import chosen, explain, implementations  # noqa: E402
-from doge_fast.kernels.operators import accumulate, gram, reweight, weighted_sum  # noqa: E402
+from doge_fast.kernels.operators import (  # noqa: E402
+    accumulate,
+    gram,
+    reweight,
+    segment_sum,
+    weighted_sum,
+)
 
 __all__ = [
     "accumulate",
@@ -15,5 +21,6 @@ __all__ = [
     "gram",
     "implementations",
     "reweight",
+    "segment_sum",
     "weighted_sum",
 ]

@@ -4,9 +4,11 @@ A batch of B examples is sorted by domain. Most modules get it with the examples
 Some get it flattened, [B * T, features], and positions come without a batch, as [L] or [1, L].
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -19,20 +21,40 @@ class Segment(NamedTuple):
     last: int
 
 
-class Run(NamedTuple):
-    """Neighbouring domains of equal size with neighbouring rows, which one product fills.
+class Run:
+    """Neighbouring domains with neighbouring rows, whose rows are filled together.
 
-    `first` up to `last` are their examples, of `num_examples` in the batch.
+    Args:
+        first_row: of the first domain.
+        borders: the domains' examples, of `borders[g]` up to `borders[g + 1]`.
+        num_examples: of the whole batch.
     """
 
-    first_row: int
-    num_rows: int
-    first: int
-    last: int
-    num_examples: int
+    def __init__(self, first_row: int, borders: Sequence[int], num_examples: int) -> None:
+        self.borders = tuple(borders)
+        self.num_examples = num_examples
+        self.rows = range(first_row, first_row + len(borders) - 1)
+        """Of the buffer."""
+        self.equal_parts = self._cut_where_sizes_change()
+        """(which domains of the run, the run of them) for neighbours of equal size."""
+        self.is_equal = len(self.equal_parts) == 1
+        """Whether all domains have as many examples, so that one product fills all rows."""
+        self._borders_on: dict[tuple[torch.device, int], Tensor] = {}
 
-    def cut(self, values: Tensor, *last: int) -> Tensor:
-        """[G, tokens of a domain, *last] for the run's G domains.
+    def _cut_where_sizes_change(self) -> list[tuple[slice, "Run"]]:
+        sizes = [last - first for first, last in itertools.pairwise(self.borders)]
+        changes = [i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]]
+        if not changes:
+            return [(slice(None), self)]
+        parts = itertools.pairwise([0, *changes, len(sizes)])
+        first_row, borders = self.rows.start, self.borders
+        return [
+            (slice(i, j), Run(first_row + i, borders[i : j + 1], self.num_examples))
+            for i, j in parts
+        ]
+
+    def tokens(self, values: Tensor, *last: int) -> Tensor:
+        """[T, *last] for all tokens of the run, domain by domain.
 
         Args:
             values: [B, ..., *last] or [B * T, *last].
@@ -40,8 +62,32 @@ class Run(NamedTuple):
         """
         # A plain reshape: einops here costs the step of a tiny model 9 % of its host time.
         per_example = values.shape[0] // self.num_examples
-        of_run = values[self.first * per_example : self.last * per_example]
-        return of_run.reshape(self.num_rows, -1, *last)
+        of_run = values[self.borders[0] * per_example : self.borders[-1] * per_example]
+        return of_run.reshape(-1, *last)
+
+    def cut(self, values: Tensor, *last: int) -> Tensor:
+        """[G, tokens of a domain, *last] for the run's G domains of equal size; as `tokens`."""
+        per_example = values.shape[0] // self.num_examples
+        of_run = values[self.borders[0] * per_example : self.borders[-1] * per_example]
+        return of_run.reshape(len(self.rows), -1, *last)
+
+    def token_borders(self, num_tokens: int, device: torch.device) -> Tensor:
+        """[G + 1] int64 on `device`: where each domain begins among the run's `num_tokens`."""
+        per_example = num_tokens // (self.borders[-1] - self.borders[0])
+        key = (device, per_example)
+        if key not in self._borders_on:
+            starts = [(border - self.borders[0]) * per_example for border in self.borders]
+            self._borders_on[key] = on_device(starts, device)
+        return self._borders_on[key]
+
+
+def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Int64 numbers, or lists of them, as a tensor on `device`; the host does not wait for it."""
+    values = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda":
+        # Pinned, or the copy would make the host wait for the device.
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 class SortedBatch(NamedTuple):
@@ -54,14 +100,16 @@ class SortedBatch(NamedTuple):
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> "SortedBatch":
         """The batch of these segments, which are one after another and at least one."""
-        runs: list[Run] = []
-        for row, first, last in segments:
-            before = runs[-1] if runs else Run(0, 0, 0, 0, 0)
-            is_equal = before.num_rows * (last - first) == before.last - before.first
-            if runs and is_equal and row == before.first_row + before.num_rows:
-                runs[-1] = before._replace(num_rows=before.num_rows + 1, last=last)
-            else:
-                runs.append(Run(row, 1, first, last, segments[-1].last))
+        num_examples = segments[-1].last
+        starts = [
+            index
+            for index, segment in enumerate(segments)
+            if index == 0 or segment.row != segments[index - 1].row + 1
+        ]
+        runs = []
+        for first, last in itertools.pairwise([*starts, len(segments)]):
+            borders = [segments[first].first, *(each.last for each in segments[first:last])]
+            runs.append(Run(segments[first].row, borders, num_examples))
         return cls(tuple(segments), tuple(runs))
 
 

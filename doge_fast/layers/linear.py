@@ -1,6 +1,7 @@
 """Linear layers, with the weight as torch has it or as transformers' Conv1D has it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     # "meta" has none, and torch raises when asked whether it is on.
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which operators on the device of `x` leave dtypes alone."""
+    kind = x.device.type
+    has_autocast = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if has_autocast else nullcontext()
 
 
 class LinearRule(LayerRule):

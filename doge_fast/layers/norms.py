@@ -10,10 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from doge_fast.kernels import segment_sum
 from doge_fast.layers.batch import Run
 from doge_fast.layers.linear import autocast_dtype
 from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import Fill, Sum, TokenSum, exact, put
+from doge_fast.layers.token_sums import (
+    Fill,
+    Sum,
+    TokenSum,
+    exact,
+    in_parts,
+    put,
+    sums_one_by_one,
+)
 
 
 class LayerNormRule(LayerRule):
@@ -63,6 +72,12 @@ class _Gain(NamedTuple):
         return dtype
 
     def rows(self, run: Run) -> Fill:
+        if sums_one_by_one(self.grad):
+            return in_parts(run, self._one_by_one)
+        return _scaled(run, self.grad, self.x, *self.statistics)
+
+    def _one_by_one(self, run: Run) -> Fill:
+        """By torch's kernel, which is the fastest way on a CPU."""
         shape = list(self.module.normalized_shape)
         parts = [run.cut(values, *shape) for values in (self.grad, self.x)]
         parts += [run.cut(values, *[1] * len(shape)) for values in self.statistics]
@@ -77,6 +92,43 @@ class _Gain(NamedTuple):
     def per_example(self, shape: torch.Size) -> Tensor:
         normal = F.layer_norm(exact(self.x), shape, None, None, self.module.eps)
         return Sum(normal * self.grad).per_example(shape)
+
+
+class _Scaled(NamedTuple):
+    """sum_t dy_t * x_t."""
+
+    grad: Tensor
+    x: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.grad.dtype, self.x.dtype)
+
+    def rows(self, run: Run) -> Fill:
+        if sums_one_by_one(self.grad):
+            return Sum(self.grad * self.x).rows(run)
+        return _scaled(run, self.grad, self.x)
+
+    def per_example(self, shape: torch.Size) -> Tensor:
+        return Sum(self.grad * self.x).per_example(shape)
+
+
+def _scaled(run: Run, grad: Tensor, x: Tensor, *statistics: Tensor) -> Fill:
+    """sum_t dy_t * x_t of all domains, or of the normal of x_t with mean and deviation of it."""
+
+    def fill(out: Tensor, adds: bool) -> None:
+        grad_TN, x_TN = (run.tokens(values, out[0].numel()) for values in (grad, x))
+        mean_T, rstd_T = [run.tokens(values) for values in statistics] or (None, None)
+        segment_sum(
+            *(grad_TN, out.view(len(out), 1, -1)),
+            add=adds,
+            borders=None if run.is_equal else run.token_borders(len(grad_TN), out.device),
+            factor_TD=x_TN,
+            mean_T=mean_T,
+            rstd_T=rstd_T,
+        )
+
+    return fill
 
 
 def _is_widened(x: Tensor) -> bool:
@@ -100,7 +152,7 @@ class _GainRule(LayerRule):
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
         """Of the gain."""
-        yield module.weight, Sum(grad * x)
+        yield module.weight, _Scaled(grad, x)
 
 
 class RMSNormRule(_GainRule):

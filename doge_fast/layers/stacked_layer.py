@@ -114,7 +114,11 @@ _layers: WeakValueDictionary[int, StackedLayer] = WeakValueDictionary()
 _numbers = count()
 
 
-@torch.library.custom_op("doge_fast::fill_rows_", mutates_args={"token"})
+# A graph that was captured would replay the kernels and not what the host keeps of the rows: which
+# are written, and whether they add up. Inductor leaves an operator with this tag outside.
+@torch.library.custom_op(
+    "doge_fast::fill_rows_", mutates_args={"token"}, tags=[torch.Tag.cudagraph_unsafe]
+)
 def fill_rows_(tensors: list[Tensor], token: Tensor, number: int) -> None:
     """Write rows of the flat buffer from what the backward of a module has at hand.
 

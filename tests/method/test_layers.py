@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from doge_fast import DoGEOptimizer
 from doge_fast.example_norms import ExampleNorms
 from doge_fast.layers import LayerRule, Outer, Sum, register, registry, rule_of
-from doge_fast.layers.batch import Run, Segment, SortedBatch
+from doge_fast.layers.batch import Segment, SortedBatch
 
 SIZES = {"a": 1, "b": 3, "c": 2}
 LENGTH, WIDTH, HIDDEN = 7, 5, 4
@@ -335,8 +335,18 @@ def test_what_all_examples_share_counts_for_each() -> None:
             torch.testing.assert_close(squared, grad.square().sum(), rtol=1e-12, atol=0, msg=name)
 
 
-def test_runs_are_neighbours_of_equal_size() -> None:
+def test_runs_are_neighbours_in_batch_and_buffer() -> None:
     batch = SortedBatch.of(
         [Segment(0, 0, 2), Segment(1, 2, 4), Segment(3, 4, 6), Segment(4, 6, 9), Segment(5, 9, 12)]
     )
-    assert batch.runs == (Run(0, 2, 0, 4, 12), Run(3, 1, 4, 6, 12), Run(4, 2, 6, 12, 12))
+    first, second = batch.runs
+    assert (first.rows, first.borders, first.is_equal) == (range(2), (0, 2, 4), True)
+    assert (second.rows, second.borders, second.is_equal) == (range(3, 6), (4, 6, 9, 12), False)
+    assert [(part, run.rows, run.borders) for part, run in second.equal_parts] == [
+        (slice(0, 1), range(3, 4), (4, 6)),
+        (slice(1, 3), range(4, 6), (6, 9, 12)),
+    ]
+    x_BLF = torch.arange(24.0).view(12, 2, 1)
+    assert first.cut(x_BLF, 1).tolist() == x_BLF[:4].reshape(2, 4, 1).tolist()
+    assert second.tokens(x_BLF.flatten(0, 1), 1).tolist() == x_BLF[4:].reshape(16, 1).tolist()
+    assert second.token_borders(16, torch.device("cpu")).tolist() == [0, 4, 10, 16]

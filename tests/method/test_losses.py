@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from doge_fast.losses import IGNORED, domain_losses
+from tests.launches import LaunchCounter
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}
 
@@ -62,3 +64,46 @@ def test_misuse_speaks() -> None:
         domain_losses(logits_BLV[..., 0], labels_BL, SIZES)
     with pytest.raises(ValueError, match=r"add up to the 5 examples .* got \{'a': 4\}"):
         domain_losses(logits_BLV, labels_BL, {"a": 4})
+
+
+def mixed_counts(sizes: dict[str, int]) -> dict[str, int | Tensor]:
+    """Numbers of the host and tensors in turn, as different collators count."""
+    return {
+        name: index + 1 if index % 2 else torch.tensor(index + 1)
+        for index, name in enumerate(sizes)
+    }
+
+
+@pytest.mark.parametrize("sizes", [{"a": 1, "b": 0, "c": 3}, {"a": 2, "b": 0, "c": 2}], ids=str)
+def test_a_loss_that_is_not_a_number_stays_in_its_domain(sizes: dict[str, int]) -> None:
+    logits_BLV, labels_BL = torch.randn(4, 5, 7), torch.randint(7, (4, 5))
+    logits_BLV[-1] = torch.nan
+    losses_D = domain_losses(logits_BLV, labels_BL, sizes)
+    assert losses_D.isnan().tolist() == [False, True]
+
+
+def test_counts_of_host_and_device_are_one_vector() -> None:
+    sizes = {"a": 1, "b": 2, "c": 3}
+    logits_BLV, labels_BL = torch.randn(6, 5, 7), torch.randint(7, (6, 5))
+    ints = dict.fromkeys(sizes, 4)
+    sums_D = 4 * domain_losses(logits_BLV, labels_BL, sizes, num_targets=ints)
+    mixed_D = domain_losses(logits_BLV, labels_BL, sizes, num_targets=mixed_counts(sizes))
+    torch.testing.assert_close(mixed_D, sums_D / torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("counts", ["none", "ints", "tensors"])
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
+def test_operators_do_not_grow_with_the_number_of_domains(counts: str, is_ragged: bool) -> None:
+    numbers = []
+    for num_domains in (4, 12):
+        sizes = {str(row): 2 + (is_ragged and row % 2) for row in range(num_domains)}
+        one: int | Tensor = torch.zeros((), dtype=torch.int64, device="meta")
+        one = 3 if counts == "ints" else one
+        num_targets = None if counts == "none" else dict.fromkeys(sizes, one)
+        with torch.device("meta"):
+            logits_BLV = torch.zeros(sum(sizes.values()), 5, 7)
+            labels_BL = torch.zeros(sum(sizes.values()), 5, dtype=torch.int64)
+        with LaunchCounter() as counter:
+            domain_losses(logits_BLV, labels_BL, sizes, num_targets=num_targets)
+        numbers.append(len(counter.names))
+    assert numbers[0] == numbers[1]

@@ -1,7 +1,7 @@
 """One backward for all domains: the rows are those of one domain after another."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,10 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from doge_fast import DoGEOptimizer
+from doge_fast.kernels import implementations
+from doge_fast.layers import token_sums
+from doge_fast.losses import domain_losses
+from tests.launches import LaunchCounter
 
 SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}
 VOCABULARY, LENGTH = 40, 9
@@ -569,6 +573,146 @@ def test_what_another_optimizer_trains_keeps_its_gradient() -> None:
         optimizer.zero_grad()
     assert grads[0] is not None
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-13, atol=1e-15)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over tokens as on a GPU: those of all domains in one operator."""
+    if implementations("cpu")[request.param] is not None:
+        pytest.skip(f"{request.param} does not run on a CPU here")
+    monkeypatch.setattr(token_sums, "ONE_BY_ONE", ())
+    monkeypatch.setenv("DOGE_FAST_BACKEND", request.param)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, {"a": 2, "b": 2, "absent": 0, "c": 2}], ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_sums_of_all_domains_at_once_give_the_same_rows(
+    tied: bool, sizes: dict[str, int], at_once: None
+) -> None:
+    """To the bit when they are computed again."""
+    model, ids_BL = Tiny(tied=tied).double(), ids_of(sizes)
+    ids_BL[1, 2:5] = 3
+    rows = stacked(model, ids_BL, sizes)
+    assert_same(rows, sequential(model, ids_BL, sizes))
+    again = stacked(model, ids_BL, sizes)
+    assert all(torch.equal(rows[name], again[name]) for name in rows)
+
+
+def test_sums_of_all_domains_at_once_add_up(at_once: None) -> None:
+    test_micro_batches_of_the_same_and_of_other_domains_add_up()
+
+
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
+def test_launches_do_not_grow_with_the_number_of_domains(is_ragged: bool) -> None:
+    """On a device that has no CPU's kernels; products of unequal domains are one each."""
+    counts = []
+    for num_domains in (4, 12):
+        sizes = {str(row): 2 + (is_ragged and row % 2) for row in range(num_domains)}
+        with torch.device("meta"):
+            model = Tiny()
+            ids_BL = torch.zeros(sum(sizes.values()), LENGTH, dtype=torch.int64)
+            optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=[*sizes])
+            with optimizer.stacked(model, sizes), LaunchCounter() as counter:
+                domain_losses(model(ids_BL), ids_BL, sizes).sum().backward()
+        products = ("aten.mm.", "aten.addmm", "aten.bmm", "aten.baddbmm")
+        counts.append(sum(not name.startswith(products) for name in counter.names))
+        if not is_ragged:
+            counts[-1] = len(counter.names)
+    assert counts[0] == counts[1]
+
+
+def test_embeddings_of_16_bits_add_in_float32(at_once: None) -> None:
+    """A word that comes 300 times: its sum is rounded once."""
+    model = nn.Embedding(3, 8).bfloat16()
+    ids_BL, factor_BLD = torch.ones(2, 300).long(), torch.rand(2, 300, 8).bfloat16() + 1
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    with optimizer.stacked(model, {"a": 1, "b": 1}):
+        (model(ids_BL) * factor_BLD).sum().backward()
+    (block,) = optimizer.buffer.touched(model.parameters())
+    exact_GRC = torch.zeros(2, 3, 8, dtype=torch.float64)
+    exact_GRC[:, 1] = factor_BLD.double().sum(1)
+    error = (block.rows_RN.view(2, 3, 8).double() - exact_GRC).abs()
+    # The interpreter of Triton cuts bits off where it narrows: a whole unit.
+    assert (error <= torch.finfo(torch.bfloat16).eps * exact_GRC).all()
+
+
+@pytest.fixture
+def wide_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
+    """What a GPU has and a CPU lacks, products of 16 bits into float32; the shapes of results."""
+    shapes: list[torch.Size] = []
+
+    def bmm(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        assert out.dtype == out_dtype == torch.float32
+        shapes.append(out.shape)
+        return torch.bmm(left.float(), right.float(), out=out)
+
+    def baddbmm(
+        self: Tensor,
+        left: Tensor,
+        right: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
+        out: Tensor,
+    ) -> Tensor:
+        assert self is out or self.data_ptr() == out.data_ptr()
+        return out.add_(bmm(left, right, out_dtype, out=torch.empty_like(out)))
+
+    monkeypatch.setattr(token_sums, "WIDE_PRODUCTS", ("cpu",))
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("bmm.dtype_out", bmm, "CPU")
+    library.impl("baddbmm.dtype_out", baddbmm, "CPU")
+    yield shapes
+    library._destroy()
+
+
+def rows_of_a_tied_head(num_steps: int) -> tuple[Tensor, Tensor]:
+    """[K, V, D] rows of a tied matrix in bfloat16 after some steps; those of its gradients."""
+    torch.manual_seed(0)
+    sizes = {"a": 1, "b": 2, "c": 3}
+    model, ids_BL = Tiny().bfloat16(), ids_of(sizes)
+    optimizer = optimizer_of(model)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        with optimizer.stacked(model, sizes):
+            losses_of(model(ids_BL), ids_BL, sizes).sum().backward()
+    (block,) = optimizer.buffer.touched([model.words.weight])
+    exact = sequential(model.double(), ids_BL, sizes)["words.weight"]
+    return block.rows_RN.clone(), exact
+
+
+def test_a_tied_head_goes_to_float32_rows_without_a_temporary(
+    wide_products: list[torch.Size],
+) -> None:
+    first, exact = rows_of_a_tied_head(1)
+    assert not wide_products
+    second, _ = rows_of_a_tied_head(2)
+    # Two domains of one size are one product; each size here is another.
+    assert wide_products == [torch.Size([1, VOCABULARY, 16])] * 3
+    assert first.dtype == second.dtype == torch.float32
+    narrow, wide = (float((rows.double() - exact).norm()) for rows in (first, second))
+    # The head's product is not rounded any more; the pass itself is.
+    assert wide < narrow * 1.05
+
+
+def test_products_apart_are_the_same_a_few_domains_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left_GRT, right_GTC = (torch.randn(shape).bfloat16() for shape in ((5, 3, 4), (5, 4, 6)))
+    made = []
+    for most in (1 << 26, 2 * 3 * 6 * 2, 1):
+        monkeypatch.setattr(token_sums, "MOST_TEMPORARY_BYTES", most)
+        out = torch.full((5, 3, 6), 2.0)
+        token_sums.products(left_GRT, right_GTC)(out, True)
+        token_sums.products(left_GRT, right_GTC)(out, True)
+        made.append(out)
+    expected = 2 + 2 * torch.bmm(left_GRT, right_GTC).float()
+    assert all(torch.equal(out, expected) for out in made)
+
+
+def test_graphs_of_kernels_leave_the_rows_outside() -> None:
+    assert torch.Tag.cudagraph_unsafe in torch.ops.doge_fast.fill_rows_.default.tags
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["LayerNorm", "RMSNorm"])

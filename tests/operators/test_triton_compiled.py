@@ -86,7 +86,9 @@ def is_right(measured: dict[str, int]) -> bool:
     """Nothing in local memory, rows in loads of 16 bytes alone, matrix units where meant."""
     is_wide = measured["wide_loads"] >= measured["wanted"]
     # Of reductions, of ragged blocks and of the K x K step nothing is wanted.
-    is_only_wide = measured["narrow_loads"] == 0 or measured["wanted"] == 0
+    is_only_wide = (
+        measured["narrow_loads"] <= measured["allowed_narrow_loads"] or measured["wanted"] == 0
+    )
     has_products = (measured["matrix_products"] > 0) == measured["uses_matrix_units"]
     return measured["stack_bytes"] == 0 and is_wide and is_only_wide and has_products
 

@@ -1,0 +1,236 @@
+"""Sums of segments, in every implementation, against the reference in float64."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast import reference
+from doge_fast.kernels import segment_sum
+from doge_fast.kernels.dispatch import MODULES
+from doge_fast.kernels.triton_support import is_interpreted
+
+pytestmark = pytest.mark.usefixtures("nan_memory")
+
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)
+
+
+@pytest.fixture
+def implementation(implementation: str) -> str:
+    """Those that it is written in."""
+    if ("segment_sum", implementation) not in MODULES:
+        pytest.skip(f"sums of segments are not written in {implementation}")
+    return implementation
+
+
+@dataclass
+class Problem:
+    """Segments and what they are sums of; a name for each kind of gradient."""
+
+    lengths: list[int]
+    width: int
+    rows: int = 1
+    """Of a group; the number of segments is a multiple of it."""
+    is_ordered: bool = False
+    has_factor: bool = False
+    has_statistics: bool = False
+    is_equal: bool = False
+    dtype: torch.dtype = FLOAT32
+    out_dtype: torch.dtype = FLOAT32
+
+    def terms(self, device: torch.device) -> dict[str, Tensor]:
+        """The arguments after `add`."""
+        num_tokens = sum(self.lengths)
+        made: dict[str, Tensor] = {}
+        if not self.is_equal:
+            borders = torch.tensor([0, *self.lengths]).cumsum(0)
+            made["borders"] = borders.to(device)
+        if self.is_ordered:
+            made["order"] = torch.randperm(num_tokens).to(device)
+        if self.has_factor:
+            values_TD = torch.randn(num_tokens, self.width, device=device) * 3 + 5
+            made["factor_TD"] = values_TD.to(self.dtype)
+        if self.has_statistics:
+            wide = made["factor_TD"].to(FLOAT64 if self.dtype == FLOAT64 else FLOAT32)
+            made["mean_T"] = wide.mean(1)
+            made["rstd_T"] = wide.var(1, correction=0).add(1e-5).rsqrt()
+        return made
+
+    def values(self, device: torch.device) -> Tensor:
+        return torch.randn(sum(self.lengths), self.width, device=device).to(self.dtype)
+
+    def out(self, device: torch.device) -> Tensor:
+        """[G, R, D], whose matrices are not neighbours."""
+        groups = len(self.lengths) // self.rows
+        memory = torch.randn(groups, self.rows * self.width + 7, device=device)
+        memory = memory.to(self.out_dtype)
+        return memory[:, : self.rows * self.width].unflatten(1, (self.rows, self.width))
+
+
+def exact_sums(problem: Problem, values: Tensor, terms: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """[G, R, D] float64 sums, and the sums of the sizes, which rounding is a share of."""
+    terms_TD = values.double()
+    if problem.has_factor:
+        factor_TD = terms["factor_TD"].double()
+        if problem.has_statistics:
+            mean_T, rstd_T = terms["mean_T"].double(), terms["rstd_T"].double()
+            factor_TD = (factor_TD - mean_T[:, None]) * rstd_T[:, None]
+        terms_TD = terms_TD * factor_TD
+    if problem.is_ordered:
+        terms_TD = terms_TD[terms["order"]]
+    borders = [sum(problem.lengths[:end]) for end in range(len(problem.lengths) + 1)]
+    shape = (-1, problem.rows, problem.width)
+    sums, sizes = (reference.segment_sum(part, borders) for part in (terms_TD, terms_TD.abs()))
+    return sums.view(shape), sizes.view(shape)
+
+
+PROBLEMS = {
+    "a bias": Problem([40] * 3, 24, is_equal=True),
+    "a bias of 16 bits": Problem([40] * 3, 24, is_equal=True, dtype=BFLOAT16, out_dtype=BFLOAT16),
+    "unequal domains": Problem([5, 0, 91, 1], 24),
+    "a gain": Problem([40] * 3, 24, is_equal=True, has_factor=True, has_statistics=True),
+    "a gain of long domains": Problem(
+        [300] * 2, 130, is_equal=True, has_factor=True, has_statistics=True
+    ),
+    "a gain of long unequal domains": Problem(
+        [301, 700, 0, 530], 130, has_factor=True, has_statistics=True
+    ),
+    "a gain of 16 bits": Problem(
+        [64, 300], 17, has_factor=True, has_statistics=True, dtype=BFLOAT16, out_dtype=FLOAT32
+    ),
+    "a gain in float64": Problem(
+        [64, 300], 17, has_factor=True, has_statistics=True, dtype=FLOAT64, out_dtype=FLOAT64
+    ),
+    "a gain without statistics": Problem([7, 90], 33, has_factor=True),
+    "an embedding": Problem([0, 3, 1, 0, 9, 2, 0, 40], 16, rows=4, is_ordered=True),
+    "a wide embedding": Problem([0, 3, 1, 40], 1100, rows=2, is_ordered=True),
+    "an embedding of 16 bits": Problem(
+        [0, 3, 1, 70], 16, rows=2, is_ordered=True, dtype=FLOAT16, out_dtype=FLOAT32
+    ),
+    "one column": Problem([3, 4], 1),
+    "float64 rounded to 16 bits": Problem([30, 4], 5, dtype=FLOAT64, out_dtype=BFLOAT16),
+    "no tokens": Problem([0, 0], 3),
+}
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_sums_are_the_reference(
+    name: str, add: bool, implementation: str, device: torch.device
+) -> None:
+    problem = PROBLEMS[name]
+    values, terms, out = problem.values(device), problem.terms(device), problem.out(device)
+    exact, sizes = exact_sums(problem, values, terms)
+    if add:
+        exact, sizes = exact + out.double(), sizes + out.double().abs()
+    else:
+        # What is overwritten is not read.
+        out.fill_(math.nan)
+    segment_sum(values, out, add=add, **terms, implementation=implementation)
+    # Float32 sums of at most 32 steps, a tree, and three roundings of a term; then the store's.
+    is_double = FLOAT64 in (problem.dtype, problem.out_dtype)
+    slack = 40 * torch.finfo(FLOAT64 if is_double else FLOAT32).eps
+    stored = torch.finfo(out.dtype).eps
+    if implementation == "triton" and is_interpreted():
+        # The interpreter cuts bits off where it narrows, by less than one unit.
+        stored *= 2
+    assert ((out.double() - exact).abs() <= slack * sizes + stored * exact.abs()).all()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_same_call_gives_the_same_bits_and_nothing_beside_them(
+    name: str, implementation: str, device: torch.device
+) -> None:
+    problem = PROBLEMS[name]
+    values, terms = problem.values(device), problem.terms(device)
+    sums = []
+    for _ in range(2):
+        out = problem.out(device)
+        memory = out.as_strided((len(out), out.stride(0)), (out.stride(0), 1))
+        memory.fill_(7)
+        segment_sum(values, out, **terms, implementation=implementation)
+        sums.append(out.clone())
+        out.fill_(7)
+        assert (memory == 7).all()
+    assert torch.equal(*sums)
+
+
+def test_a_row_without_tokens_is_left_alone_when_adding(
+    implementation: str, device: torch.device
+) -> None:
+    out = torch.full((1, 3, 4), math.nan, device=device)
+    out[0, 1] = 1
+    segment_sum(
+        torch.ones(2, 4, device=device),
+        out,
+        add=True,
+        borders=torch.tensor([0, 0, 2, 2], device=device),
+        implementation=implementation,
+    )
+    assert (out[0, 1] == 3).all()
+    assert out[0, [0, 2]].isnan().all()
+
+
+def test_autograd_sees_that_the_output_changed(implementation: str, device: torch.device) -> None:
+    out = torch.ones(2, 1, 3, device=device)
+    factor = torch.ones(3, device=device, requires_grad=True)
+    product = (factor * out).sum()
+    segment_sum(torch.ones(4, 3, device=device), out, implementation=implementation)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("name", ["a bias", "an embedding", "a gain of long unequal domains"])
+def test_opcheck(name: str, implementation: str, device: torch.device) -> None:
+    problem = PROBLEMS[name]
+    names = ("borders", "order", "factor_TD", "mean_T", "rstd_T")
+    terms = problem.terms(device)
+    torch.library.opcheck(
+        torch.ops.doge_fast.segment_sum.default,
+        (problem.values(device), problem.out(device), True, *map(terms.get, names)),
+        {"implementation": implementation},
+    )
+
+
+VALUES = torch.ones(6, 4)
+OUT = torch.ones(2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "out", "terms", "message"),
+    [
+        (torch.ones(6), OUT, {}, r"rows of values_TD \[T, D\] into out_GRD \[G, R, D\]; got shap"),
+        (VALUES, torch.ones(2, 1, 3), {}, r"got shapes \[6, 4\] and \[2, 1, 3\]"),
+        (torch.ones(7, 4), OUT, {}, "7 tokens are no multiple of 2 segments. Pass borders"),
+        (VALUES, OUT, {"borders": torch.zeros(2).long()}, r"borders contiguous, of shape \[3\]"),
+        (VALUES, OUT, {"order": torch.zeros(6)}, "torch.int64 on cpu; it has .* torch.float32"),
+        (VALUES, OUT, {"mean_T": torch.zeros(6)}, "takes mean_T and rstd_T together"),
+        (
+            *(VALUES, OUT),
+            {"mean_T": torch.zeros(6), "rstd_T": torch.ones(6)},
+            "takes mean_T and rstd_T together, and with factor_TD",
+        ),
+        (VALUES, OUT, {"factor_TD": torch.ones(4, 6).T}, "needs factor_TD contiguous"),
+        (VALUES.int(), OUT, {}, "values_TD contiguous, .* torch.float32 or .* torch.int32 on cpu"),
+        (VALUES, torch.ones(2, 1, 8)[..., ::2], {}, r"needs out_GRD\[0\] contiguous"),
+    ],
+)
+def test_segment_sum_says_what_is_wrong(
+    values: Tensor, out: Tensor, terms: dict[str, Tensor], message: str, implementation: str
+) -> None:
+    if implementation == "triton" and not is_interpreted():
+        pytest.skip("the arguments are on the CPU")
+    with pytest.raises(ValueError, match=message):
+        segment_sum(values, out, **terms, implementation=implementation)
+
+
+def test_the_reference_by_hand() -> None:
+    sums = reference.segment_sum(torch.arange(6.0)[:, None], [0, 2, 2, 6])
+    assert sums.flatten().tolist() == [1, 0, 14]
