@@ -189,7 +189,7 @@ struct Launcher {
 class Launcher {
  public:
   explicit Launcher(const Tensor& tensor) : guard_(tensor.get_device_index()) {
-    STABLE_TORCH_ERROR_CODE_CHECK(
+    TORCH_ERROR_CODE_CHECK(
         aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
   }
 
