@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
-# Everything to know about the library on this machine's GPU, in under eight minutes; see gpu.py.
-# Needs a Python with torch >= 2.11 and einops: PYTHON=..., .venv, or python3.
+# Everything to know about the library on this machine's GPU; see benchmarks/gpu/__main__.py.
+#   benchmarks/gpu.sh                 all parts, one after another
+#   benchmarks/gpu.sh PART ...        correctness, steps, sizes, operators, job: 6 to 8 minutes each
+#   --commit COMMIT                   where the checkout has no git
+#   --out FOLDER                      where record and table go
+#   --corpus FOLDER                   what the job trains on
+#   --device cpu --quick              every part on tiny problems, without a GPU
+# Needs a Python with torch >= 2.11, numpy, triton and einops: PYTHON=..., .venv, or python3.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Paths among the arguments are meant from where the caller is.
+CHECKOUT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
-    [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
+    [[ -x "$CHECKOUT/.venv/bin/python" ]] && PYTHON="$CHECKOUT/.venv/bin/python"
 fi
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m benchmarks.gpu "$@"
+# -P: no benchmarks/ of the folder where the caller stands.
+PYTHONPATH="$CHECKOUT${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -P -m benchmarks.gpu "$@"

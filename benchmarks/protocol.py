@@ -4,6 +4,7 @@ Times are compared as `doge_fast.alternation` says. Samples are cold: the caches
 before each one, unless the data are many times their size.
 """
 
+import gc
 import importlib.metadata
 import json
 import platform
@@ -64,7 +65,26 @@ def machine(device: torch.device | str) -> dict[str, Any]:
         found["architecture"] = f"sm_{properties.major}{properties.minor}"
         found["memory_bytes"] = properties.total_memory
         found["cuda"] = torch.version.cuda
+        found["driver"] = driver()
     return found
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver, as nvidia-smi says it; None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    # All GPUs of a machine have one driver.
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+
+
+def release(device: torch.device | str) -> None:
+    """Give back all memory that nobody holds: wrapped optimizers are cycles, and wait for that."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def device_name(device: torch.device | str) -> str:

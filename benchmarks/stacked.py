@@ -35,7 +35,6 @@ CPU_PROBLEMS = (
     Problem(SMALL, 7, 28, mode=steps.STACKED, bar=1.10),
     Problem(SMALL, 50, 50, mode=steps.STACKED, bar=1.30),
 )
-GPU_BARS = {7: 1.05, 22: 1.08, 50: 1.15}
 # Domains, tokens of each, width, vocabulary.
 CPU_HEADS = ((7, 512, 256, 8192), (7, 512, 256, 32768), (50, 128, 256, 8192))
 GPU_HEADS = ((7, 9362, 768, 50304), (50, 1310, 768, 50304))
@@ -242,7 +241,6 @@ def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
             num_domains,
             mode=steps.STACKED,
             autocast="bfloat16" if torch.device(args.device).type == "cuda" else None,
-            bar=GPU_BARS.get(num_domains),
         )
         for model in args.model or models.PAPER
         for num_domains in args.domains

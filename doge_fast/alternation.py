@@ -18,6 +18,13 @@ import torch
 Call = Callable[[], object]
 
 MIN_ROUNDS = 3
+# Calls of which the slowest says how long the host takes to queue one.
+HOST_SAMPLES = 3
+# How much longer than that the device sleeps: the host is not equally fast at every call, and a
+# sleep that is too long costs its own time and nothing else.
+HOST_MARGIN = 2.0
+# Of the sleep that says how fast a device counts: a millisecond or so, of which an event sees all.
+COUNTED_CYCLES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ def alternated(
     device: torch.device | str = "cpu",
     before: Call | None = None,
     seconds: float = math.inf,
+    hide_host: bool = False,
 ) -> dict[str, list[float]]:
     """Milliseconds of each call in each round, all of them warm already.
 
@@ -88,9 +96,14 @@ def alternated(
         device: whose queue is drained around each sample.
         before: runs ahead of each sample and is not timed.
         seconds: no round is begun after that, except the first `MIN_ROUNDS`.
+        hide_host: a GPU's time alone, as of an operator that is one of many in a queue; else what
+            the host takes to queue the work counts too, as it does in a step.
     """
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
+    cycles = dict.fromkeys(names, 0)
+    if hide_host:
+        cycles = {name: cycles_to_hide(call, device) for name, call in calls.items()}
     clock = Clock(seconds)
     # A collection inside one sample would be charged to whoever runs then.
     gc.collect()
@@ -103,17 +116,29 @@ def alternated(
             shift = i // 2 % len(names)
             order = names[shift:] + names[:shift]
             for name in order if i % 2 else reversed(order):
-                times[name].append(timed_ms(calls[name], device, before))
+                times[name].append(timed_ms(calls[name], device, before, cycles[name]))
     finally:
         if was_enabled:
             gc.enable()
     return times
 
 
-def timed_ms(call: Call, device: torch.device | str = "cpu", before: Call | None = None) -> float:
+def timed_ms(
+    call: Call,
+    device: torch.device | str = "cpu",
+    before: Call | None = None,
+    sleep_cycles: int = 0,
+) -> float:
     """Milliseconds of one call, the device's queue drained before and after.
 
-    On a GPU between events. What `before` has queued then hides the time of the launches.
+    On a GPU between events. An event that finds the queue empty happens at once, and what the host
+    then does until the first kernel is in the queue counts as time of the call: its checks, its
+    tables, its launches.
+
+    Args:
+        before: runs ahead of the call and is not timed.
+        sleep_cycles: that a GPU sleeps ahead of the first event, as from `cycles_to_hide`: all of
+            the call is queued before it begins.
     """
     synchronize(device)
     if before is not None:
@@ -122,9 +147,43 @@ def timed_ms(call: Call, device: torch.device | str = "cpu", before: Call | None
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
+    return _between_events(call, device, sleep_cycles)
+
+
+def cycles_to_hide(call: Call, device: torch.device | str) -> int:
+    """How long a GPU must sleep for the host to queue all of a call meanwhile; 0 on a CPU.
+
+    The longest of a few calls as the host sees them, with a margin, in cycles of the clock as fast
+    as it runs now. A call that waits for the device takes longer still; that does no harm.
+    """
+    if torch.device(device).type != "cuda":
+        return 0
+    host_ms = 0.0
+    for _ in range(HOST_SAMPLES):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        host_ms = max(host_ms, (time.perf_counter() - start) * 1e3)
+    synchronize(device)
+    return math.ceil(HOST_MARGIN * host_ms * _cycles_per_ms(device))
+
+
+def _cycles_per_ms(device: torch.device | str) -> float:
+    """Measured: what a driver says of clocks is not what they do, and they rise with work."""
+    sleeps_ms = [
+        _between_events(lambda: torch.cuda._sleep(COUNTED_CYCLES), device)  # type: ignore[no-untyped-call]
+        for _ in range(HOST_SAMPLES)
+    ]
+    return COUNTED_CYCLES / min(sleeps_ms)
+
+
+def _between_events(call: Call, device: torch.device | str, sleep_cycles: int = 0) -> float:
+    """Milliseconds on a GPU from the first event to the last, after a sleep."""
     with torch.cuda.device(device):
         first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        if sleep_cycles:
+            torch.cuda._sleep(sleep_cycles)  # type: ignore[no-untyped-call]
         first.record()
         call()
         last.record()

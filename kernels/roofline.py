@@ -78,7 +78,7 @@ def _measured(device: torch.device, num_bytes: int, num_threads: int) -> Bandwid
     calls = reads | copies
     for call in calls.values():
         call()
-    times = alternated(calls, rounds=REPEATS, device=device)
+    times = alternated(calls, rounds=REPEATS, device=device, hide_host=True)
     read = min((times[name] for name in reads), key=statistics.median)
     copy = min((times[name] for name in copies), key=statistics.median)
     size = source.numel() * source.element_size()

@@ -1,0 +1,175 @@
+"""Everything to know about the library on a GPU: right, repeatable, how fast.
+
+    benchmarks/gpu.sh
+    benchmarks/gpu.sh correctness
+    benchmarks/gpu.sh steps --commit 0123456789 --out FOLDER
+    benchmarks/gpu.sh --device cpu --quick
+
+Needs torch, numpy, Triton and einops; ninja, platformdirs and a compiler for the compiled
+operators. Parts run one after another, each within a time of its own: a slow one is cut between
+rows and says so, a failing one is recorded, the rest runs. Writes a JSON record and a table in
+Markdown. The exit code is 1 if something was wrong or missing, and 3 if on a GPU a bar was missed.
+"""
+
+import argparse
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import operators, protocol
+from benchmarks.gpu import bars, checks, job, report, sanitizer, times
+from benchmarks.gpu.session import CORPUS, Row, Session
+from doge_fast.alternation import Clock
+from doge_fast.kernels import implementations
+from doge_fast.kernels.dispatch import chosen
+
+# Of a part. With the start of torch and the last row, which is not cut, that is under 8.
+MINUTES = 6.5
+
+
+class Section(NamedTuple):
+    """What gives rows, and its share of the part's time; what one leaves goes to the next."""
+
+    rows: Callable[[Session], Iterator[Row]]
+    share: float = 1.0
+
+
+PARTS: dict[str, dict[str, Section]] = {
+    "correctness": {
+        "correctness": Section(checks.correctness, 0.4),
+        "determinism": Section(checks.determinism, 0.05),
+        "offsets": Section(checks.offsets, 0.1),
+        "graphs": Section(checks.graphs, 0.05),
+        "sanitizer": Section(sanitizer.sanitizer, 0.4),
+    },
+    "steps": {"steps": Section(times.first_steps)},
+    "sizes": {"sizes": Section(times.further_steps)},
+    "operators": {"operators": Section(times.operator_times)},
+    "job": {"job": Section(job.job)},
+}
+
+
+def run_part(part: str, session: Session, minutes: float) -> dict[str, Row]:
+    """All its sections, by name."""
+    sections, found = PARTS[part], {}
+    total = Clock(minutes * 60)
+    for name, section in sections.items():
+        left = sum(each.share for other, each in sections.items() if other not in found)
+        seconds = (total.seconds - total.spent) * section.share / left
+        found[name] = run_section(section.rows, session, seconds)
+        print(f"{name}: {report.how_it_went(found[name])}", flush=True)
+    return found
+
+
+def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seconds: float) -> Row:
+    """All rows that there was time for, and what stopped them; the first row has time always."""
+    clock = Clock(seconds)
+    found: Row = {"rows": [], "cut": False}
+    try:
+        for row in rows(session):
+            found["rows"].append(row)
+            line = report.line_of(row)
+            if line is not None:
+                print(f"  {line}", flush=True)
+            if clock.expired():
+                found["cut"] = True
+                break
+    except Exception as failure:
+        found["failure"] = f"{type(failure).__name__}: {failure}"
+        found["traceback"] = traceback.format_exc().splitlines()[-8:]
+    found["seconds"] = round(clock.spent, 1)
+    protocol.release(session.device)
+    return found
+
+
+def begin(session: Session, commit: str | None) -> Row:
+    """What a record says before anything ran: where it is from, what runs there, what is missing.
+
+    Asking compiles what is not in the cache.
+    """
+    clock = Clock()
+    obstacles = implementations(session.device)
+    record: Row = {"benchmark": "gpu", **protocol.machine(session.device)}
+    record["commit"] = commit or os.environ.get("DOGE_FAST_COMMIT") or record["commit"]
+    record["implementations"] = session.names
+    record["missing"] = session.missing()
+    record["obstacles"] = {name: reason for name, reason in obstacles.items() if reason}
+    record["chosen"] = {
+        operator: chosen(session.device, operator) for operator in operators.OPERATORS
+    }
+    record["build_seconds"] = round(clock.spent, 1)
+    return record
+
+
+def end(record: Row, sections: dict[str, Row], session: Session) -> None:
+    """Put sections and verdicts into a record."""
+    record["sections"] = sections
+    record["correct"] = bars.is_correct(sections) and not record["missing"]
+    record["bars"] = bars.bars(sections, on_gpu=session.on_gpu)
+
+
+def write(record: Row, parts: Sequence[str], folder: Path) -> Path:
+    """Record and page, named after device, commit and, where not all ran, parts."""
+    names = [record["device"], record["commit"], *([] if len(parts) == len(PARTS) else parts)]
+    path = folder / f"gpu-{re.sub(r'[^a-z0-9]+', '-', '-'.join(names).lower()).strip('-')}.json"
+    protocol.write(path, record)
+    path.with_suffix(".md").write_text(report.markdown(record), encoding="utf-8")
+    return path
+
+
+def print_verdicts(record: Row, path: Path) -> None:
+    """Bars, what is missing, and whether all was right."""
+    for each in record["bars"]:
+        value = "no value" if each["value"] is None else report.text_of(each["value"])
+        print(f"{each['verdict']:<13}{each['bar']}: {value}")
+    for line in report.missing_lines(record):
+        print(f"{'MISSING':<13}{line}")
+    print(f"{path}: everything checked was {'right' if record['correct'] else 'NOT RIGHT'}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, write, print; see `bars.exit_code`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    # Not by `choices`: of what may be left out they would have to hold the default too.
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny problems, for a test of this")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of each part")
+    parser.add_argument("--corpus", type=Path, default=CORPUS, help="what the job trains on")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--commit", help="where the checkout has no git; or DOGE_FAST_COMMIT")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(
+            f"torch {torch.__version__} sees no GPU. Run this where it does, or try it out with "
+            "--device cpu --quick."
+        )
+    parts = args.parts or list(PARTS)
+    session = Session(torch.empty(0, device=args.device).device, args.quick, args.corpus.absolute())
+    clock = Clock()
+    record = begin(session, args.commit)
+    print(f"{record['device']}, commit {record['commit']}: {', '.join(session.names)}", flush=True)
+    for line in report.missing_lines(record):
+        print(f"{'MISSING':<13}{line}", flush=True)
+    sections: dict[str, Row] = {}
+    for part in parts:
+        sections |= run_part(part, session, args.minutes)
+        # What has run is kept if a later part ends the process.
+        end(record, sections, session)
+        record["seconds"] = round(clock.spent, 1)
+        path = write(record, parts, args.out)
+    print_verdicts(record, path)
+    return bars.exit_code(record)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,139 @@
+"""Whether the operators are right on a device: rows that say `correct`, or why they do not."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks import cases, operators, steps
+from benchmarks.gpu.session import Row, Session
+from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem, coefficients
+from doge_fast.kernels import accumulate, gram, weighted_sum
+
+# The usual number first. 13 and 14 lie where pairs of rows end and tiles begin.
+NUM_ROWS = (7, 22, 50, 2, 128, 13, 14)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A matrix whose last row begins beyond 2**31 elements.
+HUGE_ROWS, HUGE_COLUMNS = 3, (1 << 30) + 1
+
+
+def correctness(session: Session) -> Iterator[Row]:
+    """Every operator, implementation, dtype and K against float64; odd sizes, and one sign."""
+    columns = 10_007 if session.quick else 1_000_003
+    blocks = (1, 3, 65, 4_097, 64, columns // 8, 768)
+    for num_rows in NUM_ROWS:
+        case = cases.reweight_case(num_rows, session.device, session.names)
+        for name in case.ours:
+            yield checked(case, name)
+        for dtype in DTYPES:
+            for sizes, shape in (((columns,), MATRIX), (blocks, BLOCKS)):
+                problem = OperatorProblem(num_rows, dtype, shape, sizes)
+                arena = Rows(problem, session.device, one_sign=shape == MATRIX)
+                for name in session.names:
+                    yield checked(cases.gram_case(arena, problem, [name]), name)
+                    yield checked(cases.weighted_sum_case(arena, problem, [name]), name)
+    for dtype in DTYPES:
+        problem = OperatorProblem(2, dtype, BLOCKS, blocks)
+        arena = Rows(problem, session.device)
+        for name in session.names:
+            for add in (False, True):
+                yield checked(cases.accumulate_case(arena, [name], add=add), name)
+
+
+def determinism(session: Session) -> Iterator[Row]:
+    """The same call three times: the same bits."""
+    columns = 10_007 if session.quick else 4_000_037
+    for dtype in DTYPES:
+        for num_rows in (7, 50):
+            problem = OperatorProblem(num_rows, dtype, MATRIX, (columns,))
+            (rows_KN,) = Rows(problem, session.device).blocks(problem)
+            c_K = coefficients(num_rows, session.device)
+            runs: dict[str, Callable[[str], Tensor]] = {
+                "gram": lambda name, x=rows_KN: gram(x, implementation=name),
+                "weighted_sum": lambda name, x=rows_KN, c=c_K: weighted_sum(  # type: ignore[misc]
+                    x, c, implementation=name
+                ),
+            }
+            for operator, run in runs.items():
+                for name in session.names:
+                    results = [run(name).clone() for _ in range(3)]
+                    yield {
+                        "operator": operator,
+                        "implementation": name,
+                        "dtype": problem.dtype_name,
+                        "rows": num_rows,
+                        "correct": all(torch.equal(results[0], each) for each in results[1:]),
+                    }
+
+
+def offsets(session: Session) -> Iterator[Row]:
+    """More elements than 32 bits count: the last row must be read where it is."""
+    columns = 100_003 if session.quick else HUGE_COLUMNS
+    problem = OperatorProblem(HUGE_ROWS, torch.bfloat16, MATRIX, (columns,))
+    if session.on_gpu and session.free_bytes() < 2.5 * problem.num_bytes:
+        yield {"operator": "gram", "skipped": f"needs {2.5 * problem.num_bytes / 1e9:.0f} GB"}
+        return
+    arena = Rows(problem, session.device)
+    for name in session.names:
+        yield checked(cases.gram_case(arena, problem, [name]), name)
+        yield checked(cases.weighted_sum_case(arena, problem, [name]), name)
+    (rows_KN,) = arena.blocks(problem)
+    # All rows as one gradient, onto itself: what is there is what must be there.
+    whole = rows_KN.reshape(-1)
+    halves = whole.chunk(2)
+    for name in session.names:
+        arena.scratch.fill_(math.nan)
+        out = arena.scratch[: len(halves[0])]
+        accumulate([halves[0]], [out], add=False, implementation=name)
+        yield {
+            "operator": "accumulate",
+            "implementation": name,
+            "dtype": "bfloat16",
+            "rows": 1,
+            "columns": len(halves[0]),
+            "correct": torch.equal(out, halves[0]),
+        }
+
+
+def graphs(session: Session) -> Iterator[Row]:
+    """The whole of `step()` in a CUDA graph does what it does outside of one."""
+    if not session.on_gpu:
+        yield {"skipped": "CUDA graphs need a GPU"}
+        return
+    difference = steps.captured_step_error(session.device)
+    yield {"largest_difference": difference, "correct": difference == 0.0}
+
+
+class Rows(cases.Arena):
+    """The memory of one problem: random, of both signs or of one."""
+
+    def __init__(
+        self, problem: OperatorProblem, device: torch.device, *, one_sign: bool = False
+    ) -> None:
+        self.dtype, self.device = problem.dtype, device
+        self._count = sum(self._stride(size) for size in problem.sizes)
+        if problem.shape == MATRIX:
+            self._count = problem.num_columns
+        generator = torch.Generator(device).manual_seed(0)
+        self.values = torch.empty(
+            problem.num_rows * self._count, dtype=problem.dtype, device=device
+        )
+        self.values.normal_(generator=generator)
+        if one_sign:
+            self.values.abs_()
+        self.scratch = torch.zeros(len(self.values) // 2 + 1, dtype=problem.dtype, device=device)
+
+
+def checked(case: cases.Case, name: str) -> Row:
+    """One check, as a row that says what went wrong."""
+    row: Row = {
+        "operator": case.operator,
+        "implementation": name,
+        "dtype": case.problem.dtype_name,
+        "rows": case.problem.num_rows,
+        "columns": case.problem.num_columns,
+        "shape": case.problem.shape,
+        "tolerance": case.tolerance,
+    }
+    return row | operators.checked(case, case.ours[name])

@@ -1,0 +1,115 @@
+"""The main job as a user starts it: `doge-fast proxy` on text, beside plain training."""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.gpu.session import Row, Session
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the commands import; a checkout with torch alone trains no language model.
+NEEDED = "import doge_fast.cli, doge_fast.pipeline.base, doge_fast.pipeline.proxy"
+# Of a command: text is read and packed once, then some steps are taken.
+SECONDS = 200
+# Lines of steps that are left out: memory is allocated and kernels are compiled.
+WARM_UP_LINES = 1
+
+
+def job(session: Session) -> Iterator[Row]:
+    """A row of plain training at uniform weights, and one of the proxy over it."""
+    corpus = session.corpus
+    if not corpus.is_dir():
+        yield {"skipped": f"no corpus at {corpus}; --corpus names another place"}
+        return
+    missing = _missing()
+    if missing is not None:
+        yield {"skipped": f"the pipeline needs more packages: {missing}"}
+        return
+    domains = sorted(path.stem for path in corpus.iterdir() if not path.name.startswith("."))
+    with tempfile.TemporaryDirectory() as folder:
+        plain = run("base", session, corpus, len(domains), Path(folder))
+        yield plain
+        doge = run("proxy", session, corpus, len(domains), Path(folder))
+        if "step_ms" in plain and "step_ms" in doge:
+            doge["ratio"] = round(doge["step_ms"] / plain["step_ms"], 4)
+        yield doge
+
+
+def _missing() -> str | None:
+    """Why the pipeline cannot be imported; None where it can."""
+    command = [sys.executable, "-c", NEEDED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return done.stderr.strip().splitlines()[-1]
+
+
+def command(stage: str, session: Session, corpus: Path, num_domains: int, out: Path) -> list[str]:
+    """Of a stage: 82M on 126 x 512 tokens of seven domains; tiny where it is only tried out."""
+    sequences = 1 if session.quick else 18
+    words: dict[str, object] = {
+        "data": corpus,
+        "model": "tiny" if session.quick else "82M",
+        "block-size": 32 if session.quick else 512,
+        "steps": 4 if session.quick else 60,
+        "log-every": 1 if session.quick else 10,
+        "eval-blocks": 8,
+        "save-every": 0,
+        "device": session.device.type,
+        "dtype": "bfloat16" if session.on_gpu else "float32",
+        "out": out,
+    }
+    tokenizer = corpus.parent / "tokenizers" / "gpt2"
+    if session.quick:
+        words |= {"max-tokens-per-domain": 20_000, "vocab-size": 512}
+    elif tokenizer.is_dir():
+        words["tokenizer"] = tokenizer
+    if stage == "proxy":
+        words["sequences-per-domain"] = sequences
+    else:
+        words |= {"weights": "uniform", "batch-size": sequences * num_domains}
+    flags = [str(word) for name, value in words.items() for word in (f"--{name}", value)]
+    return [sys.executable, "-m", "doge_fast", stage, *flags]
+
+
+def run(stage: str, session: Session, corpus: Path, num_domains: int, folder: Path) -> Row:
+    """One command; right if it ends well, its losses are numbers and its weights sum to one."""
+    out = folder / stage
+    words = command(stage, session, corpus, num_domains, out)
+    row: Row = {"run": stage, "command": " ".join(["doge-fast", *words[3:]]), "correct": False}
+    try:
+        done = subprocess.run(
+            words,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return row | {"problem": f"it did not end within {SECONDS} s"}
+    if done.returncode != 0:
+        said = done.stdout.strip().splitlines()[-6:]
+        return row | {"problem": f"code {done.returncode}", "lines": said}
+    text = (out / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_LINES:]
+    (losses,) = [line["loss"] for line in lines if line["kind"] == "eval"][-1:]
+    tokens = num_domains * (1 if session.quick else 18) * (32 if session.quick else 512)
+    step_s = statistics.median(seconds)
+    row |= {
+        "step_ms": round(1e3 * step_s, 2),
+        "tokens_per_s": round(tokens / step_s),
+        "held_out_loss": round(statistics.mean(losses.values()), 4),
+        "correct": all(map(math.isfinite, losses.values())),
+    }
+    if stage == "proxy":
+        row["weights"] = [line for line in lines if "alpha_mean" in line][-1]["alpha_mean"]
+        row["correct"] &= math.isclose(sum(row["weights"].values()), 1, rel_tol=1e-6)
+    return row

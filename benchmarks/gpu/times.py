@@ -1,0 +1,114 @@
+"""How long steps and operators take on a device; what is wrong is not timed.
+
+Between rows everything is given back: a wrapped optimizer is a cycle and holds its rows until a
+collection, which for a large model is half of a GPU.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from benchmarks import models, operators, optimizer_step, protocol, steps
+from benchmarks.gpu.session import Row, Session
+from benchmarks.models import PAPER, Shape
+from benchmarks.steps import Problem
+
+STEP_ROWS = (7, 22, 50)
+# Asked first, and before the others' turn.
+FIRST_SIZES = ("82M", "124M")
+# Of the memory: rows in float32 are kept where they take less than this.
+ROWS_SHARE = 0.5
+# Of the rows of an operator: no less than the paper's 82M columns at 22 of bfloat16 and at 7 of
+# float32, and no more than leaves room for the float64 truth.
+OPERATOR_BYTES, OPERATOR_SHARE = 8 << 30, 1 / 6
+
+
+def first_steps(session: Session) -> Iterator[Row]:
+    """The sizes that are asked first: one after another and stacked, side by side."""
+    sizes = {name: PAPER[name] for name in FIRST_SIZES}
+    if session.quick:
+        sizes = {"tiny": Shape(1, 2, 64, 256, 32)}
+    return _steps(session, sizes)
+
+
+def further_steps(session: Session) -> Iterator[Row]:
+    """The paper's other sizes."""
+    sizes = {name: shape for name, shape in PAPER.items() if name not in FIRST_SIZES}
+    if session.quick:
+        sizes = {"tiny, 2 layers": Shape(2, 2, 64, 256, 32)}
+    return _steps(session, sizes)
+
+
+def _steps(session: Session, sizes: Mapping[str, Shape]) -> Iterator[Row]:
+    """128 x 512 tokens, bfloat16 autocast, over plain training with the same batches."""
+    num_rows = STEP_ROWS[: 1 if session.quick else None]
+    for num_domains, model, mode in itertools.product(num_rows, sizes, steps.MODES):
+        problem = step_problem(session, sizes[model], num_domains, mode)
+        row: Row = {"model": model, "domains": num_domains, "mode": mode}
+        row["problem"] = str(problem)
+        try:
+            row |= optimizer_step.measure(
+                problem,
+                session.device,
+                pairs=3 if session.quick else 15,
+                seconds=1.0 if session.quick else 8.0,
+                with_memory=False,
+            )
+        except torch.cuda.OutOfMemoryError as failure:
+            row["skipped"] = f"out of memory: {str(failure).splitlines()[0]}"
+        yield row
+        protocol.release(session.device)
+
+
+def step_problem(session: Session, shape: Shape, num_domains: int, mode: str) -> Problem:
+    """Rows in their gradients' types, if the memory has room for float32; else in bfloat16."""
+    rows_bytes = 4 * num_domains * models.num_parameters(shape)
+    is_large = session.on_gpu and rows_bytes > ROWS_SHARE * session.free_bytes()
+    return Problem(
+        shape,
+        num_domains,
+        max(8, num_domains) if session.quick else optimizer_step.GPU_SEQUENCES,
+        mode=mode,
+        autocast="bfloat16",
+        buffer_dtype="bfloat16" if is_large else None,
+        bar=None if session.quick else optimizer_step.GPU_BARS.get((mode, num_domains)),
+    )
+
+
+def operator_times(session: Session) -> Iterator[Row]:
+    """The ratio table of `benchmarks.operators`, all implementations side by side."""
+    # What is asked first comes first: a section that is cut has seen it.
+    large = ("gram", "weighted_sum")
+    rounds: list[tuple[tuple[str, ...], tuple[int, ...], tuple[torch.dtype, ...]]] = [
+        (large, (7, 22), (torch.bfloat16,)),
+        (large, (7, 22), (torch.float32,)),
+        (("accumulate", "reweight"), (7, 22, 50), (torch.float32, torch.bfloat16)),
+        (large, (50, 128, 2), (torch.bfloat16, torch.float32)),
+        ((*large, "accumulate"), (7, 22, 50), (torch.float16,)),
+        (large, (7, 22), (torch.float64,)),
+    ]
+    if session.quick:
+        quick = (torch.float32, torch.bfloat16)
+        rounds = [(large, (7,), quick), (("accumulate", "reweight"), (7,), quick)]
+    num_bytes = min(OPERATOR_BYTES, int(session.free_bytes() * OPERATOR_SHARE))
+    for names, num_rows, dtypes in rounds:
+        found = operators.all_cases(
+            session.device,
+            num_bytes=4_000_000 if session.quick else num_bytes,
+            operators=names,
+            num_rows=num_rows,
+            dtypes=dtypes,
+            with_fallback=True,
+        )
+        for case in found:
+            yield from operators.measure(
+                case,
+                rounds=3 if session.quick else 11,
+                seconds=0.1 if session.quick else 1.0,
+                # What is slow stays slow: no second try.
+                attempts=1,
+            )
+            # It holds the memory of its dtype, and the next may be of another.
+            del case
+            protocol.release(session.device)
