@@ -120,7 +120,7 @@ def gains_by_stacking(
     capacity = memory_for_us(device)
     if capacity is None:
         return sum(tokens) <= MOST_TOKENS_TOGETHER
-    needed = stacked_bytes(model, inputs, is_mixed=is_mixed)
+    needed: float = stacked_bytes(model, inputs, is_mixed=is_mixed)
     return needed <= MOST_OF_MEMORY * capacity
 
 
