@@ -29,15 +29,17 @@ demo: $(call STAMP,pipeline)  ## the whole story on text found on this machine, 
 # makes once is made once, and no process waits for another at the end.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 SHARED = -n $(WORKERS) --dist worksteal
+# Of every package, where all versions are the pinned ones; on another torch of ours alone.
+STRICT = $(if $(filter file default,$(origin TORCH)),-W error)
 
 test: $(call STAMP,all)  ## tests of every part, under 8 minutes on two busy cores
-	$(BIN)/python -m pytest -m 'not exhaustive and not soak' $(SHARED)
+	$(BIN)/python -m pytest $(STRICT) -m 'not exhaustive and not soak' $(SHARED)
 
 test-all: $(call STAMP,all)  ## every test that takes no minutes by itself
-	$(BIN)/python -m pytest -m 'not soak' $(SHARED)
+	$(BIN)/python -m pytest $(STRICT) -m 'not soak' $(SHARED)
 
 soak: $(call STAMP,all)  ## the tests of minutes too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(STRICT)
 
 bench: $(call STAMP,all)  ## operators, steps and peers on this machine, in minutes
 	$(BIN)/python -m benchmarks.operators

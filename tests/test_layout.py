@@ -171,7 +171,7 @@ for name in ("numpy", "transformers", "datasets", "tyro", "matplotlib"):
 import warnings
 warnings.simplefilter("ignore")
 import torch
-import benchmarks.gpu, doge_fast.info
+import benchmarks.gpu.__main__, doge_fast.info
 from doge_fast import DoGEOptimizer
 from doge_fast.kernels.chunks import Span, chunk_tables
 model = torch.nn.Linear(3, 1)

@@ -47,8 +47,8 @@ def isolated(check: Callable[..., None], *args: object) -> None:
 
 def _report(connection: Connection, check: Callable[..., None], args: tuple[object, ...]) -> None:
     torch.set_num_threads(1)
-    # As in every test.
-    warnings.simplefilter("error")
+    # As in every test: what others say of themselves changes with their versions.
+    warnings.filterwarnings("error", module=r"(doge_fast|tests)\b")
     try:
         check(*args)
     except BaseException:

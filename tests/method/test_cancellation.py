@@ -13,8 +13,9 @@ from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
 from doge_fast.example_norms import ExampleNorms
 from doge_fast.layers import token_sums
 from tests.models import domain_tokens, tied_transformer
+from tests.packages import installed
 
-transformers = pytest.importorskip("transformers")
+transformers = installed("transformers")
 
 # Of sums of products of float64, over thousands of terms.
 EXACT = {"rtol": 1e-10, "atol": 1e-22}

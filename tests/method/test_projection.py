@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import LinearConstraint, minimize
 from torch import Tensor
 
 from doge_fast import projection
 from tests.laws import assert_simplex
+from tests.packages import installed
 
 
 def project(alpha_K: Tensor, *, floor_K: Tensor, cap_K: Tensor) -> Tensor:
@@ -82,6 +82,7 @@ def test_projection_satisfies_the_optimality_conditions(num_domains: int) -> Non
 def test_projection_is_what_a_solver_finds_in_either_direction(
     seed: int, is_reversed: bool
 ) -> None:
+    optimize = installed("scipy.optimize")
     alpha_K, floor_K, cap_K = bounded_problem(seed, 6)
     # Where a weight is zero one direction is infinite, so the solver sees none.
     alpha_K = (alpha_K + 0.02) / (alpha_K + 0.02).sum()
@@ -92,9 +93,9 @@ def test_projection_is_what_a_solver_finds_in_either_direction(
         first_K, second_K = pair[::-1] if is_reversed else pair
         return projection.kl(first_K.tolist(), second_K.tolist())
 
-    room = LinearConstraint(np.ones((1, 6)), 1, 1)
+    room = optimize.LinearConstraint(np.ones((1, 6)), 1, 1)
     start = project(torch.ones(6), floor_K=floor_K, cap_K=cap_K)
-    found = minimize(
+    found = optimize.minimize(
         divergence,
         start.numpy(),
         method="SLSQP",

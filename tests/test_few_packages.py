@@ -1,0 +1,128 @@
+"""What a machine need not have: the pipeline's packages, plugins of pytest, our versions."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import bars
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.session import expected
+from tests.conftest import default_device
+from tests.environments import closure, environment_of
+
+ROOT = Path(__file__).resolve().parents[1]
+FEW = ("torch", "numpy", "triton", "einops")
+ABSENT = ("transformers", "datasets", "scipy", "lm_eval", "ninja", "platformdirs", "tyro")
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment with torch, numpy, Triton, einops and pytest."""
+    try:
+        found = environment_of(tmp_path_factory.mktemp("few") / "venv", *FEW, "pytest")
+    except PackageNotFoundError as error:
+        pytest.skip(f"{error} is not installed here")
+    absent = f"import importlib.util as u; print([n for n in {ABSENT} if u.find_spec(n)])"
+    assert run(found, "-c", absent).stdout.strip() == "[]"
+    return found
+
+
+def run(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A program in that environment, with our sources and nothing else of this one."""
+    dropped = ("PYTHONPATH", "PYTEST_ADDOPTS", "DOGE_FAST_BACKEND")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    return subprocess.run(
+        [python, *words],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_closure_of_packages_is_what_they_import() -> None:
+    found = {name.lower().replace("_", "-") for name in closure("torch")}
+    assert {"torch", "sympy", "mpmath", "typing-extensions"} <= found
+    assert not found & {"transformers", "pytest", "numpy"}
+
+
+@pytest.mark.exhaustive
+def test_the_library_imports(python: Path) -> None:
+    names = "doge_fast, doge_fast.kernels, doge_fast.info, benchmarks.gpu.__main__"
+    done = run(python, "-c", f"import {names}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.exhaustive
+def test_the_gpu_script_runs_with_few_packages(python: Path, tmp_path: Path) -> None:
+    """All of it; the compiled operators need ninja, which it says, and the job the pipeline's."""
+    (tmp_path / "corpus").mkdir()
+    words = ["--device", "cpu", "--quick", "--commit", "abc", "--out", str(tmp_path)]
+    done = run(python, "-m", "benchmarks.gpu", *words, "--corpus", str(tmp_path / "corpus"))
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    sections = record["sections"]
+    assert len(sections) == sum(map(len, PARTS.values()))
+    assert bars.is_correct(sections), done.stdout
+    (job,) = sections["job"]["rows"]
+    assert re.search(r"needs more packages: ModuleNotFoundError: No module", job["skipped"])
+    missing = {name: record["missing"].get(name) for name in expected(default_device())}
+    if "cpp" in missing:
+        assert "ninja, platformdirs must be installed" in missing["cpp"]
+        assert re.search(r"^MISSING +cpp should run on this device", done.stdout, re.MULTILINE)
+    assert done.returncode == (bars.WRONG if record["missing"] else bars.ALL_WELL)
+
+
+@pytest.mark.exhaustive
+def test_tests_of_operators_and_method_are_collected_and_run(python: Path) -> None:
+    """With nothing but pytest itself, whose configuration names options of plugins."""
+    done = run(python, "-m", "pytest", "--collect-only", "-q", "tests/operators", "tests/method")
+    assert done.returncode == 0, done.stdout[-3000:]
+    some = ("tests/method/test_alternation.py", "tests/method/test_on_a_gpu.py")
+    done = run(python, "-m", "pytest", "-q", *some, "tests/operators/test_reweight.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+THEIRS = """
+import warnings
+
+warnings.warn("ast.Num is deprecated", DeprecationWarning)
+
+
+def old():
+    warnings.warn("it will go", FutureWarning)
+
+
+def called_wrongly():
+    warnings.warn("call another", FutureWarning, stacklevel=2)
+"""
+OURS = """
+import elsewhere
+
+
+def test_they_are_old():
+    elsewhere.old()
+
+
+def test_we_are_wrong():
+    elsewhere.called_wrongly()
+"""
+
+
+def test_a_warning_is_an_error_where_it_is_ours(tmp_path: Path) -> None:
+    """Other packages warn of themselves, each version of something else."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "elsewhere.py").write_text(THEIRS)
+    (tmp_path / "tests" / "test_here.py").write_text(OURS)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout[-3000:]
+    assert "FutureWarning: call another" in done.stdout
