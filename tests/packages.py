@@ -1,9 +1,17 @@
 """Packages of others, for tests that need them."""
 
+import importlib.util
 import warnings
 from typing import Any
 
 import pytest
+
+# Of pip install 'doge-fast[kernels]'.
+_TO_BUILD = ("ninja", "filelock", "platformdirs")
+needs_to_build = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, _TO_BUILD)),
+    reason=f"to compile operators, {', '.join(_TO_BUILD)} must be installed",
+)
 
 
 def installed(name: str) -> Any:

@@ -16,8 +16,11 @@ import torch
 
 from doge_fast.kernels import build, compilers
 from doge_fast.kernels.compilers import BuildError, cpp_recipe, find_compiler, known_levels
+from tests.packages import needs_to_build
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = needs_to_build
 
 needs_compiler = pytest.mark.skipif(
     all(shutil.which(name) is None for name in ("c++", "g++", "clang++")),

@@ -21,6 +21,7 @@ from doge_fast.kernels.compilers import (
     nvcc_recipe,
 )
 from doge_fast.kernels.obstacles import of_cuda
+from tests.packages import needs_to_build
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -146,6 +147,7 @@ def why_not_on_amd() -> str | None:
         return of_cuda(GPU)
 
 
+@needs_to_build
 @pytest.mark.usefixtures("fresh", "no_toolkit")
 def test_a_gpu_without_a_toolkit_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on most machines with torch from a wheel: Triton runs, and info says why CUDA does not."""
@@ -177,6 +179,7 @@ def test_the_emulator_is_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> N
     assert "DOGE_FAST_CUDA_EMULATE=1" in str(of_cuda(CPU))
 
 
+@needs_to_build
 def test_a_broken_nvcc_says_its_first_error(tmp_path: Path) -> None:
     path = make_nvcc(tmp_path, "gram.cu(3): error: no such thing", 2)
     (tmp_path / "scratch").mkdir()

@@ -15,6 +15,7 @@ from doge_fast import kernels
 from doge_fast.kernels import build, chosen, dispatch, explain, gram, implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS
 from doge_fast.kernels.triton_support import is_installed
+from tests.packages import needs_to_build
 
 ROOT = Path(__file__).resolve().parents[2]
 GRADS_KN = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -66,6 +67,7 @@ def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
     return result
 
 
+@needs_to_build
 def test_a_missing_compiler_is_said_once(tmp_path: Path) -> None:
     result = in_fresh_process(tmp_path, CXX="/nonexistent")
     assert result["chosen"] == "torch"
