@@ -55,7 +55,7 @@ def _fastest(operator: str, rows: Sequence[dict[str, Any]]) -> str:
     if not shared:
         raise ValueError(
             f"{operator} was not measured with the same problems in {sorted(names) or 'any'} "
-            "implementation(s). Run benchmarks/gpu.sh with more --minutes."
+            "implementation(s). Run benchmarks/gpu.sh operators with more --minutes."
         )
     scores = {name: sum(math.log(each[name]) for each in shared) for name in names}
     return min(sorted(names), key=scores.__getitem__)

@@ -1,5 +1,6 @@
 """Whether the operators are right on a device: rows that say `correct`, or why they do not."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -9,11 +10,15 @@ from torch import Tensor
 from benchmarks import cases, operators, steps
 from benchmarks.gpu.session import Row, Session
 from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem, coefficients
-from doge_fast.kernels import accumulate, gram, weighted_sum
+from doge_fast import reference
+from doge_fast.kernels import accumulate, gram, segment_sum, weighted_sum
+from doge_fast.kernels.dispatch import MODULES
 
 # The usual number first. 13 and 14 lie where pairs of rows end and tiles begin.
 NUM_ROWS = (7, 22, 50, 2, 128, 13, 14)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of the sum of sizes: a hundred additions in float32, each off by at most 2**-24 of what it has.
+SEGMENT_TOLERANCE = 2.0**-17
 # A matrix whose last row begins beyond 2**31 elements.
 HUGE_ROWS, HUGE_COLUMNS = 3, (1 << 30) + 1
 
@@ -39,6 +44,54 @@ def correctness(session: Session) -> Iterator[Row]:
         for name in session.names:
             for add in (False, True):
                 yield checked(cases.accumulate_case(arena, [name], add=add), name)
+    length = 300 if session.quick else 9_001
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in session.names:
+            yield from segment_sums(session.device, name, dtype, length)
+
+
+def segment_sums(device: torch.device, name: str, dtype: torch.dtype, length: int) -> Iterator[Row]:
+    """Gains and embeddings of seven domains of about `length` tokens, and one without any."""
+    if ("segment_sum", name) not in MODULES:
+        return
+    generator = torch.Generator().manual_seed(0)
+    lengths = [length, length // 2 + 1, 0, 7, length, 1, length - 3]
+    borders = list(itertools.accumulate(lengths, initial=0))
+    num_tokens, width = borders[-1], 130
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    values_TD, factor_TD = draw(num_tokens, width), draw(num_tokens, width)
+    order_T = torch.randperm(num_tokens, generator=generator).to(device)
+    mean_T = factor_TD.float().mean(1)
+    rstd_T = factor_TD.float().var(1).rsqrt()
+    normal_TD = (factor_TD.double() - mean_T.double()[:, None]) * rstd_T.double()[:, None]
+    terms = {
+        "gain": ({"factor_TD": factor_TD, "mean_T": mean_T, "rstd_T": rstd_T}, normal_TD),
+        "embedding": ({"order": order_T}, torch.ones_like(normal_TD)),
+    }
+    for kind, (options, factors_TD) in terms.items():
+        out_GRD = torch.full((len(lengths), 1, width), math.nan, device=device)
+        segment_sum(
+            *(values_TD, out_GRD),
+            borders=torch.tensor(borders, device=device),
+            implementation=name,
+            **options,
+        )
+        terms_TD = values_TD.double() * factors_TD
+        if kind == "embedding":
+            terms_TD = terms_TD[order_T]
+        exact_SD = reference.segment_sum(terms_TD, borders)
+        sizes_SD = reference.segment_sum(terms_TD.abs(), borders)
+        error = (out_GRD[:, 0].double() - exact_SD).abs().nan_to_num(math.inf)
+        row: Row = {"operator": f"segment_sum {kind}", "implementation": name, "rows": 7}
+        row |= {"dtype": str(dtype).removeprefix("torch."), "columns": num_tokens * width}
+        row["error"] = float((error / sizes_SD.clamp(min=1e-30)).max())
+        row["correct"] = bool((error <= SEGMENT_TOLERANCE * sizes_SD).all())
+        yield (
+            row if row["correct"] else row | {"problem": f"off by {row['error']:.1e} of the sizes"}
+        )
 
 
 def determinism(session: Session) -> Iterator[Row]:

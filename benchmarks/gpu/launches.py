@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks import cases
-from benchmarks.gpu.checks import Rows, checked
+from benchmarks.gpu.checks import Rows, checked, segment_sums
 from benchmarks.gpu.session import Row
 from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem
 
@@ -37,6 +37,8 @@ def launches(device: torch.device) -> Iterator[Row]:
         for name in names:
             for add in (False, True):
                 yield checked(cases.accumulate_case(arena, [name], add=add), name)
+        for name in names:
+            yield from segment_sums(device, name, dtype, 70)
     for num_rows in NUM_ROWS:
         case = cases.reweight_case(num_rows, device, names)
         for name in case.ours:
