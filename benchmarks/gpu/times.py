@@ -70,7 +70,8 @@ def step_problem(session: Session, shape: Shape, num_domains: int, mode: str) ->
         num_domains,
         max(8, num_domains) if session.quick else optimizer_step.GPU_SEQUENCES,
         mode=mode,
-        autocast="bfloat16",
+        # A CPU may take a hundred times as long for it.
+        autocast="bfloat16" if session.on_gpu else None,
         buffer_dtype="bfloat16" if is_large else None,
         bar=None if session.quick else optimizer_step.GPU_BARS.get((mode, num_domains)),
     )

@@ -1,7 +1,9 @@
 """The script for GPUs, here on the CPU with tiny problems, and what comes of its record."""
 
+import itertools
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,57 +13,139 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, gpu, prefer
-from benchmarks.gpu import Session
+from benchmarks import cases, optimizer_step, prefer, protocol
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import bars, job, report, sanitizer, session, times
+from benchmarks.gpu.__main__ import Section
+from benchmarks.gpu.session import Row, Session
+from doge_fast.kernels import compilers
 from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Session(torch.device("cpu"), quick=True)
+SECTIONS = [name for part in gpu.PARTS.values() for name in part]
+# Where there is no compiler nothing is missing.
+QUICK = ["--device", "cpu", "--quick", "--commit", "abc"]
+
+
+def record_in(folder: Path) -> tuple[Row, str]:
+    """The only record of a folder, and its page."""
+    (path,) = folder.glob("gpu-*.json")
+    return json.loads(path.read_text()), path.with_suffix(".md").read_text()
 
 
 @pytest.mark.exhaustive
-def test_everything_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--commit", "abc"])
-    (path,) = tmp_path.glob("gpu-*-abc.json")
-    record = json.loads(path.read_text())
+def test_every_part_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The job has a test of its own.
+    code = gpu.main([*QUICK, "--out", str(tmp_path), "--corpus", str(tmp_path / "none")])
+    record, text = record_in(tmp_path)
     # Triton's interpreter may be on, and its time means nothing.
     assert set(record["implementations"]) <= {"cpp", "torch"}
     failures = {name: each.get("failure") for name, each in record["sections"].items()}
-    assert failures == dict.fromkeys(gpu.SECTIONS)
+    assert failures == dict.fromkeys(SECTIONS)
     assert not any(section["cut"] for section in record["sections"].values())
-    assert all(section["rows"] for section in record["sections"].values())
     wrong = [
         row
-        for name in gpu.CHECKING
-        for row in record["sections"][name]["rows"]
-        if not row.get("correct", "skipped" in row)
+        for section in record["sections"].values()
+        for row in section["rows"]
+        if not row.get("correct", True)
     ]
     assert wrong == []
     assert code == 0
-    text = path.with_suffix(".md").read_text()
-    assert all(f"## {name}\n" in text for name in gpu.SECTIONS)
+    assert all(f"## {name}\n" in text for name in SECTIONS)
     assert "Everything checked was right." in text
+    assert f"torch {torch.__version__}" in text
+    assert "commit abc" in text
     printed = capsys.readouterr().out
-    assert "not measured" in printed
-    assert str(path) in printed
+    assert all(f"\n{name}: " in printed for name in SECTIONS)
+    assert "not judged" in printed
+    # What does not run here says why.
+    for reason in ("CUDA graphs need a GPU", "compute-sanitizer watches GPUs", "no corpus at"):
+        assert reason in printed
+
+
+def test_what_is_asked_first_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = ("correctness", "determinism", "offsets", "graphs", "sanitizer", "steps")
+    assert tuple(SECTIONS[:6]) == sections
+    released: list[torch.device] = []
+    monkeypatch.setattr(optimizer_step, "measure", lambda *args, **options: {})
+    monkeypatch.setattr(protocol, "release", released.append)
+    # Not quick, but nothing is measured.
+    rows = list(times.first_steps(Session(torch.device("cpu"), quick=False)))
+    found = [(row["domains"], row["model"], row["mode"]) for row in rows]
+    modes = ("sequential", "stacked")
+    # One after another and stacked, side by side; the sizes that bars speak of, K by K.
+    expected = itertools.product((7, 22, 50), ("82M", "124M"), modes)
+    assert found == list(expected)
+    # Memory is given back after each.
+    assert len(released) == len(rows)
+    further = [row["model"] for row in times.further_steps(Session(torch.device("cpu"), False))]
+    assert set(further) == {"60M", "210M", "684M"}
 
 
 def test_something_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = cases.gram
     monkeypatch.setattr(cases, "gram", lambda *args, **options: right(*args, **options) + 1)
-    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--commit", "abc"]
-    assert gpu.main([*arguments, "--sections", "correctness"]) == 1
-    (path,) = tmp_path.glob("*.md")
-    assert "NOT RIGHT" in path.read_text()
-    assert "| gram | torch | float32 | 7 | matrix | off by" in path.read_text()
+    assert gpu.main([*QUICK, "--out", str(tmp_path), "correctness"]) == bars.WRONG
+    record, text = record_in(tmp_path)
+    assert not record["correct"]
+    assert list(tmp_path.glob("gpu-*-abc-correctness.json"))
+    assert "NOT RIGHT" in text
+    assert "| gram | torch | float32 | 7 | matrix | off by" in text
 
 
-def failing(session: Session) -> Iterator[dict[str, Any]]:
+REASON = "The compiler failed: launch.cuh: error: STABLE_TORCH_ERROR_CODE_CHECK was not declared."
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda", ("cuda", "triton")), ("cpu", ("cpp",)), ("meta", ())]
+)
+def test_what_should_run_where(device: str, expected: tuple[str, ...]) -> None:
+    if torch.version.hip is not None:
+        pytest.skip("on AMD's GPUs Triton alone is expected")
+    if device == "meta":
+        # A machine without a compiler.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CXX", "a-compiler-that-is-not-there")
+            assert session.expected(torch.device("cpu")) == expected
+        return
+    try:
+        compilers.find_compiler()
+    except compilers.BuildError as error:
+        pytest.skip(str(error))
+    assert session.expected(torch.device(device)) == expected
+
+
+def test_what_should_be_there_and_is_not_is_said_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    obstacles = {"cpp": REASON, "cuda": "no GPU", "triton": "no GPU", "torch": None}
+    monkeypatch.setattr(session, "implementations", lambda device: obstacles)
+    monkeypatch.setattr(session, "expected", lambda device: ("cpp",))
+    monkeypatch.setitem(gpu.PARTS, "correctness", {"determinism": Section(right_rows)})
+    assert gpu.main([*QUICK, "--out", str(tmp_path), "correctness"]) == bars.WRONG
+    record, text = record_in(tmp_path)
+    # Every row was right: what is missing has none.
+    assert bars.is_correct(record["sections"])
+    assert record["missing"] == {"cpp": REASON}
+    line = f"cpp should run on this device and cannot. {REASON}"
+    assert f"Missing: {line}" in text
+    printed = capsys.readouterr().out
+    # Before anything runs, and among the verdicts.
+    assert printed.count(f"MISSING      {line}\n") == 2
+    assert printed.index("MISSING") < printed.index("determinism:") < printed.rindex("MISSING")
+
+
+def right_rows(session: Session) -> Iterator[Row]:
+    yield {"correct": True}
+
+
+def failing(session: Session) -> Iterator[Row]:
     yield {"correct": True}
     raise RuntimeError("the second kernel failed")
 
 
-def endless(session: Session) -> Iterator[dict[str, Any]]:
+def endless(session: Session) -> Iterator[Row]:
     while True:
         yield {"correct": True}
 
@@ -70,20 +154,47 @@ def test_a_failing_section_is_recorded_and_a_slow_one_is_cut() -> None:
     failed = gpu.run_section(failing, CPU, 60.0)
     assert failed["rows"] == [{"correct": True}]
     assert failed["failure"] == "RuntimeError: the second kernel failed"
+    assert "FAILED: RuntimeError" in report.how_it_went(failed)
     cut = gpu.run_section(endless, CPU, 0.05)
     assert cut["cut"]
     assert "failure" not in cut
     assert cut["seconds"] < 5
-    assert not gpu.is_correct({"correctness": failed})
-    assert gpu.is_correct({"correctness": cut})
-    assert not gpu.is_correct({"correctness": {"rows": [], "cut": True}})
-    assert not gpu.is_correct({"determinism": {"rows": [{"correct": True}, {"correct": False}]}})
+    assert "CUT FOR TIME" in report.how_it_went(cut)
+    assert not bars.is_correct({"correctness": failed})
+    # A check that did not end is one that is missing; a table may be shorter.
+    assert not bars.is_correct({"correctness": cut})
+    assert bars.is_correct({"steps": cut})
+    assert not bars.is_correct({"steps": failed})
+    assert not bars.is_correct({"steps": {"rows": [], "cut": True}})
+    wrong = {"rows": [{"correct": True}, {"correct": False}], "cut": False}
+    assert not bars.is_correct({"determinism": wrong})
+    assert not bars.is_correct({"operators": wrong})
 
 
-def operator_row(**changes: Any) -> dict[str, Any]:
+def test_no_section_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {name: Section(endless, share) for name, share in (("a", 3.0), ("b", 1.0))}
+    monkeypatch.setitem(gpu.PARTS, "endless", sections)
+    found = gpu.run_part("endless", CPU, 0.4 / 60)
+    assert all(each["cut"] and each["rows"] for each in found.values())
+
+
+def operator_row(**changes: Any) -> Row:
     row = {"operator": "gram", "label": "", "shape": "matrix", "rows": 7, "columns": 124_000_000}
     row |= {"dtype": "float32", "implementation": "cuda", "ms": 2.0, "fraction": [0.9, 0.9, 0.9]}
     return row | changes
+
+
+def step_row(mode: str, domains: int, ratio: float | None, model: str = "82M") -> Row:
+    row = {"model": model, "mode": mode, "domains": domains}
+    if ratio is None:
+        return row | {"skipped": "out of memory"}
+    return row | {"ratio": ratio, "host_synchronisations": "none"}
+
+
+def verdicts(rows: dict[str, list[Row]], *, on_gpu: bool = True) -> dict[str, tuple[Any, str]]:
+    sections = {name: {"rows": each} for name, each in rows.items()}
+    found = bars.bars(sections, on_gpu=on_gpu)
+    return {each["bar"]: (each["value"], each["verdict"]) for each in found}
 
 
 def test_bars_speak_of_the_better_implementation_in_the_worse_shape() -> None:
@@ -93,28 +204,168 @@ def test_bars_speak_of_the_better_implementation_in_the_worse_shape() -> None:
         operator_row(shape="blocks", fraction=[0.88, 0.8, 0.9]),
         # Too small to be asked.
         operator_row(columns=1_000_000, shape="bias", fraction=[0.1, 0.1, 0.1]),
+        # Where arithmetic is the longer roof, memory's share is what is asked.
+        operator_row(rows=22, dtype="bfloat16", fraction=[0.99, 0.99, 0.99], of_bandwidth=0.6),
     ]
-    steps = [
-        {"domains": 7, "ratio": 1.05, "host_synchronisations": "none"},
-        {"domains": 7, "ratio": 1.09, "host_synchronisations": "called a synchronizing operation"},
-        {"domains": 50, "ratio": 1.9, "host_synchronisations": "none"},
-        {"domains": 7, "skipped": "out of memory"},
-    ]
-    steps = [{"mode": "sequential", **row} for row in steps]
-    steps.append({"mode": "stacked", "domains": 7, "ratio": 2.0, "host_synchronisations": "none"})
-    graphs = [{"largest_difference": 0.0}]
-    sections = {"operators": rows, "steps": steps, "graphs": graphs}
-    found = gpu.bars({name: {"rows": each} for name, each in sections.items()})
-    verdicts = [(each["value"], each["verdict"]) for each in found]
-    assert verdicts == [
+    found = verdicts({"operators": rows})
+    assert list(found.values()) == [
         (0.88, "met"),
         (None, "not measured"),
-        (None, "not measured"),
-        (None, "not measured"),
-        (1.09, "MISSED"),
-        ("called a synchronizing operation", "MISSED"),
-        (0.0, "met"),
+        (0.6, "MISSED"),
+        *[(None, "not measured")] * 3,
     ]
+    assert "gram, bfloat16, K = 22, N >= 82M" in list(found)[2]
+
+
+def test_bars_of_steps_are_of_the_worst_size() -> None:
+    rows = [
+        step_row("sequential", 7, 1.02),
+        step_row("sequential", 7, 1.06, "124M"),
+        step_row("stacked", 7, 1.01),
+        step_row("stacked", 7, 1.029, "124M"),
+        step_row("sequential", 50, 1.9),
+        step_row("stacked", 22, 1.0),
+        step_row("stacked", 22, None, "124M"),
+    ]
+    # Of the further sizes one that finds no room is not asked.
+    sizes = [step_row("stacked", 7, 1.02, "210M"), step_row("stacked", 7, None, "684M")]
+    sizes[0]["host_synchronisations"] = "called a synchronizing operation"
+    found = verdicts({"steps": rows, "graphs": [{"largest_difference": 0.0}]})
+    assert list(found.values()) == [
+        (0.0, "met"),
+        (1.06, "MISSED"),
+        (1.029, "met"),
+        (None, "not measured"),
+        (None, "not measured"),
+        ("none", "met"),
+    ]
+    of_all = verdicts(
+        {"steps": rows[:4], "sizes": [*sizes, step_row("sequential", 7, 1.0, "210M")]}
+    )
+    assert list(of_all.values())[:2] == [(1.06, "MISSED"), (1.029, "met")]
+    assert list(of_all.values())[-1] == ("called a synchronizing operation", "MISSED")
+
+
+def test_the_bars_are_those_of_the_issue() -> None:
+    assert optimizer_step.GPU_BARS == {
+        ("sequential", 7): 1.05,
+        ("stacked", 7): 1.03,
+        ("stacked", 22): 1.08,
+        ("stacked", 50): 1.15,
+    }
+    assert bars.FRACTION_BAR == 0.85
+    asked = {(7, "float32"), (7, "bfloat16"), (22, "bfloat16")}
+    assert {each[1:] for each in bars.FRACTIONS if each[0] == "gram"} == asked
+    assert {each[1:] for each in bars.FRACTIONS if each[0] == "weighted_sum"} == asked
+
+
+@pytest.mark.parametrize(
+    ("correct", "ratio", "on_gpu", "code"),
+    [
+        (True, 1.0, True, bars.BARS_MISSED),
+        (True, None, False, bars.ALL_WELL),
+        (False, None, True, bars.WRONG),
+    ],
+)
+def test_a_missed_bar_fails_on_a_gpu_alone(
+    correct: bool, ratio: float | None, on_gpu: bool, code: int
+) -> None:
+    sections = {"steps": {"rows": [step_row("stacked", 7, ratio)]}}
+    record = {"correct": correct, "bars": bars.bars(sections, on_gpu=on_gpu)}
+    # Of four modes and numbers of domains, three were not measured.
+    assert bars.exit_code(record) == code
+    met = {"correct": True, "bars": [{"verdict": "met"}]}
+    assert bars.exit_code(met) == 0
+    assert bars.exit_code(met | {"bars": [{"verdict": "MISSED"}]}) == bars.BARS_MISSED
+
+
+# A stand-in for compute-sanitizer: what it was told, then the program, then a summary.
+SANITIZER = """#!/bin/sh
+echo "$@" > {told}
+echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING" >> {told}
+while [ "$1" != "{python}" ]; do shift; done
+"$@" || exit $?
+echo "========= ERROR SUMMARY: {errors} errors"
+exit {code}
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("errors", "code"), [(0, 0), (2, sanitizer.FOUND)])
+def test_what_compute_sanitizer_finds(tmp_path: Path, errors: int, code: int) -> None:
+    told, script = tmp_path / "told", tmp_path / "compute-sanitizer"
+    words = {"told": told, "python": sys.executable, "errors": errors, "code": code}
+    script.write_text(SANITIZER.format(**words))
+    script.chmod(0o755)
+    row = sanitizer.watched(str(script), "racecheck", torch.device("cpu"))
+    assert row["correct"] == (errors == 0), row
+    launches = re.search(r"(\d+) launches, 0 with wrong results", row["said"])
+    assert launches is not None
+    assert int(launches[1]) > 50
+    assert f"ERROR SUMMARY: {errors} errors" in row["said"]
+    assert ("problem" in row) == bool(errors)
+    assert told.read_text().startswith(f"--tool racecheck --error-exitcode {sanitizer.FOUND}")
+    # Otherwise tensors share allocations, and a read past the end of one is not seen.
+    assert "caching 1" in told.read_text()
+
+
+def test_a_sanitizer_that_breaks_or_hangs_is_not_right(tmp_path: Path) -> None:
+    script = tmp_path / "compute-sanitizer"
+    for text, problem in (("exit 3", "code 3"), ("exit 0", "code 0"), ("sleep 60", "0.2 s")):
+        script.write_text(f"#!/bin/sh\n{'exec ' * (text[:5] == 'sleep')}{text}\n")
+        script.chmod(0o755)
+        row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"), seconds=0.2)
+        assert not row["correct"]
+        assert problem in row["problem"]
+
+
+def test_a_sanitizer_is_found_on_path_or_beside_nvcc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("path", "toolkit/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for script, text in (("toolkit/bin/nvcc", "echo release 13.0"), ("toolkit/bin/other", "")):
+        (tmp_path / script).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / script).chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path") + os.pathsep + os.environ["PATH"])
+    for folder in ("toolkit/bin", "path"):
+        tool = tmp_path / folder / "compute-sanitizer"
+        shutil.copy(tmp_path / "toolkit/bin/other", tool)
+        assert sanitizer.find_sanitizer() == str(tool)
+
+
+DOMAINS = ("code", "prose")
+
+
+@pytest.mark.exhaustive
+def test_the_job_trains_as_a_user_would(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="the pipeline's packages are not installed")
+    for name in DOMAINS:
+        lines = [json.dumps({"text": f"{name} number {i} of many words " * 20}) for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    found = gpu.run_section(job.job, Session(torch.device("cpu"), True, tmp_path), 300.0)
+    assert "failure" not in found, found
+    plain, doge = found["rows"]
+    assert (plain["run"], doge["run"]) == ("base", "proxy")
+    assert plain["correct"], plain
+    assert doge["correct"], doge
+    assert doge["ratio"] == pytest.approx(doge["step_ms"] / plain["step_ms"], rel=1e-3)
+    assert doge["weights"].keys() == set(DOMAINS)
+    text = "\n".join(report._job_table(found["rows"]))
+    assert "doge-fast proxy --data" in text
+
+
+def test_a_job_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-c", "raise SystemExit('no such corpus')"]
+    monkeypatch.setattr(job, "command", lambda *_: words)
+    row = job.run("proxy", CPU, tmp_path, 2, tmp_path)
+    assert not row["correct"]
+    assert row["problem"] == "code 1"
+    assert row["lines"] == ["no such corpus"]
+    monkeypatch.setattr(job, "_missing", lambda: "ModuleNotFoundError: No module named 'datasets'")
+    (skipped,) = job.job(Session(torch.device("cpu"), True, tmp_path))
+    assert "No module named 'datasets'" in skipped["skipped"]
 
 
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +374,9 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "sees no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu.main(["speed"])
+    assert "there is no part speed; the parts are correctness, steps" in capsys.readouterr().err
 
 
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -135,7 +389,9 @@ def help_of(script: Path, **variables: str) -> str:
 
 
 def test_the_shell_script_is_one() -> None:
-    assert "--quick" in help_of(SCRIPT, PYTHON=sys.executable)
+    text = help_of(SCRIPT, PYTHON=sys.executable)
+    options = ("--quick", "--commit", "--out", "--corpus", "--device", "--minutes", *gpu.PARTS)
+    assert all(option in text for option in options)
 
 
 def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> None:
@@ -146,7 +402,10 @@ def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> No
     for python in ("bin/python3", ".venv/bin/python"):
         (tmp_path / python).write_text(f'#!/bin/sh\necho "{python} $*"\n')
         (tmp_path / python).chmod(0o755)
-        assert help_of(script, PATH=path) == f"{python} -m benchmarks.gpu --help\n"
+        printed = help_of(script, PATH=path)
+        # By its whole path, since the caller may stand elsewhere.
+        expected = f"{python} -P -m benchmarks.gpu --help\n"
+        assert printed == expected
 
 
 def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Cold samples, and where a result is from."""
 
+import gc
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,32 @@ def test_numbers_keep_their_leading_digits() -> None:
     assert protocol.rounded(12345.678) == 12350.0
     assert protocol.rounded(7) == 7
     assert math.isclose(protocol.rounded(1.23456, 2), 1.2)
+
+
+def test_a_step_is_freed_when_it_is_released() -> None:
+    class Wrapper:
+        """As an optimizer that its parameters' hooks hold, which it holds."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        reference = weakref.ref(Wrapper())
+        assert reference() is not None
+        protocol.release("cpu")
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_the_driver_is_what_nvidia_smi_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert protocol.driver() is None
+    for text, expected in (("echo 580.82\necho 580.82", "580.82"), ("echo no; exit 9", None)):
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+        assert protocol.driver() == expected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import memory, models, optimizer_step, peers, published, steps
+from benchmarks import memory, models, optimizer_step, peers, protocol, published, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.steps import Problem
 from doge_fast.pipeline.model import SIZES
@@ -136,6 +136,25 @@ def test_a_row_of_the_step_benchmark(options: dict[str, str]) -> None:
     assert 0 < row["low"] <= row["ratio"] <= row["high"]
     assert str(problem) in optimizer_step.line(row)
     assert optimizer_step.verdict(row | {"bar": 0.0}) == "missed"
+
+
+def test_memory_is_given_back_between_the_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    originals = {"check": steps.check, "paired": optimizer_step.paired}
+
+    def noted(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return originals[name](*args, **options)
+
+        return call
+
+    monkeypatch.setattr(steps, "check", noted("check"))
+    monkeypatch.setattr(optimizer_step, "paired", noted("paired"))
+    monkeypatch.setattr(protocol, "release", lambda device: seen.append("release"))
+    optimizer_step.measure(PROBLEM, "cpu", pairs=2, with_memory=False)
+    # After the check, and before what waits for the host is looked for.
+    assert seen == ["check", "release", "paired", "release"]
 
 
 def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
