@@ -119,9 +119,9 @@ def gains_by_stacking(
         return False
     capacity = memory_for_us(device)
     if capacity is None:
-        return sum(tokens) <= MOST_TOKENS_TOGETHER
-    needed: float = stacked_bytes(model, inputs, is_mixed=is_mixed)
-    return needed <= MOST_OF_MEMORY * capacity
+        return bool(sum(tokens) <= MOST_TOKENS_TOGETHER)
+    needed = stacked_bytes(model, inputs, is_mixed=is_mixed)
+    return bool(needed <= MOST_OF_MEMORY * capacity)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ SHARE = 128
 # Bytes of the sums that a program keeps, and its columns: of long segments, which several programs
 # share, and of short ones, of which a program takes whole rows and many must be under way.
 LONG_TILE, LONG_COLUMNS = 16384, 128
+# Half as many columns of float64, whose sums would spill.
 SHORT_TILE, SHORT_COLUMNS = 8192, 1024
 NUM_WARPS = 4
 
@@ -43,6 +44,8 @@ def pick(num_tokens: int, num_segments: int, width: int, sums: torch.dtype) -> S
     num_shares = max(1, num_tokens // (SHARE * num_segments))
     is_long = num_tokens >= SHARE // 2 * num_segments
     tile, most = (LONG_TILE, LONG_COLUMNS) if is_long else (SHORT_TILE, SHORT_COLUMNS)
+    if not is_long and sums == torch.float64:
+        most //= 2
     columns = min(most, max(16, triton.next_power_of_2(width)))
     return Sizes(num_shares, max(1, min(32, tile // (sums.itemsize * columns))), columns)
 
