@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from doge_fast import generalization, simplex
-from doge_fast.flat_buffer import Block, weighted_gradients
-from doge_fast.kernels import gram
+from doge_fast.exchange import Columns, Exchange
+from doge_fast.flat_buffer import Block
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.reweighting import DomainWeights
 from doge_fast.subset import Subset
@@ -23,6 +23,7 @@ def combine(
     blocks: list[Block],
     weights: DomainWeights,
     subset: Subset,
+    exchange: Exchange,
     *,
     present: Collection[str],
     selected: Collection[int] | None,
@@ -38,6 +39,7 @@ def combine(
         blocks: rows of every parameter that a domain gave a gradient, complete.
         weights: that move.
         subset: the domains of this step.
+        exchange: between the ranks; what they have told each other of this step.
         present: names of the rows that have a gradient.
         selected: ids of the parameters whose columns enter W; None: all.
         lr: eta of this step.
@@ -50,8 +52,9 @@ def combine(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
     """
+    columns = exchange.complete(blocks, selected or ())
     with phase("gram"):
-        gram_RR, full_RR = subset.spread(*_grams(blocks, selected, weights))
+        gram_RR, full_RR = subset.spread(*_grams(columns, exchange, selected, weights))
     before = None if full_RR is not None else weights.snapshot()
     with phase("reweight"):
         new = subset.gathered(
@@ -67,17 +70,20 @@ def combine(
     if before is None:
         decided(new.skipped)
     with phase("weighted_sum"):
-        gradients = weighted_gradients(blocks, new.coefficients)
+        gradients = exchange.deliver(columns, new.coefficients, weights.shared_state)
     if before is not None:
-        new = _cut_afterwards(gradients, new, weights, before, grad_scale)
+        new = _cut_afterwards(columns, gradients, exchange, new, weights, before, grad_scale)
         decided(new.skipped)
-    for block, gradient in zip(blocks, gradients, strict=True):
-        block.param.grad = gradient
+    for block, gradient in zip(columns.blocks, gradients, strict=True):
+        block.give(gradient)
     return new._replace(lr=lr)
 
 
 def _grams(
-    blocks: list[Block], selected: Collection[int] | None, weights: DomainWeights
+    columns: Columns,
+    exchange: Exchange,
+    selected: Collection[int] | None,
+    weights: DomainWeights,
 ) -> tuple[Tensor, Tensor | None]:
     """Gram matrices of the selected columns and of all; the latter None where not needed.
 
@@ -85,25 +91,26 @@ def _grams(
     per-domain clipping; the combined gradient's own norm is cheaper to take from it.
     """
     if selected is None:
-        gram_RR = gram([block.rows_RN for block in blocks])
+        gram_RR = exchange.summed(columns.rows)
         return gram_RR, gram_RR
-    inside = [block.rows_RN for block in blocks if id(block.param) in selected]
-    outside = [block.rows_RN for block in blocks if id(block.param) not in selected]
+    inside, outside = columns.split(selected)
     if not inside:
         raise RuntimeError(
             "no selected parameter received a gradient in this step; `selection` must name "
             "parameters that the domains touch."
         )
-    gram_RR = gram(inside)
+    gram_RR = exchange.summed(inside)
     if not outside:
         return gram_RR, gram_RR
     if weights.rule.domain_max_grad_norm is None:
         return gram_RR, None
-    return gram_RR, gram_RR + gram(outside)
+    return gram_RR, gram_RR + exchange.summed(outside)
 
 
 def _cut_afterwards(
+    columns: Columns,
     gradients: list[Tensor],
+    exchange: Exchange,
     new: LastStep,
     weights: DomainWeights,
     before: Tensor,
@@ -111,10 +118,9 @@ def _cut_afterwards(
 ) -> LastStep:
     """The global clip and the overflow that only the combined gradient shows.
 
-    Its norm takes one pass over N: its Gram matrix is one number.
+    Its norm takes one pass over N.
     """
-    squared_norm: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
-    combined_norm = squared_norm[0, 0].sqrt() / grad_scale
+    combined_norm = exchange.squared_norm(columns, gradients).sqrt() / grad_scale
     overflow = ~combined_norm.isfinite()
     weights.retract(before, overflow)
     if weights.rule.max_grad_norm is not None:
@@ -138,7 +144,7 @@ def scale_of(
     A tensor is not looked at.
 
     Raises:
-        ValueError: it is not positive and finite.
+        ValueError: the loop's number is not positive and finite.
     """
     if grad_scale is None:
         return factor_of(scaler, device)

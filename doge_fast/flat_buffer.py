@@ -15,6 +15,7 @@ parameters arrive together, when a domain is left.
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,20 +61,25 @@ class Block:
 
     def _shaped(self) -> Sequence[Tensor]:
         # As gradients are: nothing has to be viewed otherwise when they come.
-        return self.rows_RN.view(-1, *self.param.shape).unbind(0)
+        return self.rows_RN.view(len(self.rows_RN), *local_of(self.param).shape).unbind(0)
 
     def rows_not_written(self) -> list[Tensor]:
         """The rows of domains that did not touch this parameter in this step."""
         return [row for r, row in enumerate(self.rows) if not self.written >> r & 1]
 
-    def widen(self, dtype: torch.dtype) -> None:
-        """Keep rows in `dtype` from now on, which holds all that they have."""
-        narrow = self.rows
-        self.rows_RN = _new_rows(self.param, len(narrow), dtype)
+    def remake(self, num_rows: int, dtype: torch.dtype) -> None:
+        """Have more rows, or wider ones, from now on; what is written stays."""
+        before = self.rows
+        self.rows_RN = _new_rows(self.param, num_rows, dtype)
         self.rows = self._shaped()
-        for r, row in enumerate(self.rows):
+        for r, row in enumerate(before):
             if self.written >> r & 1:
-                row.copy_(narrow[r])
+                self.rows[r].copy_(row)
+
+    @property
+    def num_columns(self) -> int:
+        """Elements of the parameter; of a sharded one, those of this rank."""
+        return local_of(self.param).numel()
 
     def gradient(self) -> Tensor:
         """Memory of the combined gradient: shape, strides and dtype of the parameter.
@@ -81,32 +87,69 @@ class Block:
         Fused optimizers walk parameter and gradient in memory order, so the strides must agree.
         """
         if self.combined is None:
-            self.combined = torch.empty_like(self.param, requires_grad=False)
+            self.combined = torch.empty_like(local_of(self.param), requires_grad=False)
         return self.combined
+
+    def give(self, gradient: Tensor) -> None:
+        """Have `gradient` as the parameter's; a sharded parameter gets it as one that is."""
+        param: Any = self.param
+        if local_of(param) is not param:
+            gradient = type(param.data).from_local(
+                gradient,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        param.grad = gradient
+
+    def combined_as(self, values_N: Tensor) -> Tensor:
+        """The combined gradient, from memory that holds it: [numel] of the parameter's dtype."""
+        if self.param.is_contiguous():
+            self.combined = values_N.view(self.param.shape)
+            return self.combined
+        return self.gradient().copy_(values_N.view(self.param.shape))
 
     def has_moved(self) -> bool:
         """Whether the parameter has another device, dtype or size than when its rows were made."""
         return (
             self.rows_RN.device != self.param.device
-            or self.rows_RN.shape[1] != self.param.numel()
+            or self.rows_RN.shape[1] != self.num_columns
             or self.param_dtype != self.param.dtype
         )
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    # By attribute: importing DTensor takes as long as importing the rest of us.
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def local_gradient(param: Any, grad: Any) -> Tensor:
+    """This rank's part of a gradient, cut as the parameter is."""
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return local_of(grad)
+
+
 def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    stride = -(-param.numel() // ALIGNMENT) * ALIGNMENT
+    num_columns = local_of(param).numel()
+    stride = -(-num_columns // ALIGNMENT) * ALIGNMENT
     if stride * dtype.itemsize % PAGE_BYTES == 0:
         stride += ALIGNMENT
     memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
-    memory[:, param.numel() :] = 0
-    return memory[:, : param.numel()]
+    memory[:, num_columns:] = 0
+    return memory[:, :num_columns]
 
 
 class FlatBuffer:
     """Rows of domain gradients, filled during backward passes and read by the operators.
 
     Args:
-        num_rows: R, training domains and measured-only ones.
+        num_rows: that blocks have at least; R, training domains and measured-only ones, in one
+            process.
         dtype: of the rows; None: that of each gradient. Sums over micro-batches round to it.
 
     Raises:
@@ -167,7 +210,12 @@ class FlatBuffer:
                 if grad.layout != torch.strided:
                     raise _refusal_of_sparse(param, grad)
                 block = find(id(param))
-                if block is None or not block.written or block.grad_dtype != grad.dtype:
+                if (
+                    block is None
+                    or not block.written
+                    or block.grad_dtype != grad.dtype
+                    or row >= len(block.rows)
+                ):
                     block = self._block(param, grad.dtype)
                 values, rows = calls[block.written >> row & 1]
                 values.append(grad)
@@ -189,7 +237,12 @@ class FlatBuffer:
         # Called for every parameter and domain of a step: no call from here that can be spared.
         with self._lock:
             block = self._blocks.get(id(param))
-            if block is None or not block.written or block.grad_dtype != grad.dtype:
+            if (
+                block is None
+                or not block.written
+                or block.grad_dtype != grad.dtype
+                or row >= len(block.rows)
+            ):
                 block = self._block(param, grad.dtype)
             adds = bool(block.written >> row & 1)
             if self._grads and (
@@ -236,7 +289,7 @@ class FlatBuffer:
             adds = bool(block.written & these)
             if adds:
                 if self.dtype is None and block.rows_RN.dtype.itemsize < 4:
-                    block.widen(torch.float32)
+                    block.remake(self.num_rows, torch.float32)
                 for row in range(first_row, first_row + num_rows):
                     if not block.written >> row & 1:
                         block.rows[row].zero_()
@@ -266,12 +319,31 @@ class FlatBuffer:
 
     def is_combined(self, param: Tensor) -> bool:
         """Whether `param.grad` is the combined gradient that this buffer holds."""
-        return any(block.combined is param.grad for block in self._find([param]))
+        grad = None if param.grad is None else local_of(param.grad)
+        return any(block.combined is grad for block in self._find([param]))
 
-    def touched(self, params: Iterable[Tensor]) -> list[Block]:
-        """Blocks of those `params` that any domain gave a gradient in this step, rows complete."""
+    def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
+        """Of each parameter's rows; None where no domain gave it a gradient in this step."""
+        blocks = [self._blocks.get(id(param)) for param in params]
+        return [b.rows_RN.dtype if b is not None and b.written else None for b in blocks]
+
+    def touched(
+        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None = None
+    ) -> list[Block]:
+        """Blocks of those `params` that any domain gave a gradient in this step, rows complete.
+
+        Args:
+            params: in whose order the blocks are.
+            dtypes: of their rows on all ranks; None where there is no gradient anywhere. Where
+                there is one elsewhere alone, the rows here are zeros. None: as `dtypes_of` says.
+        """
         self.flush()
-        blocks = [block for block in self._find(params) if block.written]
+        dtypes = self.dtypes_of(params) if dtypes is None else dtypes
+        blocks = [
+            self._block(param, dtype)
+            for param, dtype in zip(params, dtypes, strict=True)
+            if dtype is not None
+        ]
         every = (1 << self.num_rows) - 1
         absent = [
             row for block in blocks if block.written != every for row in block.rows_not_written()
@@ -298,11 +370,12 @@ class FlatBuffer:
                 f"{block.param_dtype} and is now {param.dtype}, {list(param.shape)} on "
                 f"{param.device}. Move the model first and build the optimizer after that."
             )
-        elif self.dtype is None and block.rows_RN.dtype != dtype:
-            both = torch.promote_types(block.rows_RN.dtype, dtype)
-            if both != block.rows_RN.dtype:
+        else:
+            now = block.rows_RN.dtype
+            both = now if self.dtype is not None else torch.promote_types(now, dtype)
+            if both != now or len(block.rows) < self.num_rows:
                 self.flush()
-                block.widen(both)
+                block.remake(self.num_rows, both)
         block.grad_dtype = dtype
         return block
 

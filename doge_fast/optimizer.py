@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from doge_fast import checkpoint, defaults, weights_file
@@ -86,6 +87,8 @@ class DoGEOptimizer(OptimizerWrapper):
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
         scaler: the GradScaler of the losses, read when a step is combined. Copy or pickle both.
+        process_group: the ranks that learn one set of weights together; None: the default group
+            once torch.distributed is initialised. DTensors bring the ranks of their mesh.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
@@ -114,6 +117,7 @@ class DoGEOptimizer(OptimizerWrapper):
         initial: Mapping[str, float] | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
         if not isinstance(scaler, GradScaler | None):
@@ -140,6 +144,7 @@ class DoGEOptimizer(OptimizerWrapper):
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
+            process_group=process_group,
         )
         checkpoint.mark(self.param_groups)
 
@@ -158,7 +163,7 @@ class DoGEOptimizer(OptimizerWrapper):
     @property
     def micro_batches(self) -> int | None:
         """Times that each domain is entered in a step; None: any number."""
-        return self._step.micro_batches
+        return self._step.entries.micro_batches
 
     @property
     def buffer(self) -> FlatBuffer:
@@ -220,37 +225,32 @@ class DoGEOptimizer(OptimizerWrapper):
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Write the average and last weights as a JSON file keyed by name (docs/weights.md)."""
-        columns = zip(self.domains, self.alpha_mean.tolist(), self.alpha.tolist(), strict=True)
-        record = {
-            "method": "doge",
-            "score": self.rule.score.name,
-            "target": self.objective.target,
-            "mu": self.mu,
-            "domains": [{"name": n, "weight": w, "weight_last": last} for n, w, last in columns],
-            "steps": self.num_steps,
-            "versions": {"torch": torch.__version__},
-        }
-        weights_file.write(path, record)
+        weights_file.write(path, self._weights.record())
 
     # The step.
 
     @contextmanager
-    def domain(self, name: str) -> Iterator[None]:
+    def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
         """Gradients that backward passes inside produce belong to domain `name`.
 
         A domain is entered `micro_batches` times in a step, and its gradients add up. When the
         last one is left, `combine()` runs by itself. An exception inside drops all domains of
-        this step, since half a backward pass may have been added. Elsewhere than on a CPU `p.grad`
-        is read when the domain is left: until then, leave it to autograd, in whose dtype several
-        backward passes inside one `with` then add up.
+        this step. Elsewhere than on a CPU `p.grad` is read when the domain is left: until then
+        leave it to autograd, in whose dtype several backward passes inside one `with` add up. Of
+        several ranks none knows when the last domain is left: `step()` or `combine()` combines.
+
+        Args:
+            name: of a training domain or a target.
+            count: > 0; over ranks, a domain's gradient is the mean of the ranks that entered it,
+                weighted by their counts: of examples or tokens, say. Counts add up too.
 
         Raises:
-            ValueError: `name` is neither a training domain nor a target, or not of this step.
+            ValueError: `name` is no domain or target, or none of this step's; or no such count.
             RuntimeError: another domain is active; the domain has been entered often enough;
                 `p.grad` still holds a gradient; no parameter of the wrapped optimizer received
-                one inside; or torch.distributed has several processes.
+                one inside; or the model reduces gradients over ranks by itself.
         """
-        with self._step.domain(name):
+        with self._step.domain(name, count):
             yield
         self._end_if_complete()
 
@@ -273,8 +273,8 @@ class DoGEOptimizer(OptimizerWrapper):
             model: holds the parameters; examples are the first dimension of what its modules see.
                 What is as long there as the batch is taken for one entry per example: give what
                 all examples share (positions, a bias) with a first dimension of 1.
-            sizes: number of examples of each domain, in the order of the batch. A domain with
-                none counts as absent.
+            sizes: number of examples of each domain, in the order of this rank's batch; what
+                counts over ranks. A domain with none counts as absent.
 
         Raises:
             ValueError: as `domain`; or a module couples examples (batch statistics).
@@ -286,7 +286,7 @@ class DoGEOptimizer(OptimizerWrapper):
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        if self._step.is_complete:
+        if self._step.entries.are_complete:
             with self._step.dropped_on_failure():
                 self.combine()
 
@@ -320,15 +320,15 @@ class DoGEOptimizer(OptimizerWrapper):
                 )
             return
         params = step.parameters
-        scale = scale_of(grad_scale, self._scaler, params.params[0].device)
         self._weights.last = combine(
-            step.blocks(),
+            step.blocks(self._weights.settings()),
             self._weights,
             step.subset,
-            present=step.names,
+            step.entries.exchange,
+            present=step.entries.seen,
             selected=params.selected_ids(),
             lr=params.lr,
-            grad_scale=scale,
+            grad_scale=scale_of(grad_scale, self._scaler, params.params[0].device),
             decided=lambda skipped: step.flag.send(skipped, self.inner),
         )
         step.state = StepState.COMBINED
@@ -358,7 +358,7 @@ class DoGEOptimizer(OptimizerWrapper):
             if self._step.is_of_others():
                 self.inner.step()
                 return loss
-            self._step.refuse_partial()
+            self._step.entries.refuse_partial()
             self.combine()
         self._step.parameters.refuse_other_lr(self.last)
         with phase("inner_step"):

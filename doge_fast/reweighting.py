@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,6 +145,27 @@ class DomainWeights:
         parts = {name: view.clone() for name, view in state_views(self._state_S)._asdict().items()}
         return parts | {name: parts[name].long() for name in COUNTS}
 
+    def record(self) -> dict[str, Any]:
+        """What weights.json says of them (docs/weights.md). Waits for the device."""
+        values = (self.read(name).tolist() for name in ("alpha_mean", "alpha"))
+        columns = zip(self.objective.domains, *values, strict=True)
+        return {
+            "method": "doge",
+            "score": self.rule.score.name,
+            "target": self.objective.target,
+            "mu": self.rule.mu,
+            "domains": [{"name": n, "weight": w, "weight_last": last} for n, w, last in columns],
+            "steps": int(self.read("num_steps")),
+            "versions": {"torch": torch.__version__},
+        }
+
+    def settings(self) -> dict[str, object]:
+        """What must be the same on all ranks, by the name that a message gives it."""
+        return {
+            "the domains or the target": [self.objective.domains, self.objective.target],
+            "the settings of DoGEOptimizer": repr(self.rule),
+        }
+
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Continue from what `state` gave."""
         for name, view in state_views(self._state_S)._asdict().items():
@@ -242,6 +264,11 @@ class DomainWeights:
             f"(it is {self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is "
             "off, or smoothing=0.1."
         )
+
+    @property
+    def shared_state(self) -> Tensor:
+        """The state itself, no copy: for ranks that take over that of another."""
+        return self._state_S
 
     def snapshot(self) -> Tensor:
         """What `retract` needs to take a step back."""

@@ -29,15 +29,11 @@ from doge_fast.layers.token_sums import Fill, TokenSum
 from doge_fast.simplex import is_integer
 
 
-def segments_of(sizes: Mapping[str, int], slot_of: Callable[[str], int]) -> list[Segment]:
-    """Where each domain lies in a batch that is sorted by domain.
+def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The domains that have examples in a batch, and their numbers.
 
     Args:
         sizes: number of examples of each domain, in the order of the batch.
-        slot_of: the row of the buffer of a domain that has examples.
-
-    Returns:
-        One segment for each domain that has examples, in their order.
 
     Raises:
         ValueError: it is no mapping, a size is no number of examples, or all are zero.
@@ -52,10 +48,19 @@ def segments_of(sizes: Mapping[str, int], slot_of: Callable[[str], int]) -> list
             raise ValueError(f"sizes must be numbers of examples; {name!r} has {size!r}.")
     if not sum(sizes.values()):
         raise ValueError(f"stacked() needs a batch with at least one example; got {sizes}.")
+    return {name: size for name, size in sizes.items() if size}
+
+
+def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[Segment]:
+    """Where each domain lies in a batch that is sorted by domain.
+
+    Args:
+        sizes: as `sizes_of` gives them.
+        row_of: the row of the buffer of a domain.
+    """
     segments, first = [], 0
     for name, size in sizes.items():
-        if size:
-            segments.append(Segment(slot_of(name), first, first + size))
+        segments.append(Segment(row_of(name), first, first + size))
         first += size
     return segments
 

@@ -14,24 +14,24 @@ is left alone; the next `domain()` or `step()` refuses what a backward pass has 
 
 import enum
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from doge_fast.flat_buffer import Block, FlatBuffer
+from doge_fast import simplex
+from doge_fast.distributed.wrappers import bare, without_reduction
+from doge_fast.entries import WAY_TO_ACCUMULATE, Absent, Entries
+from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
 from doge_fast.parameters import TrackedParameters
-from doge_fast.simplex import is_integer
-from doge_fast.stacked import StackedModel, segments_of
+from doge_fast.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.subset import Subset
 from doge_fast.tracing import outside_graphs
-from doge_fast.wrapper import SkipFlag, check_one_process
-
-Absent = Literal["error", "keep"]
+from doge_fast.wrapper import SkipFlag
 
 
 class StepState(enum.Enum):
@@ -50,7 +50,8 @@ class StepState(enum.Enum):
 class OpenDomain:
     """The domain that is open, or the domains of a stacked pass."""
 
-    names: Sequence[str]
+    counts: Mapping[str, float]
+    """By domain; what weighs this rank's gradient in the mean over ranks."""
     row: int | None
     """Of the buffer; None in a stacked pass, whose modules write the rows themselves."""
     has_received: bool = False
@@ -75,6 +76,7 @@ class Step:
         buffer_dtype: of the rows; None: that of each gradient.
         absent: "error" or "keep": what `blocks` does about a domain that was not entered.
         micro_batches: times that each domain is entered in a step; None: any number.
+        process_group: the ranks; None: the default group, where there is one.
 
     Raises:
         ValueError: an argument outside its range.
@@ -88,24 +90,25 @@ class Step:
         buffer_dtype: torch.dtype | None,
         absent: Absent,
         micro_batches: int | None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        if absent not in ("error", "keep"):
-            raise ValueError(f"absent must be 'error' or 'keep'; got {absent!r}.")
-        if micro_batches is not None and not (is_integer(micro_batches) and micro_batches > 0):
-            raise ValueError(
-                "micro_batches must be the number of times that each domain is entered in a step, "
-                f"at least 1, or None for any number; got {micro_batches!r}."
-            )
         self.parameters = parameters
         self.subset = subset
         self.buffer = FlatBuffer(subset.num_rows, buffer_dtype)
-        self.absent: Absent = absent
-        self.micro_batches = micro_batches
+        self.entries = Entries(
+            parameters,
+            subset,
+            self.buffer,
+            absent=absent,
+            micro_batches=micro_batches,
+            process_group=process_group,
+        )
         self._start()
 
     def _start(self) -> None:
         self.state = StepState.EMPTY
-        self._entered: Counter[str] = Counter()
+        self.entries.clear()
+        self.entries.forget_ranks()
         self._open: OpenDomain | None = None
         self._stacked_model: StackedModel | None = None
         self.flag = SkipFlag()
@@ -115,7 +118,7 @@ class Step:
 
     def __getstate__(self) -> dict[str, Any]:
         """What is kept between steps. A copy starts with an empty step."""
-        lasting = ("parameters", "subset", "buffer", "absent", "micro_batches")
+        lasting = ("parameters", "subset", "buffer", "entries")
         return {name: getattr(self, name) for name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,39 +134,45 @@ class Step:
     # Domains.
 
     @contextmanager
-    def domain(self, name: str) -> Iterator[None]:
+    def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
         """Gradients of backward passes inside belong to domain `name`."""
-        row = self._row_of(name)
+        if not simplex.is_number(count) or not 0 < count < float("inf"):
+            raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
+        self._check_name(name)
         self._prepare((name,))
-        with self._opened((name,), row):
+        with self._opened({name: count}, self.entries.row_of(name)):
             yield
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
         """One backward pass inside gives every domain of a batch sorted by domain its gradient."""
-        segments = segments_of(sizes, self._row_of)
-        names = tuple(name for name, size in sizes.items() if size)
-        self._prepare(names)
-        stacked_model = self._stacked_model_of(model)
-        with self._opened(names, None) as opened:
+        sizes_here = sizes_of(sizes)
+        for name in sizes_here:
+            self._check_name(name)
+        self._prepare(tuple(sizes_here))
+        self._refuse_shards()
+        segments = segments_of(sizes, self.entries.row_of)
+        stacked_model = self._stacked_model_of(bare(model))
+        with self._opened(sizes_here, None) as opened:
             with stacked_model.recording(segments):
                 yield
             opened.has_received = stacked_model.has_written
 
     @contextmanager
-    def _opened(self, names: Sequence[str], row: int | None) -> Iterator[OpenDomain]:
-        opened = self._open = OpenDomain(names, row)
+    def _opened(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
+        opened = self._open = OpenDomain(counts, row)
         try:
-            with self.dropped_on_failure():
+            with self.dropped_on_failure(), self.entries.told_on_failure(), without_reduction():
                 yield opened
                 if self.parameters.has_noted:
                     self._collect(opened)
                 self.buffer.flush()
+                self._refuse_reduced()
+                if not opened.has_received:
+                    raise RuntimeError(_nothing_received(opened))
         finally:
             self._open = None
-        if not opened.has_received:
-            raise RuntimeError(_nothing_received(opened))
-        self._entered.update(names)
+        self.entries.add(counts)
         if self.state is not StepState.DROPPED:
             self.state = StepState.COLLECTED
 
@@ -179,6 +188,8 @@ class Step:
         if grad is None:
             # Its module has written the rows by itself.
             return
+        if self.entries.exchange.has_shards:
+            grad = local_gradient(param, grad)
         self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
         opened.has_received = True
 
@@ -187,14 +198,16 @@ class Step:
     def _collect(self, opened: OpenDomain) -> None:
         """Take the gradients that are in `p.grad`."""
         params, grads = self.parameters.take()
+        if self.entries.exchange.has_shards:
+            grads = list(map(local_gradient, params, grads))
         if params:
             self.buffer.receive_all(opened.row_for(params[0], self.parameters), params, grads)
             opened.has_received = True
 
-    def _row_of(self, name: str) -> int:
-        """The row of the buffer that is the domain's in this step."""
+    def _check_name(self, name: str) -> None:
+        """Refuse a domain that is not one of this step's."""
         if self.subset.holds(name):
-            return self.subset.slot_of(name)
+            return
         if name in self.subset.all_rows:
             raise ValueError(
                 f"domain {name!r} is not one of this step's, {list(self.subset.domains)}: "
@@ -223,10 +236,9 @@ class Step:
         if self.state in (StepState.EMPTY, StepState.ZEROED):
             self._begin()
         for name in names:
-            self._refuse_once_more(name)
+            self.entries.refuse_once_more(name)
 
     def _begin(self) -> None:
-        check_one_process()
         for param in self._hook():
             if param.grad is None:
                 continue
@@ -239,21 +251,15 @@ class Step:
 
     def _refuse_after_combining(self) -> None:
         if any(param.grad is not None for param in self.parameters.params):
+            most = self.entries.micro_batches
             how = (
                 "combine() has been called"
-                if self.micro_batches is None
-                else f"every domain has been entered micro_batches={self.micro_batches} times"
+                if most is None
+                else f"every domain has been entered micro_batches={most} times"
             )
             raise RuntimeError(
                 f"{how} in this step, so its gradients are combined: call optimizer.step() and "
-                "zero_grad() before the next domain. " + _WAY_TO_ACCUMULATE
-            )
-
-    def _refuse_once_more(self, name: str) -> None:
-        if self.micro_batches is not None and self._entered[name] >= self.micro_batches:
-            raise RuntimeError(
-                f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
-                f"this step already. {_WAY_TO_ACCUMULATE}"
+                "zero_grad() before the next domain. " + WAY_TO_ACCUMULATE
             )
 
     def _stacked_model_of(self, model: nn.Module) -> StackedModel:
@@ -263,58 +269,60 @@ class Step:
         return self._stacked_model
 
     def _name_of_open(self) -> str:
-        return "" if self._open is None else ", ".join(self._open.names)
+        return "" if self._open is None else ", ".join(self._open.counts)
 
     # What has been collected.
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The domains that have a gradient in this step."""
-        return frozenset(self._entered)
+    def _refuse_shards(self) -> None:
+        if self.entries.exchange.has_shards:
+            raise RuntimeError(
+                "stacked() needs whole parameters, and those of a sharded model exist in parts. "
+                "Run one domain after another, with optimizer.domain(name)."
+            )
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every domain has been entered as often as `micro_batches` says."""
-        most = self.micro_batches
-        return most is not None and all(self._entered[name] == most for name in self.subset.rows)
+    def _refuse_reduced(self) -> None:
+        """Refuse gradients that something between ranks has put back behind our hooks."""
+        if self.entries.exchange.num_ranks > 1 and any(
+            param.grad is not None for param in self.parameters.params
+        ):
+            raise RuntimeError(
+                "something has put a p.grad back inside a domain, as wrappers do that reduce "
+                "gradients over ranks by themselves (torch's replicate(), for one). The optimizer "
+                "reduces them: wrap the model in DistributedDataParallel, or not at all."
+            )
 
     @property
     def has_combined_by_itself(self) -> bool:
         """Whether the step was complete and has been combined."""
-        return self.state is StepState.COMBINED and self.is_complete
+        return self.state is StepState.COMBINED and self.entries.are_complete
 
-    def blocks(self) -> list[Block]:
+    def blocks(self, settings: Mapping[str, object]) -> list[Block]:
         """The rows of all parameters that a domain gave a gradient, for combining.
 
+        Args:
+            settings: what must be the same on all ranks.
+
         Raises:
-            RuntimeError: the step is combined already, a domain is missing, or a parameter has a
-                `p.grad` that no domain gave it.
+            RuntimeError: the step is combined already, a domain is missing, a parameter has a
+                `p.grad` that no domain gave it; or the ranks differ, or one has failed.
         """
-        if self.state is StepState.COMBINED:
-            raise RuntimeError("combine() has been called in this step; call step() next.")
-        self.refuse_stray()
-        self._check_complete()
-        params = self.parameters.look_up()
+        with self.entries.told_on_failure():
+            if self.state is StepState.COMBINED:
+                raise RuntimeError("combine() has been called in this step; call step() next.")
+            self.refuse_stray()
+            params = self.parameters.look_up()
+            if self.entries.any_here:
+                self._refuse_given(params)
+        is_dropped = self.state is StepState.DROPPED
+        dtypes = self.entries.agree(params, settings, is_dropped=is_dropped)
+        return self.buffer.touched(params, dtypes)
+
+    def _refuse_given(self, params: Sequence[Tensor]) -> None:
         if (param := next((p for p in params if p.grad is not None), None)) is not None:
             raise RuntimeError(
                 f"{self.parameters.name_of(param)} has a p.grad that no domain gave it, which "
                 "would be stepped on unweighted or be replaced. Run that backward pass inside a "
                 "domain as well, or step on it before the domains of this step."
-            )
-        return self.buffer.touched(params)
-
-    def _check_complete(self) -> None:
-        missing = [name for name in self.subset.rows if name not in self._entered]
-        if missing and self.state is StepState.DROPPED:
-            raise RuntimeError(
-                f"an exception inside a domain dropped this step's gradients; missing {missing}. "
-                "Call optimizer.zero_grad() and run the domains of this step again."
-            )
-        if missing and (self.absent == "error" or not self._entered):
-            raise RuntimeError(
-                f"step() needs a gradient from every domain; missing {missing} of "
-                f"{list(self.subset.rows)}. Run backward for them inside "
-                "optimizer.domain(name), or pass absent='keep' if an absent domain is intended."
             )
 
     def is_of_others(self) -> bool:
@@ -345,17 +353,6 @@ class Step:
                 "without domains."
             )
         self.parameters.forget()
-
-    def refuse_partial(self) -> None:
-        """Raise RuntimeError if some domain has been entered, and less often than agreed."""
-        most = self.micro_batches or 1
-        partial = [name for name, count in self._entered.items() if count < most]
-        if partial and self.absent == "error":
-            raise RuntimeError(
-                f"step() needs every domain micro_batches={most} times; {partial} came less often. "
-                "Call combine() where a step ends early, as the last of an epoch may, or pass "
-                "micro_batches=None."
-            )
 
     def refuse_inside_a_domain(self, what: str) -> None:
         """Raise RuntimeError if a domain is open."""
@@ -403,15 +400,9 @@ class Step:
 
     def _clear_rows(self) -> None:
         self.buffer.clear()
-        self._entered.clear()
+        self.entries.clear()
         self.parameters.forget()
         self.state = StepState.EMPTY
-
-
-_WAY_TO_ACCUMULATE = (
-    "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
-    "for any number, with which combine() or step() ends the step."
-)
 
 
 def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
@@ -433,7 +424,8 @@ def _nothing_received(opened: OpenDomain) -> str:
             "and loss.backward() inside it, on the model that it was given."
         )
     return (
-        f"no parameter of the optimizer received a gradient inside domain({opened.names[0]!r}). "
+        "no parameter of the optimizer received a gradient inside "
+        f"domain({next(iter(opened.counts))!r}). "
         "Run loss.backward() inside it. If you did, the model's parameters were replaced after "
         "the optimizer was built: build it from the model's present ones; or another "
         "DoGEOptimizer on the same parameters, inside a domain of its own, has taken the gradient."

@@ -114,19 +114,6 @@ def _check_wraps(optimizer: Optimizer) -> None:
         )
 
 
-def check_one_process() -> None:
-    """Raise RuntimeError if torch.distributed has several processes."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-        if size > 1:
-            raise RuntimeError(
-                f"DoGEOptimizer learns domain weights in one process; torch.distributed has {size} "
-                "here, each of which would learn its own weights from its own gradients. Learn the "
-                "weights with a smaller proxy in one process, and train with them in many."
-            )
-
-
 class SkipFlag:
     """Where the host reads whether a step is skipped, without waiting for what is queued later."""
 

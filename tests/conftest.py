@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, choose
+from tests.ranks import Ranks
 
 
 def pytest_configure() -> None:
@@ -85,3 +86,11 @@ def nan_memory() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes that are the ranks of a group."""
+    kept = Ranks()
+    yield kept
+    kept.close()

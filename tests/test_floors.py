@@ -13,7 +13,8 @@ FLOORS = [
     for line in """
     doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
         doge_fast.tracing doge_fast.alternation doge_fast.weights_file doge_fast.projection
-    doge_fast.kernels doge_fast.wrapper doge_fast.group_dro
+    doge_fast.kernels doge_fast.wrapper doge_fast.group_dro doge_fast.sampling \
+        doge_fast.distributed.wrappers
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
     doge_fast.layers.by_slices doge_fast.layers.token_sums
@@ -22,8 +23,11 @@ FLOORS = [
     doge_fast.layers.norms
     doge_fast.layers.registry
     doge_fast.example_norms
-    doge_fast.reweighting doge_fast.subset doge_fast.cancellation doge_fast.distributed
-    doge_fast.stacked doge_fast.combining
+    doge_fast.reweighting doge_fast.subset doge_fast.cancellation doge_fast.exchange
+    doge_fast.distributed.company
+    doge_fast.distributed.data_parallel doge_fast.distributed.sharded
+    doge_fast.distributed.exchanges
+    doge_fast.stacked doge_fast.combining doge_fast.entries
     doge_fast.step doge_fast.losses
     doge_fast.checkpoint
     doge_fast.optimizer doge_fast.reference

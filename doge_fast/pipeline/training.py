@@ -1,5 +1,6 @@
 """What every stage tells Trainer, on which device, and what says that a run is complete."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -96,6 +97,12 @@ def training_arguments(
 
 def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
     """Raise ValueError where a setting is out of its range, or the device is not there."""
+    if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"a stage runs in one process, and a launcher has started {num_processes}, which would "
+            "all write this run. Start it without torchrun; in a loop of your own DoGEOptimizer "
+            "learns one set of weights over all processes (docs/how-to/several-processes.md)."
+        )
     device_of(config.device, needs_float64=needs_float64)
     positive = ("steps", "learning_rate", "max_grad_norm", "eval_blocks")
     for name in positive if config.eval_every is None else (*positive, "eval_every"):

@@ -345,3 +345,21 @@ def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(
     assert [step for step, _ in recipe.logged[0::2]] == [1, 2]
     with pytest.raises(ValueError, match="set it False"):
         recipe._setup_optimizer({"lr": 0.1}, optimizer_in_bwd=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_ranks_learn_what_one_process_learns(tmp_path: Path, run: Run, wrap: str) -> None:
+    one = printed_weights(run("distributed_loop", "--steps", "40"))
+    printed = printed_by(
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *(EXAMPLES / "distributed_loop.py", "--steps", "40", "--wrap", wrap, "--out", "ranks"),
+        cwd=tmp_path,
+    )
+    assert printed_weights(printed) == one
+    alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
+    assert together == pytest.approx(alone, rel=1e-4)
+
+
+def test_several_processes_find_the_known_answer(run: Run) -> None:
+    assert_known_answer(printed_weights(run("distributed_loop")))

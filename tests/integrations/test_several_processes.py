@@ -1,38 +1,213 @@
-"""torch.distributed: one process trains as without it, several are refused in words."""
+"""Ranks train what one process trains, in every form."""
 
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import multiprocessing
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from tests.integrations.small import loss_of, train, wrapped
+from doge_fast import DoGEOptimizer
+from doge_fast.sampling import pieces
+from tests.ranks import Ranks
+
+DOMAINS = ("a", "b", "c", "d")
+STEPS = 6
+
+Wrap = Callable[[nn.Module], nn.Module]
+Sizes = Mapping[str, int]
 
 
-def run_rank(rank: int, size: int, store: str) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
-    )
-    try:
-        model, optimizer = wrapped()
-        if size == 1:
-            train(model, optimizer, range(2))
-            assert optimizer.num_steps == 2
-            return
-        entered = (optimizer.domain("a"), optimizer.stacked(model, {"a": 5}))
-        for context in entered:
-            with pytest.raises(RuntimeError, match=rf"one process; torch.distributed has {size}"):
-                context.__enter__()
-        # Nothing has happened: what steps on gradients of its own still does.
-        loss_of(model, 0).backward()
+def bare(model: nn.Module) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def ddp_views(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def ddp_unused(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def compiled_ddp(model: nn.Module) -> nn.Module:
+    return torch.compile(DistributedDataParallel(model), backend="aot_eager")
+
+
+class Checkpointed(nn.Module):
+    """Computes its activations once more in the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.model, x, use_reentrant=False)
+
+
+def checkpointed_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(Checkpointed(model))
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(3, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
+    return nn.Sequential(*layers).double()
+
+
+def examples(domain: str, step: int, size: int) -> Tensor:
+    """[size, 3] float64: domains differ in where they lie."""
+    row = ord(domain) - ord("a")
+    generator = torch.Generator().manual_seed(1000 * step + row)
+    return torch.randn(size, 3, generator=generator, dtype=torch.float64) + row
+
+
+def losses(outputs: Tensor, domain: str) -> Tensor:
+    """[size] of each example."""
+    return (outputs - (ord(domain) - ord("a"))).square().mean(1)
+
+
+def trained(
+    wrap: Wrap, sizes: Sizes, is_stacked: bool, options: Mapping[str, Any], how: str = ""
+) -> tuple[Tensor, Tensor]:
+    """The parameters and the average weights after some steps.
+
+    Args:
+        wrap: of the model.
+        sizes: of a step's batch.
+        is_stacked: one backward pass for all domains of a rank.
+        options: of the optimizer.
+        how: "halves": in two micro-batches; "scaled": with a GradScaler; "absent": the second step
+            has no c.
+    """
+    rank, num_ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = small_model()
+    wrapped = wrap(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "scaled")
+    arguments: dict[str, Any] = {"domains": list(sizes), "mu": 5.0} | dict(options)
+    if how == "scaled":
+        arguments["scaler"] = scaler
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    optimizer = DoGEOptimizer(inner, **arguments)
+    num_parts = 2 if how == "halves" else 1
+    for step in range(STEPS):
+        here = [name for name in sizes if name in optimizer.domains_of_step]
+        here += [name for name in sizes if name not in optimizer.domains]
+        if how == "absent" and step == 1:
+            here.remove("c")
+        mine = pieces({name: sizes[name] for name in here}, rank, num_ranks)
+        batch = {name: examples(name, step, sizes[name])[slice(*mine[name])] for name in mine}
+        for part in range(num_parts):
+            parts = {name: rows.chunk(num_parts)[part] for name, rows in batch.items()}
+            run(wrapped, optimizer, parts, is_stacked, scaler, 1 / num_parts)
+        if how == "scaled":
+            # A rank cannot know by itself that the last domain has been left somewhere.
+            optimizer.combine()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.num_steps == 0
-    finally:
-        torch.distributed.destroy_process_group()
+    theta_N = torch.cat([param.detach().flatten() for param in model.parameters()])
+    return theta_N, optimizer.alpha_mean
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_one_process_trains_and_several_are_refused(size: int, tmp_path: Path) -> None:
-    multiprocessing.start_processes(
-        run_rank, args=(size, str(tmp_path / "store")), nprocs=size, start_method="spawn"
-    )
+def run(
+    model: nn.Module,
+    optimizer: DoGEOptimizer,
+    batch: Mapping[str, Tensor],
+    is_stacked: bool,
+    scaler: torch.amp.GradScaler,
+    share: float,
+) -> None:
+    """The backward passes of a batch by domain."""
+    if is_stacked and batch:
+        sizes = {name: len(rows) for name, rows in batch.items()}
+        with optimizer.stacked(model, sizes):
+            outputs = model(torch.cat(list(batch.values()))).split(list(sizes.values()))
+            by_domain = zip(outputs, sizes, strict=True)
+            total = sum(losses(output, name).mean() for output, name in by_domain)
+            scaler.scale(share * total).backward()
+        return
+    for name, rows in batch.items():
+        with optimizer.domain(name, count=len(rows)):
+            scaler.scale(share * losses(model(rows), name).mean()).backward()
+
+
+@pytest.mark.parametrize("wrap", [compiled_ddp, checkpointed_ddp])
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
+def test_other_forms_of_the_model(ranks: Ranks, is_stacked: bool, wrap: Wrap) -> None:
+    check(ranks, 2, wrap, UNEQUAL, is_stacked, {})
+
+
+EQUAL = {"a": 4, "b": 4}
+UNEQUAL = {"a": 5, "b": 1, "c": 2, "d": 4}
+
+
+def check(ranks: Ranks, num_ranks: int, *given: Any) -> None:
+    """Ranks end where one process ends, and all of them on the same bits."""
+    _, sizes, _, *rest = given
+    one = trained(bare, sizes, False, *rest)
+    answers = ranks.run(num_ranks, trained, *given)
+    for found in answers:
+        for value, expected, first in zip(found, one, answers[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+            assert torch.equal(value, first)
+
+
+@pytest.mark.parametrize("wrap", [bare, ddp, ddp_views, ddp_unused])
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"),
+    [(2, EQUAL), (2, UNEQUAL), (3, {"a": 4, "b": 4, "c": 4}), (4, {"a": 1, "b": 9})],
+    ids=str,
+)
+def test_ranks_train_what_one_process_trains(
+    ranks: Ranks, num_ranks: int, sizes: Sizes, is_stacked: bool, wrap: Wrap
+) -> None:
+    check(ranks, num_ranks, wrap, sizes, is_stacked, {})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clips": {"max_grad_norm": 0.5, "domain_max_grad_norm": 0.3},
+    "no clips": {"domain_max_grad_norm": None},
+    "published": {"score": "published", "smoothing": 0.1},
+    "selection": {"selection": ["0.weight", "3.bias"]},
+    "selection, uncut": {
+        "selection": ["0.weight"],
+        "domain_max_grad_norm": None,
+        "max_grad_norm": 0.5,
+    },
+    "targets": {"domains": ["a", "b", "c"], "target": {"d": 1.0, "a": 0.5}},
+    "a few of many": {"domains_per_step": 2, "seed": 5},
+    "any number": {"micro_batches": None},
+    "rows of another type": {"buffer_dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
+def test_what_composes(ranks: Ranks, is_stacked: bool, name: str) -> None:
+    check(ranks, 3, ddp, UNEQUAL, is_stacked, OPTIONS[name])
+
+
+LOOPS: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "halves": ({"a": 8, "b": 4, "c": 4, "d": 8}, {"micro_batches": 2}),
+    "scaled": (UNEQUAL, {"max_grad_norm": 0.5}),
+    "absent": (UNEQUAL, {"absent": "keep"}),
+}
+
+
+@pytest.mark.parametrize("how", LOOPS)
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
+def test_loops_compose(ranks: Ranks, is_stacked: bool, how: str) -> None:
+    sizes, options = LOOPS[how]
+    check(ranks, 2, ddp, sizes, is_stacked, options, how)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from doge_fast import DoGEOptimizer, combining
+from doge_fast import DoGEOptimizer, exchange
 from doge_fast.wrapper import SkipFlag
 
 
@@ -194,7 +194,7 @@ class TestSkipFlag:
     ) -> None:
         """Right after the K x K step; where the combined gradient decides, after that."""
         order: list[Any] = []
-        send, weigh = SkipFlag.send, combining.weighted_gradients
+        send, weigh = SkipFlag.send, exchange.weighted_gradients
 
         def noted_send(self: SkipFlag, skipped: Tensor, inner: Any) -> None:
             order.append(skipped)
@@ -205,7 +205,7 @@ class TestSkipFlag:
             return weigh(*args)
 
         monkeypatch.setattr(SkipFlag, "send", noted_send)
-        monkeypatch.setattr(combining, "weighted_gradients", noted_weigh)
+        monkeypatch.setattr(exchange, "weighted_gradients", noted_weigh)
         selection = {"selection": ["0.weight"]} if is_cut_afterwards else {}
         optimizer = run(FusedSGD, max_grad_norm=1.0, **selection)
         expected = [False, True] if is_cut_afterwards else [True, False]

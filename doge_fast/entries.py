@@ -1,0 +1,199 @@
+"""Which domains of a step have been entered, on this rank and on the others.
+
+A domain is entered `micro_batches` times in a step. With several ranks each has domains of its own,
+and no rank knows what another has entered until they tell each other, once, when the step is
+combined.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from doge_fast import simplex
+from doge_fast.distributed.exchanges import exchange_of
+from doge_fast.exchange import Exchange, Report
+from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.parameters import TrackedParameters
+from doge_fast.subset import Subset
+
+Absent = Literal["error", "keep"]
+
+WAY_TO_ACCUMULATE = (
+    "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
+    "for any number, with which combine() or step() ends the step."
+)
+
+
+class Entries:
+    """The domains that have been entered in the step under way.
+
+    Args:
+        parameters: those that the wrapped optimizer trains.
+        subset: the domains of a step.
+        buffer: whose rows the domains have.
+        absent: "error" or "keep": what becomes of a step without some domain.
+        micro_batches: times that each domain is entered in a step; None: any number.
+        process_group: the ranks; None: the default group, where there is one.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+
+    def __init__(
+        self,
+        parameters: TrackedParameters,
+        subset: Subset,
+        buffer: FlatBuffer,
+        *,
+        absent: Absent,
+        micro_batches: int | None,
+        process_group: ProcessGroup | None,
+    ) -> None:
+        if absent not in ("error", "keep"):
+            raise ValueError(f"absent must be 'error' or 'keep'; got {absent!r}.")
+        if micro_batches is not None and not (
+            simplex.is_integer(micro_batches) and micro_batches > 0
+        ):
+            raise ValueError(
+                "micro_batches must be the number of times that each domain is entered in a step, "
+                f"at least 1, or None for any number; got {micro_batches!r}."
+            )
+        self.micro_batches = micro_batches
+        self._absent = absent
+        self._trained = parameters
+        self._subset = subset
+        self._buffer = buffer
+        self._process_group = process_group
+        self._exchange: Exchange | None = None
+        self._times: Counter[str] = Counter()
+        # In the order of the rows of the buffer.
+        self._counts: dict[str, float] = {}
+        self.seen: frozenset[str] = frozenset()
+        """The domains that have a gradient on some rank, as last agreed on."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """Between the ranks; settled when the first domain is entered."""
+        if self._exchange is None:
+            self._exchange = exchange_of(self._process_group, self._trained.params)
+            if self._exchange.num_ranks > 1:
+                # Rows of this rank's own domains alone.
+                self._buffer.num_rows = 0
+        return self._exchange
+
+    def forget_ranks(self) -> None:
+        """Look for the other ranks anew: in a copy, which other processes may use."""
+        self._exchange = None
+
+    @property
+    def any_here(self) -> bool:
+        """Whether a domain has been entered on this rank."""
+        return bool(self._counts)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether every domain has been entered here as often as `micro_batches` says."""
+        most = self.micro_batches
+        return most is not None and all(self._times[name] == most for name in self._subset.rows)
+
+    def row_of(self, name: str) -> int:
+        """The row of this rank's buffer that is the domain's in this step."""
+        self._counts.setdefault(name, 0.0)
+        if self.exchange.num_ranks == 1:
+            return self._subset.slot_of(name)
+        self._buffer.num_rows = max(self._buffer.num_rows, len(self._counts))
+        return list(self._counts).index(name)
+
+    def add(self, counts: Mapping[str, float]) -> None:
+        """Note that domains have been left, with what counts for each."""
+        self._times.update(counts.keys())
+        for name, count in counts.items():
+            self._counts[name] += count
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self._times.clear()
+        self._counts.clear()
+
+    # What is refused.
+
+    def refuse_once_more(self, name: str) -> None:
+        """Raise RuntimeError if the domain has been entered as often as agreed."""
+        if self.micro_batches is not None and self._times[name] >= self.micro_batches:
+            raise RuntimeError(
+                f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
+                f"this step already. {WAY_TO_ACCUMULATE}"
+            )
+
+    def refuse_partial(self) -> None:
+        """Raise RuntimeError if some domain has been entered, and less often than agreed."""
+        most = self.micro_batches or 1
+        partial = [name for name, times in self._times.items() if times < most]
+        if partial and self._absent == "error":
+            raise RuntimeError(
+                f"step() needs every domain micro_batches={most} times; {partial} came less often. "
+                "Call combine() where a step ends early, as the last of an epoch may, or pass "
+                "micro_batches=None."
+            )
+
+    def _refuse_missing(self, *, is_dropped: bool) -> None:
+        missing = [name for name in self._subset.rows if name not in self.seen]
+        if missing and is_dropped:
+            raise RuntimeError(
+                f"an exception inside a domain dropped this step's gradients; missing {missing}. "
+                "Call optimizer.zero_grad() and run the domains of this step again."
+            )
+        if missing and (self._absent == "error" or not self.seen):
+            raise RuntimeError(
+                f"step() needs a gradient from every domain; missing {missing} of "
+                f"{list(self._subset.rows)}. Run backward for them inside "
+                "optimizer.domain(name), or pass absent='keep' if an absent domain is intended."
+            )
+
+    # With the other ranks.
+
+    def agree(
+        self, params: Sequence[Tensor], settings: Mapping[str, object], *, is_dropped: bool
+    ) -> Sequence[torch.dtype | None]:
+        """Tell the other ranks what has been entered, and hear what they have.
+
+        Args:
+            params: that are trained.
+            settings: what must be the same on all ranks, by the name that a message gives it.
+            is_dropped: an exception has dropped what had been collected here.
+
+        Returns:
+            Of each parameter's rows the dtype on all ranks; None where it has no gradient anywhere.
+
+        Raises:
+            RuntimeError: a domain is missing; or the ranks differ, or one has failed.
+        """
+        dtypes = self._buffer.dtypes_of(params)
+        if self.exchange.num_ranks > 1:
+            lr = self._trained.lr
+            settings = {
+                **settings,
+                "the learning rate": None if isinstance(lr, Tensor) else float(lr),
+                "micro_batches or absent": [self.micro_batches, self._absent],
+                "the draw of domains_per_step": [self._subset.draws, self._subset.rows],
+                "the parameters that are trained": [list(param.shape) for param in params],
+            }
+        report = Report(self._counts, params, dtypes, settings)
+        agreement = self.exchange.agree(self._subset.rows, report)
+        self.seen = agreement.seen
+        self._refuse_missing(is_dropped=is_dropped)
+        return agreement.dtypes
+
+    @contextmanager
+    def told_on_failure(self) -> Iterator[None]:
+        """Tell the other ranks if the block raises: they would wait for this one."""
+        try:
+            yield
+        except Exception:
+            self.exchange.fail(self._subset.rows, len(self._trained.look_up()))
+            raise

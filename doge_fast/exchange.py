@@ -1,0 +1,200 @@
+"""What a step asks of the ranks that share it: four verbs, and what one process answers.
+
+Each of n ranks has the gradients of its own domains, over all columns. The Gram matrix needs all
+rows of a column side by side, and is a sum over columns. So an all-to-all turns the rows round:
+afterwards a rank has every row of its own columns. It multiplies them there; the K x K partial
+results are gathered and added in the order of the ranks; each rank sums its own columns with the
+new weights; an all-gather delivers the sums. With F pieces of rows over all ranks a rank sends
+(1 + F / n) (n - 1) / n N elements, where plain data parallelism sends 2 (n - 1) / n N.
+
+A domain that several ranks have entered has its gradient in pieces: it is their mean, weighted by
+their counts. All that follows is linear in the rows. So pieces stay rows of their own, and with
+A [R, F], the share of each piece in its row, the Gram matrix is A G_F A^T and the coefficients of
+the pieces are A^T c.
+
+`doge_fast.distributed` has the ranks; nothing here talks.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from doge_fast.flat_buffer import Block, weighted_gradients
+from doge_fast.kernels import gram
+
+# Shards begin on as many elements as rows of the flat buffer do.
+ALIGNMENT = 64
+# Columns that travel in one call; they exist twice while they do.
+BUCKET_COLUMNS = 1 << 24
+
+
+class Report(NamedTuple):
+    """What a rank tells the others of its step."""
+
+    counts: Mapping[str, float]
+    """{domain: count} of those that were entered here, in the order of their rows here."""
+    params: Sequence[Tensor]
+    """That are trained."""
+    dtypes: Sequence[torch.dtype | None]
+    """Of each parameter's rows; None where no domain here gave it a gradient."""
+    settings: Mapping[str, object]
+    """What must be the same on all ranks, by the name that a message gives it; as JSON has it."""
+
+
+class Agreement(NamedTuple):
+    """What all ranks together have."""
+
+    seen: frozenset[str]
+    """Domains that have a gradient somewhere."""
+    dtypes: Sequence[torch.dtype | None]
+    """Of each parameter's rows; None where it has no gradient anywhere."""
+
+
+class Bucket(NamedTuple):
+    """Blocks that travel together, their columns one after another, padded to n equal shards."""
+
+    blocks: tuple[Block, ...]
+    num_columns: int
+    """Of a shard."""
+
+    def cuts(self, num_ranks: int) -> Iterator[tuple[int, Block, slice, slice]]:
+        """(shard, block, columns of the shard, columns of the block) of all that overlap."""
+        first = 0
+        for block in self.blocks:
+            last = first + block.num_columns
+            for shard in range(first // self.num_columns, num_ranks):
+                start, stop = shard * self.num_columns, (shard + 1) * self.num_columns
+                low, high = max(first, start), min(last, stop)
+                if low >= high:
+                    break
+                there = slice(low - start, high - start)
+                yield shard, block, there, slice(low - first, high - first)
+            first = last
+
+
+class Columns(NamedTuple):
+    """All rows of the columns that a rank computes with."""
+
+    buckets: Sequence[Bucket]
+    """Whose columns they are part of."""
+    rows: Sequence[Tensor]
+    """[F, columns] of each bucket: pieces of rows, those of rank 0 first."""
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All of them, in the order of the buckets."""
+        return [block for bucket in self.buckets for block in bucket.blocks]
+
+    def split(self, selected: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """The rows of the parameters with these ids, and those of the others."""
+        inside: list[Tensor] = []
+        outside: list[Tensor] = []
+        for bucket, rows_FC in zip(self.buckets, self.rows, strict=True):
+            is_inside = id(bucket.blocks[0].param) in selected
+            (inside if is_inside else outside).append(rows_FC)
+        return inside, outside
+
+
+class Exchange(Protocol):
+    """What `combining.combine` asks of the ranks."""
+
+    num_ranks: int
+    has_shards: bool
+    """Whether parameters and gradients are DTensors."""
+
+    def agree(self, rows: Sequence[str], report: Report) -> Agreement:
+        """Tell the others, and hear of them.
+
+        Args:
+            rows: names of the rows of this step, in their order.
+            report: of this rank.
+
+        Raises:
+            RuntimeError: ranks differ in what must be the same, or one has dropped its step; the
+                same sentence on all of them.
+        """
+
+    def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
+        """All rows of this rank's columns of the blocks.
+
+        Args:
+            blocks: of all parameters that have a gradient on any rank.
+            apart: ids of parameters that share no bucket with others.
+        """
+
+    def summed(self, rows: Sequence[Tensor]) -> Tensor:
+        """[R, R] float64: the Gram matrix over all ranks.
+
+        Args:
+            rows: at least one, of the columns that `complete` gave this rank.
+        """
+
+    def deliver(self, columns: Columns, coefficients_R: Tensor, state_S: Tensor) -> list[Tensor]:
+        """sum_r c_r g_r for every block, on all ranks; in the order of the buckets' blocks.
+
+        Args:
+            columns: as `complete` gave them.
+            coefficients_R: [R] float64, of the rows.
+            state_S: the domain weights, which become those of rank 0 to the bit.
+        """
+
+    def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
+        """Scalar float64: of what `deliver` gave, over all columns."""
+
+    def fail(self, rows: Sequence[str], num_params: int) -> None:
+        """Tell the others that this rank has dropped its step; then they raise in `agree`."""
+
+
+class Alone:
+    """One process: it has all rows."""
+
+    num_ranks = 1
+    has_shards = False
+
+    def agree(self, rows: Sequence[str], report: Report) -> Agreement:
+        """What this process has."""
+        return Agreement(frozenset(report.counts), report.dtypes)
+
+    def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
+        """The blocks as they are."""
+        buckets = [Bucket((block,), block.num_columns) for block in blocks]
+        return Columns(buckets, [block.rows_RN for block in blocks])
+
+    def summed(self, rows: Sequence[Tensor]) -> Tensor:
+        """The Gram matrix of the rows."""
+        gram_RR: Tensor = gram(rows)
+        return gram_RR
+
+    def deliver(self, columns: Columns, coefficients_R: Tensor, state_S: Tensor) -> list[Tensor]:
+        """The weighted sums."""
+        return weighted_gradients(columns.blocks, coefficients_R)
+
+    def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
+        """One pass: their Gram matrix is one number."""
+        norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
+        return norm_11[0, 0]
+
+    def fail(self, rows: Sequence[str], num_params: int) -> None:
+        """There is nobody to tell."""
+
+
+def buckets_of(
+    blocks: Sequence[Block], num_ranks: int, apart: Collection[int] = ()
+) -> list[Bucket]:
+    """The blocks in groups of one device and dtypes, of about `BUCKET_COLUMNS` columns each."""
+    groups: dict[object, list[list[Block]]] = {}
+    for block in blocks:
+        is_apart = id(block.param) in apart
+        kind = (is_apart, block.param.device, block.rows_RN.dtype, block.param.dtype)
+        group = groups.setdefault(kind, [[]])
+        if sum(other.num_columns for other in group[-1]) >= BUCKET_COLUMNS:
+            group.append([])
+        group[-1].append(block)
+    unit = ALIGNMENT * num_ranks
+    return [
+        Bucket(tuple(each), -(-sum(b.num_columns for b in each) // unit) * ALIGNMENT)
+        for group in groups.values()
+        for each in group
+    ]

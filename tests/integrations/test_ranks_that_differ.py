@@ -1,0 +1,225 @@
+"""Ranks that do not do the same: all of them say so, none waits for ever."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from doge_fast import DoGEOptimizer
+from doge_fast.distributed import data_parallel
+from doge_fast.sampling import pieces
+from tests.integrations.test_several_processes import examples, losses, small_model
+from tests.ranks import Ranks
+
+SIZES = {"a": 4, "b": 4}
+
+
+def built(**options: Any) -> tuple[nn.Module, DoGEOptimizer]:
+    model = small_model()
+    lr = options.pop("lr", 0.01)
+    arguments = {"domains": list(SIZES), "mu": 5.0} | options
+    return model, DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=lr), **arguments)
+
+
+def enter(model: nn.Module, optimizer: DoGEOptimizer, name: str, factor: float = 1.0) -> None:
+    with optimizer.domain(name):
+        (factor * losses(model(examples(name, 0, 4)), name).mean()).backward()
+
+
+def own(rank: int) -> str:
+    return list(SIZES)[rank]
+
+
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def raised(work: Callable[[], object]) -> str:
+    """What a call raises, as a RuntimeError says it; empty where it does not."""
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def with_nan() -> tuple[int, bool]:
+    rank = dist.get_rank()
+    model, optimizer = built()
+    before = values(model)
+    enter(model, optimizer, own(rank), factor=float("nan") if rank else 1.0)
+    optimizer.step()
+    return optimizer.num_skipped, torch.equal(values(model), before)
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
+    assert ranks.run(2, with_nan) == [(1, True), (1, True)]
+
+
+def with_exception() -> tuple[str, Tensor]:
+    rank = dist.get_rank()
+    model, optimizer = built()
+    if rank == 1:
+        with pytest.raises(KeyError, match="mine"), optimizer.domain("b"):
+            raise KeyError("mine")
+        said = ""
+    else:
+        enter(model, optimizer, "a")
+        said = raised(optimizer.step)
+    optimizer.zero_grad()
+    enter(model, optimizer, own(rank))
+    optimizer.step()
+    return said, values(model)
+
+
+def test_an_exception_on_one_rank_drops_the_step_on_all(ranks: Ranks) -> None:
+    (said, theta_N), (_, other_N) = ranks.run(2, with_exception)
+    assert said.startswith("this step was dropped on all ranks, since rank 1 raised an exception")
+    model, optimizer = built()
+    for name in SIZES:
+        enter(model, optimizer, name)
+    optimizer.step()
+    torch.testing.assert_close(theta_N, values(model), rtol=0, atol=1e-13)
+    assert torch.equal(theta_N, other_N)
+
+
+def of_other(options: dict[str, Any], is_moved: bool) -> str:
+    rank = dist.get_rank()
+    model, optimizer = built(**(options if rank else {}))
+    if is_moved and rank:
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-9)
+    enter(model, optimizer, own(rank))
+    return raised(optimizer.step)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_moved", "what"),
+    [
+        ({"smoothing": 0.1}, False, "the settings of DoGEOptimizer"),
+        ({"domains": ["b", "a"]}, False, "the domains or the target"),
+        ({"domains": ["a", "b", "c"]}, False, "the number of domains or of parameters"),
+        ({"lr": 0.02}, False, "the learning rate"),
+        ({}, True, "the values of the parameters"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ranks_that_differ_say_in_what(
+    ranks: Ranks, options: dict[str, Any], is_moved: bool, what: str
+) -> None:
+    one, other = ranks.run(2, of_other, options, is_moved)
+    assert one == other
+    assert one.startswith(f"the ranks differ in {what}: rank 1 from rank 0.")
+
+
+def without_a_domain() -> str:
+    model, optimizer = built()
+    enter(model, optimizer, "a")
+    return raised(optimizer.step)
+
+
+def test_a_domain_that_no_rank_has_is_missed_by_all(ranks: Ranks) -> None:
+    one, other = ranks.run(2, without_a_domain)
+    assert one == other
+    assert "missing ['b']" in one
+
+
+def static_graph(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, static_graph=True)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return replicate(model)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """In its place: FSDP1 itself needs an accelerator."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def of_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    model, _ = built()
+    wrapped = wrap(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DoGEOptimizer(inner, domains=list(SIZES), mu=5.0)
+    return raised(lambda: enter(wrapped, optimizer, own(dist.get_rank())))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (static_graph, "DistributedDataParallel(static_graph=True) reduces gradients"),
+        (replicated, "something has put a p.grad back inside a domain"),
+        (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1) cuts parameters"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_reduces_by_itself_is_refused(
+    ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], said: str
+) -> None:
+    for sentence in ranks.run(2, of_wrapper, wrap):
+        assert sentence.startswith(said)
+
+
+def bytes_of(num_domains: int, width: int) -> tuple[int, int, int]:
+    """Bytes that this rank has sent: of rows, of sums; and bytes of the padded parameters."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Linear(width, width, bias=False)
+    names = [f"d{row}" for row in range(num_domains)]
+    sizes = dict.fromkeys(names, 12 // num_domains)
+
+    sent = {"rows": 0, "sums": 0}
+    all_to_all, all_gather = dist.all_to_all_single, data_parallel.all_gather
+
+    def count_rows(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
+        sent["rows"] += here.nbytes - here.itemsize * splits[1][rank]
+        return all_to_all(there, here, *splits, **options)
+
+    def count_sums(there: Tensor, here: Tensor, **options: Any) -> Any:
+        if here.dtype == torch.float32:
+            sent["sums"] += here.nbytes * (num_ranks - 1)
+        return all_gather(there, here, **options)
+
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=names, mu=1.0)
+    dist.all_to_all_single, data_parallel.all_gather = count_rows, count_sums
+    try:
+        for name, (first, last) in pieces(sizes, rank, num_ranks).items():
+            with optimizer.domain(name, count=last - first):
+                model(torch.randn(last - first, width)).square().mean().backward()
+        optimizer.step()
+    finally:
+        dist.all_to_all_single, data_parallel.all_gather = all_to_all, all_gather
+    return sent["rows"], sent["sums"], model.weight.nbytes
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_domains", "over_plain"),
+    [(2, 2, 1.0), (4, 4, 1.0), (4, 2, 1.0), (3, 3, 1.0), (3, 4, 1.5), (4, 3, 1.25)],
+)
+def test_bytes_are_those_of_the_formula(
+    ranks: Ranks, num_ranks: int, num_domains: int, over_plain: float
+) -> None:
+    # A multiple of 64 columns for 2, 3 and 4 ranks: nothing is padded.
+    answers = ranks.run(num_ranks, bytes_of, num_domains, 96)
+    num_bytes = answers[0][2]
+    pieces_of_rows = (
+        num_domains + num_ranks - torch.tensor(num_domains).gcd(torch.tensor(num_ranks))
+    )
+    share = (num_ranks - 1) / num_ranks * num_bytes
+    mean_rows = sum(rows for rows, _, _ in answers) / num_ranks
+    mean_sums = sum(sums for _, sums, _ in answers) / num_ranks
+    assert mean_rows == pytest.approx(int(pieces_of_rows) / num_ranks * share, rel=1e-12)
+    assert mean_sums == pytest.approx(share, rel=1e-12)
+    assert (mean_rows + mean_sums) / (2 * share) == pytest.approx(over_plain, rel=1e-12)

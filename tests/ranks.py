@@ -1,0 +1,88 @@
+"""Processes that are the ranks of a torch.distributed group, kept for all tests of a session."""
+
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+
+MOST = 4
+# Of a collective; tests of ranks that are lost say less.
+TIMEOUT_SECONDS = 30.0
+
+Work = Callable[..., Any]
+
+
+class Ranks:
+    """Up to `MOST` processes that wait for work; importing torch in each costs seconds, once."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(MOST):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, there), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, num_ranks: int, work: Work, *args: Any) -> list[Any]:
+        """What `work(*args)` returns on each of `num_ranks` ranks of a new gloo group.
+
+        Args:
+            num_ranks: at most `MOST`.
+            work: a function of a module, which each process imports.
+            args: that can be pickled.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self._pipes[:num_ranks]:
+                pipe.send((num_ranks, str(Path(folder, "store")), work, args))
+            answers = [pipe.recv() for pipe in self._pipes[:num_ranks]]
+        failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join(10)
+            process.kill()
+
+
+@contextmanager
+def group(
+    rank: int, num_ranks: int, store: str, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Iterator[None]:
+    """Be a rank of the default group."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while (order := pipe.recv()) is not None:
+        num_ranks, store, work, args = order
+        try:
+            with group(rank, num_ranks, store):
+                answer = ("", work(*args))
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        pipe.send(answer)
