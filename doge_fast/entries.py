@@ -8,14 +8,14 @@ combined.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from doge_fast import simplex
-from doge_fast.distributed.exchanges import exchange_of
+from doge_fast.distributed.exchanges import default_group, exchange_of
 from doge_fast.exchange import Exchange, Report
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.parameters import TrackedParameters
@@ -69,7 +69,8 @@ class Entries:
         self._subset = subset
         self._buffer = buffer
         self._process_group = process_group
-        self._exchange: Exchange | None = None
+        # With the default group that it was settled for.
+        self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
         # In the order of the rows of the buffer.
         self._counts: dict[str, float] = {}
@@ -78,17 +79,29 @@ class Entries:
 
     @property
     def exchange(self) -> Exchange:
-        """Between the ranks; settled when the first domain is entered."""
+        """Between the ranks."""
         if self._exchange is None:
-            self._exchange = exchange_of(self._process_group, self._trained.params)
-            if self._exchange.num_ranks > 1:
-                # Rows of this rank's own domains alone.
-                self._buffer.num_rows = 0
-        return self._exchange
+            self.meet()
+        assert self._exchange is not None
+        return self._exchange[1]
 
-    def forget_ranks(self) -> None:
-        """Look for the other ranks anew: in a copy, which other processes may use."""
-        self._exchange = None
+    def meet(self) -> None:
+        """Settle who the ranks are, at the begin of a step: a group may be there only now."""
+        world = default_group()
+        if self._exchange is None or self._exchange[0] is not world:
+            exchange = exchange_of(self._process_group, self._trained.params)
+            self._exchange = world, exchange
+            # Of its own domains alone where a rank has whole gradients.
+            self._buffer.num_rows = 0 if exchange.has_own_rows else self._subset.num_rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the other ranks: a copy may be used by other processes."""
+        return self.__dict__ | {"_exchange": None}
+
+    def release(self) -> None:
+        """Give the memory of what has travelled between ranks back."""
+        if self._exchange is not None:
+            self._exchange[1].release()
 
     @property
     def any_here(self) -> bool:
@@ -104,7 +117,7 @@ class Entries:
     def row_of(self, name: str) -> int:
         """The row of this rank's buffer that is the domain's in this step."""
         self._counts.setdefault(name, 0.0)
-        if self.exchange.num_ranks == 1:
+        if not self.exchange.has_own_rows:
             return self._subset.slot_of(name)
         self._buffer.num_rows = max(self._buffer.num_rows, len(self._counts))
         return list(self._counts).index(name)

@@ -34,7 +34,7 @@ class Report(NamedTuple):
     """What a rank tells the others of its step."""
 
     counts: Mapping[str, float]
-    """{domain: count} of those that were entered here, in the order of their rows here."""
+    """{domain: count} in the order of the rows here; 0 for one that was begun and not left."""
     params: Sequence[Tensor]
     """That are trained."""
     dtypes: Sequence[torch.dtype | None]
@@ -103,6 +103,8 @@ class Exchange(Protocol):
     num_ranks: int
     has_shards: bool
     """Whether parameters and gradients are DTensors."""
+    has_own_rows: bool
+    """Whether a rank has rows of its own domains alone, in the order in which it enters them."""
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """Tell the others, and hear of them.
@@ -146,16 +148,21 @@ class Exchange(Protocol):
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others that this rank has dropped its step; then they raise in `agree`."""
 
+    def release(self) -> None:
+        """Give the memory of what has travelled back."""
+
 
 class Alone:
     """One process: it has all rows."""
 
     num_ranks = 1
     has_shards = False
+    has_own_rows = False
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """What this process has."""
-        return Agreement(frozenset(report.counts), report.dtypes)
+        seen = frozenset(name for name, count in report.counts.items() if count)
+        return Agreement(seen, report.dtypes)
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """The blocks as they are."""
@@ -178,6 +185,9 @@ class Alone:
 
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """There is nobody to tell."""
+
+    def release(self) -> None:
+        """Nothing has travelled."""
 
 
 def buckets_of(

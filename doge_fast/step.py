@@ -108,7 +108,6 @@ class Step:
     def _start(self) -> None:
         self.state = StepState.EMPTY
         self.entries.clear()
-        self.entries.forget_ranks()
         self._open: OpenDomain | None = None
         self._stacked_model: StackedModel | None = None
         self.flag = SkipFlag()
@@ -239,6 +238,7 @@ class Step:
             self.entries.refuse_once_more(name)
 
     def _begin(self) -> None:
+        self.entries.meet()
         for param in self._hook():
             if param.grad is None:
                 continue
@@ -383,6 +383,7 @@ class Step:
         self.refuse_inside_a_domain("release()")
         self.clear()
         self.buffer.release()
+        self.entries.release()
         self.parameters.release()
 
     @contextmanager

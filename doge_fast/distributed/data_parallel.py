@@ -20,6 +20,7 @@ class DataParallel:
     """
 
     has_shards = False
+    has_own_rows = True
 
     def __init__(self, company: Company) -> None:
         self.company = company
@@ -40,7 +41,7 @@ class DataParallel:
         self._has_compared = True
         self._note(counts_nR)
         place = {name: row for row, name in enumerate(report.counts)}
-        self._order = [place[name] for name in rows if name in place]
+        self._order = [place[name] for name in rows if report.counts.get(name)]
         return agreement
 
     def fail(self, rows: Sequence[str], num_params: int) -> None:

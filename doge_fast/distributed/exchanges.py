@@ -14,6 +14,11 @@ from doge_fast.exchange import Alone, Exchange
 from doge_fast.flat_buffer import local_of
 
 
+def default_group() -> object:
+    """The group of all processes; None where torch.distributed has none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def exchange_of(group: ProcessGroup | None, params: Sequence[Tensor]) -> Exchange:
     """What the processes are to each other.
 
@@ -24,7 +29,7 @@ def exchange_of(group: ProcessGroup | None, params: Sequence[Tensor]) -> Exchang
     Raises:
         RuntimeError: some parameters are sharded and others are not, or over other processes.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if default_group() is None:
         return Alone()
     if all(local_of(param) is param for param in params):
         group = dist.group.WORLD if group is None else group

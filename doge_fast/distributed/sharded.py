@@ -23,6 +23,7 @@ class Sharded:
     """
 
     has_shards = True
+    has_own_rows = False
 
     def __init__(self, company: Company) -> None:
         self.company = company
@@ -39,6 +40,9 @@ class Sharded:
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others."""
         self.company.fail(rows, num_params)
+
+    def release(self) -> None:
+        """Nothing has travelled."""
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """They are; of what is replicated over ranks one of them counts."""

@@ -1,5 +1,6 @@
 """Ranks that do not do the same: all of them say so, none waits for ever."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,58 @@ def test_an_exception_on_one_rank_drops_the_step_on_all(ranks: Ranks) -> None:
     optimizer.step()
     torch.testing.assert_close(theta_N, values(model), rtol=0, atol=1e-13)
     assert torch.equal(theta_N, other_N)
+
+
+def after_a_step_alone() -> tuple[Tensor, Tensor]:
+    """Two steps, the first before there is a group."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    store = dist.distributed_c10d._get_default_store() if rank is not None else None
+    if rank is not None:
+        dist.destroy_process_group()
+    model, optimizer = built()
+    for name in SIZES:
+        enter(model, optimizer, name)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank is not None:
+        again = dist.PrefixStore("again", store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
+    for name in SIZES if rank is None else [own(rank)]:
+        enter(model, optimizer, name)
+    optimizer.step()
+    return values(model), optimizer.alpha_mean
+
+
+def test_a_group_that_comes_later_is_found(ranks: Ranks) -> None:
+    one = after_a_step_alone()
+    for found in ranks.run(2, after_a_step_alone):
+        for value, expected in zip(found, one, strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-13)
+
+
+def copied_alone() -> tuple[Tensor, Tensor]:
+    """A step over ranks, and one of a copy in which each process is alone."""
+    is_together = dist.is_initialized()
+    model, optimizer = built()
+    for name in [own(dist.get_rank())] if is_together else SIZES:
+        enter(model, optimizer, name)
+    optimizer.step()
+    optimizer.zero_grad()
+    if is_together:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    for name in SIZES:
+        enter(model, optimizer, name)
+    optimizer.step()
+    return values(model), optimizer.alpha_mean
+
+
+def test_a_copy_may_go_on_alone(ranks: Ranks) -> None:
+    one = copied_alone()
+    for found in ranks.run(2, copied_alone):
+        for value, expected in zip(found, one, strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-13)
 
 
 def of_other(options: dict[str, Any], is_moved: bool) -> str:
