@@ -113,15 +113,15 @@ def gains_by_stacking(
     """
     device = torch.device(device)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    tokens = [batch["input_ids"].numel() for batch in inputs.values()]
+    tokens: list[int] = [batch["input_ids"].numel() for batch in inputs.values()]
     most = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
     if model_type not in STACKABLE or max(tokens) > most:
         return False
     capacity = memory_for_us(device)
     if capacity is None:
-        return bool(sum(tokens) <= MOST_TOKENS_TOGETHER)
+        return sum(tokens) <= MOST_TOKENS_TOGETHER
     needed = stacked_bytes(model, inputs, is_mixed=is_mixed)
-    return bool(needed <= MOST_OF_MEMORY * capacity)
+    return needed <= MOST_OF_MEMORY * capacity
 
 
 @functools.cache
