@@ -339,11 +339,19 @@ class FlatBuffer:
         """
         self.flush()
         dtypes = self.dtypes_of(params) if dtypes is None else dtypes
-        blocks = [
-            self._block(param, dtype)
-            for param, dtype in zip(params, dtypes, strict=True)
-            if dtype is not None
-        ]
+        blocks: list[Block] = []
+        for param, dtype in zip(params, dtypes, strict=True):
+            if dtype is None:
+                continue
+            block = self._blocks.get(id(param))
+            if (
+                block is None
+                or block.rows_RN.dtype != dtype
+                # It may have been made before another domain was entered here.
+                or len(block.rows) < self.num_rows
+            ):
+                block = self._block(param, dtype)
+            blocks.append(block)
         every = (1 << self.num_rows) - 1
         absent = [
             row for block in blocks if block.written != every for row in block.rows_not_written()

@@ -150,7 +150,7 @@ class Step:
             self._check_name(name)
         self._prepare(tuple(sizes_here))
         self._refuse_shards()
-        segments = segments_of(sizes, self.entries.row_of)
+        segments = segments_of(sizes_here, self.entries.row_of)
         stacked_model = self._stacked_model_of(bare(model))
         with self._opened(sizes_here, None) as opened:
             with stacked_model.recording(segments):

@@ -628,7 +628,7 @@ def test_embeddings_of_16_bits_add_in_float32(at_once: None) -> None:
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
     with optimizer.stacked(model, {"a": 1, "b": 1}):
         (model(ids_BL) * factor_BLD).sum().backward()
-    (block,) = optimizer.buffer.touched(model.parameters())
+    (block,) = optimizer.buffer.touched(list(model.parameters()))
     exact_GRC = torch.zeros(2, 3, 8, dtype=torch.float64)
     exact_GRC[:, 1] = factor_BLD.double().sum(1)
     error = (block.rows_RN.view(2, 3, 8).double() - exact_GRC).abs()
