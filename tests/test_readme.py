@@ -30,6 +30,27 @@ def test_examples_of_a_page_run(
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
+def test_readme_is_read_in_minutes() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 120
+    assert len(readme.split()) <= 700
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+)
+def test_links_of_pages_outside_of_docs_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
+    for link in links:
+        assert link.startswith("https://") or (path.parent / link).exists(), link
+
+
+def test_citation_names_this_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {doge_fast.__version__}\n" in citation
+
+
 def test_readme_example_learns_weights() -> None:
     block = python_blocks(ROOT / "README.md")[0]
     assert len([line for line in block.splitlines() if line]) <= 16
