@@ -41,7 +41,9 @@ def made_together(
     if not absent:
         return paths
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # For this user alone: compiled operators are loaded from there.
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         # On the file system that things are moved on.
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".making-"))
     except OSError as error:
