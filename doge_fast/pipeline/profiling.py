@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as operators_seen
 
+from doge_fast import atomic_file
 from doge_fast.alternation import alternated, ratio_of, synchronize
 from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
@@ -309,7 +310,7 @@ def _write_operators(path: Path, doge: DogeStep) -> None:
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    atomic_file.write(path, json.dumps(record, indent=1) + "\n")
 
 
 def table(measured: Profile) -> str:
