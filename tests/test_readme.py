@@ -49,6 +49,9 @@ def test_links_of_pages_outside_of_docs_lead_somewhere(page: str) -> None:
 def test_citation_names_this_version() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {doge_fast.__version__}\n" in citation
+    assert f'\nversion = "{doge_fast.__version__}"\n' in (ROOT / "pyproject.toml").read_text(
+        "utf-8"
+    )
 
 
 def test_readme_example_learns_weights() -> None:
@@ -81,6 +84,10 @@ def test_make_has_what_is_asked_of_it() -> None:
         named = re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / page).read_text("utf-8"), re.M)
         assert named, page
         assert set(named) <= targets, page
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    made = re.findall(r"^ +- run: make ([a-z -]+?)(?: [A-Z]|$)", workflow, re.M)
+    assert {name for names in made for name in names.split()} - targets == set()
+    assert len(made) >= 2
     # What a change must pass leaves nothing out but the soak.
     assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
