@@ -36,6 +36,7 @@ from doge_fast.pipeline.config import (
     WeightsPlotConfig,
     WeightsShowConfig,
 )
+from doge_fast.pipeline.config.ranges import check as check_ranges
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED = 2
@@ -106,6 +107,7 @@ def _answer(words: list[str]) -> list[str]:
     if name not in VERBS:
         return [overview(f"{name} ")]
     config = parse(words)
+    check_ranges(config)
     _load(VERBS[name].loads)
     if isinstance(config, ExperimentConfig) and config.plan:
         return _plan(config, words)

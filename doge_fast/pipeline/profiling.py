@@ -29,6 +29,7 @@ from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
 from doge_fast.pipeline import records, tables
 from doge_fast.pipeline.config import ProfileConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.profile_steps import (
     SIDES,
     WARM_UP,
@@ -258,12 +259,7 @@ def _own_seconds(spans: list[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def _check(config: ProfileConfig) -> None:
-    least = dict.fromkeys(("domains", "sequences", "micro_batches", "steps"), 1)
-    least |= {"threads": 1, "vocab_size": 1, "targets": 0, "sequence_length": 2}
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ValueError(f"{name} must be at least {bound}; got {value}.")
+    check_ranges(config)
     if config.sequences % config.micro_batches:
         raise ValueError(
             f"micro_batches must divide the sequences of a domain; got {config.sequences} "

@@ -127,7 +127,6 @@ class SelectStage(MixtureStage[SelectConfig]):
     name = "select"
     trainer = SelectionTrainer
     last = CANCELLATION
-    counts = ("batch_size", "log_every")
 
     def check(self) -> None:
         """Strategies, reading and mode."""
@@ -139,12 +138,6 @@ class SelectStage(MixtureStage[SelectConfig]):
                 "strategies must be distinct, and at least one; got "
                 f"{' '.join(config.strategies) or 'none'}."
             )
-        if config.reading not in READINGS:
-            raise ValueError(
-                f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}."
-            )
-        if config.mode not in ("auto", "together", "single"):
-            raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
         if config.training.compile:
             raise ValueError(
                 "The cancellation effect is read off between the modules of the model, which a "
