@@ -18,6 +18,14 @@ STEPS = 6
 
 Wrap = Callable[[nn.Module], nn.Module]
 Sizes = Mapping[str, int]
+Dealt = Mapping[str, tuple[int, int]]
+Deal = Callable[[Sizes, int, int], Dealt]
+
+
+def shares(sizes: Sizes, rank: int, num_ranks: int) -> Dealt:
+    """Of every domain the same share for every rank, as sharded parameters need it."""
+    places = (rank, rank + 1)
+    return {name: tuple(size * p // num_ranks for p in places) for name, size in sizes.items()}
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -74,26 +82,33 @@ def losses(outputs: Tensor, domain: str) -> Tensor:
 
 
 def trained(
-    wrap: Wrap, sizes: Sizes, is_stacked: bool, options: Mapping[str, Any], how: str = ""
-) -> tuple[Tensor, Tensor]:
-    """The parameters and the average weights after some steps.
+    wrap: Wrap,
+    sizes: Sizes,
+    is_stacked: bool,
+    options: Mapping[str, Any],
+    how: str = "",
+    deal: Deal = pieces,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The parameters, the average weights and the last norm after some steps.
 
     Args:
         wrap: of the model.
         sizes: of a step's batch.
         is_stacked: one backward pass for all domains of a rank.
         options: of the optimizer.
-        how: "halves": in two micro-batches; "scaled": with a GradScaler; "absent": the second step
-            has no c.
+        how: "halves": in two micro-batches; "scaled": with a GradScaler; "overflow": and the last
+            rank's examples of the second step are not numbers; "absent": the second step has no c.
+        deal: the examples among the ranks.
     """
     rank, num_ranks = 0, 1
     if torch.distributed.is_initialized():
         rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = small_model()
     wrapped = wrap(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "scaled")
+    is_scaled = how in ("scaled", "overflow")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
     arguments: dict[str, Any] = {"domains": list(sizes), "mu": 5.0} | dict(options)
-    if how == "scaled":
+    if is_scaled:
         arguments["scaler"] = scaler
     inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     optimizer = DoGEOptimizer(inner, **arguments)
@@ -103,12 +118,14 @@ def trained(
         here += [name for name in sizes if name not in optimizer.domains]
         if how == "absent" and step == 1:
             here.remove("c")
-        mine = pieces({name: sizes[name] for name in here}, rank, num_ranks)
+        mine = deal({name: sizes[name] for name in here}, rank, num_ranks)
         batch = {name: examples(name, step, sizes[name])[slice(*mine[name])] for name in mine}
+        if how == "overflow" and step == 1 and rank == num_ranks - 1:
+            batch = {name: float("nan") * rows for name, rows in batch.items()}
         for part in range(num_parts):
             parts = {name: rows.chunk(num_parts)[part] for name, rows in batch.items()}
             run(wrapped, optimizer, parts, is_stacked, scaler, 1 / num_parts)
-        if how == "scaled":
+        if is_scaled:
             # A rank cannot know by itself that the last domain has been left somewhere.
             optimizer.combine()
             scaler.step(optimizer)
@@ -116,8 +133,15 @@ def trained(
         else:
             optimizer.step()
         optimizer.zero_grad()
-    theta_N = torch.cat([param.detach().flatten() for param in model.parameters()])
-    return theta_N, optimizer.alpha_mean
+    assert optimizer.last is not None
+    assert optimizer.num_skipped == (how == "overflow")
+    return values(model), optimizer.alpha_mean, optimizer.last.combined_norm
+
+
+def values(model: nn.Module) -> Tensor:
+    """All parameters, in one process."""
+    wholes = [getattr(param, "full_tensor", lambda p=param: p)() for param in model.parameters()]
+    return torch.cat([whole.detach().flatten() for whole in wholes])
 
 
 def run(
@@ -202,6 +226,7 @@ def test_what_composes(ranks: Ranks, is_stacked: bool, name: str) -> None:
 LOOPS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "halves": ({"a": 8, "b": 4, "c": 4, "d": 8}, {"micro_batches": 2}),
     "scaled": (UNEQUAL, {"max_grad_norm": 0.5}),
+    "overflow": (UNEQUAL, {}),
     "absent": (UNEQUAL, {"absent": "keep"}),
 }
 

@@ -1,79 +1,118 @@
 """FSDP2: rows and weighted gradient in shards, and what one process trains."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
-from doge_fast import DoGEOptimizer
-from tests.integrations.test_several_processes import STEPS, examples, losses, small_model
+from tests.grids import grid
+from tests.integrations.test_several_processes import (
+    LOOPS,
+    OPTIONS,
+    Checkpointed,
+    Wrap,
+    bare,
+    check,
+    shares,
+    trained,
+)
 from tests.ranks import Ranks
 
-SIZES = {"a": 4, "b": 8, "c": 4}
+# Shares of every domain are equal on two and on four ranks.
+SIZES = {"a": 4, "b": 8, "c": 4, "d": 4}
+TWICE = {name: 2 * size for name, size in SIZES.items()}
 
 
-def sharded(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
-    names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+def sharded(model: nn.Module, mesh_shape: tuple[int, ...] = (), **options: Any) -> nn.Module:
+    """The layers and the model in shards; the default mesh is that of all ranks."""
+    if mesh_shape:
+        options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("copies", "shards"))
     for layer in model:
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
-def trained(mesh_shape: tuple[int, ...] | None, options: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The parameters, the weights and the last norms after some steps."""
-    rank, num_ranks = 0, 1
-    model = small_model()
-    if mesh_shape is not None:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        sharded(model, mesh_shape)
-    arguments: dict[str, Any] = {"domains": list(SIZES), "mu": 5.0} | dict(options)
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-    optimizer = DoGEOptimizer(inner, **arguments)
-    for step in range(STEPS):
-        # Not in the order of the domains: rows are told apart by name.
-        for name, size in reversed(SIZES.items()):
-            part = size // num_ranks
-            with optimizer.domain(name):
-                here = examples(name, step, size)[rank * part : (rank + 1) * part]
-                losses(model(here), name).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = [
-        getattr(param, "full_tensor", param.clone)().detach().flatten()
-        for param in model.parameters()
-    ]
-    assert optimizer.last is not None
-    return torch.cat(whole), optimizer.alpha_mean, optimizer.last.combined_norm
+def copies_of_shards(model: nn.Module) -> nn.Module:
+    return sharded(model, (2, 2))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "as it comes": {},
-    "clips": {"max_grad_norm": 0.5, "domain_max_grad_norm": 0.3},
-    "selection": {
-        "selection": ["0.weight"],
-        "domain_max_grad_norm": None,
-        "max_grad_norm": 0.5,
-    },
-    "a target": {"domains": ["a", "b"], "target": "c"},
-}
+def kept(model: nn.Module) -> nn.Module:
+    return sharded(model, reshard_after_forward=False)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
+def offloaded(model: nn.Module) -> nn.Module:
+    return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(sharded(model), backend="aot_eager")
+
+
+def compiled_layers(model: nn.Module) -> nn.Module:
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    return sharded(model)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    return fully_shard(Checkpointed(sharded(model)))
+
+
+def second_dimension(model: nn.Module) -> nn.Module:
+    def placement(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else None
+
+    return sharded(model, shard_placement_fn=placement)
+
+
+def lower(model: nn.Module) -> nn.Module:
+    """Forward and backward in float32, gradients added up in float64."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    return sharded(model, mp_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "wrap", "name"),
+    [
+        *grid([2], [sharded], ["as it comes", *OPTIONS], some=lambda *_: True),
+        *grid(
+            [4], [sharded, copies_of_shards], ["clips", "selection, uncut"], some=lambda *_: True
+        ),
+    ],
+)
 def test_shards_train_what_one_process_trains(
-    ranks: Ranks, mesh_shape: tuple[int, ...], name: str
+    ranks: Ranks, num_ranks: int, wrap: Wrap, name: str
 ) -> None:
-    one = trained(None, OPTIONS[name])
-    num_ranks = 2 if mesh_shape == (2,) else 4
-    answers = ranks.run(num_ranks, trained, mesh_shape, OPTIONS[name])
-    for found in answers:
-        for value, expected, first in zip(found, one, answers[0], strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
-            assert torch.equal(value, first)
+    check(ranks, num_ranks, wrap, SIZES, False, OPTIONS.get(name, {}), "", shares)
+
+
+@pytest.mark.parametrize("how", LOOPS)
+def test_loops_compose(ranks: Ranks, how: str) -> None:
+    check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, shares)
+
+
+@pytest.mark.parametrize(
+    "wrap", [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed]
+)
+def test_other_forms_of_the_model(ranks: Ranks, wrap: Wrap) -> None:
+    check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", shares)
+
+
+def test_rows_of_fewer_bits(ranks: Ranks) -> None:
+    """Rows are rounded after the reduction, so shards round as one process does."""
+    check(ranks, 2, sharded, SIZES, False, {"buffer_dtype": torch.bfloat16}, "", shares)
+
+
+def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks) -> None:
+    one = trained(bare, SIZES, False, {})
+    first, second = ranks.run(2, trained, lower, SIZES, False, {}, "", shares)
+    for value, same, expected in zip(first, second, one, strict=True):
+        assert torch.equal(value, same)
+        # A hundred ulp of float32: Adam divides gradients by their size.
+        torch.testing.assert_close(value, expected, rtol=0, atol=100 * 2**-23)
+        assert not torch.equal(value, expected)
