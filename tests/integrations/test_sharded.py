@@ -1,23 +1,35 @@
 """FSDP2: rows and weighted gradient in shards, and what one process trains."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from doge_fast import DoGEOptimizer
+from doge_fast.distributed import Fragments
+from doge_fast.sampling import rounds
 from tests.grids import grid
+from tests.integrations.test_ranks_that_differ import raised
 from tests.integrations.test_several_processes import (
     LOOPS,
     OPTIONS,
+    UNEQUAL,
     Checkpointed,
+    Deal,
+    Sizes,
     Wrap,
     bare,
     check,
+    examples,
+    losses,
     shares,
+    small_model,
     trained,
 )
 from tests.ranks import Ranks
@@ -92,15 +104,27 @@ def test_shards_train_what_one_process_trains(
 
 
 @pytest.mark.parametrize("how", LOOPS)
-def test_loops_compose(ranks: Ranks, how: str) -> None:
-    check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, shares)
+@pytest.mark.parametrize("deal", [shares, rounds])
+def test_loops_compose(ranks: Ranks, deal: Deal, how: str) -> None:
+    check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, deal)
 
 
 @pytest.mark.parametrize(
     "wrap", [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed]
 )
-def test_other_forms_of_the_model(ranks: Ranks, wrap: Wrap) -> None:
-    check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", shares)
+@pytest.mark.parametrize("deal", [shares, rounds])
+def test_other_forms_of_the_model(ranks: Ranks, deal: Deal, wrap: Wrap) -> None:
+    check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", deal)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"), [(2, UNEQUAL), (3, {"a": 1, "b": 13, "c": 3, "d": 4})], ids=str
+)
+def test_fragments_train_what_one_process_trains(
+    ranks: Ranks, num_ranks: int, sizes: Sizes, name: str
+) -> None:
+    check(ranks, num_ranks, sharded, sizes, False, OPTIONS[name], "", rounds)
 
 
 def test_rows_of_fewer_bits(ranks: Ranks) -> None:
@@ -108,11 +132,109 @@ def test_rows_of_fewer_bits(ranks: Ranks) -> None:
     check(ranks, 2, sharded, SIZES, False, {"buffer_dtype": torch.bfloat16}, "", shares)
 
 
-def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks) -> None:
+@pytest.mark.parametrize("deal", [shares, rounds])
+def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks, deal: Deal) -> None:
     one = trained(bare, SIZES, False, {})
-    first, second = ranks.run(2, trained, lower, SIZES, False, {}, "", shares)
+    first, second = ranks.run(2, trained, lower, SIZES, False, {}, "", deal)
     for value, same, expected in zip(first, second, one, strict=True):
         assert torch.equal(value, same)
         # A hundred ulp of float32: Adam divides gradients by their size.
         torch.testing.assert_close(value, expected, rtol=0, atol=100 * 2**-23)
         assert not torch.equal(value, expected)
+
+
+def built(model: nn.Module, **options: Any) -> DoGEOptimizer:
+    arguments = {"domains": ["a", "b"], "mu": 5.0, "micro_batches": None} | options
+    return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+
+
+def enter(model: nn.Module, optimizer: DoGEOptimizer, name: str, **options: Any) -> None:
+    with optimizer.domain(name, **options):
+        losses(model(examples(name, 0, 4)), name).mean().backward()
+
+
+def unequal_rounds() -> str:
+    model = sharded(small_model())
+    optimizer = built(model, process_group=Fragments(model))
+    names = ["a", "b"] if dist.get_rank() else ["a"]
+
+    def step() -> None:
+        for name in names:
+            enter(model, optimizer, name)
+        optimizer.step()
+
+    return raised(step)
+
+
+def with_count() -> str:
+    model = sharded(small_model())
+    optimizer = built(model, process_group=Fragments(model))
+    return raised(lambda: enter(model, optimizer, "a", count=4))
+
+
+def of_copies() -> str:
+    model = sharded(small_model(), (2, 2))
+    optimizer = built(model, process_group=Fragments(model))
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
+def of_another_model() -> str:
+    model, other = sharded(small_model()), sharded(small_model())
+    optimizer = built(model, process_group=Fragments(other))
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
+def without_shards() -> str:
+    return raised(lambda: Fragments(small_model()))
+
+
+def other_counts() -> str:
+    model = sharded(small_model())
+    optimizer = built(model)
+
+    def step() -> None:
+        for name in ("a", "b"):
+            enter(model, optimizer, name, count=1 + dist.get_rank())
+        optimizer.step()
+
+    return raised(step)
+
+
+def other_domains() -> str:
+    model = sharded(small_model())
+    optimizer = built(model)
+
+    def step() -> None:
+        for name in ("a", "b") if dist.get_rank() else ("b", "a"):
+            enter(model, optimizer, name)
+        optimizer.step()
+
+    return raised(step)
+
+
+def some_left_out() -> str:
+    model = small_model()
+    fully_shard(model[0])
+    optimizer = built(model)
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "work", "said"),
+    [
+        (2, unequal_rounds, "the ranks differ in how many domains they enter in a step"),
+        (2, with_count, "with Fragments a domain's gradient is the sum over ranks; got count=4."),
+        (4, of_copies, "Fragments need parameters that are sharded over all ranks alike"),
+        (2, of_another_model, "a gradient did not come through the reduction of Fragments"),
+        (2, without_shards, "Fragments need a model that torch.distributed.fsdp.fully_shard has"),
+        (2, other_counts, "the ranks differ in how often or with which count they entered 'a'"),
+        (2, other_domains, "the ranks differ in the order of their domains"),
+        (2, some_left_out, "the optimizer's parameters must all be sharded or replicated"),
+    ],
+)
+def test_what_shards_refuse(
+    ranks: Ranks, num_ranks: int, work: Callable[[], str], said: str
+) -> None:
+    answers = ranks.run(num_ranks, work)
+    assert answers[0].startswith(said)
+    assert len(set(answers)) == 1

@@ -11,6 +11,8 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from doge_fast import DoGEOptimizer
+from doge_fast.distributed import Fragments
+from doge_fast.sampling import rounds
 from tests.integrations.test_several_processes import shares, values
 from tests.ranks import Ranks
 
@@ -92,6 +94,13 @@ def in_parts(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor
             (loss_of(model, last).sum() / len(x)).backward()
 
 
+def in_fragments(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]) -> None:
+    sizes = {name: len(x) for name, x in batch.items()}
+    for name, first, last in rounds(sizes, dist.get_rank(), dist.get_world_size()):
+        with optimizer.domain(name):
+            (loss_of(model, batch[name][first:last]).sum() / sizes[name]).backward()
+
+
 def trained(loop: Loop, num_domains: int) -> Trained:
     """The parameters, the weights, and what a rank sends in a step over (n - 1) / n N."""
     torch.manual_seed(0)
@@ -104,7 +113,10 @@ def trained(loop: Loop, num_domains: int) -> Trained:
         fully_shard(model)
     names = [f"d{row}" for row in range(num_domains)]
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = DoGEOptimizer(inner, domains=names, mu=1.0)
+    options: dict[str, Any] = {"domains": names, "mu": 1.0}
+    if loop is in_fragments:
+        options |= {"process_group": Fragments(model), "micro_batches": None}
+    optimizer = DoGEOptimizer(inner, **options)
     sent: list[float] = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -129,6 +141,9 @@ def trained(loop: Loop, num_domains: int) -> Trained:
         (4, 2, with_kept_parameters, 3.0),
         # Parameters are gathered for each backward pass: (2 * 2 + 1) * 2.
         (2, 2, in_parts, 10.0),
+        (2, 2, in_fragments, 3.0),
+        (4, 4, in_fragments, 3.0),
+        (4, 3, in_fragments, 6.0),
     ],
 )
 def test_traffic_is_that_of_the_formula(
