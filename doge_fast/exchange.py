@@ -15,7 +15,7 @@ the pieces are A^T c.
 `doge_fast.distributed` has the ranks; nothing here talks.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -175,6 +175,22 @@ class Exchange(Protocol):
     def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
         """Scalar float64: of what `deliver` gave, over all columns."""
 
+    def enter(
+        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
+    ) -> None:
+        """A domain is entered on this rank.
+
+        Args:
+            row: of the domain.
+            count: what the gradient weighs in the mean over ranks.
+            rows: names of the rows of this step, in their order.
+            num_params: that are trained.
+            is_first: whether it is the first of a step.
+        """
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """What a gradient of a domain here brings to rows of this rank: (row, gradient)."""
+
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others that this rank has dropped its step; then they raise in `agree`."""
 
@@ -230,6 +246,15 @@ class Alone(InPlace):
         """One pass: their Gram matrix is one number."""
         norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
         return norm_11[0, 0]
+
+    def enter(
+        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
+    ) -> None:
+        """Nobody has to know."""
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """All of it."""
+        return [(row, grad)]
 
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """There is nobody to tell."""

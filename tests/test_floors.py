@@ -25,7 +25,7 @@ FLOORS = [
     doge_fast.example_norms
     doge_fast.reweighting doge_fast.subset doge_fast.cancellation doge_fast.exchange
     doge_fast.distributed.company
-    doge_fast.distributed.rounds
+    doge_fast.distributed.rounds doge_fast.distributed.fragments
     doge_fast.distributed.data_parallel doge_fast.distributed.sharded
     doge_fast.distributed.exchanges
     doge_fast.stacked doge_fast.combining doge_fast.entries

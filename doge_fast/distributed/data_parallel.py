@@ -1,6 +1,6 @@
 """Data parallelism: a rank has some domains' gradients of the whole model."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -67,6 +67,15 @@ class DataParallel:
         self._has_compared = True
         self._note(counts_nR, more_nE, agreement.dtypes)
         return agreement
+
+    def enter(
+        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
+    ) -> None:
+        """The others hear of it in `agree`."""
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """All of it; the others get theirs in `complete`."""
+        return [(row, grad)]
 
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others."""
