@@ -54,6 +54,10 @@ def preset_of(
 
 def check(config: ExperimentConfig) -> None:
     """Raise ValueError where a setting is out of its range."""
+    if config.workers < 1:
+        raise ValueError(f"workers must be at least 1; got {config.workers}.")
+    if config.lease is not None and not 0 < config.lease < math.inf:
+        raise ValueError(f"lease must be a positive number of seconds; got {config.lease}.")
     mu, rates = config.proxy.mu, config.rates
     if mu is not None and not 0 < mu < math.inf:
         raise ValueError(f"mu must be positive and finite; got {mu}.")
