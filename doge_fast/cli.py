@@ -42,6 +42,8 @@ TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
+# Of packages that a verb imports when it is asked for more than usual.
+_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm"}
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if _is_ours(error) or os.environ.get(TRACEBACK):
             raise
-        extra = "fewshot" if error.name == "lm_eval" else "pipeline"
+        extra = _EXTRAS.get(str(error.name), "pipeline")
         return _refuse(
             f"This verb needs {error.name}, which is not installed: pip install "
             f"'doge-fast[{extra}]'."

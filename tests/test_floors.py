@@ -48,8 +48,9 @@ FLOORS = [
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
         doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
     doge_fast.pipeline.sources
-    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner
-    doge_fast.pipeline.records.runs
+    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
+        doge_fast.pipeline.experiments.queue
+    doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
     doge_fast.pipeline.records.weights
     doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \

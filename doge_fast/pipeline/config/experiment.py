@@ -129,6 +129,15 @@ class ExperimentConfig:
     """Only say which runs there would be, and by which commands they can be made side by side."""
     only: tuple[str, ...] = ()
     """Make these runs of the plan alone, by their names, and no report."""
+    workers: Count = 1
+    """Processes that share the runs, and the cores and GPUs of this machine; with `submitit` jobs,
+    each with what it asks for. Every run is made by one of them."""
+    submitit: tuple[str, ...] | None = None
+    """Workers are jobs of SLURM. NAME=VALUE: what submitit's AutoExecutor takes, such as
+    timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
+    lease: Positive | None = None
+    """Seconds without a sign of life after which another worker takes a run over. None: when its
+    process is gone, which flock tells. For file systems without a flock that all machines see."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     rates: RatesConfig = field(default_factory=RatesConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
