@@ -25,7 +25,7 @@ class DomainTrainer(Trainer):
     """
 
     domain_column: str
-    _shares: Mapping[str, float] = {}
+    shares: Mapping[str, float] = {}
     """{domain: the share of its examples in this step that this rank has}, of those it has."""
 
     def _rows(self) -> tuple[str, ...]:
@@ -103,18 +103,19 @@ class DomainTrainer(Trainer):
 
         The targets are those of all ranks in the step, for domains that this rank has.
         """
-        parts = [self._part(batch) for batch in islice(epoch_iterator, num_batches)]
-        self._shares = domain_data.shares(parts)
+        parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
+        self.shares = domain_data.shares(parts)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return parts, None
-        rows, is_shifted = self._rows(), self._shifts_labels()
+        rows, is_shifted = self._rows(), self.shifts_labels()
         counts_R = causal_lm.num_targets(parts, rows, device, is_shifted=is_shifted)
         # A domain whose tokens are all masked has loss zero, not 0/0.
-        counts = zip(rows, self._summed(counts_R).clamp(min=1).unbind(), strict=True)
+        counts = zip(rows, self.summed(counts_R).clamp(min=1).unbind(), strict=True)
         labelled = {name for part in parts for name in part if "labels" in part[name]}
         return parts, {name: count for name, count in counts if name in labelled}
 
-    def _part(self, batch: Any) -> Part:
+    def part_of(self, batch: Any) -> Part:
+        """This rank's part of a batch that all ranks have, of the domains that the step has."""
         if isinstance(batch, Part):
             return batch
         left_out = self._left_out()
@@ -122,13 +123,14 @@ class DomainTrainer(Trainer):
         taken = {name: domain for name, domain in whole.items() if name not in left_out}
         return domain_data.part_of(taken, self.args.process_index, self.args.world_size)
 
-    def _summed(self, values: Tensor) -> Tensor:
+    def summed(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
         if self.args.world_size == 1:
             return values
         return cast(Tensor, self.accelerator.reduce(values))
 
-    def _shifts_labels(self) -> bool:
+    def shifts_labels(self) -> bool:
+        """Whether the model's own loss predicts the next token."""
         return causal_lm.shifts_labels(self.accelerator.unwrap_model(self.model))
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:

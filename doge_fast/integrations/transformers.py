@@ -150,7 +150,7 @@ class DoGETrainer(DomainTrainer):
         self.domain_losses: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
         # Trainer's own value misses GPT-2, whose evaluation losses would be too small.
-        self._loss_shifts_labels = self._shifts_labels()
+        self._loss_shifts_labels = self.shifts_labels()
         self._check_host()
 
     def _check_host(self) -> None:
@@ -268,7 +268,7 @@ class DoGETrainer(DomainTrainer):
         if callable(begin_training := getattr(self.optimizer, "train", None)):
             # Of an optimizer that evaluates other parameters than it trains.
             begin_training()
-        part = self._part(inputs)
+        part = self.part_of(inputs)
         if self._is_new_step:
             self.doge.zero_grad()
             self.domain_losses = {}
@@ -296,7 +296,7 @@ class DoGETrainer(DomainTrainer):
         if self.args.world_size > 1:
             # One dtype on all ranks, also where a rank has no domain.
             losses = torch.stack([loss.double() for loss in self.domain_losses.values()])
-            summed = self._summed(losses).unbind()
+            summed = self.summed(losses).unbind()
             self.domain_losses = dict(zip(self.domain_losses, summed, strict=True))
 
     def _empty_cache(self) -> None:
@@ -339,7 +339,7 @@ class DoGETrainer(DomainTrainer):
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=told))
             if not self._is_scaled_by_targets(num_targets):
                 loss = loss / self._steps_of_mean(part, name)
-            share = self._shares.get(name, 1.0)
+            share = self.shares.get(name, 1.0)
             self.accelerator.backward(loss if share == 1.0 else loss / share)
         return loss.detach()
 
@@ -357,7 +357,7 @@ class DoGETrainer(DomainTrainer):
                 losses_D = causal_lm.stacked_losses(model, unwrapped, inputs, num_targets or None)
             if not num_targets:
                 losses_D = _divided(losses_D, [self._steps_of_mean(part, name) for name in inputs])
-            shares = [self._shares.get(name, 1.0) for name in inputs]
+            shares = [self.shares.get(name, 1.0) for name in inputs]
             self.accelerator.backward(_divided(losses_D, shares).sum())
         return dict(zip(inputs, losses_D.detach(), strict=True))
 
@@ -385,7 +385,7 @@ class DoGETrainer(DomainTrainer):
         is_own_loss = type(self).compute_loss is Trainer.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."
-        if not self._shifts_labels():
+        if not self.shifts_labels():
             return "takes causal language models of transformers with their usual loss."
         return causal_lm.obstacle_to_stacking(inputs)
 

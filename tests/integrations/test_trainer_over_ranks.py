@@ -16,7 +16,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -25,7 +24,7 @@ from tests.ranks import Ranks
 
 DOMAINS = ("ab", "cd", "ef")
 ROWS = (*DOMAINS, "far")
-VOCAB, LENGTH, STEPS = 32, 8, 4
+VOCAB, LENGTH, STEPS, BEGUN = 32, 8, 4, 2
 # Of every domain in a step, over all ranks.
 BATCH = 6
 
@@ -52,7 +51,7 @@ def as_launched() -> None:
     }
 
 
-def examples(domain: str, number: int) -> list[dict[str, Any]]:
+def examples(domain: str, number: int, num_lengths: int = LENGTH - 2) -> list[dict[str, Any]]:
     """Tokens of which some are not to be predicted: the ranks' parts have unequal numbers."""
     row = ROWS.index(domain)
     generator = torch.Generator().manual_seed(row)
@@ -60,7 +59,7 @@ def examples(domain: str, number: int) -> list[dict[str, Any]]:
     for index in range(number):
         ids_L = torch.randint(4 * row, 4 * row + 16, (LENGTH,), generator=generator)
         labels_L = ids_L.clone()
-        labels_L[: index % (LENGTH - 2)] = -100
+        labels_L[: index % num_lengths] = -100
         found.append({"input_ids": ids_L.tolist(), "labels": labels_L.tolist()})
     return found
 
@@ -113,7 +112,7 @@ def trained(data: str, mode: str, how: str, folder: str) -> Trained:
         mode: of DoGETrainer.
         how: "": nothing else; "halves": two micro-batches; "target": a held-out domain;
             "drawn": two domains in a step; "means": a model that takes no number of targets;
-            "llama": that architecture; "resumed": from the checkpoint in the folder.
+            "llama": that architecture; "begun": stops with a checkpoint; "resumed": goes on there.
         folder: of checkpoints, common to all ranks.
     """
     as_launched()
@@ -123,18 +122,21 @@ def trained(data: str, mode: str, how: str, folder: str) -> Trained:
     numbers = {name: 25 - 5 * ROWS.index(name) for name in rows}
     dataset: Any = Batches()
     if data == "mapping":
+        # A mean of means counts examples; it is that of all tokens where all have as many.
+        num_lengths = 1 if how == "means" else LENGTH - 2
         dataset = {
-            name: datasets.Dataset.from_list(examples(name, n)) for name, n in numbers.items()
+            name: datasets.Dataset.from_list(examples(name, number, num_lengths))
+            for name, number in numbers.items()
         }
     if data == "column":
         mixed = [row | {"domain": name} for name, n in numbers.items() for row in examples(name, n)]
         dataset = datasets.Dataset.from_list(mixed)
-    num_micro = 2 if how == "halves" else 1
+    num_micro = 2 if how in ("halves", "means") else 1
     trainer = DoGETrainer(
         model=small_model("llama" if how == "llama" else "gpt2"),
         args=TrainingArguments(
             output_dir=folder,
-            max_steps=STEPS + 2 if how == "resumed" else STEPS,
+            max_steps=BEGUN if how == "begun" else STEPS,
             per_device_train_batch_size=BATCH // num_ranks // num_micro,
             gradient_accumulation_steps=num_micro,
             learning_rate=1e-2,
@@ -144,7 +146,8 @@ def trained(data: str, mode: str, how: str, folder: str) -> Trained:
             report_to="none",
             disable_tqdm=True,
             logging_steps=1,
-            save_strategy="no",
+            save_strategy="steps" if how == "begun" else "no",
+            save_steps=BEGUN,
             include_num_input_tokens_seen="all",
             dataloader_pin_memory=False,
         ),
@@ -154,27 +157,27 @@ def trained(data: str, mode: str, how: str, folder: str) -> Trained:
         target={"far": 1.0} if how == "target" else "universal",
         domains_per_step=2 if how == "drawn" else None,
         mode=mode,
-        compute_loss_func=None if mode == "stacked" or how == "means" else in_float64,
+        compute_loss_func=None if mode == "stacked" else in_float64,
     )
-    trainer.train()
+    if how == "means":
+        # What Trainer finds out of a model whose forward takes no further arguments.
+        trainer.model_accepts_loss_kwargs = False
+    trainer.train(resume_from_checkpoint=how == "resumed")
     theta_N = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
     doge = trainer.doge
     log = [line for line in trainer.state.log_history if "loss" in line]
     return Trained(theta_N, doge.alpha, doge.alpha_mean, log, trainer.accelerator.num_processes)
 
 
-def check(ranks: Ranks, num_ranks: int, *work: Any, exactly: float = 1e-12) -> None:
+def check(together: list[Trained], alone: Trained, *, exactly: float = 1e-12) -> None:
     """Ranks against one process."""
-    (alone,) = ranks.run(1, trained, *work)
-    together = ranks.run(num_ranks, trained, *work)
     assert not torch.equal(alone.alpha_K, torch.full_like(alone.alpha_K, 1 / 3))
     for rank in together:
-        assert rank.num_processes == num_ranks
+        assert rank.num_processes == len(together)
         assert torch.equal(rank.theta_N, together[0].theta_N)
         assert torch.equal(rank.alpha_mean_K, together[0].alpha_mean_K)
         torch.testing.assert_close(rank.theta_N, alone.theta_N, rtol=0, atol=exactly)
         torch.testing.assert_close(rank.alpha_mean_K, alone.alpha_mean_K, rtol=0, atol=exactly)
-        assert len(rank.log) == STEPS
         for ours, theirs in zip(rank.log, alone.log, strict=True):
             assert ours.keys() == theirs.keys()
             for name in theirs:
@@ -183,16 +186,19 @@ def check(ranks: Ranks, num_ranks: int, *work: Any, exactly: float = 1e-12) -> N
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "data", "mode", "how"),
     [
         (2, "mapping", "sequential", ""),
         (2, "batches", "stacked", ""),
-        (3, "column", "sequential", "halves"),
-        (2, "mapping", "sequential", "target"),
-        (2, "mapping", "stacked", "drawn"),
-        (4, "batches", "stacked", "llama"),
-        (4, "batches", "sequential", "llama"),
+        pytest.param(3, "column", "sequential", "halves", marks=EXHAUSTIVE),
+        pytest.param(2, "mapping", "sequential", "target", marks=EXHAUSTIVE),
+        pytest.param(2, "mapping", "stacked", "drawn", marks=EXHAUSTIVE),
+        pytest.param(2, "mapping", "stacked", "means", marks=EXHAUSTIVE),
+        pytest.param(4, "batches", "sequential", "llama", marks=EXHAUSTIVE),
     ],
 )
 def test_ranks_train_what_one_process_trains(
@@ -200,4 +206,21 @@ def test_ranks_train_what_one_process_trains(
 ) -> None:
     # The layers of Llama compute in float32.
     exactly = 1e-6 if how == "llama" else 1e-12
-    check(ranks, num_ranks, data, mode, how, str(tmp_path), exactly=exactly)
+    (alone,) = ranks.run(1, trained, data, mode, how, str(tmp_path))
+    together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path))
+    assert len(alone.log) == STEPS
+    check(together, alone, exactly=exactly)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
+def test_a_run_resumes_with_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, before: int, after: int
+) -> None:
+    work = ("mapping", "sequential")
+    (alone,) = ranks.run(1, trained, *work, "", str(tmp_path / "alone"))
+    ranks.run(before, trained, *work, "begun", str(tmp_path / "run"))
+    written = sorted(path.name for path in (tmp_path / "run").rglob("*.safetensors"))
+    assert written == ["model.safetensors"]
+    together = ranks.run(after, trained, *work, "resumed", str(tmp_path / "run"))
+    check(together, alone._replace(log=together[0].log))
