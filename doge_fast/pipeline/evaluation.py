@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import torch
 
-from doge_fast.pipeline import records, tables, training
+from doge_fast.pipeline import ranks, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     held_out = _own(config, record) if config.data is None else _other(config, config.data, record)
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / training.MODEL)
-    torch.nn.Module.to(model, training.device_of(config.device))
+    torch.nn.Module.to(model, training.meet(config.device))
     names = dict.fromkeys((*(config.domains or held_out), *config.target))
     loss, blocks = held_out_losses(
         model,
@@ -68,7 +68,8 @@ def evaluate(config: EvaluateConfig) -> Json:
     if config.data is not None:
         result["data"] = config.data
     file = _file(config)
-    records.write_json(file, result)
+    if ranks.is_first():
+        records.write_json(file, result)
     if file.name != records.EVALUATION:
         _log.info("evaluation: %s", file)
     return result

@@ -307,7 +307,10 @@ def test_gpus_are_dealt(there: int, visible: str | None, devices: list[str | Non
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [({"workers": 0}, "workers must be at least 1"), ({"lease": 0.0}, "lease must be a positive")],
+    [
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"lease": 0.0}, "lease must be greater than 0"),
+    ],
 )
 def test_settings_out_of_range_are_refused(
     experiment: Make, changes: dict[str, float], sentence: str
