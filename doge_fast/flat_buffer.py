@@ -337,18 +337,10 @@ class FlatBuffer:
         blocks = [self._blocks.get(id(param)) for param in params]
         return [b.rows_RN.dtype if b is not None and b.written else None for b in blocks]
 
-    def touched(
-        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None = None
+    def laid_out(
+        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
     ) -> list[Block]:
-        """Blocks of those `params` that any domain gave a gradient in this step, rows complete.
-
-        Args:
-            params: in whose order the blocks are.
-            dtypes: of their rows on all ranks; None where there is no gradient anywhere. Where
-                there is one elsewhere alone, the rows here are zeros. None: as `dtypes_of` says.
-        """
-        self.flush()
-        dtypes = self.dtypes_of(params) if dtypes is None else dtypes
+        """Blocks of those `params` that have a dtype, with rows of it, or of a wider one."""
         blocks: list[Block] = []
         for param, dtype in zip(params, dtypes, strict=True):
             if dtype is None:
@@ -362,6 +354,20 @@ class FlatBuffer:
             ):
                 block = self._block(param, dtype)
             blocks.append(block)
+        return blocks
+
+    def touched(
+        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None = None
+    ) -> list[Block]:
+        """Blocks of those `params` that any domain gave a gradient in this step, rows complete.
+
+        Args:
+            params: in whose order the blocks are.
+            dtypes: of their rows on all ranks; None where there is no gradient anywhere. Where
+                there is one elsewhere alone, the rows here are zeros. None: as `dtypes_of` says.
+        """
+        self.flush()
+        blocks = self.laid_out(params, self.dtypes_of(params) if dtypes is None else dtypes)
         every = (1 << self.num_rows) - 1
         absent = [
             row for block in blocks if block.written != every for row in block.rows_not_written()

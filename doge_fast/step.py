@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from doge_fast import simplex
+from doge_fast.distributed.fragments import Group
 from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.entries import WAY_TO_ACCUMULATE, Absent, Entries
 from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
@@ -90,7 +90,7 @@ class Step:
         buffer_dtype: torch.dtype | None,
         absent: Absent,
         micro_batches: int | None,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
     ) -> None:
         self.parameters = parameters
         self.subset = subset
@@ -139,7 +139,7 @@ class Step:
             raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
         self._check_name(name)
         self._prepare((name,))
-        with self._opened({name: count}, self.entries.row_of(name)):
+        with self._opened({name: count}, self.entries.row_of(name, count)):
             yield
 
     @contextmanager
@@ -169,9 +169,9 @@ class Step:
                 self._refuse_reduced()
                 if not opened.has_received:
                     raise RuntimeError(_nothing_received(opened))
+                self.entries.add(counts)
         finally:
             self._open = None
-        self.entries.add(counts)
         if self.state is not StepState.DROPPED:
             self.state = StepState.COLLECTED
 
@@ -187,9 +187,12 @@ class Step:
         if grad is None:
             # Its module has written the rows by itself.
             return
+        row = opened.row_for(param, self.parameters)
         if self.entries.exchange.has_shards:
-            grad = local_gradient(param, grad)
-        self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
+            for each, part in self.entries.exchange.parts(row, param, grad):
+                self.buffer.receive(each, param, part)
+        else:
+            self.buffer.receive(row, param, grad)
         opened.has_received = True
 
     @outside_graphs

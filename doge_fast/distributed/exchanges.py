@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from doge_fast.distributed.company import Company
 from doge_fast.distributed.data_parallel import DataParallel
+from doge_fast.distributed.fragments import Fragments
 from doge_fast.distributed.sharded import Sharded
 from doge_fast.exchange import Alone, Exchange
 from doge_fast.flat_buffer import local_of
@@ -19,7 +19,7 @@ def default_group() -> object:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def exchange_of(group: ProcessGroup | None, params: Sequence[Tensor]) -> Exchange:
+def exchange_of(group: ProcessGroup | Fragments | None, params: Sequence[Any]) -> Exchange:
     """What the processes are to each other.
 
     Args:
@@ -27,17 +27,25 @@ def exchange_of(group: ProcessGroup | None, params: Sequence[Tensor]) -> Exchang
         params: that are trained; DTensors bring the processes of their mesh.
 
     Raises:
-        RuntimeError: some parameters are sharded and others are not, or over other processes.
+        RuntimeError: some parameters are sharded and others are not, or over other processes; or
+            there are fragments and the parameters have a mesh of several dimensions.
     """
     if default_group() is None:
         return Alone()
-    if all(local_of(param) is param for param in params):
+    fragments = group if isinstance(group, Fragments) else None
+    if fragments is None and all(local_of(param) is param for param in params):
+        assert not isinstance(group, Fragments)
         group = dist.group.WORLD if group is None else group
         assert group is not None
         is_alone = dist.get_world_size(group) == 1
         return Alone() if is_alone else DataParallel(Company(group))
     ranks = _ranks_of(params)
-    return Sharded(Company(dist.new_group(ranks, use_local_synchronization=True)))
+    if fragments is not None and any(param.device_mesh.ndim > 1 for param in params):
+        raise RuntimeError(
+            "Fragments need parameters that are sharded over all ranks alike; these have a mesh of "
+            "several dimensions. Leave Fragments out, and run the same domains on all ranks."
+        )
+    return Sharded(Company(dist.new_group(ranks, use_local_synchronization=True)), fragments)
 
 
 def _ranks_of(params: Sequence[Any]) -> list[int]:
