@@ -34,7 +34,7 @@ PAGE_BYTES = 4096
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
 
-_kind_of = attrgetter("dtype", "layout")
+_dtype_of = attrgetter("dtype")
 
 
 class Block:
@@ -176,8 +176,8 @@ class FlatBuffer:
         self._pending: list[Block] = []
         self._pending_bytes = 0
         self._pending_adds = False
-        # What blocks of the last domain were found for, and these: those of the next, mostly.
-        self._found: tuple[object, list[Block]] = (None, [])
+        # What the blocks of the last domain were found for, and they: those of the next, mostly.
+        self._found: tuple[object, list[Block]] = None, []
         # A model on several devices runs its backward pass on a thread for each.
         self._lock = threading.RLock()
 
@@ -226,13 +226,12 @@ class FlatBuffer:
 
     def _blocks_for(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Block]:
         """The blocks of parameters, ready for these gradients: looked up once for all domains."""
-        key = (list(map(id, params)), list(map(_kind_of, grads)), self.num_rows)
+        key = (list(map(id, params)), list(map(_dtype_of, grads)), self.num_rows)
         if key != self._found[0]:
             for param, grad in zip(params, grads, strict=True):
                 if grad.layout != torch.strided:
                     raise _refusal_of_sparse(param, grad)
-            blocks = [self._block(p, g.dtype) for p, g in zip(params, grads, strict=True)]
-            self._found = (key, blocks)
+            self._found = key, list(map(self._block, params, key[1]))
         return self._found[1]
 
     def receive(self, row: int, param: Tensor, grad: Tensor) -> None:
@@ -321,7 +320,7 @@ class FlatBuffer:
             block.written = 0
             block.is_pending = False
         # Until the next step the model may move.
-        self._found = (None, [])
+        self._found = None, []
 
     def release(self) -> None:
         """Give the memory back."""

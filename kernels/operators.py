@@ -165,15 +165,14 @@ def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None:
     """`accumulate`, for who knows that each gradient has its row's shape and device.
 
     For many small ones the check, or an operator that torch dispatches, would take longer than the
-    work. Both are left out where all are plain tensors on one device.
+    work. Both are left out where all are contiguous and on one device.
     """
     # A subclass may have no memory of its own, as in a FakeTensorMode.
-    if set(map(type, grads)) != {Tensor} or not _is_one_device(grads):
+    are_plain = set(map(type, grads)) == {Tensor} and all(map(Tensor.is_contiguous, grads))
+    if not are_plain or not _is_one_device(grads):
         accumulate(grads, rows, add=add)
-        return
-    if not all(map(Tensor.is_contiguous, grads)):
-        grads = [grad.contiguous() for grad in grads]
-    choose("accumulate", grads[0].device, None, is_checked=False)(grads, rows, add)
+    else:
+        choose("accumulate", grads[0].device, None, is_checked=False)(grads, rows, add)
 
 
 def reweight(
