@@ -54,10 +54,12 @@ def _ranks_of(params: Sequence[Any]) -> list[int]:
     if None not in meshes:
         ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
         placements = {placement for param in params for placement in param.placements}
-        if len(ranks) == 1 and all(each.is_shard() or each.is_replicate() for each in placements):
+        # FSDP2 over tensor parallelism has a placement of its own, which is none of torch's shards.
+        if len(ranks) == 1 and not any(each.is_partial() for each in placements):
             return list(ranks.pop())
     raise RuntimeError(
         "the optimizer's parameters must all be sharded or replicated over the same ranks, as "
         "fully_shard(model) leaves them; some are plain tensors or lie on another mesh. Shard the "
-        "whole model, or give what is left out an optimizer of its own."
+        "whole model, with tensor parallelism also what it replicates (distribute_module), or give "
+        "what is left out an optimizer of its own."
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast import DoGEOptimizer
@@ -190,8 +191,12 @@ def replicated(model: nn.Module) -> nn.Module:
     return replicate(model)
 
 
-class FullyShardedDataParallel(nn.Module):
-    """In its place: FSDP1 itself needs an accelerator."""
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+class Engine(nn.Module):
+    """In the place of an engine that is not installed: it goes by its class's name."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -199,6 +204,18 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
+
+
+def deepspeed(model: nn.Module) -> nn.Module:
+    """As in DeepSpeed 0.19.8; engines of pipelines are derived from it."""
+    engine = type("DeepSpeedEngine", (Engine,), {"__module__": "deepspeed.runtime.engine"})
+    return type("PipelineEngine", (engine,), {})(model)
+
+
+def megatron(model: nn.Module) -> nn.Module:
+    """As in megatron-core 0.16.1, whose class has the name of torch's."""
+    module = "megatron.core.distributed.distributed_data_parallel"
+    return type("DistributedDataParallel", (Engine,), {"__module__": module})(model)
 
 
 def of_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> str:
@@ -214,7 +231,9 @@ def of_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> str:
     [
         (static_graph, "DistributedDataParallel(static_graph=True) reduces gradients"),
         (replicated, "something has put a p.grad back inside a domain"),
-        (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1) cuts parameters"),
+        (fsdp1, "FullyShardedDataParallel (FSDP1) cuts parameters"),
+        (deepspeed, "DeepSpeed's engine reduces and keeps the gradients by itself"),
+        (megatron, "Megatron's wrappers collect the gradients in buffers of their own"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

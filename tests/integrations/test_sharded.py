@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -71,6 +72,14 @@ def compiled_layers(model: nn.Module) -> nn.Module:
     return sharded(model)
 
 
+def replicated(model: nn.Module) -> nn.Module:
+    """The form of replicate() that fully_shard's machinery runs; the other one is refused."""
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            replicate(layer)
+    return replicate(model)
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     return fully_shard(Checkpointed(sharded(model)))
 
@@ -115,6 +124,10 @@ def test_loops_compose(ranks: Ranks, deal: Deal, how: str) -> None:
 @pytest.mark.parametrize("deal", [shares, rounds])
 def test_other_forms_of_the_model(ranks: Ranks, deal: Deal, wrap: Wrap) -> None:
     check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", deal)
+
+
+def test_copies_that_fsdp2_keeps(ranks: Ranks) -> None:
+    check(ranks, 2, replicated, SIZES, False, OPTIONS["clips"], "", shares)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -178,6 +191,12 @@ def of_copies() -> str:
     return raised(lambda: enter(model, optimizer, "a"))
 
 
+def of_whole_copies() -> str:
+    model = replicated(small_model())
+    optimizer = built(model, process_group=Fragments(model))
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
 def of_another_model() -> str:
     model, other = sharded(small_model()), sharded(small_model())
     optimizer = built(model, process_group=Fragments(other))
@@ -225,6 +244,7 @@ def some_left_out() -> str:
         (2, unequal_rounds, "the ranks differ in how many domains they enter in a step"),
         (2, with_count, "with Fragments a domain's gradient is the sum over ranks; got count=4."),
         (4, of_copies, "Fragments need parameters that are sharded over all ranks alike"),
+        (2, of_whole_copies, "a gradient did not come through the reduction of Fragments"),
         (2, of_another_model, "a gradient did not come through the reduction of Fragments"),
         (2, without_shards, "Fragments need a model that torch.distributed.fsdp.fully_shard has"),
         (2, other_counts, "the ranks differ in how often or with which count they entered 'a'"),
