@@ -153,6 +153,8 @@ def part_of_a_run(
     """Steps from a state to the next; both as `state_dict` has them."""
     model, optimizer = built(adamw, is_sharded)
     if state is not None:
+        # Tensors come to the ranks in memory that they share.
+        state = copy.deepcopy(state)
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
     for number in range(first, last):
