@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from doge_fast import simplex
 from doge_fast.distributed.exchanges import Ranks, default_group, exchange_of
+from doge_fast.distributed.fragments import Fragments
 from doge_fast.exchange import Exchange, Report
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.parameters import TrackedParameters
@@ -70,6 +71,8 @@ class Entries:
         self._subset = subset
         self._buffer = buffer
         self._ranks = ranks
+        # They last until the next ones come.
+        parameters.are_taken_at_once = isinstance(ranks.group, Fragments)
         # With the default group that it was settled for.
         self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
@@ -126,11 +129,14 @@ class Entries:
         most = self.micro_batches
         return most is not None and all(self._times[name] == most for name in self._subset.rows)
 
-    def row_of(self, name: str) -> int:
+    def row_of(self, name: str, count: float = 1.0) -> int:
         """The row of this rank's buffer that is the domain's in this step."""
+        is_first = not self._counts
         self._counts.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
-            return self._subset.slot_of(name)
+            row, num_params = self._subset.slot_of(name), len(self._trained.params)
+            self.exchange.enter(row, count, self._subset.rows, num_params, is_first=is_first)
+            return row
         self._buffer.num_rows = max(self._buffer.num_rows, len(self._counts))
         return list(self._counts).index(name)
 

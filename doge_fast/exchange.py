@@ -15,7 +15,7 @@ the pieces are A^T c.
 `doge_fast.distributed` has the ranks; nothing here talks.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -188,6 +188,22 @@ class Exchange(Protocol):
     def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
         """The block in which the wrapped optimizer's state is read."""
 
+    def enter(
+        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
+    ) -> None:
+        """A domain is entered on this rank.
+
+        Args:
+            row: of the domain.
+            count: what the gradient weighs in the mean over ranks.
+            rows: names of the rows of this step, in their order.
+            num_params: that are trained.
+            is_first: whether it is the first of a step.
+        """
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """What a gradient of a domain here brings to rows of this rank: (row, gradient)."""
+
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others that this rank has dropped its step; then they raise in `agree`."""
 
@@ -199,6 +215,15 @@ class InParameters:
     """The combined gradient goes into `p.grad`, and every rank steps its parameters."""
 
     gives_gradients = True
+
+    def enter(
+        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
+    ) -> None:
+        """Nobody has to know before all agree."""
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """All of it."""
+        return [(row, grad)]
 
     def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
         """In the order of the buckets' blocks."""

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from doge_fast import checkpoint, defaults, weights_file
 from doge_fast.checkpoint import DomainState
 from doge_fast.combining import checked_scaler, combine, scale_of
 from doge_fast.distributed.exchanges import Ranks
+from doge_fast.distributed.fragments import Group
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.generalization import Score
 from doge_fast.kernels.reweight.packing import LastStep
@@ -85,8 +85,8 @@ class DoGEOptimizer(OptimizerWrapper):
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
         scaler: the GradScaler of the losses, read when a step is combined. Copy or pickle both.
-        process_group: the ranks that learn one set of weights together; None: the default group
-            once torch.distributed is initialised. DTensors bring the ranks of their mesh.
+        process_group: the ranks that learn together; None: the default group once there is one, or
+            the mesh of DTensors; `distributed.Fragments`: shards, each rank with its own domains.
         shard_optimizer: each of n ranks steps its columns alone, with 1 / n of the wrapped
             optimizer's state, and parameters are gathered in the place of gradients. `p.grad`
             stays None. For optimizers that treat all elements of a parameter alike.
@@ -118,7 +118,7 @@ class DoGEOptimizer(OptimizerWrapper):
         initial: Mapping[str, float] | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
         shard_optimizer: bool = False,
     ) -> None:
         super().__init__(optimizer)

@@ -139,7 +139,7 @@ class Step:
             raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
         self._check_name(name)
         self._prepare((name,))
-        with self._opened({name: count}, self.entries.row_of(name)):
+        with self._opened({name: count}, self.entries.row_of(name, count)):
             yield
 
     @contextmanager
@@ -187,9 +187,12 @@ class Step:
         if grad is None:
             # Its module has written the rows by itself.
             return
+        row = opened.row_for(param, self.parameters)
         if self.entries.exchange.has_shards:
-            grad = local_gradient(param, grad)
-        self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
+            for each, part in self.entries.exchange.parts(row, param, grad):
+                self.buffer.receive(each, param, part)
+        else:
+            self.buffer.receive(row, param, grad)
         opened.has_received = True
 
     @outside_graphs

@@ -20,7 +20,7 @@ STRAGGLER_SECONDS = 2.0
 MOST_SETTINGS = 8
 
 # What a rank says first of its step.
-_FINE, _FAILED, _HAS_CHANGED = 0.0, 1.0, 2.0
+_FINE, _FAILED, _HAS_CHANGED, _ENTERS = 0.0, 1.0, 2.0, 3.0
 
 # all_gather_single from torch 2.13 on, which deprecates the other.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,6 +75,15 @@ class Company:
                 [_widest(set(codes) - {0}) for codes in codes_nP.int().T.tolist()],
             ),
         )
+
+    def entered(self, row: int, rows: Sequence[str], num_params: int) -> list[int]:
+        """The row of the domain that each rank enters now.
+
+        Raises:
+            RuntimeError: a rank has entered all of its own, or one has dropped its step.
+        """
+        words = [float(row)] + [0.0] * (MOST_SETTINGS + len(rows) + num_params - 1)
+        return self._gathered(_ENTERS, words)[:, 0].int().tolist()
 
     def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> None:
         """In the place of `told`, so that the others do not wait for ever."""
@@ -152,6 +161,7 @@ class Company:
             refuse_others(states, "the number of domains or of parameters")
             self._length = None
             return self._gathered(first, words)
+        refuse_others(states, "how many domains they enter in a step (see sampling.rounds)")
         return told[:, 1:]
 
     def _all_told(self, words: list[float]) -> Tensor:

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch import distributed as dist
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from doge_fast.distributed.company import Company
 from doge_fast.distributed.data_parallel import DataParallel
+from doge_fast.distributed.fragments import Fragments, Group
 from doge_fast.distributed.sharded import Sharded
 from doge_fast.distributed.sharded_step import ShardedStep
 from doge_fast.exchange import Alone, Exchange
@@ -28,7 +27,7 @@ def default_group() -> object:
 class Ranks(NamedTuple):
     """Which processes learn together, and what each of them steps."""
 
-    group: ProcessGroup | None = None
+    group: Group | None = None
     """None: the default group, where torch.distributed has one."""
     shard_optimizer: bool = False
     """Whether a rank steps its columns alone."""
@@ -51,7 +50,7 @@ class Ranks(NamedTuple):
         return self
 
 
-def exchange_of(ranks: Ranks, params: Sequence[Tensor]) -> Exchange:
+def exchange_of(ranks: Ranks, params: Sequence[Any]) -> Exchange:
     """What the processes are to each other.
 
     Args:
@@ -60,24 +59,32 @@ def exchange_of(ranks: Ranks, params: Sequence[Tensor]) -> Exchange:
 
     Raises:
         RuntimeError: some parameters are sharded and others are not, or over other processes; or
-            they are, and the optimizer is to be sharded as well.
+            there are fragments and the parameters have a mesh of several dimensions; or the
+            optimizer is to be sharded as well.
     """
     if default_group() is None:
         return Alone()
-    if all(local_of(param) is param for param in params):
-        group = dist.group.WORLD if ranks.group is None else ranks.group
+    group, shard_optimizer = ranks
+    fragments = group if isinstance(group, Fragments) else None
+    if fragments is None and all(local_of(param) is param for param in params):
+        assert not isinstance(group, Fragments)
+        group = dist.group.WORLD if group is None else group
         assert group is not None
         if dist.get_world_size(group) == 1:
             return Alone()
-        company = Company(group)
-        return ShardedStep(company) if ranks.shard_optimizer else DataParallel(company)
-    if ranks.shard_optimizer:
+        return ShardedStep(Company(group)) if shard_optimizer else DataParallel(Company(group))
+    if shard_optimizer:
         raise RuntimeError(
             "shard_optimizer=True is for whole parameters; those of fully_shard(model) are sharded "
             "already, and their optimizer's state with them. Leave it out."
         )
     mesh = _ranks_of(params)
-    return Sharded(Company(dist.new_group(mesh, use_local_synchronization=True)))
+    if fragments is not None and any(param.device_mesh.ndim > 1 for param in params):
+        raise RuntimeError(
+            "Fragments need parameters that are sharded over all ranks alike; these have a mesh of "
+            "several dimensions. Leave Fragments out, and run the same domains on all ranks."
+        )
+    return Sharded(Company(dist.new_group(mesh, use_local_synchronization=True)), fragments)
 
 
 def _ranks_of(params: Sequence[Any]) -> list[int]:

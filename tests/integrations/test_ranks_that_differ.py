@@ -41,10 +41,10 @@ def values(model: nn.Module) -> Tensor:
 
 
 def raised(work: Callable[[], object]) -> str:
-    """What a call raises, as a RuntimeError says it; empty where it does not."""
+    """What a call raises, as the error says it; empty where it does not."""
     try:
         work()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
 
