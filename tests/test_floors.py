@@ -27,6 +27,7 @@ FLOORS = [
     doge_fast.distributed.company
     doge_fast.distributed.rounds doge_fast.distributed.fragments
     doge_fast.distributed.data_parallel doge_fast.distributed.sharded
+    doge_fast.distributed.sharded_step
     doge_fast.distributed.exchanges
     doge_fast.stacked doge_fast.combining doge_fast.entries
     doge_fast.step doge_fast.losses
