@@ -15,7 +15,7 @@ Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (cancellation), appendix 
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -154,6 +154,25 @@ class CancellationEffect:
         # Of all micro-batches so far, and before anything clips it.
         sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
         self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
+
+    def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
+        """Make `p.grad` and what was watched in this step those of all ranks; before the step.
+
+        Each rank has run backward on as many examples of its own, with the same weight, and nothing
+        has reduced its gradients yet. Afterwards `p.grad` is the sum over the ranks.
+
+        Args:
+            summed: a tensor's sum over the ranks.
+        """
+        assert self._watched is not None
+        for param in self._params.values():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = summed(grad)
+        grads = {name: param.grad for name, param in self._params.items()}
+        self._watched = self._watched._replace(
+            norms_P=summed(self._watched.norms_P),
+            sum_P=self._norms_of(grads) / self._watched.weight,
+        )
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
         """C(w) of every parameter so far, {name: score}.

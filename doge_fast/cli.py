@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import doge_fast
+from doge_fast.pipeline import ranks
 from doge_fast.pipeline.config import (
     BaseConfig,
     DemoConfig,
@@ -36,11 +37,14 @@ from doge_fast.pipeline.config import (
     WeightsPlotConfig,
     WeightsShowConfig,
 )
+from doge_fast.pipeline.config.ranges import check as check_ranges
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
+# Of packages that a verb imports when it is asked for more than usual.
+_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm"}
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -54,6 +58,8 @@ class Verb(NamedTuple):
     """Whether fields that must be given stand without a flag: they are what the verb is about."""
     loads: tuple[str, ...] = ("torch", "datasets", "transformers", "transformers.trainer")
     """Packages that it needs and that take seconds to import."""
+    takes_ranks: bool = False
+    """Whether several processes of a launcher can share it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,11 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         DOGE_FAST_TRACEBACK=1 in the environment a refusal shows where it came from.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("doge_fast").setLevel(logging.INFO)
+    # What all ranks of a run say, the first one says.
+    level = logging.INFO if ranks.is_first() else logging.ERROR
+    logging.getLogger("doge_fast").setLevel(level)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         for line in _answer(words):
-            print(line)
+            if ranks.is_first():
+                print(line)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _refuse(
@@ -81,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if _is_ours(error) or os.environ.get(TRACEBACK):
             raise
-        extra = "fewshot" if error.name == "lm_eval" else "pipeline"
+        extra = _EXTRAS.get(str(error.name), "pipeline")
         return _refuse(
             f"This verb needs {error.name}, which is not installed: pip install "
             f"'doge-fast[{extra}]'."
@@ -106,6 +115,9 @@ def _answer(words: list[str]) -> list[str]:
     if name not in VERBS:
         return [overview(f"{name} ")]
     config = parse(words)
+    check_ranges(config)
+    if not VERBS[name].takes_ranks:
+        ranks.refuse_several(name)
     _load(VERBS[name].loads)
     if isinstance(config, ExperimentConfig) and config.plan:
         return _plan(config, words)
@@ -205,6 +217,7 @@ def _base(config: BaseConfig) -> list[str]:
 def _rehearsed(stage: Any) -> list[str]:
     from doge_fast.pipeline.rehearsal import rehearse
 
+    ranks.refuse_several("A dry run")
     return [rehearse(stage)]
 
 
@@ -233,6 +246,7 @@ def _evaluate(config: EvaluateConfig) -> list[str]:
     if config.tasks.tasks:
         from doge_fast.pipeline.fewshot import open_tasks
 
+        ranks.refuse_several("evaluate --tasks")
         open_tasks(config)
     lines = []
     if config.perplexity:
@@ -312,11 +326,11 @@ def _weights_card(config: WeightsCardConfig) -> list[str]:
 
 VERBS: dict[str, Verb] = {
     "demo": Verb(DemoConfig, _demo),
-    "proxy": Verb(ProxyConfig, _proxy),
-    "base": Verb(BaseConfig, _base),
-    "doremi": Verb(DoReMiConfig, _doremi),
-    "select": Verb(SelectConfig, _select),
-    "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True),
+    "proxy": Verb(ProxyConfig, _proxy, takes_ranks=True),
+    "base": Verb(BaseConfig, _base, takes_ranks=True),
+    "doremi": Verb(DoReMiConfig, _doremi, takes_ranks=True),
+    "select": Verb(SelectConfig, _select, takes_ranks=True),
+    "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
     "report": Verb(ReportConfig, _report, loads=("matplotlib.figure",)),
     "experiment": Verb(ExperimentConfig, _experiment, is_positional=True),
     "weights show": Verb(WeightsShowConfig, _weights("show"), True, ()),

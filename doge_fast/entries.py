@@ -20,6 +20,7 @@ from doge_fast.exchange import Exchange, Report
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.parameters import TrackedParameters
 from doge_fast.subset import Subset
+from doge_fast.tracing import outside_graphs
 
 Absent = Literal["error", "keep"]
 
@@ -95,6 +96,8 @@ class Entries:
             self._exchange = world, exchange
             # Of its own domains alone where a rank has whole gradients.
             self._buffer.num_rows = 0 if exchange.has_own_rows else self._subset.num_rows
+        if self.micro_batches is not None:
+            self._exchange[1].begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the other ranks: a copy may be used by other processes."""
@@ -132,9 +135,20 @@ class Entries:
         self._times.update(counts.keys())
         for name, count in counts.items():
             self._counts[name] += count
+            if self._times[name] == self.micro_batches:
+                self._send(name, self._trained.params)
+
+    @outside_graphs
+    @torch.no_grad()
+    def _send(self, name: str, params: Sequence[Tensor]) -> None:
+        """A domain's row is complete."""
+        apart = self._trained.selected_ids() or ()
+        self.exchange.send(list(self._counts).index(name), params, apart, self._buffer)
 
     def clear(self) -> None:
         """Begin another step."""
+        if self._exchange is not None:
+            self._exchange[1].forget()
         self._times.clear()
         self._counts.clear()
 
@@ -191,6 +205,10 @@ class Entries:
         Raises:
             RuntimeError: a domain is missing; or the ranks differ, or one has failed.
         """
+        with self.told_on_failure():
+            for name, count in self._counts.items():
+                if count:
+                    self._send(name, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
             lr = self._trained.lr

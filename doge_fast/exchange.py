@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from doge_fast.flat_buffer import Block, weighted_gradients
+from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
 from doge_fast.kernels import gram
 
 # Shards begin on as many elements as rows of the flat buffer do.
@@ -56,8 +56,20 @@ class Bucket(NamedTuple):
     """Blocks that travel together, their columns one after another, padded to n equal shards."""
 
     blocks: tuple[Block, ...]
+    dtype: torch.dtype
+    """Of the rows."""
     num_columns: int
     """Of a shard."""
+
+    def shards(self, rows: Sequence[int], num_ranks: int) -> Tensor:
+        """[n, rows, columns of a shard]: a copy of rows, zeros where they are not written."""
+        shape = (num_ranks, len(rows), self.num_columns)
+        sent = torch.zeros(shape, dtype=self.dtype, device=self.blocks[0].param.device)
+        for shard, block, there, here in self.cuts(num_ranks):
+            for piece, row in enumerate(rows):
+                if block.written >> row & 1:
+                    sent[shard, piece, there] = block.rows_RN[row, here]
+        return sent
 
     def cuts(self, num_ranks: int) -> Iterator[tuple[int, Block, slice, slice]]:
         """(shard, block, columns of the shard, columns of the block) of all that overlap."""
@@ -118,6 +130,24 @@ class Exchange(Protocol):
                 same sentence on all of them.
         """
 
+    def begin(self) -> None:
+        """The first domain of a step is entered here."""
+
+    def send(
+        self, row: int, params: Sequence[Tensor], apart: Collection[int], buffer: FlatBuffer
+    ) -> None:
+        """A row is complete and may travel; all rows are sent before the ranks agree.
+
+        Args:
+            row: of the buffer; sent already, it is left out.
+            params: that are trained.
+            apart: as for `complete`.
+            buffer: the rows here.
+        """
+
+    def forget(self) -> None:
+        """What has been sent in this step does not count."""
+
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns of the blocks.
 
@@ -168,7 +198,25 @@ class Exchange(Protocol):
         """Give the memory of what has travelled back."""
 
 
-class Alone:
+class InPlace:
+    """Rows that stay where they are."""
+
+    def begin(self) -> None:
+        """Nothing travels."""
+
+    def send(
+        self, row: int, params: Sequence[Tensor], apart: Collection[int], buffer: FlatBuffer
+    ) -> None:
+        """Nothing travels."""
+
+    def forget(self) -> None:
+        """Nothing has travelled."""
+
+    def release(self) -> None:
+        """Nothing has travelled."""
+
+
+class Alone(InPlace):
     """One process: it has all rows."""
 
     num_ranks = 1
@@ -182,7 +230,7 @@ class Alone:
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """The blocks as they are."""
-        buckets = [Bucket((block,), block.num_columns) for block in blocks]
+        buckets = [Bucket((block,), block.rows_RN.dtype, block.num_columns) for block in blocks]
         return Columns(buckets, [block.rows_RN for block in blocks])
 
     def summed(self, rows: Sequence[Tensor]) -> Tensor:
@@ -211,25 +259,32 @@ class Alone:
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """There is nobody to tell."""
 
-    def release(self) -> None:
-        """Nothing has travelled."""
-
 
 def buckets_of(
-    blocks: Sequence[Block], num_ranks: int, apart: Collection[int] = ()
+    blocks: Sequence[Block],
+    dtypes: Sequence[torch.dtype],
+    num_ranks: int,
+    apart: Collection[int] = (),
 ) -> list[Bucket]:
-    """The blocks in groups of one device and dtypes, of about `BUCKET_COLUMNS` columns each."""
-    groups: dict[object, list[list[Block]]] = {}
-    for block in blocks:
+    """The blocks in groups of one device and dtypes, of about `BUCKET_COLUMNS` columns each.
+
+    Args:
+        blocks: in the same order on all ranks.
+        dtypes: in which the rows of each travel.
+        num_ranks: over which the columns are dealt.
+        apart: ids of parameters that share no bucket with others.
+    """
+    groups: dict[tuple[bool, torch.device, torch.dtype, torch.dtype], list[list[Block]]] = {}
+    for block, dtype in zip(blocks, dtypes, strict=True):
         is_apart = id(block.param) in apart
-        kind = (is_apart, block.param.device, block.rows_RN.dtype, block.param.dtype)
+        kind = (is_apart, block.param.device, dtype, block.param.dtype)
         group = groups.setdefault(kind, [[]])
         if sum(other.num_columns for other in group[-1]) >= BUCKET_COLUMNS:
             group.append([])
         group[-1].append(block)
     unit = ALIGNMENT * num_ranks
     return [
-        Bucket(tuple(each), -(-sum(b.num_columns for b in each) // unit) * ALIGNMENT)
-        for group in groups.values()
+        Bucket(tuple(each), dtype, -(-sum(b.num_columns for b in each) // unit) * ALIGNMENT)
+        for (_, _, dtype, _), group in groups.items()
         for each in group
     ]

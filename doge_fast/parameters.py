@@ -12,6 +12,7 @@ Python, and notes that gradients have come. They stay in `p.grad` until `take` c
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +26,7 @@ Receive = Callable[[Tensor], None]
 
 # Whether the gradient of a parameter is taken from it in the middle of a backward pass.
 takes_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
+_grad_of: Callable[[Tensor], Any] = attrgetter("grad")
 
 
 class TrackedParameters:
@@ -136,8 +138,10 @@ class TrackedParameters:
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters that have a gradient in `p.grad`, and these, which leave it."""
         self.forget()
-        params = [param for param in self.params if param.grad is not None]
-        grads: list[Any] = [param.grad for param in params]
+        params, grads = self.params, list(map(_grad_of, self.params))
+        have_one = [grad is not None for grad in grads]
+        if not all(have_one):
+            params, grads = list(compress(params, have_one)), list(compress(grads, have_one))
         for param in params:
             param.grad = None
         return params, grads

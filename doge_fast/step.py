@@ -169,9 +169,9 @@ class Step:
                 self._refuse_reduced()
                 if not opened.has_received:
                     raise RuntimeError(_nothing_received(opened))
+                self.entries.add(counts)
         finally:
             self._open = None
-        self.entries.add(counts)
         if self.state is not StepState.DROPPED:
             self.state = StepState.COLLECTED
 

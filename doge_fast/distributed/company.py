@@ -43,25 +43,37 @@ class Company:
         self._number = 0
         self._store.set(_key(self.rank), "0")
 
-    def told(self, rows: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
+    def told(
+        self, rows: Sequence[str], report: Report, more: Sequence[float] = ()
+    ) -> tuple[Tensor, Tensor, Agreement]:
         """One small message to all, and one from each.
 
+        Args:
+            rows: as for `Exchange.agree`.
+            report: as there.
+            more: what else a rank says; as many numbers each time.
+
         Returns:
-            [n, R] float64 on the CPU, the counts of every rank; and what all together have.
+            [n, R] float64 on the CPU, the counts of every rank; [n, more] likewise; and what all
+            together have.
 
         Raises:
             RuntimeError: as `Exchange.agree`.
         """
-        sizes = [MOST_SETTINGS, len(rows), len(report.dtypes)]
-        digests_nD, counts_nR, codes_nP = torch.split(
-            self._gathered(_FINE, _words(rows, report)), sizes, dim=1
+        sizes = [MOST_SETTINGS, len(rows), len(report.dtypes), len(more)]
+        digests_nD, counts_nR, codes_nP, more_nE = torch.split(
+            self._gathered(_FINE, [*_words(rows, report), *more]), sizes, dim=1
         )
         for name, digests in zip(report.settings, digests_nD.T.tolist(), strict=False):
             refuse_others(digests, name)
         seen_R = counts_nR.any(0).tolist()
-        return counts_nR, Agreement(
-            frozenset(name for name, is_seen in zip(rows, seen_R, strict=True) if is_seen),
-            [_widest(set(codes) - {0}) for codes in codes_nP.int().T.tolist()],
+        return (
+            counts_nR,
+            more_nE,
+            Agreement(
+                frozenset(name for name, is_seen in zip(rows, seen_R, strict=True) if is_seen),
+                [_widest(set(codes) - {0}) for codes in codes_nP.int().T.tolist()],
+            ),
         )
 
     def entered(self, row: int, rows: Sequence[str], num_params: int) -> list[int]:
@@ -73,10 +85,10 @@ class Company:
         words = [float(row)] + [0.0] * (MOST_SETTINGS + len(rows) + num_params - 1)
         return self._gathered(_ENTERS, words)[:, 0].int().tolist()
 
-    def fail(self, rows: Sequence[str], num_params: int) -> None:
+    def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> None:
         """In the place of `told`, so that the others do not wait for ever."""
         with suppress(RuntimeError):
-            self._gathered(_FAILED, [0.0] * (MOST_SETTINGS + len(rows) + num_params))
+            self._gathered(_FAILED, [0.0] * (MOST_SETTINGS + len(rows) + num_params + num_more))
 
     def summed(self, part: Tensor, ranks: Sequence[int]) -> Tensor:
         """The sum of what some ranks have, one after the other: the same bits on every rank.
@@ -97,6 +109,18 @@ class Company:
         """Overwrite the domain weights by those of rank 0: machines may round differently."""
         with self.in_company():
             dist.broadcast(state_S, group=self.group, group_src=0)
+
+    def others_like_it(self) -> ProcessGroup:
+        """Another group of the same ranks, backend and timeout; all of them must be here."""
+        backend = self.group._get_backend(self.group._device_types[0])
+        found = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            timeout=backend.options._timeout,
+            backend=str(dist.get_backend_config(self.group)),
+            use_local_synchronization=True,
+        )
+        assert isinstance(found, ProcessGroup)
+        return found
 
     @contextmanager
     def in_company(self) -> Iterator[None]:

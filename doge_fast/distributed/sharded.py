@@ -8,12 +8,12 @@ from torch import Tensor
 
 from doge_fast.distributed.company import Company, refuse_others
 from doge_fast.distributed.fragments import Fragments
-from doge_fast.exchange import Agreement, Alone, Columns, Report
+from doge_fast.exchange import Agreement, Alone, Columns, InPlace, Report
 from doge_fast.flat_buffer import Block, local_gradient, weighted_gradients
 from doge_fast.kernels import gram
 
 
-class Sharded:
+class Sharded(InPlace):
     """Ranks that each have some columns of every domain's gradient, as with FSDP2's `fully_shard`.
 
     All ranks run the same domains, and reduce each one's gradient over their batches, or each runs
@@ -38,9 +38,9 @@ class Sharded:
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """And refuse ranks that have entered other domains, unless they exchange fragments."""
         if self._fragments is not None:
-            return self.company.told(rows, report)[1]
+            return self.company.told(rows, report)[2]
         settings = {**report.settings, "the order of their domains": self._order}
-        counts_nR, agreement = self.company.told(rows, report._replace(settings=settings))
+        counts_nR, _, agreement = self.company.told(rows, report._replace(settings=settings))
         for row, counts in enumerate(counts_nR.T.tolist()):
             refuse_others(counts, f"how often or with which count they entered {rows[row]!r}")
         return agreement
@@ -70,9 +70,6 @@ class Sharded:
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others."""
         self.company.fail(rows, num_params)
-
-    def release(self) -> None:
-        """Nothing has travelled."""
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """They are; of what is replicated over ranks one of them counts."""

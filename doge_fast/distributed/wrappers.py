@@ -71,6 +71,8 @@ def without_reduction() -> Iterator[None]:
             )
         before[module] = module.require_backward_grad_sync
         module.require_backward_grad_sync = False
+        # Else the first forward pass sends buffers, and a rank without a domain has none.
+        module.require_forward_param_sync = False
 
     handle = nn.modules.module.register_module_forward_pre_hook(switch_off)
     try:

@@ -44,12 +44,17 @@ def shifts_labels(model: Any) -> bool:
 
 
 def num_targets(
-    batches: Iterable[Mapping[str, Batch]], device: torch.device, *, is_shifted: bool
-) -> dict[str, Tensor]:
-    """{domain: the number of tokens that its loss is a mean over}, at least 1.
+    batches: Iterable[Mapping[str, Batch]],
+    rows: Sequence[str],
+    device: torch.device,
+    *,
+    is_shifted: bool,
+) -> Tensor:
+    """[R] the number of tokens that the loss of each row is a mean over; 0 without labels.
 
     Args:
         batches: {domain: batch}, the micro-batches of one optimizer step.
+        rows: names of domains, in the order of the result.
         device: of the result.
         is_shifted: the model shifts the labels, so the first of a row is not predicted.
     """
@@ -63,16 +68,14 @@ def num_targets(
             # A collator that packs several texts into a row shifts the labels itself.
             targets.append(batch.get("shift_labels", labels))
     if not names:
-        return {}
-    # A domain whose tokens are all masked has loss zero, not 0/0.
-    counts_C = _numbers_of_targets(targets).clamp(min=1)
-    of_domain = {name: [name == each for each in names] for name in names}
-    is_its_DC = on_device([*map(list, of_domain.values())], counts_C.device).bool()
-    sums_D = torch.where(is_its_DC, counts_C, 0).sum(1)
-    if device.type == "cuda" and sums_D.device.type == "cpu":
+        return torch.zeros(len(rows), dtype=torch.int64, device=device)
+    counts_C = _numbers_of_targets(targets)
+    is_its_RC = on_device([[row == name for name in names] for row in rows], counts_C.device)
+    sums_R = torch.where(is_its_RC.bool(), counts_C, 0).sum(1)
+    if device.type == "cuda" and sums_R.device.type == "cpu":
         # Pinned, or the copy would make the host wait for the device.
-        sums_D = sums_D.pin_memory()
-    return dict(zip(of_domain, sums_D.to(device, non_blocking=True).unbind(), strict=True))
+        sums_R = sums_R.pin_memory()
+    return sums_R.to(device, non_blocking=True)
 
 
 def _numbers_of_targets(targets: Sequence[Tensor]) -> Tensor:

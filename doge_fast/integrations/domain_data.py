@@ -3,11 +3,15 @@
 It needs torch and numpy alone; what it knows of Hugging Face's data sets are their method names.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from doge_fast.sampling import pieces
 
 Batch = dict[str, Any]
 """What a model takes: `input_ids`, `labels` and so on."""
@@ -22,6 +26,73 @@ ROWS_AT_ONCE = 100_000
 WAITING_STEPS = 64
 # Examples of a mixed stream among which every domain must occur.
 MOST_EXAMPLES_WITHOUT = 1_000_000
+
+
+class Part(dict[str, Batch]):
+    """What a rank has of a batch `{domain: batch}`: pieces of the domains, one after another.
+
+    It has the domains of which there is any example here.
+    """
+
+    counts: dict[str, int]
+    """{domain: examples here}, of these."""
+    sizes: dict[str, int]
+    """{domain: examples on all ranks}, of all domains of the batch."""
+
+    @classmethod
+    def of(
+        cls,
+        batches: Mapping[str, Batch],
+        mine: Mapping[str, tuple[int, int]],
+        sizes: Mapping[str, int],
+    ) -> "Part":
+        """The part that `pieces` gives a rank."""
+        part = cls(batches)
+        part.counts = {name: last - first for name, (first, last) in mine.items()}
+        part.sizes = dict(sizes)
+        return part
+
+
+def part_of(batch: Mapping[str, Batch], rank: int, num_ranks: int) -> Part:
+    """A rank's part of a batch that all ranks have.
+
+    A domain that one rank has as a whole is left as it is; of one that is cut, everything holds
+    the examples along its first axis.
+
+    Raises:
+        ValueError: a domain is to be cut, and its tensors are not of one length.
+    """
+    sizes = {name: _num_examples(domain) for name, domain in batch.items()}
+    mine = pieces(sizes, rank, num_ranks)
+    batches = {
+        name: batch[name] if last - first == sizes[name] else _cut(name, batch[name], first, last)
+        for name, (first, last) in mine.items()
+    }
+    return Part.of(batches, mine, sizes)
+
+
+def _num_examples(batch: Batch) -> int:
+    tensors = (rows for rows in batch.values() if isinstance(rows, Tensor) and rows.dim())
+    return len(next(tensors, (None,)))
+
+
+def _cut(name: str, batch: Batch, first: int, last: int) -> Batch:
+    if len({len(rows) for rows in batch.values()}) > 1:
+        raise ValueError(
+            f"a batch is cut along its first axis where several ranks share a domain; that of "
+            f"{name!r} has tensors of lengths {[len(rows) for rows in batch.values()]}. Give all "
+            "of them the examples as first axis, or no more ranks than domains."
+        )
+    return {key: rows[first:last] for key, rows in batch.items()}
+
+
+def shares(parts: Sequence[Part]) -> dict[str, float]:
+    """{domain: which share of its examples in these batches is here}, of those that are here."""
+    here, everywhere = Counter[str](), Counter[str]()
+    for part in parts:
+        here.update(part.counts)
+        everywhere.update(part.sizes)
+    return {name: count / everywhere[name] for name, count in here.items()}
 
 
 def by_domain(dataset: Any, column: str, rows: Sequence[str]) -> Any:
@@ -56,11 +127,12 @@ def _are_streams(datasets: Mapping[str, Any]) -> bool:
     return bool(streams)
 
 
-class DomainZip(Dataset[dict[str, Any]]):
+class DomainZip(Dataset[Mapping[str, Any]]):
     """Datasets by domain as one dataset whose examples are `{domain: example}`.
 
     Example i holds example i mod n_d of every domain d, so the length is the longest domain's
-    and the shorter ones repeat.
+    and the shorter ones repeat. A domain's example is read when it is asked for: a rank asks for
+    its own.
 
     Raises:
         ValueError: there is no domain, or one is empty.
@@ -79,8 +151,26 @@ class DomainZip(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return max(len(rows) for rows in self.datasets.values())
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: rows[index % len(rows)] for name, rows in self.datasets.items()}
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return _Examples(self.datasets, index)
+
+
+class _Examples(Mapping[str, Any]):
+    """Example `index` of every domain, not yet read."""
+
+    def __init__(self, datasets: Mapping[str, Any], index: int) -> None:
+        self._datasets = datasets
+        self._index = index
+
+    def __getitem__(self, name: str) -> Any:
+        rows = self._datasets[name]
+        return rows[self._index % len(rows)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._datasets)
+
+    def __len__(self) -> int:
+        return len(self._datasets)
 
 
 def split_by_domain(dataset: Any, column: str, rows: Sequence[str]) -> dict[str, Any]:
@@ -265,18 +355,28 @@ def _set_epoch(stream: Any, epoch: int) -> None:
 
 
 class CollateByDomain:
-    """Collates examples `{domain: example}` into `{domain: batch}`, without the key `column`."""
+    """Collates examples `{domain: example}` into `{domain: batch}`, without the key `column`.
 
-    def __init__(self, collate: Collate, column: str) -> None:
+    Args:
+        collate: makes a batch of a domain's examples.
+        column: the key.
+        place: (rank, number of ranks) if a rank is to have its part alone; None: all.
+    """
+
+    def __init__(self, collate: Collate, column: str, place: tuple[int, int] | None = None) -> None:
         self.collate = collate
         self.column = column
+        self.place = place
 
     def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Batch]:
-        """The examples' batches by domain."""
-        return {
-            name: self.collate([self._unnamed(example[name]) for example in examples])
-            for name in checked_batch(examples[0])
+        """The examples' batches by domain; a `Part` where there is a `place`."""
+        sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
+        mine = pieces(sizes, *(self.place or (0, 1)))
+        batches = {
+            name: self.collate([self._unnamed(each[name]) for each in examples[first:last]])
+            for name, (first, last) in mine.items()
         }
+        return batches if self.place is None else Part.of(batches, mine, sizes)
 
     def _unnamed(self, example: Any) -> Any:
         return _without(example, self.column) if _names_a_domain(example, self.column) else example

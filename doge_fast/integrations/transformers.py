@@ -6,28 +6,28 @@ saves. This file changes three things: a gradient of every domain instead of one
 looks at it, and no second clipping of a gradient that `DoGEOptimizer` has cut already.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
-from itertools import islice
 from typing import Any, Literal, cast, get_args
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from doge_fast.combining import factor_of
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.integrations import causal_lm, domain_data
-from doge_fast.integrations.domain_data import Batch
+from doge_fast.integrations import causal_lm
+from doge_fast.integrations.domain_data import Batch, Part
+from doge_fast.integrations.domain_trainer import DomainTrainer
+from doge_fast.layers.batch import on_device
 from doge_fast.objective import Objective
 from doge_fast.optimizer import DoGEOptimizer
 
 Mode = Literal["auto", "sequential", "stacked"]
 
 
-class DoGETrainer(Trainer):
+class DoGETrainer(DomainTrainer):
     """A `transformers.Trainer` that learns domain weights while it trains.
 
     Change the class and say which domains there are; a column of the data set names each
@@ -150,7 +150,7 @@ class DoGETrainer(Trainer):
         self.domain_losses: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
         # Trainer's own value misses GPT-2, whose evaluation losses would be too small.
-        self._loss_shifts_labels = self._shifts_labels()
+        self._loss_shifts_labels = self.shifts_labels()
         self._check_host()
 
     def _check_host(self) -> None:
@@ -160,11 +160,17 @@ class DoGETrainer(Trainer):
                 f"the gradients itself; got deepspeed={self.args.deepspeed!r}. Learn the weights "
                 "without it, with a smaller proxy if memory is short, and train with them there."
             )
-        if self.args.world_size * max(1, self.args.n_gpu) > 1:
+        if self.is_fsdp_enabled or getattr(self.accelerator, "parallelism_config", None):
             raise RuntimeError(
-                f"DoGETrainer runs in one process on one device; got {self.args.world_size} "
-                f"processes and {self.args.n_gpu} visible GPUs. Start it without a launcher, and "
-                "set CUDA_VISIBLE_DEVICES to one GPU."
+                "DoGETrainer gives every rank whole domains of the batch and the whole model, and "
+                "an fsdp or parallelism_config cuts the model. Leave it out, for "
+                "DistributedDataParallel; DoGEOptimizer in a loop of your own takes fully_shard."
+            )
+        if self.args.n_gpu > 1:
+            raise RuntimeError(
+                f"DoGETrainer takes one GPU in each process; got {self.args.n_gpu} in one. Start "
+                f"it with torchrun --nproc-per-node {self.args.n_gpu}, or set CUDA_VISIBLE_DEVICES "
+                "to one GPU."
             )
 
     def _check_ready(self, optimizer: DoGEOptimizer) -> None:
@@ -225,37 +231,6 @@ class DoGETrainer(Trainer):
         self.optimizer = self._doge = inner
         return inner
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of batches `{domain: batch}`; the class says what `train_dataset` may be."""
-        if self.train_dataset is None:
-            raise ValueError("DoGETrainer needs a train_dataset to train; got None.")
-        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
-        # The oldest supported transformers do not have it.
-        context = getattr(self.args, "dataloader_multiprocessing_context", None)
-        options["multiprocessing_context"] = context
-        rows, column, batch_size = self._rows(), self.domain_column, self._train_batch_size
-        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        dataset = domain_data.by_domain(self.train_dataset, column, rows)
-        if isinstance(dataset, IterableDataset):
-            batches = domain_data.DomainStream(
-                dataset, column, rows, batch_size=batch_size, collate=collate
-            )
-            return domain_data.StreamLoader(batches, batch_size=None, **options)
-        if isinstance(dataset, Mapping):
-            dataset = domain_data.DomainZip(
-                {name: self._without_unused_columns(part) for name, part in dataset.items()}
-            )
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=self._get_train_sampler(dataset),
-            collate_fn=domain_data.CollateByDomain(collate, column),
-            drop_last=self.args.dataloader_drop_last,
-            **options,
-        )
-        return cast("DataLoader[Any]", self.accelerator.prepare(loader))
-
     def _rows(self) -> tuple[str, ...]:
         """Names of all rows: the training domains and the measured targets."""
         optimizer = self._doge or self.optimizer
@@ -263,31 +238,14 @@ class DoGETrainer(Trainer):
             return optimizer.rows
         return Objective.of(self._doge_options["domains"], self._doge_options["target"]).rows
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        strategy = getattr(self.args, "train_sampling_strategy", "random")
-        if strategy not in ("random", "sequential"):
-            raise ValueError(
-                f"train_sampling_strategy={strategy!r} orders single examples, and a step of "
-                'DoGETrainer has some of every domain. Pass "random" or "sequential".'
-            )
-        return super()._get_train_sampler(train_dataset)
+    def _draws_domains(self) -> bool:
+        optimizer = self._doge or self.optimizer
+        if isinstance(optimizer, DoGEOptimizer):
+            return len(optimizer.domains_of_step) < len(optimizer.domains)
+        return self._doge_options["domains_per_step"] is not None
 
-    def _without_unused_columns(self, rows: Any) -> Any:
-        if hasattr(rows, "column_names"):
-            return self._remove_unused_columns(rows, description="training")
-        return rows
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """The micro-batches of one optimizer step, and how many targets each domain has in them."""
-        batches = list(islice(epoch_iterator, num_batches))
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            return batches, None
-        return batches, causal_lm.num_targets(batches, device, is_shifted=self._shifts_labels())
-
-    def _shifts_labels(self) -> bool:
-        return causal_lm.shifts_labels(self.accelerator.unwrap_model(self.model))
+    def _left_out(self) -> set[str]:
+        return set(self.doge.domains) - set(self.doge.domains_of_step)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -310,23 +268,15 @@ class DoGETrainer(Trainer):
         if callable(begin_training := getattr(self.optimizer, "train", None)):
             # Of an optimizer that evaluates other parameters than it trains.
             begin_training()
-        left_out = set(self.doge.domains) - set(self.doge.domains_of_step)
-        by_domain = domain_data.checked_batch(inputs)
-        inputs = self._prepare_inputs({n: b for n, b in by_domain.items() if n not in left_out})
+        part = self.part_of(inputs)
         if self._is_new_step:
             self.doge.zero_grad()
             self.domain_losses = {}
         self._empty_cache()
-        counts = num_items_in_batch or {}
-        if self._is_to_be_stacked(inputs):
-            losses = self._backward_stacked(model, inputs, counts)
-        else:
-            losses = {
-                name: self._backward(model, name, batch, counts.get(name))
-                for name, batch in inputs.items()
-            }
-        for name, loss in losses.items():
-            earlier = self.domain_losses.get(name)
+        losses = self._backward_of(model, part, num_items_in_batch or {})
+        nothing: Tensor = torch.zeros((), device=self.args.device)
+        for name in filter(part.sizes.get, part.sizes):
+            loss, earlier = losses.get(name, nothing), self.domain_losses.get(name)
             self.domain_losses[name] = loss if earlier is None else earlier + loss
         # Trainer says here whether the optimizer will step after this micro-batch.
         self._is_new_step = bool(self.accelerator.sync_gradients)
@@ -335,39 +285,81 @@ class DoGETrainer(Trainer):
             # Not scaler.get_scale(), for which the host would wait for the device.
             scale = None if scaler is None else factor_of(scaler, self.accelerator.device)
             self.doge.combine(grad_scale=scale)
-        trained = [losses[name] for name in self.doge.domains if name in losses]
-        return torch.stack(trained or list(losses.values())).mean()
+            self._sum_domain_losses()
+        trained = [name for name in self.doge.domains if part.sizes.get(name)] or list(part.sizes)
+        mine = torch.stack([losses[name] for name in trained if name in losses] or [nothing])
+        # Trainer logs the mean over the ranks.
+        return cast(Tensor, mine.sum() * (self.args.world_size / len(trained)))
+
+    def _sum_domain_losses(self) -> None:
+        """Of all ranks, which have parts of them."""
+        if self.args.world_size > 1:
+            # One dtype on all ranks, also where a rank has no domain.
+            losses = torch.stack([loss.double() for loss in self.domain_losses.values()])
+            summed = self.summed(losses).unbind()
+            self.domain_losses = dict(zip(self.domain_losses, summed, strict=True))
 
     def _empty_cache(self) -> None:
         interval = self.args.torch_empty_cache_steps
         if interval is not None and self.state.global_step % interval == 0:
             clear_device_cache()
 
+    def _backward_of(
+        self, model: nn.Module, part: Part, num_targets: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """{domain: what this micro-batch of this rank adds to its loss}, in the rows too; detached.
+
+        The optimizer takes the mean of the ranks by their shares of a domain's examples, where
+        losses add up: hence what is run backward is divided by the share.
+        """
+        if not part:
+            return {}
+        inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
+        if self._is_to_be_stacked(inputs):
+            return self._backward_stacked(model, part, inputs, num_targets)
+        return {
+            name: self._backward(model, name, part, batch, num_targets.get(name))
+            for name, batch in inputs.items()
+        }
+
+    def _steps_of_mean(self, part: Part, name: str) -> float:
+        """What a mean over the examples here is divided by, where micro-batches count alike."""
+        return self.current_gradient_accumulation_steps * part.sizes[name] / part.counts[name]
+
     def _backward(
-        self, model: nn.Module, name: str, batch: Batch, num_targets: Tensor | None
+        self, model: nn.Module, name: str, part: Part, batch: Batch, num_targets: Tensor | None
     ) -> Tensor:
-        """One domain's share of the loss, added to its row; detached."""
-        with self.doge.domain(name):
+        """One domain's part of the loss, added to its row; detached."""
+        told = num_targets
+        if told is not None and self.args.average_tokens_across_devices:
+            # Trainer multiplies the loss by it, for DistributedDataParallel takes means.
+            told = told * self.args.world_size
+        with self.doge.domain(name, count=part.counts[name]):
             with self.compute_loss_context_manager():
-                loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_targets))
+                loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=told))
             if not self._is_scaled_by_targets(num_targets):
-                loss = loss / self.current_gradient_accumulation_steps
-            self.accelerator.backward(loss)
+                loss = loss / self._steps_of_mean(part, name)
+            share = self.shares.get(name, 1.0)
+            self.accelerator.backward(loss if share == 1.0 else loss / share)
         return loss.detach()
 
     def _backward_stacked(
-        self, model: nn.Module, inputs: Mapping[str, Batch], num_targets: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        part: Part,
+        inputs: Mapping[str, Batch],
+        num_targets: Mapping[str, Any],
     ) -> dict[str, Tensor]:
-        """All domains' shares of the loss, added to their rows in one pass; detached."""
+        """All domains' parts of the loss, added to their rows in one pass; detached."""
         unwrapped = self.accelerator.unwrap_model(model)
-        sizes = {name: len(batch["input_ids"]) for name, batch in inputs.items()}
-        with self.doge.stacked(unwrapped, sizes):
+        with self.doge.stacked(unwrapped, part.counts):
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 losses_D = causal_lm.stacked_losses(model, unwrapped, inputs, num_targets or None)
             if not num_targets:
-                losses_D = losses_D / self.current_gradient_accumulation_steps
-            self.accelerator.backward(losses_D.sum())
-        return dict(zip(sizes, losses_D.detach(), strict=True))
+                losses_D = _divided(losses_D, [self._steps_of_mean(part, name) for name in inputs])
+            shares = [self.shares.get(name, 1.0) for name in inputs]
+            self.accelerator.backward(_divided(losses_D, shares).sum())
+        return dict(zip(inputs, losses_D.detach(), strict=True))
 
     def _is_to_be_stacked(self, inputs: Mapping[str, Batch]) -> bool:
         """Whether `mode` means the stacked pass for this micro-batch.
@@ -393,7 +385,7 @@ class DoGETrainer(Trainer):
         is_own_loss = type(self).compute_loss is Trainer.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."
-        if not self._shifts_labels():
+        if not self.shifts_labels():
             return "takes causal language models of transformers with their usual loss."
         return causal_lm.obstacle_to_stacking(inputs)
 
@@ -418,17 +410,6 @@ class DoGETrainer(Trainer):
         assert last is not None
         return cast(Tensor, last.combined_norm)
 
-    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """Trainer's estimate, for the tokens of all domains."""
-        name = getattr(self.model, "main_input_name", "input_ids")
-        tokens = sum(batch[name].numel() for batch in inputs.values() if name in batch)
-        # One call for all domains, because every call counts the parameters.
-        return super().floating_point_ops({name: torch.empty(tokens, device="meta")})
-
-    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        for batch in inputs.values():
-            super()._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's log, with the losses and weights of the domains beside the training loss."""
         if "loss" in logs and self._doge is not None:
@@ -437,6 +418,12 @@ class DoGETrainer(Trainer):
                 pairs = zip(self.doge.domains, alpha_K.tolist(), strict=True)
                 logs |= {f"{kind}/{name}": weight for name, weight in pairs}
         super().log(logs, *args, **kwargs)
+
+
+def _divided(losses_D: Tensor, numbers: Sequence[float]) -> Tensor:
+    if len(set(numbers)) == 1:
+        return losses_D if numbers[0] == 1.0 else losses_D / numbers[0]
+    return losses_D / on_device(numbers, losses_D.device, losses_D.dtype)
 
 
 def _name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

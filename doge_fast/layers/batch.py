@@ -81,9 +81,11 @@ class Run:
         return self._borders_on[key]
 
 
-def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Int64 numbers, or lists of them, as a tensor on `device`; the host does not wait for it."""
-    values = torch.tensor(numbers, dtype=torch.int64)
+def on_device(
+    numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Numbers, or lists of them, as a tensor on `device`; the host does not wait for it."""
+    values = torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         # Pinned, or the copy would make the host wait for the device.
         values = values.pin_memory()

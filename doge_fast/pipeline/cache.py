@@ -1,7 +1,8 @@
 """The folder in which finished things are kept, each under a digest of what it depends on.
 
 Whatever is dear to make is made in a scratch folder and moved to its name when it is whole, so
-a run that is killed leaves nothing half made, and runs side by side need no lock.
+a run that is killed leaves nothing half made. Processes that want the same thing at the same time,
+the ranks of a run for example, wait for the first of them.
 """
 
 import hashlib
@@ -9,9 +10,12 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
@@ -41,7 +45,9 @@ def made_together(
     if not absent:
         return paths
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # For this user alone: compiled operators are loaded from there.
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         # On the file system that things are moved on.
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".making-"))
     except OSError as error:
@@ -49,15 +55,33 @@ def made_together(
             f"The cache must be writable; {folder} is not: {one_line(error)}. "
             "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
         ) from error
-    _log.info("Making %s in %s.", ", ".join(absent), folder)
     try:
-        written = {name: scratch / str(index) for index, name in enumerate(absent)}
-        make(written)
-        for name, path in written.items():
-            _keep(path, paths[name])
+        with _one_at_a_time(folder / f".{digest(dict(keys))}.lock"):
+            absent = [name for name in absent if not paths[name].exists()]
+            if absent:
+                _log.info("Making %s in %s.", ", ".join(absent), folder)
+                written = {name: scratch / str(index) for index, name in enumerate(absent)}
+                make(written)
+                for name, path in written.items():
+                    _keep(path, paths[name])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return paths
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Whoever comes second waits for the first, and finds its work; a killed one is not waited for.
+
+    Where a file system has no locks, both make the same.
+    """
+    lock = FileLock(path)
+    with suppress(OSError, NotImplementedError):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _keep(written: Path, path: Path) -> None:

@@ -24,6 +24,7 @@ from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
 from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
 from doge_fast.pipeline.sources import find_parts
+from doge_fast.sampling import pieces
 
 _log = logging.getLogger("doge_fast")
 
@@ -371,6 +372,7 @@ class BaseBatches(_Batches):
         steps: batches of the whole run; None: endless.
         start_step: as for `ProxyBatches`.
         domain_ids: yield which domain each row is of.
+        place: (rank, number of ranks) that share a batch; each yields its own rows alone.
 
     Raises:
         ValueError: weights of other domains or off the simplex, or a number out of range.
@@ -386,17 +388,21 @@ class BaseBatches(_Batches):
         steps: int | None = None,
         start_step: int = 0,
         domain_ids: bool = False,
+        place: tuple[int, int] = (0, 1),
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be > 0; it is {batch_size}.")
         super().__init__(corpus, steps, start_step)
         self.domain_ids = domain_ids
+        self.place = place
         num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
         self.mixture = BlockSampler(seed, weights, batch_size, num_blocks)
 
     def batch(self, step: int) -> Batch:
         """Batch `step`, whatever was asked for before."""
-        rows = self.mixture.blocks(step)
+        drawn = self.mixture.blocks(step)
+        mine = pieces({name: len(rows) for name, rows in drawn.items()}, *self.place)
+        rows = {name: drawn[name][slice(*mine.get(name, (0, 0)))] for name in drawn}
         batch = _mixed_batch(self.corpus.train, rows)
         if self.domain_ids:
             sizes = [len(indices) for indices in rows.values()]

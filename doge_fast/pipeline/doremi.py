@@ -100,11 +100,15 @@ class DoReMiTrainer(RecordedTrainer):
         losses_BT = group_dro.token_losses(
             model(input_ids=ids_BL, use_cache=False).logits, labels_BL
         )
-        self._move(losses_BT.detach(), reference_BT, domain_ids_B)
+        # The whole batch: its rows lie on the ranks in order, as many on each.
+        gather = self.accelerator.gather
+        all_B = gather(domain_ids_B)
+        self._move(gather(losses_BT.detach()), gather(reference_BT), all_B)
         shares_B = group_dro.example_shares(
-            self.weights.alpha, self.sampling_K, domain_ids_B, variant=self.rule.variant
-        )
-        return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype)
+            self.weights.alpha, self.sampling_K, all_B, variant=self.rule.variant
+        ).view(self.args.world_size, -1)[self.args.process_index]
+        # Of which DistributedDataParallel takes the mean.
+        return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
 
     def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
         num_domains = len(self.sampling_K)
@@ -119,9 +123,10 @@ class DoReMiTrainer(RecordedTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        folder = Path(output_dir or str(self.args.output_dir))
-        state = {key: value.cpu() for key, value in self.weights._asdict().items()}
-        save_file(state, folder / _STATE, metadata={_SHA256: self.reference_sha256})
+        if self.args.should_save:
+            folder = Path(output_dir or str(self.args.output_dir))
+            state = {key: value.cpu() for key, value in self.weights._asdict().items()}
+            save_file(state, folder / _STATE, metadata={_SHA256: self.reference_sha256})
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -145,7 +150,6 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
 
     name = "doremi"
     trainer = DoReMiTrainer
-    counts = ("batch_size", "log_every")
     domain_ids = True
     weights: dict[str, float]
 

@@ -5,8 +5,14 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from doge_fast.pipeline import ranks
+
 # None: no bar where stderr is no terminal, and none is left of a bar below another.
-_STYLE: dict[str, Any] = {"disable": None, "leave": None, "dynamic_ncols": True}
+_STYLE: dict[str, Any] = {
+    "disable": None if ranks.is_first() else True,
+    "leave": None,
+    "dynamic_ncols": True,
+}
 
 
 def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:

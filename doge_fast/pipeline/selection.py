@@ -24,7 +24,7 @@ from doge_fast.cancellation import (
     select,
 )
 from doge_fast.example_norms import ExampleNorms
-from doge_fast.pipeline import baselines, records, stage, tables
+from doge_fast.pipeline import baselines, ranks, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch, Corpus
 from doge_fast.pipeline.records import Json
@@ -60,8 +60,19 @@ def measure_cancellation(config: SelectConfig) -> Path:
     Source: DoGE, appendix cancellation.
     """
     stage.run(SelectStage(config))
-    _write_selections(config)
+    if ranks.is_first():
+        _write_selections(config)
+    training.meet(config.training.device)
     return config.out
+
+
+def is_selected(config: SelectConfig) -> bool:
+    """Whether the scores are there, and every selection that is asked for."""
+    path = config.out / CANCELLATION
+    if not path.exists():
+        return False
+    listed = {entry["file"] for entry in records.read_json(path)["selections"]}
+    return listed >= {_file_of(config, strategy) for strategy in config.strategies}
 
 
 def table(run: Path) -> str:
@@ -94,26 +105,40 @@ class SelectionTrainer(RecordedTrainer):
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Trainer's, watched: for the whole batch, or one example after another."""
+        num_ranks = self.args.world_size
+        # The gradients of this rank's examples, before they are those of all.
+        with self.accelerator.no_sync(model):
+            loss, divisor = self._watched_step(model, inputs, num_items_in_batch)
+        if num_ranks > 1:
+            self.effect.sum_over_ranks(self.accelerator.reduce)
+        for param in model.parameters() if divisor * num_ranks > 1 else ():
+            if param.grad is not None:
+                param.grad.div_(divisor * num_ranks)
+        return loss
+
+    def _watched_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Any
+    ) -> tuple[Tensor, int]:
+        """The mean loss, and by what the gradients are too large."""
         num_examples = len(inputs["input_ids"])
         if self._is_together:
             with self.effect.watching(num_examples):
-                return super().training_step(model, inputs, num_items_in_batch)
+                return super().training_step(model, inputs, num_items_in_batch), 1
         losses = []
         for row in range(num_examples):
             example = {key: value[row : row + 1] for key, value in inputs.items()}
             with self.effect.watching(1, weight=1.0):
                 losses.append(super().training_step(model, example, num_items_in_batch))
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.div_(num_examples)
-        self.step_loss = torch.stack(losses).mean()
-        return self.step_loss
+        mean = torch.stack(losses).mean()
+        self.step_loss = self.mean_of_ranks(mean)
+        return mean, num_examples
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        folder = Path(output_dir or str(self.args.output_dir))
-        state = {key: value.cpu() for key, value in self.effect.state_dict().items()}
-        save_file(state, folder / _STATE)
+        if self.args.should_save:
+            folder = Path(output_dir or str(self.args.output_dir))
+            state = {key: value.cpu() for key, value in self.effect.state_dict().items()}
+            save_file(state, folder / _STATE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -127,7 +152,6 @@ class SelectStage(MixtureStage[SelectConfig]):
     name = "select"
     trainer = SelectionTrainer
     last = CANCELLATION
-    counts = ("batch_size", "log_every")
 
     def check(self) -> None:
         """Strategies, reading and mode."""
@@ -139,12 +163,6 @@ class SelectStage(MixtureStage[SelectConfig]):
                 "strategies must be distinct, and at least one; got "
                 f"{' '.join(config.strategies) or 'none'}."
             )
-        if config.reading not in READINGS:
-            raise ValueError(
-                f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}."
-            )
-        if config.mode not in ("auto", "together", "single"):
-            raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
         if config.training.compile:
             raise ValueError(
                 "The cancellation effect is read off between the modules of the model, which a "
@@ -217,9 +235,8 @@ def _write_selections(config: SelectConfig) -> None:
     }
     chosen = [select(scores, strategy, columns=columns) for strategy in config.strategies]
     entries = {entry["file"]: entry for entry in record["selections"]}
-    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
     for selection in chosen:
-        file = f"selection-{selection.strategy}{suffix}.json"
+        file = _file_of(config, selection.strategy)
         weights_file.write_json(config.out / file, list(selection.names))
         entries[file] = {
             "file": file,
@@ -231,3 +248,8 @@ def _write_selections(config: SelectConfig) -> None:
         }
     record["selections"] = list(entries.values())
     weights_file.write_json(config.out / CANCELLATION, record)
+
+
+def _file_of(config: SelectConfig, strategy: str) -> str:
+    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
+    return f"selection-{strategy}{suffix}.json"

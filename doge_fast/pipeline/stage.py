@@ -21,8 +21,9 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import baselines, domains, records, training
+from doge_fast.pipeline import baselines, domains, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import BaseBatches, Corpus
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
@@ -40,8 +41,6 @@ class Stage(Generic[Config]):
     """What is a stage's own; `run` calls the methods from top to bottom."""
 
     name: ClassVar[records.Stage]
-    counts: ClassVar[tuple[str, ...]]
-    """Settings that are at least one."""
     needs_float64: ClassVar[bool] = True
     """Whether float64 is computed on the device."""
     last: ClassVar[str] = training.MODEL
@@ -170,6 +169,7 @@ class MixtureStage(Stage[Mixed]):
             seed=self.config.training.seed,
             start_step=start_step,
             domain_ids=self.domain_ids,
+            place=ranks.place(),
         )
 
     @cached_property
@@ -198,25 +198,32 @@ def run(stage: Stage[Any]) -> Path:
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     recorded = check(stage)
     if recorded is not None and is_finished(stage):
-        # A kill may have left them after the last step.
-        shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
+        if ranks.is_first():
+            # A kill may have left them after the last step.
+            shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
         _log.info("%s: complete already, nothing to do", out)
         return out
     model = prepare(stage, recorded)
-    if recorded is None:
-        records.open_run(
-            out,
-            stage=stage.name,
-            config=stage.config,
-            corpus=stage.corpus.describe(),
-            warnings=stage.corpus.warnings,
-            **stage.resolved,
-        )
-    else:
+    if recorded is not None:
         records.check_corpus(out, recorded, stage.corpus.describe())
-    stage.begin()
-    stage.end(train(stage, model))
-    shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
+    # Every rank has read what there is, before the first one writes.
+    training.meet(stage.config.training.device)
+    if ranks.is_first():
+        if recorded is None:
+            records.open_run(
+                out,
+                stage=stage.name,
+                config=stage.config,
+                corpus=stage.corpus.describe(),
+                warnings=stage.corpus.warnings,
+                **stage.resolved,
+            )
+        stage.begin()
+    trainer = train(stage, model)
+    if ranks.is_first():
+        stage.end(trainer)
+        shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
     return out
 
 
@@ -232,10 +239,13 @@ def check(stage: Stage[Any]) -> Json | None:
         ValueError: a setting is out of its range, or the directory holds another run.
     """
     config = stage.config
+    check_ranges(config)
     training.check(config.training, needs_float64=stage.needs_float64)
-    for name in stage.counts:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
+    if getattr(config, "batch_size", 0) % ranks.number():
+        raise ValueError(
+            f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
+            f"{config.batch_size}."
+        )
     stage.check()
     try:
         return records.check_run(stage.out, stage=stage.name, config=config)
@@ -301,7 +311,8 @@ def train(
     start = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
     if checkpoint is not None:
         _log.info("%s: resuming at step %d of %d", out, start, config.steps)
-    records.resume_metrics(out, step=-1 if checkpoint is None else start)
+    if ranks.is_first():
+        records.resume_metrics(out, step=-1 if checkpoint is None else start)
     set_seed(config.seed)
     # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
@@ -28,7 +29,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from doge_fast import weights_file
-from doge_fast.pipeline import progress, records
+from doge_fast.pipeline import progress, ranks, records
 
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
@@ -92,8 +93,12 @@ class RecordedTrainer(Trainer):
             self._checkpoint = None
         self.step_lr = float(self.optimizer.param_groups[0]["lr"])
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.step_loss = loss
+        self.step_loss = self.mean_of_ranks(loss)
         return loss
+
+    def mean_of_ranks(self, loss: Tensor) -> Tensor:
+        """Of a number that every rank has."""
+        return loss if self.args.world_size == 1 else self.accelerator.reduce(loss, "mean")
 
     def evaluate_domains(self) -> dict[str, float]:
         """Held-out loss of every domain that is followed, in nats per token."""
@@ -107,7 +112,7 @@ class RecordedTrainer(Trainer):
 
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
-        for line in self._pending:
+        for line in self._pending if self.args.should_save else ():
             plain = {
                 key: value.read() if isinstance(value, ByName) else value
                 for key, value in line.items()
@@ -132,12 +137,21 @@ class RecordedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.flush()
         folder = Path(super()._get_output_dir(trial))
-        shutil.rmtree(folder / ".writing", ignore_errors=True)
+        if self.args.should_save:
+            shutil.rmtree(folder / ".writing", ignore_errors=True)
+        self.accelerator.wait_for_everyone()
         self._is_saving = True
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._is_saving = False
+        # Every rank writes the state of its random generators.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._complete_checkpoint(folder)
+
+    def _complete_checkpoint(self, folder: Path) -> None:
+        """Give what has been written its name, and remove the others."""
         name = f"checkpoint-{self.state.global_step}"
         # One that a killed run left at this very step belongs to the same trajectory.
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -265,22 +279,29 @@ def held_out_losses(
     counts = {name: min(num_blocks or len(blocks), len(blocks)) for name, blocks in domains.items()}
     if not all(counts.values()):
         raise ValueError(f"A held-out loss needs at least one block of every domain; got {counts}.")
-    losses = {}
     device = next(model.parameters()).device
+    chunks = []
+    for name, blocks in domains.items():
+        indices = np.arange(counts[name]) * len(blocks) // counts[name]
+        parts = np.array_split(indices, -(-len(indices) // batch_size))
+        chunks += [(name, chunk) for chunk in parts]
+    rank, num_ranks = ranks.place()
+    means_C = torch.zeros(len(chunks), device=device)
     was_training = model.training
     model.train(False)
     with torch.no_grad(), progress.bar(sum(counts.values()), what, "block") as bar:
-        for name, blocks in domains.items():
-            indices = np.arange(counts[name]) * len(blocks) // counts[name]
-            means, sizes = [], []
-            for chunk in np.array_split(indices, -(-len(indices) // batch_size)):
-                tokens_BL = torch.as_tensor(np.stack(blocks[chunk]["input_ids"]))
+        # Of several ranks each measures some, and the sum of what they have is exact.
+        for index, (name, chunk) in enumerate(chunks):
+            if index % num_ranks == rank:
+                tokens_BL = torch.as_tensor(np.stack(domains[name][chunk]["input_ids"]))
                 tokens_BL = tokens_BL.to(device, torch.long)
-                means.append(model(input_ids=tokens_BL, labels=tokens_BL).loss)
-                sizes.append(len(chunk))
-                bar.update(len(chunk))
-            # Added on the host, in float64: not every device has it.
-            sums = zip(torch.stack(means).tolist(), sizes, strict=True)
-            losses[name] = sum(mean * size for mean, size in sums) / len(indices)
+                means_C[index] = model(input_ids=tokens_BL, labels=tokens_BL).loss
+            bar.update(len(chunk))
     model.train(was_training)
-    return losses, counts
+    if num_ranks > 1:
+        means_C = reduce(means_C)
+    # Added on the host, in float64: not every device has it.
+    sums = dict.fromkeys(domains, 0.0)
+    for (name, chunk), mean in zip(chunks, means_C.tolist(), strict=True):
+        sums[name] += mean * len(chunk)
+    return {name: total / counts[name] for name, total in sums.items()}, counts

@@ -1,15 +1,17 @@
 """What every stage tells Trainer, on which device, and what says that a run is complete."""
 
-import os
 from pathlib import Path
+from typing import cast
 
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
 
+from doge_fast.pipeline import ranks
 from doge_fast.pipeline.config import TrainingConfig
 
 MODEL = "model"
@@ -83,7 +85,7 @@ def training_arguments(
         eval_strategy="no",
         disable_tqdm=True,
     )
-    # One process, one device: otherwise Trainer would split the ready-made batches.
+    # One device in a process: otherwise Trainer would split the ready-made batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     # Trainer adds one by itself where its environment has it.
     arguments.report_to = list(config.report_to)
@@ -97,29 +99,16 @@ def training_arguments(
 
 def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
     """Raise ValueError where a setting is out of its range, or the device is not there."""
-    if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise ValueError(
-            f"a stage runs in one process, and a launcher has started {num_processes}, which would "
-            "all write this run. Start it without torchrun; in a loop of your own DoGEOptimizer "
-            "learns one set of weights over all processes (docs/how-to/several-processes.md)."
-        )
     device_of(config.device, needs_float64=needs_float64)
-    positive = ("steps", "learning_rate", "max_grad_norm", "eval_blocks")
-    for name in positive if config.eval_every is None else (*positive, "eval_every"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be > 0; got {getattr(config, name)}.")
-    if config.save_every is not None and config.save_every < 0:
-        raise ValueError(f"save_every must be at least 0, for none; got {config.save_every}.")
-    if not 0 <= config.min_learning_rate <= config.learning_rate:
+    if config.min_learning_rate > config.learning_rate:
         raise ValueError(
-            "min_learning_rate must lie between 0 and learning_rate; got "
+            "min_learning_rate must be at most learning_rate; got "
             f"{config.min_learning_rate} and {config.learning_rate}. Lower the first with the "
             "second."
         )
-    if config.warmup_steps is not None and not 0 <= config.warmup_steps < config.steps:
+    if config.warmup_steps is not None and config.warmup_steps >= config.steps:
         raise ValueError(
-            f"warmup_steps must be at least 0 and less than steps; got {config.warmup_steps} of "
-            f"{config.steps}."
+            f"warmup_steps must be less than steps; got {config.warmup_steps} of {config.steps}."
         )
     for name in config.report_to:
         if name not in INTEGRATION_TO_CALLBACK:
@@ -130,6 +119,16 @@ def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
                 f"report_to names {name}, which is not installed or not set up: pip install "
                 f"{_PACKAGES.get(name, name)}."
             )
+
+
+def meet(device: str) -> torch.device:
+    """Wait for the other processes of the launcher; this one's device, by the name as above."""
+    found = device_of(device)
+    if ranks.number() == 1:
+        return found
+    state = PartialState(cpu=found.type == "cpu")
+    state.wait_for_everyone()
+    return cast(torch.device, state.device)
 
 
 def device_of(name: str, *, needs_float64: bool = False) -> torch.device:

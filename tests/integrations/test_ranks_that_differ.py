@@ -261,8 +261,8 @@ def test_ddp_whose_forward_ran_before_the_domain_is_refused(ranks: Ranks) -> Non
         assert "Run forward and backward inside the domain" in said
 
 
-def bytes_of(num_domains: int, width: int) -> tuple[int, int, int]:
-    """Bytes that this rank has sent: of rows, of sums; and bytes of the padded parameters."""
+def bytes_of(num_domains: int, width: int) -> tuple[list[tuple[int, int]], int]:
+    """Bytes that this rank has sent, of rows and of sums, by step; and those of the parameters."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Linear(width, width, bias=False)
@@ -283,14 +283,20 @@ def bytes_of(num_domains: int, width: int) -> tuple[int, int, int]:
 
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=names, mu=1.0)
     dist.all_to_all_single, data_parallel.all_gather = count_rows, count_sums
+    found = []
     try:
-        for name, (first, last) in pieces(sizes, rank, num_ranks).items():
-            with optimizer.domain(name, count=last - first):
-                model(torch.randn(last - first, width)).square().mean().backward()
-        optimizer.step()
+        # From the third step on, rows travel before the ranks agree.
+        for _ in range(4):
+            sent |= {"rows": 0, "sums": 0}
+            for name, (first, last) in pieces(sizes, rank, num_ranks).items():
+                with optimizer.domain(name, count=last - first):
+                    model(torch.randn(last - first, width)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((sent["rows"], sent["sums"]))
     finally:
         dist.all_to_all_single, data_parallel.all_gather = all_to_all, all_gather
-    return sent["rows"], sent["sums"], model.weight.nbytes
+    return found, model.weight.nbytes
 
 
 @pytest.mark.parametrize(
@@ -302,13 +308,14 @@ def test_bytes_are_those_of_the_formula(
 ) -> None:
     # A multiple of 64 columns for 2, 3 and 4 ranks: nothing is padded.
     answers = ranks.run(num_ranks, bytes_of, num_domains, 96)
-    num_bytes = answers[0][2]
+    num_bytes = answers[0][1]
     pieces_of_rows = (
         num_domains + num_ranks - torch.tensor(num_domains).gcd(torch.tensor(num_ranks))
     )
     share = (num_ranks - 1) / num_ranks * num_bytes
-    mean_rows = sum(rows for rows, _, _ in answers) / num_ranks
-    mean_sums = sum(sums for _, sums, _ in answers) / num_ranks
-    assert mean_rows == pytest.approx(int(pieces_of_rows) / num_ranks * share, rel=1e-12)
-    assert mean_sums == pytest.approx(share, rel=1e-12)
-    assert (mean_rows + mean_sums) / (2 * share) == pytest.approx(over_plain, rel=1e-12)
+    for step in zip(*(found for found, _ in answers), strict=True):
+        mean_rows = sum(rows for rows, _ in step) / num_ranks
+        mean_sums = sum(sums for _, sums in step) / num_ranks
+        assert mean_rows == pytest.approx(int(pieces_of_rows) / num_ranks * share, rel=1e-12)
+        assert mean_sums == pytest.approx(share, rel=1e-12)
+        assert (mean_rows + mean_sums) / (2 * share) == pytest.approx(over_plain, rel=1e-12)

@@ -55,6 +55,11 @@ def compiled_ddp(model: nn.Module) -> nn.Module:
     return torch.compile(DistributedDataParallel(model), backend="aot_eager")
 
 
+def ddp_with_buffers(model: nn.Module) -> nn.Module:
+    model.register_buffer("mean", torch.zeros(3))
+    return DistributedDataParallel(model)
+
+
 class Checkpointed(nn.Module):
     """Computes its activations once more in the backward pass."""
 
@@ -229,6 +234,10 @@ def test_ranks_train_what_one_process_trains(
 ) -> None:
     # Two domains that are cut to one norm never move.
     check(ranks, num_ranks, wrap, sizes, is_stacked, {"domain_max_grad_norm": None})
+
+
+def test_a_rank_without_a_domain_waits_for_no_buffers(ranks: Ranks) -> None:
+    check(ranks, 4, ddp_with_buffers, {"a": 1, "b": 2}, False, {})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

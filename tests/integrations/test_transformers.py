@@ -593,7 +593,7 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
         _ = trainer_for(tmp_path).weights
     args = copy.deepcopy(arguments(tmp_path))
     args._n_gpu = 2
-    with pytest.raises(RuntimeError, match="one process on one device"):
+    with pytest.raises(RuntimeError, match="takes one GPU in each process; got 2"):
         DoGETrainer(model=tiny_model(), args=args, domains=DOMAINS)
     sharded = trainer_for(tmp_path)
     sharded.is_deepspeed_enabled = True

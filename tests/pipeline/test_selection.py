@@ -226,7 +226,7 @@ def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(
         ({"strategies": ("all",)}, "lowN or highN with N >= 1, high30 for example; got 'all'"),
         ({"strategies": ("high17",)}, "high17 selects more parameters than the model's 16"),
         ({"reading": "words"}, "reading must be one of norms-over-change"),
-        ({"mode": "fast"}, "mode must be auto, together or single; got 'fast'"),
+        ({"mode": "fast"}, "mode must be one of auto, together, single; got 'fast'"),
         ({"compile": True}, "Run select without compile"),
         ({"targets": ("nowhere",)}, "nowhere"),
     ],

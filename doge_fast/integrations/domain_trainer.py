@@ -1,0 +1,151 @@
+"""Hugging Face's Trainer over batches by domain, of which every rank takes its part.
+
+All ranks go through the data in one order, so that they agree on every batch without a word; what
+they tell each other is how many targets a domain has in a step.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+
+from doge_fast.integrations import causal_lm, domain_data
+from doge_fast.integrations.domain_data import Part
+
+
+class DomainTrainer(Trainer):
+    """A Trainer whose micro-batches are `{domain: batch}`, of which every rank has its `Part`.
+
+    Subclasses say which domains there are.
+    """
+
+    domain_column: str
+    shares: Mapping[str, float] = {}
+    """{domain: the share of its examples in this step that this rank has}, of those it has."""
+
+    def _rows(self) -> tuple[str, ...]:
+        """Names of all rows: the training domains and the measured targets."""
+        raise NotImplementedError
+
+    def _draws_domains(self) -> bool:
+        """Whether a step has some of the training domains only."""
+        raise NotImplementedError
+
+    def _left_out(self) -> set[str]:
+        """The training domains that the step under way does not have."""
+        raise NotImplementedError
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of batches `{domain: batch}`; the class says what `train_dataset` may be."""
+        if self.train_dataset is None:
+            raise ValueError("DoGETrainer needs a train_dataset to train; got None.")
+        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        # The oldest supported transformers do not have it.
+        context = getattr(self.args, "dataloader_multiprocessing_context", None)
+        options["multiprocessing_context"] = context
+        num_ranks, rows, column = self.args.world_size, self._rows(), self.domain_column
+        batch_size = self._train_batch_size * num_ranks
+        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        dataset = domain_data.by_domain(self.train_dataset, column, rows)
+        if isinstance(dataset, IterableDataset):
+            batches = domain_data.DomainStream(
+                dataset, column, rows, batch_size=batch_size, collate=collate
+            )
+            return domain_data.StreamLoader(batches, batch_size=None, **options)
+        if isinstance(dataset, Mapping):
+            dataset = domain_data.DomainZip(
+                {name: self._without_unused_columns(part) for name, part in dataset.items()}
+            )
+        # Which domains a step leaves out is not known yet when examples are read.
+        is_cut_later = num_ranks == 1 or self._draws_domains()
+        place = None if is_cut_later else (self.args.process_index, num_ranks)
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=self._get_train_sampler(dataset),
+            collate_fn=domain_data.CollateByDomain(collate, column, place),
+            drop_last=self.args.dataloader_drop_last,
+            **options,
+        )
+        if num_ranks == 1:
+            return cast("DataLoader[Any]", self.accelerator.prepare(loader))
+        # All batches on every rank, in one order; `prepare` would give each rank some of them.
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        prepared = prepare_data_loader(
+            loader, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=seed
+        )
+        return cast("DataLoader[Any]", prepared)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        strategy = getattr(self.args, "train_sampling_strategy", "random")
+        if strategy not in ("random", "sequential"):
+            raise ValueError(
+                f"train_sampling_strategy={strategy!r} orders single examples, and a step of "
+                'DoGETrainer has some of every domain. Pass "random" or "sequential".'
+            )
+        return super()._get_train_sampler(train_dataset)
+
+    def _without_unused_columns(self, rows: Any) -> Any:
+        if hasattr(rows, "column_names"):
+            return self._remove_unused_columns(rows, description="training")
+        return rows
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """This rank's parts of the micro-batches of one optimizer step, and {domain: targets}.
+
+        The targets are those of all ranks in the step, for domains that this rank has.
+        """
+        parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
+        self.shares = domain_data.shares(parts)
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            return parts, None
+        rows, is_shifted = self._rows(), self.shifts_labels()
+        counts_R = causal_lm.num_targets(parts, rows, device, is_shifted=is_shifted)
+        # A domain whose tokens are all masked has loss zero, not 0/0.
+        counts = zip(rows, self.summed(counts_R).clamp(min=1).unbind(), strict=True)
+        labelled = {name for part in parts for name in part if "labels" in part[name]}
+        return parts, {name: count for name, count in counts if name in labelled}
+
+    def part_of(self, batch: Any) -> Part:
+        """This rank's part of a batch that all ranks have, of the domains that the step has."""
+        if isinstance(batch, Part):
+            return batch
+        left_out = self._left_out()
+        whole = domain_data.checked_batch(batch)
+        taken = {name: domain for name, domain in whole.items() if name not in left_out}
+        return domain_data.part_of(taken, self.args.process_index, self.args.world_size)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.args.world_size == 1:
+            return values
+        return cast(Tensor, self.accelerator.reduce(values))
+
+    def shifts_labels(self) -> bool:
+        """Whether the model's own loss predicts the next token."""
+        return causal_lm.shifts_labels(self.accelerator.unwrap_model(self.model))
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """Trainer's estimate, for the tokens of all domains."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = sum(batch[name].numel() for batch in inputs.values() if name in batch)
+        # One call for all domains, because every call counts the parameters.
+        return super().floating_point_ops({name: torch.empty(tokens, device="meta")})
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        # One call: it waits for the other ranks, which may have more domains or fewer.
+        name = getattr(self.model, "main_input_name", "input_ids")
+        found: dict[str, Tensor] = {}
+        for key in (name, "attention_mask"):
+            if all(key in batch for batch in inputs.values()):
+                parts = [batch[key].flatten() for batch in inputs.values()]
+                found[key] = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        super()._track_num_input_tokens(found)  # type: ignore[no-untyped-call]

@@ -1,0 +1,27 @@
+"""The processes that a launcher such as torchrun has started for one run; the first one writes."""
+
+import os
+
+
+def number() -> int:
+    """How many there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def place() -> tuple[int, int]:
+    """(This one, counted from 0, and their number.)"""
+    return int(os.environ.get("RANK", "0")), number()
+
+
+def is_first() -> bool:
+    """Whether this is the one that writes and prints."""
+    return place()[0] == 0
+
+
+def refuse_several(what: str) -> None:
+    """Raise ValueError if there are several and `what` is for one."""
+    if number() > 1:
+        raise ValueError(
+            f"{what} runs in one process, and a launcher has started {number()}. Start it without "
+            "torchrun; proxy, base, doremi, select and evaluate take several."
+        )

@@ -1,0 +1,226 @@
+"""DoGETrainer over ranks trains what one process trains on the same batches."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
+
+from doge_fast.integrations.transformers import DoGETrainer
+from tests.ranks import Ranks
+
+DOMAINS = ("ab", "cd", "ef")
+ROWS = (*DOMAINS, "far")
+VOCAB, LENGTH, STEPS, BEGUN = 32, 8, 4, 2
+# Of every domain in a step, over all ranks.
+BATCH = 6
+
+
+class Trained(NamedTuple):
+    """What a rank has at the end."""
+
+    theta_N: Tensor
+    alpha_K: Tensor
+    alpha_mean_K: Tensor
+    log: list[dict[str, float]]
+    num_processes: int
+
+
+def as_launched() -> None:
+    """Set what torchrun sets; the group is there already."""
+    group = torch.distributed
+    os.environ |= {
+        "RANK": str(group.get_rank()),
+        "LOCAL_RANK": str(group.get_rank()),
+        "WORLD_SIZE": str(group.get_world_size()),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+
+
+def examples(domain: str, number: int, num_lengths: int = LENGTH - 2) -> list[dict[str, Any]]:
+    """Tokens of which some are not to be predicted: the ranks' parts have unequal numbers."""
+    row = ROWS.index(domain)
+    generator = torch.Generator().manual_seed(row)
+    found = []
+    for index in range(number):
+        ids_L = torch.randint(4 * row, 4 * row + 16, (LENGTH,), generator=generator)
+        labels_L = ids_L.clone()
+        labels_L[: index % num_lengths] = -100
+        found.append({"input_ids": ids_L.tolist(), "labels": labels_L.tolist()})
+    return found
+
+
+class Batches(IterableDataset[Any]):
+    """Finished batches of unequal sizes, in the first step fewer examples than ranks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(100):
+            sizes = {"ab": 1, "cd": 1, "ef": 1} if step == 0 else {"ab": 5, "cd": 1, "ef": 3}
+            yield {
+                name: {
+                    key: torch.tensor([row[key] for row in examples(name, 40)[step : step + size]])
+                    for key in ("input_ids", "labels")
+                }
+                for name, size in sizes.items()
+            }
+
+
+def small_model(kind: str = "gpt2") -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "llama":
+        # Has buffers, which DistributedDataParallel sends in a forward pass.
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+        return LlamaForCausalLM(config).double()
+    sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_layer": 1, "n_head": 2, "n_embd": 16}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops)).double()
+
+
+def in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The usual loss, which transformers computes in float32."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    # Trainer multiplies by the number of ranks what a function of one's own returns.
+    return total / num_items_in_batch
+
+
+def trained(data: str, mode: str, how: str, folder: str) -> Trained:
+    """What a few steps leave.
+
+    Args:
+        data: "mapping", "column" or "batches".
+        mode: of DoGETrainer.
+        how: "": nothing else; "halves": two micro-batches; "target": a held-out domain;
+            "drawn": two domains in a step; "means": a model that takes no number of targets;
+            "llama": that architecture; "begun": stops with a checkpoint; "resumed": goes on there.
+        folder: of checkpoints, common to all ranks.
+    """
+    as_launched()
+    num_ranks = torch.distributed.get_world_size()
+    rows = ROWS if how == "target" else DOMAINS
+    # 25 is no multiple of a step: the last one of a pass has one example of every domain.
+    numbers = {name: 25 - 5 * ROWS.index(name) for name in rows}
+    dataset: Any = Batches()
+    if data == "mapping":
+        # A mean of means counts examples; it is that of all tokens where all have as many.
+        num_lengths = 1 if how == "means" else LENGTH - 2
+        dataset = {
+            name: datasets.Dataset.from_list(examples(name, number, num_lengths))
+            for name, number in numbers.items()
+        }
+    if data == "column":
+        mixed = [row | {"domain": name} for name, n in numbers.items() for row in examples(name, n)]
+        dataset = datasets.Dataset.from_list(mixed)
+    num_micro = 2 if how in ("halves", "means") else 1
+    trainer = DoGETrainer(
+        model=small_model("llama" if how == "llama" else "gpt2"),
+        args=TrainingArguments(
+            output_dir=folder,
+            max_steps=BEGUN if how == "begun" else STEPS,
+            per_device_train_batch_size=BATCH // num_ranks // num_micro,
+            gradient_accumulation_steps=num_micro,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.5,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            logging_steps=1,
+            save_strategy="steps" if how == "begun" else "no",
+            save_steps=BEGUN,
+            include_num_input_tokens_seen="all",
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=dataset,
+        domains=DOMAINS,
+        mu=0.05,
+        target={"far": 1.0} if how == "target" else "universal",
+        domains_per_step=2 if how == "drawn" else None,
+        mode=mode,
+        compute_loss_func=None if mode == "stacked" else in_float64,
+    )
+    if how == "means":
+        # What Trainer finds out of a model whose forward takes no further arguments.
+        trainer.model_accepts_loss_kwargs = False
+    trainer.train(resume_from_checkpoint=how == "resumed")
+    theta_N = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+    doge = trainer.doge
+    log = [line for line in trainer.state.log_history if "loss" in line]
+    return Trained(theta_N, doge.alpha, doge.alpha_mean, log, trainer.accelerator.num_processes)
+
+
+def check(together: list[Trained], alone: Trained, *, exactly: float = 1e-12) -> None:
+    """Ranks against one process."""
+    assert not torch.equal(alone.alpha_K, torch.full_like(alone.alpha_K, 1 / 3))
+    for rank in together:
+        assert rank.num_processes == len(together)
+        assert torch.equal(rank.theta_N, together[0].theta_N)
+        assert torch.equal(rank.alpha_mean_K, together[0].alpha_mean_K)
+        torch.testing.assert_close(rank.theta_N, alone.theta_N, rtol=0, atol=exactly)
+        torch.testing.assert_close(rank.alpha_mean_K, alone.alpha_mean_K, rtol=0, atol=exactly)
+        for ours, theirs in zip(rank.log, alone.log, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name in theirs:
+                if "per_second" not in name and "runtime" not in name:
+                    # Losses of a step are summed in float32.
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
+
+
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "data", "mode", "how"),
+    [
+        (2, "mapping", "sequential", ""),
+        (2, "batches", "stacked", ""),
+        pytest.param(3, "column", "sequential", "halves", marks=EXHAUSTIVE),
+        pytest.param(2, "mapping", "sequential", "target", marks=EXHAUSTIVE),
+        pytest.param(2, "mapping", "stacked", "drawn", marks=EXHAUSTIVE),
+        pytest.param(2, "mapping", "stacked", "means", marks=EXHAUSTIVE),
+        pytest.param(4, "batches", "sequential", "llama", marks=EXHAUSTIVE),
+    ],
+)
+def test_ranks_train_what_one_process_trains(
+    ranks: Ranks, tmp_path: Path, num_ranks: int, data: str, mode: str, how: str
+) -> None:
+    # The layers of Llama compute in float32.
+    exactly = 1e-6 if how == "llama" else 1e-12
+    (alone,) = ranks.run(1, trained, data, mode, how, str(tmp_path))
+    together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path))
+    assert len(alone.log) == STEPS
+    check(together, alone, exactly=exactly)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
+def test_a_run_resumes_with_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, before: int, after: int
+) -> None:
+    work = ("mapping", "sequential")
+    (alone,) = ranks.run(1, trained, *work, "", str(tmp_path / "alone"))
+    ranks.run(before, trained, *work, "begun", str(tmp_path / "run"))
+    written = sorted(path.name for path in (tmp_path / "run").rglob("*.safetensors"))
+    assert written == ["model.safetensors"]
+    together = ranks.run(after, trained, *work, "resumed", str(tmp_path / "run"))
+    check(together, alone._replace(log=together[0].log))
