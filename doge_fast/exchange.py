@@ -175,9 +175,7 @@ class Exchange(Protocol):
     def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
         """Scalar float64: of what `deliver` gave, over all columns."""
 
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
         """A domain is entered on this rank.
 
         Args:
@@ -185,7 +183,6 @@ class Exchange(Protocol):
             count: what the gradient weighs in the mean over ranks.
             rows: names of the rows of this step, in their order.
             num_params: that are trained.
-            is_first: whether it is the first of a step.
         """
 
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
@@ -247,9 +244,7 @@ class Alone(InPlace):
         norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
         return norm_11[0, 0]
 
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
         """Nobody has to know."""
 
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:

@@ -68,9 +68,7 @@ class DataParallel:
         self._note(counts_nR, more_nE, agreement.dtypes)
         return agreement
 
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
         """The others hear of it in `agree`."""
 
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
