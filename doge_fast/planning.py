@@ -164,7 +164,7 @@ def _ways(config: PlanConfig, model: Model, num_ranks: int) -> list[Way]:
     every = num_params * num_rows / num_ranks
     ways = [
         _way(
-            "DDP" if num_ranks > 1 else "alone",
+            "DDP" if num_ranks > 1 else "one process",
             config,
             model,
             num_ranks,
@@ -296,7 +296,7 @@ def _overview(found: dict[int, list[Way]]) -> str:
     header = ("GPUs", "memory", "sent", "per pass", "a step", "over", "possible")
     rows = [
         (
-            f"{num:,} {way.name}",
+            f"{num:,} {way.name}" if num > 1 else "1",
             _size(way.num_bytes),
             _size(way.sent),
             f"{way.tokens:,.0f}",
