@@ -26,6 +26,7 @@ from doge_fast.pipeline.config import (
     ExperimentConfig,
     ExportConfig,
     InfoConfig,
+    PlanConfig,
     ProfileConfig,
     ProxyConfig,
     ReportConfig,
@@ -296,6 +297,12 @@ def _profile(config: ProfileConfig) -> list[str]:
     return [table(profile(config)), *written]
 
 
+def _scale(config: PlanConfig) -> list[str]:
+    from doge_fast.planning import plan
+
+    return plan(config)
+
+
 def _export(config: ExportConfig) -> list[str]:
     from doge_fast.pipeline.exports.command import run
 
@@ -341,6 +348,7 @@ VERBS: dict[str, Verb] = {
     "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.figure",)),
     "export": Verb(ExportConfig, _export, loads=()),
     "info": Verb(InfoConfig, _info, loads=("torch",)),
+    "plan": Verb(PlanConfig, _scale, loads=()),
     "profile": Verb(ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 
