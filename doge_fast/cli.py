@@ -115,10 +115,10 @@ def _answer(words: list[str]) -> list[str]:
     name, _ = _verb_of(words)
     if name not in VERBS:
         return [overview(f"{name} ")]
-    config = parse(words)
-    check_ranges(config)
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
+    config = parse(words)
+    check_ranges(config)
     _load(VERBS[name].loads)
     if isinstance(config, ExperimentConfig) and config.plan:
         return _plan(config, words)
@@ -359,5 +359,6 @@ def _is_ours(error: ModuleNotFoundError) -> bool:
 
 
 def _refuse(sentence: str, code: int = EXIT_REFUSED) -> int:
-    print(f"doge-fast: {sentence}", file=sys.stderr)
+    where = "" if ranks.is_first() else f", rank {ranks.place()[0]}"
+    print(f"doge-fast{where}: {sentence}", file=sys.stderr)
     return code

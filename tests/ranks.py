@@ -1,5 +1,6 @@
 """Processes that are the ranks of a torch.distributed group, kept for all tests of a session."""
 
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -74,6 +75,18 @@ def group(
         yield
     finally:
         dist.destroy_process_group()
+
+
+def as_launched() -> None:
+    """Set what torchrun sets, for hosts that look there; the group is there already."""
+    # Not all tests need it, and it takes seconds.
+    from accelerate.state import AcceleratorState
+
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+    os.environ |= names | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    # It remembers the group of the test before.
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _serve(rank: int, pipe: Connection) -> None:

@@ -1,6 +1,5 @@
 """DoGETrainer over ranks trains what one process trains on the same batches."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from doge_fast.integrations.transformers import DoGETrainer
-from tests.ranks import Ranks
+from tests.ranks import Ranks, as_launched
 
 DOMAINS = ("ab", "cd", "ef")
 ROWS = (*DOMAINS, "far")
@@ -37,18 +36,6 @@ class Trained(NamedTuple):
     alpha_mean_K: Tensor
     log: list[dict[str, float]]
     num_processes: int
-
-
-def as_launched() -> None:
-    """Set what torchrun sets; the group is there already."""
-    group = torch.distributed
-    os.environ |= {
-        "RANK": str(group.get_rank()),
-        "LOCAL_RANK": str(group.get_rank()),
-        "WORLD_SIZE": str(group.get_world_size()),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }
 
 
 def examples(domain: str, number: int, num_lengths: int = LENGTH - 2) -> list[dict[str, Any]]:
