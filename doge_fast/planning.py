@@ -14,6 +14,7 @@ from typing import NamedTuple
 from doge_fast import scale
 from doge_fast.pipeline import tables
 from doge_fast.pipeline.config import PlanConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.sizes import SIZES, num_parameters
 
 
@@ -120,20 +121,14 @@ def plan(config: PlanConfig) -> list[str]:
 
 
 def _check(config: PlanConfig) -> None:
-    least = {"domains": 1, "tokens": 1, "sequence_length": 1, "micro_batch": 1, "vocab_size": 1}
-    for name, value in least.items():
-        if getattr(config, name) < value:
-            raise ValueError(f"{name} must be at least {value}; got {getattr(config, name)}.")
-    if not config.gpus or min(config.gpus) < 1:
-        raise ValueError(f"gpus must be numbers of at least 1; got {config.gpus}.")
-    if config.domains_per_step is not None and not 1 <= config.domains_per_step <= config.domains:
+    check_ranges(config)
+    if not config.gpus:
+        raise ValueError("gpus must name a number, or several.")
+    if config.domains_per_step is not None and config.domains_per_step > config.domains:
         raise ValueError(
-            f"domains_per_step must be at least 1 and at most domains ({config.domains}); got "
+            f"domains_per_step must be at most domains ({config.domains}); got "
             f"{config.domains_per_step}."
         )
-    for name in ("selection", "utilisation", "bandwidth"):
-        if not 0 < getattr(config, name) <= 1:
-            raise ValueError(f"{name} must be a share in (0, 1]; got {getattr(config, name)}.")
 
 
 def _model_of(config: PlanConfig) -> Model:
