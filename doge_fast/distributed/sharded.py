@@ -63,7 +63,8 @@ class Sharded(InPlace):
 
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
         """This rank's part of the gradient, or of every rank's."""
-        if self._fragments is None:
+        # FSDP2 leaves the reduction out where there is one rank.
+        if self._fragments is None or self.num_ranks == 1:
             return [(row, local_gradient(param, grad))]
         return self._fragments.parts(grad)
 
