@@ -19,6 +19,11 @@ def default_group() -> object:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def num_processes() -> int:
+    """Of the group of all processes; 1 where torch.distributed has none."""
+    return 1 if default_group() is None else dist.get_world_size()
+
+
 def exchange_of(group: ProcessGroup | None, params: Sequence[Tensor]) -> Exchange:
     """What the processes are to each other.
 
