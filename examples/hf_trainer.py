@@ -3,7 +3,7 @@
     python examples/hf_trainer.py                          # learns weights for a held-out target
     python examples/hf_trainer.py --target universal       # ... for all training domains
     python examples/hf_trainer.py --resume                 # goes on from the last checkpoint
-    torchrun --nproc-per-node 2 examples/hf_trainer.py     # or accelerate launch: the same weights
+    torchrun --nproc-per-node 2 examples/hf_trainer.py     # the same weights, dropout aside
 
 What to copy into your script: the two lines marked DoGE. The data set stays one data set; a column
 "domain" says where each example is from (`domain_column=` takes another name). A `target` outside
@@ -90,6 +90,7 @@ def main() -> None:
             logging_steps=max(1, options.steps // 4),
             eval_strategy="steps",
             eval_steps=options.steps,
+            use_cpu=not torch.cuda.is_available(),
             report_to="none",
             disable_tqdm=True,
             dataloader_pin_memory=torch.cuda.is_available(),

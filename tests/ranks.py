@@ -46,6 +46,11 @@ class Ranks:
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self._pipes[:num_ranks]:
                 pipe.send((num_ranks, str(Path(folder, "store")), work, args))
+            # Some have imported the work before, and would wait for the others in the group.
+            for pipe in self._pipes[:num_ranks]:
+                pipe.recv()
+            for pipe in self._pipes[:num_ranks]:
+                pipe.send("go")
             answers = [pipe.recv() for pipe in self._pipes[:num_ranks]]
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         assert not failures, "\n".join(failures)
@@ -93,6 +98,8 @@ def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while (order := pipe.recv()) is not None:
         num_ranks, store, work, args = order
+        pipe.send("ready")
+        pipe.recv()
         try:
             with group(rank, num_ranks, store):
                 answer = ("", work(*args))

@@ -399,8 +399,9 @@ def test_ranks_of_a_host_learn_what_one_process_learns(
         pytest.importorskip("lightning", reason="lightning is not installed")
     run(name, "--steps", "40", "--out", "alone")
     ranks.run(2, on_a_rank, name, str(tmp_path))
-    together = weights_in(tmp_path / "ranks")
-    assert together == pytest.approx(weights_in(tmp_path / "alone"), rel=1e-4)
+    together, alone = weights_in(tmp_path / "ranks"), weights_in(tmp_path / "alone")
+    # Each rank draws dropout of its own; the other two have none.
+    assert together == pytest.approx(alone, rel=0.02 if name == "hf_trainer" else 1e-6)
 
 
 @pytest.mark.exhaustive

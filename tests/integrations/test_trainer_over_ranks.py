@@ -184,7 +184,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         pytest.param(3, "column", "sequential", "halves", marks=EXHAUSTIVE),
         pytest.param(2, "mapping", "sequential", "target", marks=EXHAUSTIVE),
         pytest.param(2, "mapping", "stacked", "drawn", marks=EXHAUSTIVE),
-        pytest.param(2, "mapping", "stacked", "means", marks=EXHAUSTIVE),
+        pytest.param(3, "mapping", "stacked", "means", marks=EXHAUSTIVE),
         pytest.param(4, "batches", "sequential", "llama", marks=EXHAUSTIVE),
     ],
 )
@@ -197,6 +197,24 @@ def test_ranks_train_what_one_process_trains(
     together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path))
     assert len(alone.log) == STEPS
     check(together, alone, exactly=exactly)
+
+
+def by_itself(folder: str) -> str:
+    """What is said where each process would train all by itself."""
+    as_launched()
+    # Without `use_cpu`, on a machine without GPUs.
+    arguments = TrainingArguments(output_dir=folder, report_to="none")
+    assert arguments.world_size == 1
+    with pytest.raises(RuntimeError) as refused:
+        DoGETrainer(model=small_model(), args=arguments, domains=DOMAINS)
+    return str(refused.value)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Trainer joins the processes")
+def test_processes_that_do_not_know_of_each_other_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(2, by_itself, str(tmp_path)):
+        assert "by itself in each of the 2 processes" in said
 
 
 @pytest.mark.exhaustive

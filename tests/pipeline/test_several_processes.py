@@ -174,7 +174,8 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(
     stage(config)
     config = replace(config, out=tmp_path / "ranks")
     ranks.run(before, on_a_rank, stage, config, 6)
-    assert [path.name for path in (config.out / "checkpoints").iterdir()] == ["checkpoint-3"]
+    (left,) = (config.out / "checkpoints").glob("checkpoint-*")
+    assert left.name == "checkpoint-3"
     ranks.run(after, on_a_rank, stage, config)
     assert_alike(tmp_path / "ranks", tmp_path / "alone")
 
