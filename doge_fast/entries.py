@@ -125,9 +125,15 @@ class Entries:
 
     @property
     def are_complete(self) -> bool:
-        """Whether every domain has been entered here as often as `micro_batches` says."""
+        """Whether every domain has been entered as often as `micro_batches` says.
+
+        Of ranks with domains of their own none knows: one that has entered all of them must not
+        combine where others go on.
+        """
         most = self.micro_batches
-        return most is not None and all(self._times[name] == most for name in self._subset.rows)
+        if most is None or not self._times or self.exchange.has_own_rows:
+            return False
+        return all(self._times[name] == most for name in self._subset.rows)
 
     def row_of(self, name: str, count: float = 1.0) -> int:
         """The row of this rank's buffer that is the domain's in this step."""
