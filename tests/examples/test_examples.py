@@ -6,10 +6,12 @@ process of its own shows that they need nothing else.
 
 import dataclasses
 import json
+import os
 import re
 import runpy
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from doge_fast import DoGEOptimizer
 from tests.processes import printed_by
-from tests.ranks import Ranks
+from tests.ranks import Ranks, as_launched
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -400,6 +402,36 @@ def test_ranks_learn_what_one_process_learns(
     assert launched(tmp_path, 2, name, *arguments) == one
     alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
     assert together == pytest.approx(alone, rel=1e-4)
+
+
+def on_a_rank(name: str, folder: str) -> None:
+    """An example, as each process of torchrun runs it."""
+    as_launched()
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    os.chdir(folder)
+    words = [name, "--steps", "40", "--out", "ranks"]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Lightning's own.
+        warnings.simplefilter("ignore")
+        patch.setattr(sys, "argv", words)
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name",
+    ["hf_trainer", "accelerate_loop", pytest.param("lightning_module", marks=LIGHTNING)],
+)
+def test_ranks_of_a_host_learn_what_one_process_learns(
+    ranks: Ranks, tmp_path: Path, run: Run, name: str
+) -> None:
+    if name == "lightning_module":
+        pytest.importorskip("lightning", reason="lightning is not installed")
+    run(name, "--steps", "40", "--out", "alone")
+    ranks.run(2, on_a_rank, name, str(tmp_path))
+    together, alone = weights_in(tmp_path / "ranks"), weights_in(tmp_path / "alone")
+    # Each rank draws dropout of its own; the other two have none.
+    assert together == pytest.approx(alone, rel=0.02 if name == "hf_trainer" else 1e-6)
 
 
 @pytest.mark.exhaustive

@@ -273,7 +273,8 @@ def bytes_of(num_domains: int, width: int) -> tuple[list[tuple[int, int]], int]:
     all_to_all, all_gather = dist.all_to_all_single, data_parallel.all_gather
 
     def count_rows(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
-        sent["rows"] += here.nbytes - here.itemsize * splits[1][rank]
+        if here.dtype == torch.float32:
+            sent["rows"] += here.nbytes - here.itemsize * splits[1][rank]
         return all_to_all(there, here, *splits, **options)
 
     def count_sums(there: Tensor, here: Tensor, **options: Any) -> Any:
