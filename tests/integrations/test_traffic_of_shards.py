@@ -149,12 +149,12 @@ def trained(loop: Loop, num_domains: int) -> Trained:
     [
         (2, 3, one_after_another, 9.0),
         (2, 3, with_kept_parameters, 4.0),
-        (4, 2, with_kept_parameters, 3.0),
+        pytest.param(4, 2, with_kept_parameters, 3.0, marks=pytest.mark.exhaustive),
         # Parameters are gathered for each backward pass: (2 * 2 + 1) * 2.
         (2, 2, in_parts, 10.0),
         (2, 2, in_fragments, 3.0),
-        (4, 4, in_fragments, 3.0),
-        (4, 3, in_fragments, 6.0),
+        pytest.param(4, 4, in_fragments, 3.0, marks=pytest.mark.exhaustive),
+        pytest.param(4, 3, in_fragments, 6.0, marks=pytest.mark.exhaustive),
         (4, 3, in_fragments_with_kept_parameters, 3.0),
     ],
 )
