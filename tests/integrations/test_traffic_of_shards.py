@@ -153,6 +153,7 @@ def trained(loop: Loop, num_domains: int) -> Trained:
         # Parameters are gathered for each backward pass: (2 * 2 + 1) * 2.
         (2, 2, in_parts, 10.0),
         (2, 2, in_fragments, 3.0),
+        pytest.param(*(2, 2, in_fragments_with_kept_parameters, 2.0), marks=pytest.mark.exhaustive),
         pytest.param(4, 4, in_fragments, 3.0, marks=pytest.mark.exhaustive),
         pytest.param(4, 3, in_fragments, 6.0, marks=pytest.mark.exhaustive),
         (4, 3, in_fragments_with_kept_parameters, 3.0),
