@@ -245,6 +245,8 @@ class Entries:
         """Tell the other ranks if the block raises: they would wait for this one."""
         try:
             yield
-        except Exception:
-            self.exchange.fail(self._subset.rows, len(self._trained.look_up()))
+        except Exception as error:
+            lost = self.exchange.fail(self._subset.rows, len(self._trained.look_up()))
+            if lost:
+                error.add_note(lost)
             raise

@@ -201,8 +201,12 @@ class Exchange(Protocol):
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
         """What a gradient of a domain here brings to rows of this rank: (row, gradient)."""
 
-    def fail(self, rows: Sequence[str], num_params: int) -> None:
-        """Tell the others that this rank has dropped its step; then they raise in `agree`."""
+    def fail(self, rows: Sequence[str], num_params: int) -> str:
+        """Tell the others that this rank has dropped its step; then they raise in `agree`.
+
+        Returns:
+            Who cannot be told, in a sentence; empty where all have heard.
+        """
 
     def release(self) -> None:
         """Give the memory of what has travelled back."""
@@ -283,8 +287,9 @@ class Alone(InPlace):
         norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
         return norm_11[0, 0]
 
-    def fail(self, rows: Sequence[str], num_params: int) -> None:
+    def fail(self, rows: Sequence[str], num_params: int) -> str:
         """There is nobody to tell."""
+        return ""
 
 
 def buckets_of(

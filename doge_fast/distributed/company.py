@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ _FINE, _FAILED, _HAS_CHANGED, _ENTERS = 0.0, 1.0, 2.0, 3.0
 
 # all_gather_single from torch 2.13 on, which deprecates the other.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class LostRank(RuntimeError):
+    """A rank did not answer."""
 
 
 class Company:
@@ -86,10 +90,20 @@ class Company:
         words = [float(row)] + [0.0] * (MOST_SETTINGS + len(rows) + num_params - 1)
         return self._gathered(_ENTERS, words)[:, 0].int().tolist()
 
-    def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> None:
-        """In the place of `told`, so that the others do not wait for ever."""
-        with suppress(RuntimeError):
+    def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> str:
+        """In the place of `told`, so that the others do not wait for ever.
+
+        Returns:
+            Who cannot be told, in a sentence; empty where all have heard.
+        """
+        try:
             self._gathered(_FAILED, [0.0] * (MOST_SETTINGS + len(rows) + num_params + num_more))
+        except LostRank as lost:
+            return str(lost)
+        except RuntimeError:
+            # What the others raise as well.
+            pass
+        return ""
 
     def summed(self, part: Tensor, ranks: Sequence[int]) -> Tensor:
         """The sum of what some ranks have, one after the other: the same bits on every rank.
@@ -129,7 +143,7 @@ class Company:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
+            raise LostRank(
                 f"{self._missing()} did not answer, so this step cannot be combined. See what was "
                 "printed there, and start the run again from its last checkpoint. (torch: "
                 f"{str(error).splitlines()[0]})"

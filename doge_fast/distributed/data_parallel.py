@@ -70,10 +70,11 @@ class DataParallel(InParameters):
         self._note(counts_nR, more_nE)
         return agreement
 
-    def fail(self, rows: Sequence[str], num_params: int) -> None:
+    def fail(self, rows: Sequence[str], num_params: int) -> str:
         """Tell the others."""
         with suppress(RuntimeError), self._rounds.ended():
-            self.company.fail(rows, num_params, num_more=len(rows) + 1)
+            return self.company.fail(rows, num_params, num_more=len(rows) + 1)
+        return ""
 
     def travelling(
         self, report: Report, dtypes: Sequence[torch.dtype | None]

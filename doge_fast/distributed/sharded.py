@@ -68,9 +68,9 @@ class Sharded(InPlace):
             return [(row, local_gradient(param, grad))]
         return self._fragments.parts(grad)
 
-    def fail(self, rows: Sequence[str], num_params: int) -> None:
-        """Tell the others."""
-        self.company.fail(rows, num_params)
+    def fail(self, rows: Sequence[str], num_params: int) -> str:
+        """Tell the others; those that have ended are why a collective of the model has failed."""
+        return self.company.fail(rows, num_params)
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """They are; of what is replicated over ranks one of them counts."""

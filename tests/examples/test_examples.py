@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from doge_fast import DoGEOptimizer
@@ -230,7 +232,16 @@ class Titan:
     def __init__(self, config: Any) -> None:
         torch.manual_seed(0)
         self.model, self.device, self.step = Head(), torch.device("cpu"), 1
-        self.gradient_accumulation_steps = 6
+        is_sharded = dist.is_initialized()
+        self.parallel_dims = types.SimpleNamespace(
+            dp_enabled=is_sharded, get_mesh=lambda name: {"batch": dist.group.WORLD}[name]
+        )
+        if is_sharded:
+            fully_shard(self.model)
+            self.model.set_gradient_divide_factor(1.0)
+            # gloo has no other way not to divide.
+            self.model.set_force_sum_reduction_for_comms(True)
+        self.gradient_accumulation_steps = 3 if is_sharded else 6
         inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
         self.optimizers = Container([inner])
@@ -264,37 +275,56 @@ class Container:
         self.optimizers[0].zero_grad()
 
 
-def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
-    monkeypatch: pytest.MonkeyPatch, expected: dict[str, float]
-) -> None:
-    stand_in(monkeypatch, "torchtitan")
-    stand_in(monkeypatch, "torchtitan.components")
-    stand_in(monkeypatch, "torchtitan.components.loss", IGNORE_INDEX=-100)
-    stand_in(monkeypatch, "torchtitan.trainer", Trainer=Titan)
-    base = Titan.Config(training=types.SimpleNamespace(max_norm=1.0))
-    stand_in(monkeypatch, "torchtitan.models")
-    stand_in(monkeypatch, "torchtitan.models.llama3")
-    registry = "torchtitan.models.llama3.config_registry"
-    stand_in(monkeypatch, registry, llama3_debugmodel=lambda: base)
-    namespace: dict[str, Any] = {"__name__": "my_train"}
-    exec(blocks_of("torchtitan_and_torchtune.md")[0], namespace)
-    config = namespace["doge_debugmodel"]()
-    # A graph would replay the backward pass without the hooks.
-    assert config.training.disable_cuda_graphs
-    trainer = namespace["DoGETitan"](config)
+def dist_sum_tensor(value: torch.Tensor, group: Any) -> torch.Tensor:
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def titan_weights() -> tuple[dict[str, float], list[Any]]:
+    """What two steps of the text learn, and what they log; each of two ranks has a row of two."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, "torchtitan")
+        stand_in(patch, "torchtitan.components")
+        stand_in(patch, "torchtitan.components.loss", IGNORE_INDEX=-100)
+        stand_in(patch, "torchtitan.distributed")
+        stand_in(patch, "torchtitan.distributed.utils", dist_sum_tensor=dist_sum_tensor)
+        stand_in(patch, "torchtitan.trainer", Trainer=Titan)
+        base = Titan.Config(training=types.SimpleNamespace(max_norm=1.0))
+        stand_in(patch, "torchtitan.models")
+        stand_in(patch, "torchtitan.models.llama3")
+        registry = "torchtitan.models.llama3.config_registry"
+        stand_in(patch, registry, llama3_debugmodel=lambda: base)
+        namespace: dict[str, Any] = {"__name__": "my_train"}
+        exec(blocks_of("torchtitan_and_torchtune.md")[0], namespace)
+        config = namespace["doge_debugmodel"]()
+        # A graph would replay the backward pass without the hooks.
+        assert config.training.disable_cuda_graphs
+        trainer = namespace["DoGETitan"](config)
+
+    mine = [dist.get_rank()] if dist.is_initialized() else [0, 1]
 
     def batches() -> Iterator[Any]:
         while True:
-            for number in range(2):
-                for name in ("arxiv", "book", "code"):
+            for number in mine:
+                for name in ("code", "arxiv", "book"):
                     row = tokens_of(name)[number : number + 1]
                     yield {"input": row[:, :-1], "domain": name}, row[:, 1:]
 
     iterator = batches()
     for _ in range(2):
         trainer.train_step(iterator)
-    assert trainer.doge.weights == pytest.approx(expected, rel=1e-6)
-    assert trainer.logged[-1][1].keys() == {"lr/SGD", *(f"alpha_mean/{name}" for name in expected)}
+    return trainer.doge.weights, trainer.logged
+
+
+def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
+    ranks: Ranks, expected: dict[str, float]
+) -> None:
+    weights, logged = titan_weights()
+    assert weights == pytest.approx(expected, rel=1e-6)
+    assert logged[-1][1].keys() == {"lr/SGD", *(f"alpha_mean/{name}" for name in expected)}
+    for theirs, said in ranks.run(2, titan_weights):
+        assert theirs == pytest.approx(expected, rel=1e-6)
+        assert said[-1][0] == pytest.approx(logged[-1][0], rel=1e-6)
 
 
 class Tune:

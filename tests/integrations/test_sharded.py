@@ -100,9 +100,13 @@ def lower(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("num_ranks", "wrap", "name"),
     [
-        *grid([2], [sharded], ["as it comes", *OPTIONS], some=lambda *_: True),
         *grid(
-            [4], [sharded, copies_of_shards], ["clips", "selection, uncut"], some=lambda *_: True
+            *([2], [sharded], ["as it comes", *OPTIONS]),
+            some=lambda *case: case[2] in ("as it comes", "selection, uncut", "targets"),
+        ),
+        *grid(
+            *([4], [sharded, copies_of_shards], ["clips", "selection, uncut"]),
+            some=lambda *case: case[1:] == (copies_of_shards, "clips"),
         ),
     ],
 )
@@ -112,16 +116,25 @@ def test_shards_train_what_one_process_trains(
     check(ranks, num_ranks, wrap, SIZES, False, OPTIONS.get(name, {}), "", shares)
 
 
-@pytest.mark.parametrize("how", LOOPS)
-@pytest.mark.parametrize("deal", [shares, rounds])
+@pytest.mark.parametrize(
+    ("deal", "how"),
+    grid(
+        *([shares, rounds], LOOPS),
+        some=lambda deal, how: how in (("halves", "scaled") if deal is shares else ("overflow",)),
+    ),
+)
 def test_loops_compose(ranks: Ranks, deal: Deal, how: str) -> None:
     check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, deal)
 
 
 @pytest.mark.parametrize(
-    "wrap", [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed]
+    ("deal", "wrap"),
+    grid(
+        [shares, rounds],
+        [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed],
+        some=lambda deal, wrap: (deal is rounds) == (wrap in (kept, compiled, second_dimension)),
+    ),
 )
-@pytest.mark.parametrize("deal", [shares, rounds])
 def test_other_forms_of_the_model(ranks: Ranks, deal: Deal, wrap: Wrap) -> None:
     check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", deal)
 
@@ -130,9 +143,15 @@ def test_copies_that_fsdp2_keeps(ranks: Ranks) -> None:
     check(ranks, 2, replicated, SIZES, False, OPTIONS["clips"], "", shares)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
-    ("num_ranks", "sizes"), [(2, UNEQUAL), (3, {"a": 1, "b": 13, "c": 3, "d": 4})], ids=str
+    ("num_ranks", "sizes", "name"),
+    [
+        *grid([2], [UNEQUAL], OPTIONS, some=lambda *_: False),
+        *grid(
+            *([3], [{"a": 1, "b": 13, "c": 3, "d": 4}], OPTIONS),
+            some=lambda *case: case[2] in ("clips", "targets", "a few of many"),
+        ),
+    ],
 )
 def test_fragments_train_what_one_process_trains(
     ranks: Ranks, num_ranks: int, sizes: Sizes, name: str

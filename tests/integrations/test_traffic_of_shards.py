@@ -100,6 +100,18 @@ def in_fragments(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Te
             (loss_of(model, batch[name][first:last]).sum() / sizes[name]).backward()
 
 
+def in_fragments_with_kept_parameters(
+    model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]
+) -> None:
+    sizes = {name: len(x) for name, x in batch.items()}
+    mine = rounds(sizes, dist.get_rank(), dist.get_world_size())
+    model.set_reshard_after_forward(False)
+    for number, (name, first, last) in enumerate(mine, start=1):
+        model.set_reshard_after_backward(number == len(mine))
+        with optimizer.domain(name):
+            (loss_of(model, batch[name][first:last]).sum() / sizes[name]).backward()
+
+
 def trained(loop: Loop, num_domains: int) -> Trained:
     """The parameters, the weights, and what a rank sends in a step over (n - 1) / n N."""
     torch.manual_seed(0)
@@ -113,7 +125,7 @@ def trained(loop: Loop, num_domains: int) -> Trained:
     names = [f"d{row}" for row in range(num_domains)]
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     options: dict[str, Any] = {"domains": names, "mu": 0.1, "domain_max_grad_norm": None}
-    if loop is in_fragments:
+    if loop in (in_fragments, in_fragments_with_kept_parameters):
         options |= {"process_group": Fragments(model), "micro_batches": None}
     optimizer = DoGEOptimizer(inner, **options)
     sent: list[float] = []
@@ -137,12 +149,14 @@ def trained(loop: Loop, num_domains: int) -> Trained:
     [
         (2, 3, one_after_another, 9.0),
         (2, 3, with_kept_parameters, 4.0),
-        (4, 2, with_kept_parameters, 3.0),
+        pytest.param(4, 2, with_kept_parameters, 3.0, marks=pytest.mark.exhaustive),
         # Parameters are gathered for each backward pass: (2 * 2 + 1) * 2.
         (2, 2, in_parts, 10.0),
         (2, 2, in_fragments, 3.0),
-        (4, 4, in_fragments, 3.0),
-        (4, 3, in_fragments, 6.0),
+        pytest.param(*(2, 2, in_fragments_with_kept_parameters, 2.0), marks=pytest.mark.exhaustive),
+        pytest.param(4, 4, in_fragments, 3.0, marks=pytest.mark.exhaustive),
+        pytest.param(4, 3, in_fragments, 6.0, marks=pytest.mark.exhaustive),
+        (4, 3, in_fragments_with_kept_parameters, 3.0),
     ],
 )
 def test_traffic_is_that_of_the_formula(
