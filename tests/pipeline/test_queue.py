@@ -107,6 +107,13 @@ def test_a_failure_stops_what_reads_it_and_nothing_else(tmp_path: Path) -> None:
     assert runs.made == ["c", "e", "a", "b", "d"]
 
 
+@pytest.mark.usefixtures("no_pause")
+def test_a_run_that_is_never_complete_is_not_made_for_ever(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    queue.work({"a": []}, lambda _: None, is_there=lambda _: True, is_made=lambda _: False)
+    assert queue.failure("a") == "a was made and is not complete"
+
+
 @pytest.mark.parametrize("lease", [None, 2.0])
 def test_a_claim_ends_with_its_process_and_not_before(tmp_path: Path, lease: float | None) -> None:
     queue = Queue(tmp_path, lease)
