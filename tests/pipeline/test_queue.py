@@ -42,6 +42,7 @@ class Runs:
         folder.mkdir()
 
     def make(self, name: str) -> None:
+        assert all((self.folder / each).exists() for each in NEEDS[name])
         time.sleep(0.05)
         if name in self.failing:
             raise ValueError(f"{name} cannot be.\nIn two lines.")
