@@ -252,6 +252,18 @@ def test_jobs_of_submitit_share_an_experiment_whose_workers_are_killed_and_preem
     assert "Calling checkpoint method" in logs
 
 
+def test_what_jobs_of_a_cluster_need_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    words = ["experiment", "universal", "--out", str(tmp_path / "x"), "--submitit", "timeout_min=9"]
+    assert cli.main(words) == cli.EXIT_REFUSED
+    assert "needs submitit, which is not installed: pip install 'doge-fast[slurm]'" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "x").exists()
+
+
 def test_what_submitit_does_not_take_is_said(shared: Make) -> None:
     pytest.importorskip("submitit")
     config = shared(submitit=("cluster=local", "walltime=10"))
