@@ -42,6 +42,7 @@ class Runs:
         folder.mkdir()
 
     def make(self, name: str) -> None:
+        assert all((self.folder / each).exists() for each in NEEDS[name])
         time.sleep(0.05)
         if name in self.failing:
             raise ValueError(f"{name} cannot be.\nIn two lines.")
@@ -105,6 +106,13 @@ def test_a_failure_stops_what_reads_it_and_nothing_else(tmp_path: Path) -> None:
     queue.forget_failures()
     runs.work(queue, NEEDS)
     assert runs.made == ["c", "e", "a", "b", "d"]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_run_that_is_never_complete_is_not_made_for_ever(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    queue.work({"a": []}, lambda _: None, is_there=lambda _: True, is_made=lambda _: False)
+    assert queue.failure("a") == "a was made and is not complete"
 
 
 @pytest.mark.parametrize("lease", [None, 2.0])
@@ -242,6 +250,18 @@ def test_jobs_of_submitit_share_an_experiment_whose_workers_are_killed_and_preem
         assert len([line for line in told if f"{name} begins" in line]) == 2
     logs = "".join(path.read_text() for path in (config.out / "queue/jobs").glob("*_log.*"))
     assert "Calling checkpoint method" in logs
+
+
+def test_what_jobs_of_a_cluster_need_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    words = ["experiment", "universal", "--out", str(tmp_path / "x"), "--submitit", "timeout_min=9"]
+    assert cli.main(words) == cli.EXIT_REFUSED
+    assert "needs submitit, which is not installed: pip install 'doge-fast[slurm]'" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "x").exists()
 
 
 def test_what_submitit_does_not_take_is_said(shared: Make) -> None:

@@ -80,7 +80,6 @@ class Queue:
             worker: who this is, for the events.
         """
         numbers = {name: f"run {n} of {len(runs)}: {name}" for n, name in enumerate(runs, start=1)}
-
         # Kept, for a lease is over when its heartbeat has been seen to stand still.
         locks = {name: self.lock(name) for name in runs}
 
@@ -88,6 +87,10 @@ class Queue:
             if is_made(name) or self._failed(name).exists():
                 return True
             return any(is_settled(each) and not is_there(each) for each in runs.get(name, ()))
+
+        def make_whole(name: str) -> None:
+            make(name)
+            assert is_made(name), f"{name} was made and is not complete"
 
         def is_tried(name: str) -> bool:
             if not all(map(is_there, runs[name])):
@@ -99,7 +102,7 @@ class Queue:
             with claim:
                 # Another worker may have been here since.
                 if not is_settled(name):
-                    self._try(name, make, numbers[name], worker)
+                    self._try(name, make_whole, numbers[name], worker)
             return True
 
         left = list(runs)

@@ -3,6 +3,7 @@
 import difflib
 import functools
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,6 +70,9 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     if config.plan:
         return plan_lines(config, f"doge-fast experiment {config.name}")
     check(config)
+    if config.submitit is not None:
+        # Missed before anything is written.
+        import_module("submitit")
     out, names = _directory(config), _domains_of(config)
     plan = plan_of(config, names, out, _tasks_of(config))
     jobs = _chosen(plan, config.only)

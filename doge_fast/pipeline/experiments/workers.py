@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +52,13 @@ def run(loop: Loop, count: int, folder: Path, submitit: Sequence[str] | None) ->
     events.touch()
     with events.open(encoding="utf-8") as lines:
         lines.seek(0, os.SEEK_END)
-        crew = (
-            _started(loop, count, folder)
-            if submitit is None
-            else _submitted(loop, count, folder, submitit)
-        )
+        crew: list[Worker] = []
         try:
+            if submitit is None:
+                # One by one: those that have been started are ended, come what may.
+                crew.extend(_started(loop, count, folder))
+            else:
+                crew.extend(_submitted(loop, count, folder, submitit))
             while any([worker.is_running() for worker in crew]):
                 _show(lines)
                 time.sleep(_PAUSE_S)
@@ -72,17 +73,14 @@ def _show(lines: Any) -> None:
         _log.info("%s", line.rstrip("\n"))
 
 
-def _started(loop: Loop, count: int, folder: Path) -> list[Worker]:
+def _started(loop: Loop, count: int, folder: Path) -> Iterator[Worker]:
     """Processes of this machine, which share its cores and its GPUs."""
     context = multiprocessing.get_context("spawn")
     _log.info("%d workers; what they print is in %s", count, folder / "worker-*.log")
-    processes = [
-        context.Process(target=_process, args=(loop, number, count, folder))
-        for number in range(1, count + 1)
-    ]
-    for process in processes:
+    for number in range(1, count + 1):
+        process = context.Process(target=_process, args=(loop, number, count, folder))
         process.start()
-    return [_watched(process, number) for number, process in enumerate(processes, start=1)]
+        yield _watched(process, number)
 
 
 def _watched(process: Any, number: int) -> Worker:
