@@ -123,6 +123,30 @@ def test_ranks_step_what_one_process_steps(
     assert max(elements for _, _, elements in answers) <= num_elements / num_ranks + 2 * 64
 
 
+def changing(is_sharded: bool) -> tuple[Tensor, dict[str, Any]]:
+    """A layer is frozen for two steps, and the second head comes with the third."""
+    model = Scaled()
+    late = list(model.heads[1].parameters())
+    early = [param for param in model.parameters() if all(param is not each for each in late)]
+    inner = torch.optim.AdamW(early, lr=0.02)
+    optimizer = DoGEOptimizer(
+        inner, domains=list(SIZES), mu=5.0, shard_optimizer=is_sharded, max_grad_norm=0.5
+    )
+    for number in range(8):
+        if number == 3:
+            optimizer.add_param_group({"params": late, "lr": 0.01})
+        model.body[0].weight.requires_grad_(number not in (4, 5))
+        step(model, optimizer, number)
+    return values(model), copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def test_parameters_may_be_frozen_and_added(ranks: Ranks) -> None:
+    theta_N, state = changing(False)
+    for theirs_N, theirs in ranks.run(3, changing, True):
+        torch.testing.assert_close(theirs_N, theta_N, rtol=0, atol=1e-12)
+        torch.testing.assert_close(theirs, state, rtol=0, atol=1e-12)
+
+
 def clipped_by_selection() -> Tensor:
     """A selection leaves columns out, so that the combined gradient's norm is summed over ranks."""
     model = Scaled()
