@@ -131,11 +131,10 @@ class Entries:
 
     def row_of(self, name: str, count: float = 1.0) -> int:
         """The row of this rank's buffer that is the domain's in this step."""
-        is_first = not self._counts
         self._counts.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
             row, num_params = self._subset.slot_of(name), len(self._trained.params)
-            self.exchange.enter(row, count, self._subset.rows, num_params, is_first=is_first)
+            self.exchange.enter(row, count, self._subset.rows, num_params)
             return row
         self._buffer.num_rows = max(self._buffer.num_rows, len(self._counts))
         return list(self._counts).index(name)

@@ -188,9 +188,7 @@ class Exchange(Protocol):
     def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
         """The block in which the wrapped optimizer's state is read."""
 
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
         """A domain is entered on this rank.
 
         Args:
@@ -198,7 +196,6 @@ class Exchange(Protocol):
             count: what the gradient weighs in the mean over ranks.
             rows: names of the rows of this step, in their order.
             num_params: that are trained.
-            is_first: whether it is the first of a step.
         """
 
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
@@ -216,9 +213,7 @@ class InParameters:
 
     gives_gradients = True
 
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
         """Nobody has to know before all agree."""
 
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:

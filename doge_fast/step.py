@@ -291,8 +291,10 @@ class Step:
         ):
             raise RuntimeError(
                 "something has put a p.grad back inside a domain, as wrappers do that reduce "
-                "gradients over ranks by themselves (torch's replicate(), for one). The optimizer "
-                "reduces them: wrap the model in DistributedDataParallel, or not at all."
+                "gradients over ranks by themselves: torch's replicate(), for one, and "
+                "DistributedDataParallel where its forward pass ran before the domain. The "
+                "optimizer reduces them. Run forward and backward inside the domain, on a model "
+                "in DistributedDataParallel or in no wrapper."
             )
 
     @property

@@ -37,7 +37,8 @@ class Company:
         self.group = group
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self._talk = _on_cpus(group)
+        # Made when all ranks are there: a rank without a domain is not, before they agree.
+        self._talk: ProcessGroup | None = None
         self._length: int | None = None
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._number = 0
@@ -170,6 +171,8 @@ class Company:
         told = mine.new_empty(self.num_ranks * len(words))
         self._number += 1
         with self.in_company():
+            if self._talk is None:
+                self._talk = _on_cpus(self.group)
             # For those who miss a rank; nobody waits for it.
             self._store.set(_key(self.rank), str(self._number))
             all_gather(told, mine, group=self._talk)

@@ -24,6 +24,11 @@ def default_group() -> object:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def num_processes() -> int:
+    """Of the group of all processes; 1 where torch.distributed has none."""
+    return 1 if default_group() is None else dist.get_world_size()
+
+
 class Ranks(NamedTuple):
     """Which processes learn together, and what each of them steps."""
 

@@ -57,7 +57,7 @@ def made_together(
             "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
         ) from error
     try:
-        with _one_at_a_time(folder / f".{digest(dict(keys))}.lock"):
+        with _one_at_a_time(folder.parent / "locks", f"{kind}-{digest(dict(keys))}"):
             absent = [name for name in absent if not paths[name].exists()]
             if absent:
                 _log.info("Making %s in %s.", ", ".join(absent), folder)
@@ -71,13 +71,14 @@ def made_together(
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
+def _one_at_a_time(folder: Path, name: str) -> Iterator[None]:
     """Whoever comes second waits for the first, and finds its work; a killed one is not waited for.
 
     Where a file system has no locks, both make the same.
     """
-    lock = FileLock(path)
+    lock = FileLock(folder / name)
     with suppress(OSError, NotImplementedError):
+        folder.mkdir(exist_ok=True)
         lock.acquire()
     try:
         yield

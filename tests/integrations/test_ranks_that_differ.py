@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast import DoGEOptimizer
-from doge_fast.distributed import data_parallel
+from doge_fast.distributed import company, data_parallel
 from doge_fast.sampling import pieces
 from tests.integrations.test_several_processes import examples, losses, small_model
 from tests.ranks import Ranks
@@ -244,6 +244,23 @@ def test_what_reduces_by_itself_is_refused(
         assert sentence.startswith(said)
 
 
+def forward_before_the_domain() -> str:
+    model, optimizer = built()
+    wrapped = DistributedDataParallel(model)
+    outputs = wrapped(examples("a", 0, 4))
+
+    def backward() -> None:
+        with optimizer.domain("a"):
+            losses(outputs, "a").mean().backward()
+
+    return raised(backward)
+
+
+def test_ddp_whose_forward_ran_before_the_domain_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, forward_before_the_domain):
+        assert "Run forward and backward inside the domain" in said
+
+
 def bytes_of(num_domains: int, width: int) -> tuple[list[tuple[int, int]], int]:
     """Bytes that this rank has sent, of rows and of sums, by step; and those of the parameters."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -303,3 +320,32 @@ def test_bytes_are_those_of_the_formula(
         assert mean_rows == pytest.approx(int(pieces_of_rows) / num_ranks * share, rel=1e-12)
         assert mean_sums == pytest.approx(share, rel=1e-12)
         assert (mean_rows + mean_sums) / (2 * share) == pytest.approx(over_plain, rel=1e-12)
+
+
+def reduce_before_the_first_step() -> Tensor:
+    """Rank 1 has no domain, and the loop reduces its loss; a group without gloo, as NCCL's is."""
+
+    def separate(group: dist.ProcessGroup) -> object:
+        return dist.new_group(
+            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(company, "_on_cpus", separate)
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+        loss = torch.zeros(())
+        if dist.get_rank() == 0:
+            for name in optimizer.domains:
+                with optimizer.domain(name):
+                    loss = model(torch.ones(2, 3)).square().mean()
+                    loss.backward()
+        dist.all_reduce(loss.detach())
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_ranks_make_no_group_before_all_are_there(ranks: Ranks) -> None:
+    first, second = ranks.run(2, reduce_before_the_first_step)
+    assert torch.equal(first, second)
