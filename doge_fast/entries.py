@@ -102,7 +102,7 @@ class Entries:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the other ranks: a copy may be used by other processes."""
-        if self._ranks.shard_optimizer and self._exchange is not None:
+        if self._exchange is not None and not self._exchange[1].gives_gradients:
             raise RuntimeError(
                 "an optimizer with shard_optimizer=True cannot be copied or pickled: its state is "
                 "in pieces on all ranks. Load its state_dict() into a new one."

@@ -14,6 +14,7 @@ from doge_fast import DoGEOptimizer
 from doge_fast.distributed import sharded_step
 from doge_fast.sampling import pieces
 from tests.integrations.test_ranks_that_differ import raised
+from tests.integrations.test_rows_that_travel_ahead import replaced
 from tests.integrations.test_several_processes import examples, losses
 from tests.ranks import Ranks
 
@@ -84,11 +85,13 @@ def trained(
     model, optimizer = built(make, is_sharded, **options)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if is_wrapped else model
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.inner, 3, 0.5)
-    for number in range(STEPS):
-        step(wrapped, optimizer, number)
-        scheduler.step()
-        if is_sharded:
-            assert all(param.grad is None for param in model.parameters())
+    # Pieces stay as they are when other parameters are touched.
+    with replaced(dist, "all_gather_object", None):
+        for number in range(STEPS):
+            step(wrapped, optimizer, number)
+            scheduler.step()
+            if is_sharded:
+                assert all(param.grad is None for param in model.parameters())
     assert [len(group["params"]) for group in optimizer.param_groups] == [4, 5]
     return values(model), optimizer.alpha_mean, elements_of(optimizer)
 
@@ -121,6 +124,30 @@ def test_ranks_step_what_one_process_steps(
     # The second group's number is one of the state's numbers without a dimension.
     assert sum(elements for _, _, elements in answers) == num_elements
     assert max(elements for _, _, elements in answers) <= num_elements / num_ranks + 2 * 64
+
+
+def changing(is_sharded: bool) -> tuple[Tensor, dict[str, Any]]:
+    """A layer is frozen for two steps, and the second head comes with the third."""
+    model = Scaled()
+    late = list(model.heads[1].parameters())
+    early = [param for param in model.parameters() if all(param is not each for each in late)]
+    inner = torch.optim.AdamW(early, lr=0.02)
+    optimizer = DoGEOptimizer(
+        inner, domains=list(SIZES), mu=5.0, shard_optimizer=is_sharded, max_grad_norm=0.5
+    )
+    for number in range(8):
+        if number == 3:
+            optimizer.add_param_group({"params": late, "lr": 0.01})
+        model.body[0].weight.requires_grad_(number not in (4, 5))
+        step(model, optimizer, number)
+    return values(model), copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def test_parameters_may_be_frozen_and_added(ranks: Ranks) -> None:
+    theta_N, state = changing(False)
+    for theirs_N, theirs in ranks.run(3, changing, True):
+        torch.testing.assert_close(theirs_N, theta_N, rtol=0, atol=1e-12)
+        torch.testing.assert_close(theirs, state, rtol=0, atol=1e-12)
 
 
 def clipped_by_selection() -> Tensor:
@@ -159,6 +186,10 @@ def part_of_a_run(
         optimizer.load_state_dict(state[1])
     for number in range(first, last):
         step(model, optimizer, number)
+    if is_sharded and dist.is_initialized():
+        # Of two momenta; the state that was loaded is gone.
+        share = 2 * values(model).numel() / dist.get_world_size()
+        assert elements_of(optimizer) <= share + 2 * 64
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
