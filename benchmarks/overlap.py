@@ -88,10 +88,11 @@ def slowed(link: Link) -> Iterator[None]:
     """Have what ranks exchange of rows and sums go over the link."""
     all_to_all, all_gather = dist.all_to_all_single, data_parallel.all_gather
 
-    def slow_all_to_all(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Delayed:
-        mine = splits[1][dist.get_rank()]
+    def slow_all_to_all(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
         work = all_to_all(there, here, *splits, **options)
-        return Delayed(link, work, here.itemsize * (here.numel() - mine))
+        mine = splits[1][dist.get_rank()]
+        # Ranks that only connect have nothing to wait for.
+        return work and Delayed(link, work, here.itemsize * (here.numel() - mine))
 
     def slow_all_gather(there: Tensor, here: Tensor, **options: Any) -> None:
         work = all_gather(there, here, async_op=True, **options)

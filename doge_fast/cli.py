@@ -26,6 +26,7 @@ from doge_fast.pipeline.config import (
     ExperimentConfig,
     ExportConfig,
     InfoConfig,
+    PlanConfig,
     ProfileConfig,
     ProxyConfig,
     ReportConfig,
@@ -114,10 +115,10 @@ def _answer(words: list[str]) -> list[str]:
     name, _ = _verb_of(words)
     if name not in VERBS:
         return [overview(f"{name} ")]
-    config = parse(words)
-    check_ranges(config)
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
+    config = parse(words)
+    check_ranges(config)
     _load(VERBS[name].loads)
     if isinstance(config, ExperimentConfig) and config.plan:
         return _plan(config, words)
@@ -296,6 +297,12 @@ def _profile(config: ProfileConfig) -> list[str]:
     return [table(profile(config)), *written]
 
 
+def _scale(config: PlanConfig) -> list[str]:
+    from doge_fast.planning import plan
+
+    return plan(config)
+
+
 def _export(config: ExportConfig) -> list[str]:
     from doge_fast.pipeline.exports.command import run
 
@@ -341,6 +348,7 @@ VERBS: dict[str, Verb] = {
     "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.figure",)),
     "export": Verb(ExportConfig, _export, loads=()),
     "info": Verb(InfoConfig, _info, loads=("torch",)),
+    "plan": Verb(PlanConfig, _scale, loads=()),
     "profile": Verb(ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 
@@ -351,5 +359,6 @@ def _is_ours(error: ModuleNotFoundError) -> bool:
 
 
 def _refuse(sentence: str, code: int = EXIT_REFUSED) -> int:
-    print(f"doge-fast: {sentence}", file=sys.stderr)
+    where = "" if ranks.is_first() else f", rank {ranks.place()[0]}"
+    print(f"doge-fast{where}: {sentence}", file=sys.stderr)
     return code

@@ -16,10 +16,12 @@ the pieces are A^T c.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
 from doge_fast.kernels import gram
@@ -117,6 +119,8 @@ class Exchange(Protocol):
     """Whether parameters and gradients are DTensors."""
     has_own_rows: bool
     """Whether a rank has rows of its own domains alone, in the order in which it enters them."""
+    gives_gradients: bool
+    """Whether the combined gradient is in `p.grad`."""
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """Tell the others, and hear of them.
@@ -175,9 +179,16 @@ class Exchange(Protocol):
     def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
         """Scalar float64: of what `deliver` gave, over all columns."""
 
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
+    def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
+        """Put what `deliver` gave where it is stepped on."""
+
+    def stepping(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """The block in which the wrapped optimizer steps."""
+
+    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """The block in which the wrapped optimizer's state is read."""
+
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
         """A domain is entered on this rank.
 
         Args:
@@ -185,7 +196,6 @@ class Exchange(Protocol):
             count: what the gradient weighs in the mean over ranks.
             rows: names of the rows of this step, in their order.
             num_params: that are trained.
-            is_first: whether it is the first of a step.
         """
 
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
@@ -198,7 +208,33 @@ class Exchange(Protocol):
         """Give the memory of what has travelled back."""
 
 
-class InPlace:
+class InParameters:
+    """The combined gradient goes into `p.grad`, and every rank steps its parameters."""
+
+    gives_gradients = True
+
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
+        """Nobody has to know before all agree."""
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """All of it."""
+        return [(row, grad)]
+
+    def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
+        """In the order of the buckets' blocks."""
+        for block, gradient in zip(columns.blocks, gradients, strict=True):
+            block.give(gradient)
+
+    def stepping(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """As it does by itself."""
+        return nullcontext()
+
+    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """As it is."""
+        return nullcontext()
+
+
+class InPlace(InParameters):
     """Rows that stay where they are."""
 
     def begin(self) -> None:
@@ -246,15 +282,6 @@ class Alone(InPlace):
         """One pass: their Gram matrix is one number."""
         norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
         return norm_11[0, 0]
-
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
-        """Nobody has to know."""
-
-    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
-        """All of it."""
-        return [(row, grad)]
 
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """There is nobody to tell."""

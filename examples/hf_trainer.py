@@ -3,6 +3,7 @@
     python examples/hf_trainer.py                          # learns weights for a held-out target
     python examples/hf_trainer.py --target universal       # ... for all training domains
     python examples/hf_trainer.py --resume                 # goes on from the last checkpoint
+    torchrun --nproc-per-node 2 examples/hf_trainer.py     # the same weights, dropout aside
 
 What to copy into your script: the two lines marked DoGE. The data set stays one data set; a column
 "domain" says where each example is from (`domain_column=` takes another name). A `target` outside
@@ -15,6 +16,7 @@ each for half of the words. To do well on the target one should read kin, then h
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -79,7 +81,8 @@ def main() -> None:
         args=TrainingArguments(
             output_dir=str(options.out),
             max_steps=options.steps,
-            per_device_train_batch_size=8,
+            # Of every domain; over ranks a step has the sum of theirs.
+            per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
             learning_rate=1e-2,
             lr_scheduler_type="cosine",
             warmup_steps=5,
@@ -87,6 +90,7 @@ def main() -> None:
             logging_steps=max(1, options.steps // 4),
             eval_strategy="steps",
             eval_steps=options.steps,
+            use_cpu=not torch.cuda.is_available(),
             report_to="none",
             disable_tqdm=True,
             dataloader_pin_memory=torch.cuda.is_available(),
@@ -98,10 +102,11 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=options.resume or None)
 
-    trainer.doge.save_weights(options.out / "weights.json")
     trainer.save_model(str(options.out / "model"))
-    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    print(json.dumps({"weights": trainer.weights, "target_loss": losses[-1]}, indent=1))
+    if trainer.is_world_process_zero():
+        trainer.doge.save_weights(options.out / "weights.json")
+        losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+        print(json.dumps({"weights": trainer.weights, "target_loss": losses[-1]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
     python examples/lightning_module.py                    # prints the learned weights
     python examples/lightning_module.py --stop-at 30       # killed on the way ...
     python examples/lightning_module.py --resume           # ... goes on, to the same bits
+    torchrun --nproc-per-node 2 examples/lightning_module.py   # strategy "ddp": the same weights
 
 What to copy into your module: the lines marked DoGE. Several backward passes for one step are what
 Lightning calls manual optimization. Domains are entered through the DoGEOptimizer itself, which
 `self.optimizers(use_pl_optimizer=False)` gives; the step is taken through Lightning's wrapper,
-which counts it. Run it on one device.
+which counts it. Of several processes each has its piece of the batch, which is sorted by domain;
+DistributedDataParallel is told not to reduce gradients, since `step()` combines them.
 
 The data stands in for yours and has a known answer: the target is a linear function of eight
 features. "exact" has its labels, "wrong" those of another function, "half" either for half of the
@@ -16,7 +18,9 @@ examples. To do well on the target one should read exact, then half.
 
 import argparse
 import logging
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning
@@ -24,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
+from doge_fast.sampling import pieces
 
 DOMAINS = ["wrong", "half", "exact"]
 TARGET = "target"
@@ -83,9 +88,14 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: dict[str, tuple[Tensor, Tensor]], number: int) -> None:
         optimizer = self.optimizers()
-        for domain, (features, labels) in batch.items():  # DoGE: one backward pass per domain
-            with self.doge.domain(domain):  # DoGE: whose gradient this is
-                self.manual_backward((self.model(features) - labels).square().mean())
+        sizes = {domain: len(features) for domain, (features, _) in batch.items()}
+        mine = pieces(sizes, self.global_rank, self.trainer.world_size)
+        # DoGE: nothing but step() reduces gradients over ranks
+        with getattr(self.trainer.strategy.model, "no_sync", nullcontext)():
+            for domain, (first, last) in mine.items():  # DoGE: one backward pass per domain
+                features, labels = (part[first:last] for part in batch[domain])
+                with self.doge.domain(domain, count=last - first):  # DoGE: whose, of how many
+                    self.manual_backward((self.model(features) - labels).square().mean())
         optimizer.step()
         self.lr_schedulers().step()
         optimizer.zero_grad()
@@ -108,7 +118,8 @@ def main() -> None:
     module = Module(options.steps)
     trainer = lightning.Trainer(
         max_steps=options.steps if options.stop_at is None else options.stop_at,
-        devices=1,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        strategy="ddp" if "LOCAL_WORLD_SIZE" in os.environ else "auto",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -121,9 +132,10 @@ def main() -> None:
         weights_only=True,
     )
     trainer.save_checkpoint(checkpoint)
-    module.doge.save_weights(options.out / "weights.json")  # DoGE: the result
-    for name, weight in module.doge.weights.items():
-        print(f"{name:10} {weight:.3f}")
+    if trainer.is_global_zero:
+        module.doge.save_weights(options.out / "weights.json")  # DoGE: the same on every rank
+        for name, weight in module.doge.weights.items():
+            print(f"{name:10} {weight:.3f}")
 
 
 if __name__ == "__main__":

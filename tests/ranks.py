@@ -1,5 +1,6 @@
 """Processes that are the ranks of a torch.distributed group, kept for all tests of a session."""
 
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,6 +46,11 @@ class Ranks:
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self._pipes[:num_ranks]:
                 pipe.send((num_ranks, str(Path(folder, "store")), work, args))
+            # Some have imported the work before, and would wait for the others in the group.
+            for pipe in self._pipes[:num_ranks]:
+                pipe.recv()
+            for pipe in self._pipes[:num_ranks]:
+                pipe.send("go")
             answers = [pipe.recv() for pipe in self._pipes[:num_ranks]]
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         assert not failures, "\n".join(failures)
@@ -76,10 +82,24 @@ def group(
         dist.destroy_process_group()
 
 
+def as_launched() -> None:
+    """Set what torchrun sets, for hosts that look there; the group is there already."""
+    # Not all tests need it, and it takes seconds.
+    from accelerate.state import AcceleratorState
+
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+    os.environ |= names | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    # It remembers the group of the test before.
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while (order := pipe.recv()) is not None:
         num_ranks, store, work, args = order
+        pipe.send("ready")
+        pipe.recv()
         try:
             with group(rank, num_ranks, store):
                 answer = ("", work(*args))

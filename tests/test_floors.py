@@ -12,7 +12,8 @@ FLOORS = [
     line.split()
     for line in """
     doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
-        doge_fast.tracing doge_fast.alternation doge_fast.atomic_file doge_fast.projection
+        doge_fast.tracing doge_fast.alternation doge_fast.atomic_file doge_fast.projection \
+        doge_fast.scale
     doge_fast.weights_file doge_fast.kernels doge_fast.wrapper doge_fast.group_dro \
         doge_fast.sampling doge_fast.distributed.wrappers
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
@@ -27,6 +28,7 @@ FLOORS = [
     doge_fast.distributed.company
     doge_fast.distributed.rounds doge_fast.distributed.fragments
     doge_fast.distributed.data_parallel doge_fast.distributed.sharded
+    doge_fast.distributed.sharded_step
     doge_fast.distributed.exchanges
     doge_fast.stacked doge_fast.combining doge_fast.entries
     doge_fast.step doge_fast.losses
@@ -43,7 +45,8 @@ FLOORS = [
     doge_fast.integrations.transformers
     doge_fast.pipeline.config.ranges doge_fast.pipeline.ranks
     doge_fast.pipeline.config.components doge_fast.pipeline.config.fields \
-        doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named
+        doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named \
+        doge_fast.pipeline.sizes
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
@@ -73,7 +76,7 @@ FLOORS = [
     doge_fast.pipeline.reporting.findings
     STAGES
     doge_fast.pipeline.weights.pages
-    doge_fast.pipeline.experiments.runner doge_fast.flags
+    doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
     doge_fast.__main__
     """.replace(

@@ -1,6 +1,6 @@
 """Data parallelism: a rank has some domains' gradients of the whole model."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import torch
@@ -9,12 +9,12 @@ from torch import distributed as dist
 
 from doge_fast.distributed.company import Company, all_gather
 from doge_fast.distributed.rounds import Rounds, pieces_of
-from doge_fast.exchange import Agreement, Bucket, Columns, Report, buckets_of
+from doge_fast.exchange import Agreement, Bucket, Columns, InParameters, Report, buckets_of
 from doge_fast.flat_buffer import Block, FlatBuffer
 from doge_fast.kernels import gram, weighted_sum
 
 
-class DataParallel:
+class DataParallel(InParameters):
     """Ranks that each have some domains' gradients of the whole model.
 
     Args:
@@ -32,7 +32,8 @@ class DataParallel:
         self._sums: list[Tensor] = []
         # As agreed on in the step under way.
         self._pieces = pieces_of((), (), ())
-        self._dtypes: Sequence[torch.dtype | None] = ()
+        self.dtypes: Sequence[torch.dtype | None] = ()
+        """Of each parameter's rows; None where they do not travel."""
         # Rows here in the order in which they travel.
         self._order: list[int] = []
         # [R, F] float64: what each piece is of its row.
@@ -65,33 +66,28 @@ class DataParallel:
                 rows, report._replace(settings=settings), more
             )
         self._has_compared = True
-        self._note(counts_nR, more_nE, agreement.dtypes)
+        self.dtypes = self.travelling(report, agreement.dtypes)
+        self._note(counts_nR, more_nE)
         return agreement
-
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
-        """The others hear of it in `agree`."""
-
-    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
-        """All of it; the others get theirs in `complete`."""
-        return [(row, grad)]
 
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others."""
         with suppress(RuntimeError), self._rounds.ended():
             self.company.fail(rows, num_params, num_more=len(rows) + 1)
 
-    def _note(
-        self, counts_nR: Tensor, more_nE: Tensor, dtypes: Sequence[torch.dtype | None]
-    ) -> None:
+    def travelling(
+        self, report: Report, dtypes: Sequence[torch.dtype | None]
+    ) -> Sequence[torch.dtype | None]:
+        """The dtypes of the rows that travel: all that have a gradient anywhere."""
+        return list(dtypes)
+
+    def _note(self, counts_nR: Tensor, more_nE: Tensor) -> None:
         """The pieces of this step, and the share of each in its row."""
         places_nR, void_n = more_nE[:, :-1], more_nE[:, -1].int().tolist()
         # Of each rank, in the order in which they travel.
         rows_n = [places_R.argsort()[places_R.sort()[0] > 0].tolist() for places_R in places_nR]
-        self._dtypes = list(dtypes)
         counts = [len(rows) for rows in rows_n]
-        self._pieces = pieces_of(counts, self._rounds.planned(self._dtypes), void_n)
+        self._pieces = pieces_of(counts, self._rounds.planned(self.dtypes), void_n)
         totals_R = counts_nR.sum(0)
         self._shares_RF = counts_nR.new_zeros(len(totals_R), len(self._pieces.slots))
         for column, (rank, piece) in enumerate(self._pieces.slots):
@@ -100,7 +96,7 @@ class DataParallel:
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All that has travelled ahead, and an all-to-all of the rest."""
-        dtypes = [block.rows_RN.dtype for block in blocks]
+        dtypes = [dtype for dtype in self.dtypes if dtype is not None]
         buckets = buckets_of(blocks, dtypes, self.num_ranks, apart)
         pieces = self._pieces
         come: list[list[Tensor]] = [[] for _ in buckets]
@@ -109,7 +105,7 @@ class DataParallel:
         if any(pieces.late):
             for parts, late_FC in zip(come, self._late(buckets, pieces.late), strict=True):
                 parts.append(late_FC)
-        self._rounds.plan_next(pieces.counts, self._dtypes, buckets)
+        self._rounds.plan_next(pieces.counts, self.dtypes, buckets)
         return Columns(buckets, [_in_order(parts, pieces.places) for parts in come])
 
     def _late(self, buckets: Sequence[Bucket], late: Sequence[int]) -> list[Tensor]:
@@ -151,12 +147,11 @@ class DataParallel:
 
     def deliver(self, columns: Columns, coefficients_R: Tensor, state_S: Tensor) -> list[Tensor]:
         """An all-gather of the shards' weighted sums."""
-        pieces_F = self._shares_on(coefficients_R.device).T @ coefficients_R
         buckets = columns.buckets
         self._fit(buckets)
         # All-gather in place: a rank's shard is where it belongs in the whole.
         mine = [whole_nC[self.company.rank] for whole_nC in self._sums]
-        weighted_sum(columns.rows, pieces_F, out=mine)
+        self.weigh(columns, coefficients_R, mine)
         self.company.share(state_S)
         with self.company.in_company():
             for whole_nC, mine_C in zip(self._sums, mine, strict=True):
@@ -170,6 +165,11 @@ class DataParallel:
                 for block, values_N in zip(bucket.blocks, parts, strict=True)
             ]
         return gradients
+
+    def weigh(self, columns: Columns, coefficients_R: Tensor, sums: list[Tensor]) -> None:
+        """Write the weighted sums of this rank's columns into `sums`."""
+        pieces_F = self._shares_on(coefficients_R.device).T @ coefficients_R
+        weighted_sum(columns.rows, pieces_F, out=sums)
 
     def release(self) -> None:
         """Give the memory of what has travelled back."""

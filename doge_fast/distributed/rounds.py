@@ -192,6 +192,10 @@ class Rounds:
         self._plan = Plan(tuple(pieces), layout) if is_steady else None
         if is_steady and self._group is None:
             self._group = self._company.others_like_it()
+            # NCCL connects at the first call, for which each host waits for the others.
+            ones = [1] * self._company.num_ranks
+            here = torch.zeros(len(ones), dtype=torch.uint8, device=layout.buckets[0][2])
+            dist.all_to_all_single(torch.empty_like(here), here, ones, ones, group=self._group)
 
     def release(self) -> None:
         """Give the memory of what has travelled back."""

@@ -45,13 +45,9 @@ class Sharded(InPlace):
             refuse_others(counts, f"how often or with which count they entered {rows[row]!r}")
         return agreement
 
-    def enter(
-        self, row: int, count: float, rows: Sequence[str], num_params: int, *, is_first: bool
-    ) -> None:
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
         """Note the order, or hear which domains the others enter, where those may be others."""
         if self._fragments is None:
-            if is_first:
-                self._order.clear()
             self._order.append(row)
             return
         if count != 1:
@@ -61,9 +57,14 @@ class Sharded(InPlace):
             )
         self._fragments.begin(self.company.entered(row, rows, num_params))
 
+    def forget(self) -> None:
+        """Another step begins."""
+        self._order.clear()
+
     def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
         """This rank's part of the gradient, or of every rank's."""
-        if self._fragments is None:
+        # FSDP2 leaves the reduction out where there is one rank.
+        if self._fragments is None or self.num_ranks == 1:
             return [(row, local_gradient(param, grad))]
         return self._fragments.parts(grad)
 

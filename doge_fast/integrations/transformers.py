@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from doge_fast.combining import factor_of
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
+from doge_fast.distributed.exchanges import num_processes
 from doge_fast.integrations import causal_lm
 from doge_fast.integrations.domain_data import Batch, Part
 from doge_fast.integrations.domain_trainer import DomainTrainer
@@ -165,6 +166,12 @@ class DoGETrainer(DomainTrainer):
                 "DoGETrainer gives every rank whole domains of the batch and the whole model, and "
                 "an fsdp or parallelism_config cuts the model. Leave it out, for "
                 "DistributedDataParallel; DoGEOptimizer in a loop of your own takes fully_shard."
+            )
+        if self.args.world_size == 1 and num_processes() > 1:
+            raise RuntimeError(
+                f"Trainer would train by itself in each of the {num_processes()} processes that a "
+                "launcher has started, as it does on CPUs where it is not told so. Pass "
+                "TrainingArguments(use_cpu=True), or start one process."
             )
         if self.args.n_gpu > 1:
             raise RuntimeError(

@@ -45,8 +45,9 @@ def made_together(
     if not absent:
         return paths
     try:
-        # For this user alone: compiled operators are loaded from there.
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # By default for this user alone: compiled operators are loaded from there.
+        mode = 0o777 if config.cache_dir else 0o700
+        folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         folder.mkdir(exist_ok=True)
         # On the file system that things are moved on.
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".making-"))
@@ -56,7 +57,7 @@ def made_together(
             "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
         ) from error
     try:
-        with _one_at_a_time(folder / f".{digest(dict(keys))}.lock"):
+        with _one_at_a_time(folder.parent / "locks", f"{kind}-{digest(dict(keys))}"):
             absent = [name for name in absent if not paths[name].exists()]
             if absent:
                 _log.info("Making %s in %s.", ", ".join(absent), folder)
@@ -70,13 +71,14 @@ def made_together(
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
+def _one_at_a_time(folder: Path, name: str) -> Iterator[None]:
     """Whoever comes second waits for the first, and finds its work; a killed one is not waited for.
 
     Where a file system has no locks, both make the same.
     """
-    lock = FileLock(path)
+    lock = FileLock(folder / name)
     with suppress(OSError, NotImplementedError):
+        folder.mkdir(exist_ok=True)
         lock.acquire()
     try:
         yield

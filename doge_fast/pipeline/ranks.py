@@ -22,6 +22,6 @@ def refuse_several(what: str) -> None:
     """Raise ValueError if there are several and `what` is for one."""
     if number() > 1:
         raise ValueError(
-            f"{what} runs in one process, and a launcher has started {number()}. Start it without "
-            "torchrun; proxy, base, doremi, select and evaluate take several."
+            f"{what} takes one process, and a launcher has started {number()}. Start it without "
+            "torchrun; proxy, base, doremi, select and evaluate take several processes."
         )

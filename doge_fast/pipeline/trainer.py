@@ -299,7 +299,7 @@ def held_out_losses(
             bar.update(len(chunk))
     model.train(was_training)
     if num_ranks > 1:
-        means_C = reduce(means_C)
+        means_C = reduce(means_C, "sum")
     # Added on the host, in float64: not every device has it.
     sums = dict.fromkeys(domains, 0.0)
     for (name, chunk), mean in zip(chunks, means_C.tolist(), strict=True):

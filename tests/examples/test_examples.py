@@ -6,10 +6,12 @@ process of its own shows that they need nothing else.
 
 import dataclasses
 import json
+import os
 import re
 import runpy
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from doge_fast import DoGEOptimizer
 from tests.processes import printed_by
+from tests.ranks import Ranks, as_launched
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -347,18 +350,65 @@ def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(
         recipe._setup_optimizer({"lr": 0.1}, optimizer_in_bwd=True)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_ranks_learn_what_one_process_learns(tmp_path: Path, run: Run, wrap: str) -> None:
-    one = printed_weights(run("distributed_loop", "--steps", "40"))
+def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[str, float]:
+    """The weights that an example prints under torchrun."""
     printed = printed_by(
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *(EXAMPLES / "distributed_loop.py", "--steps", "40", "--wrap", wrap, "--out", "ranks"),
-        cwd=tmp_path,
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
+        *(EXAMPLES / f"{name}.py", "--steps", "40", "--out", "ranks", *arguments),
+        cwd=folder,
     )
-    assert printed_weights(printed) == one
+    return printed_weights(printed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("distributed_loop", ()), ("fsdp2_loop", ()), ("fsdp2_loop", ("--fragments",))],
+)
+def test_ranks_learn_what_one_process_learns(
+    tmp_path: Path, run: Run, name: str, arguments: tuple[str, ...]
+) -> None:
+    one = printed_weights(run("distributed_loop", "--steps", "40"))
+    assert launched(tmp_path, 2, name, *arguments) == one
     alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
     assert together == pytest.approx(alone, rel=1e-4)
+
+
+def on_a_rank(name: str, folder: str) -> None:
+    """An example, as each process of torchrun runs it."""
+    as_launched()
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    os.chdir(folder)
+    words = [name, "--steps", "40", "--out", "ranks"]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Lightning's own.
+        warnings.simplefilter("ignore")
+        patch.setattr(sys, "argv", words)
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name",
+    ["hf_trainer", "accelerate_loop", pytest.param("lightning_module", marks=LIGHTNING)],
+)
+def test_ranks_of_a_host_learn_what_one_process_learns(
+    ranks: Ranks, tmp_path: Path, run: Run, name: str
+) -> None:
+    if name == "lightning_module":
+        pytest.importorskip("lightning", reason="lightning is not installed")
+    run(name, "--steps", "40", "--out", "alone")
+    ranks.run(2, on_a_rank, name, str(tmp_path))
+    together, alone = weights_in(tmp_path / "ranks"), weights_in(tmp_path / "alone")
+    # Each rank draws dropout of its own; the other two have none.
+    assert together == pytest.approx(alone, rel=0.02 if name == "hf_trainer" else 1e-6)
+
+
+@pytest.mark.exhaustive
+def test_shards_go_on_with_another_number_of_ranks(tmp_path: Path, run: Run) -> None:
+    one = printed_weights(run("distributed_loop", "--steps", "40"))
+    assert launched(tmp_path, 2, "fsdp2_loop", "--stop-at", "15") != one
+    assert launched(tmp_path, 4, "fsdp2_loop", "--fragments") == one
 
 
 def test_several_processes_find_the_known_answer(run: Run) -> None:

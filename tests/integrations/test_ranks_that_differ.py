@@ -244,6 +244,23 @@ def test_what_reduces_by_itself_is_refused(
         assert sentence.startswith(said)
 
 
+def forward_before_the_domain() -> str:
+    model, optimizer = built()
+    wrapped = DistributedDataParallel(model)
+    outputs = wrapped(examples("a", 0, 4))
+
+    def backward() -> None:
+        with optimizer.domain("a"):
+            losses(outputs, "a").mean().backward()
+
+    return raised(backward)
+
+
+def test_ddp_whose_forward_ran_before_the_domain_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, forward_before_the_domain):
+        assert "Run forward and backward inside the domain" in said
+
+
 def bytes_of(num_domains: int, width: int) -> tuple[list[tuple[int, int]], int]:
     """Bytes that this rank has sent, of rows and of sums, by step; and those of the parameters."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -256,7 +273,8 @@ def bytes_of(num_domains: int, width: int) -> tuple[list[tuple[int, int]], int]:
     all_to_all, all_gather = dist.all_to_all_single, data_parallel.all_gather
 
     def count_rows(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
-        sent["rows"] += here.nbytes - here.itemsize * splits[1][rank]
+        if here.dtype == torch.float32:
+            sent["rows"] += here.nbytes - here.itemsize * splits[1][rank]
         return all_to_all(there, here, *splits, **options)
 
     def count_sums(there: Tensor, here: Tensor, **options: Any) -> Any:

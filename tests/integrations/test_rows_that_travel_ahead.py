@@ -134,6 +134,11 @@ SCRIPTS: dict[str, tuple[Script, dict[str, Any], list[tuple[int, int]]]] = {
         {},
         [(0, 4), (0, 4), (0, 4), (0, 4), (4, 0), (0, 4), (0, 4), (0, 4)],
     ),
+    "parameters of some": (
+        ["AB|AB|AB|aB|Ab", "cd|cd|cd|cd|cD"],
+        {},
+        [(0, 4), (0, 4), (4, 0), (4, 0), (4, 0)],
+    ),
     "micro-batches": (
         ["ab|ab|ab|a", "cd|cd|cd|bcd"],
         {"micro_batches": 2},

@@ -140,6 +140,10 @@ def test_fragments_train_what_one_process_trains(
     check(ranks, num_ranks, sharded, sizes, False, OPTIONS[name], "", rounds)
 
 
+def test_a_rank_that_is_alone_has_all_fragments(ranks: Ranks) -> None:
+    check(ranks, 1, sharded, UNEQUAL, False, OPTIONS["clips"], "", rounds)
+
+
 def test_rows_of_fewer_bits(ranks: Ranks) -> None:
     """Rows are rounded after the reduction, so shards round as one process does."""
     check(ranks, 2, sharded, SIZES, False, {"buffer_dtype": torch.bfloat16}, "", shares)

@@ -1,6 +1,5 @@
 """DoGETrainer over ranks trains what one process trains on the same batches."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from doge_fast.integrations.transformers import DoGETrainer
-from tests.ranks import Ranks
+from tests.ranks import Ranks, as_launched
 
 DOMAINS = ("ab", "cd", "ef")
 ROWS = (*DOMAINS, "far")
@@ -37,18 +36,6 @@ class Trained(NamedTuple):
     alpha_mean_K: Tensor
     log: list[dict[str, float]]
     num_processes: int
-
-
-def as_launched() -> None:
-    """Set what torchrun sets; the group is there already."""
-    group = torch.distributed
-    os.environ |= {
-        "RANK": str(group.get_rank()),
-        "LOCAL_RANK": str(group.get_rank()),
-        "WORLD_SIZE": str(group.get_world_size()),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }
 
 
 def examples(domain: str, number: int, num_lengths: int = LENGTH - 2) -> list[dict[str, Any]]:
@@ -197,7 +184,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         pytest.param(3, "column", "sequential", "halves", marks=EXHAUSTIVE),
         pytest.param(2, "mapping", "sequential", "target", marks=EXHAUSTIVE),
         pytest.param(2, "mapping", "stacked", "drawn", marks=EXHAUSTIVE),
-        pytest.param(2, "mapping", "stacked", "means", marks=EXHAUSTIVE),
+        pytest.param(3, "mapping", "stacked", "means", marks=EXHAUSTIVE),
         pytest.param(4, "batches", "sequential", "llama", marks=EXHAUSTIVE),
     ],
 )
@@ -210,6 +197,24 @@ def test_ranks_train_what_one_process_trains(
     together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path))
     assert len(alone.log) == STEPS
     check(together, alone, exactly=exactly)
+
+
+def by_itself(folder: str) -> str:
+    """What is said where each process would train all by itself."""
+    as_launched()
+    # Without `use_cpu`, on a machine without GPUs.
+    arguments = TrainingArguments(output_dir=folder, report_to="none")
+    assert arguments.world_size == 1
+    with pytest.raises(RuntimeError) as refused:
+        DoGETrainer(model=small_model(), args=arguments, domains=DOMAINS)
+    return str(refused.value)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Trainer joins the processes")
+def test_processes_that_do_not_know_of_each_other_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(2, by_itself, str(tmp_path)):
+        assert "by itself in each of the 2 processes" in said
 
 
 @pytest.mark.exhaustive

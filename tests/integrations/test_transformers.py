@@ -599,6 +599,9 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
     sharded.is_deepspeed_enabled = True
     with pytest.raises(RuntimeError, match="DeepSpeed reduces and keeps the gradients itself"):
         sharded._check_host()
+    sharded.is_deepspeed_enabled, sharded.is_fsdp_enabled = False, True
+    with pytest.raises(RuntimeError, match="an fsdp or parallelism_config cuts the model"):
+        sharded._check_host()
 
 
 class _Flat(IterableDataset[Any]):

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -205,7 +204,8 @@ def test_the_run_of_a_killed_worker_is_taken_over_and_ends_with_the_same_bits(
     alone = shared(out=tmp_path / "alone")
     run_experiment(alone)
     caplog.clear()
-    config = shared(workers=2)
+    corpus = replace(alone.corpus, cache_dir=tmp_path / "cache")
+    config = shared(workers=2, corpus=corpus)
     with running(config) as lines:
         os.kill(process_of(config, FIRST), signal.SIGKILL)
     assert lines[-1] == f"report: {config.out / 'report.html'}"  # type: ignore[operator]
@@ -217,6 +217,9 @@ def test_the_run_of_a_killed_worker_is_taken_over_and_ends_with_the_same_bits(
     assert any("ended with exit code -9" in line for line in caplog.messages)
     logs = "".join(path.read_text() for path in (config.out / "queue").glob("worker-*.log"))  # type: ignore[operator]
     assert f"{FIRST}: resuming at step" in logs
+    # The corpus was packed by one of them.
+    packed = re.findall(r"^Making (\w+) in ", logs, re.MULTILINE)
+    assert sorted(packed) == ["code", "prose", "table", "tokenizers", "verse"]
 
 
 @pytest.mark.exhaustive
@@ -273,23 +276,71 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
     assert len(weights_in(config)) == 3
 
 
+CREW = """
+import functools, os, sys, time
+from pathlib import Path
+
+import torch
+
+from doge_fast.pipeline.experiments import workers
+from doge_fast.pipeline.experiments.queue import Queue
+
+def work(folder, is_lost, worker):
+    (folder / str(os.getpid())).write_text(str(torch.get_num_threads()))
+    if is_lost:
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    folder, is_lost = Path(sys.argv[1]), len(sys.argv) > 2
+    (folder / "threads").write_text(str(torch.get_num_threads()))
+    loop = functools.partial(work, folder, is_lost)
+    workers.run(loop, 2, Queue(folder / "queue").folder, None)
+"""
+
+
+@contextmanager
+def crew(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
+    """A program with two workers that wait, or die at once; what each has left, by its process."""
+    script = folder / "crew.py"
+    script.write_text(CREW)
+    left = folder / "left"
+    left.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    with subprocess.Popen(
+        [sys.executable, script, left, *words], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        until = time.monotonic() + 120
+        while len(found := [path for path in left.glob("[0-9]*") if path.read_text()]) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        yield process, found
+
+
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)]
+)
+def test_workers_share_the_cores_and_end_with_the_command(tmp_path: Path, end: int) -> None:
+    with crew(tmp_path) as (process, left):
+        process.send_signal(end)
+        assert process.wait(60) != 0
+    cores = int((tmp_path / "left" / "threads").read_text())
+    assert [path.read_text() for path in left] == [str(max(1, cores // 2))] * 2
+    until = time.monotonic() + 30
+    for path in left:
+        while Path("/proc", path.name).exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
 @pytest.mark.exhaustive
-def test_an_interruption_ends_the_workers(shared: Make) -> None:
-    config = shared(workers=2)
-    code = (
-        "import pickle, sys\n"
-        "if __name__ == '__main__':\n"
-        "    from doge_fast.pipeline.experiments.runner import run_experiment\n"
-        "    run_experiment(pickle.loads(bytes.fromhex(sys.argv[1])))\n"
-    )
-    script = config.out.with_suffix(".py")  # type: ignore[union-attr]
-    script.write_text(code)
-    with subprocess.Popen([sys.executable, script, pickle.dumps(config).hex()]) as process:
-        worker = process_of(config, FIRST)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) != 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
+def test_a_command_whose_workers_all_die_ends(tmp_path: Path) -> None:
+    with crew(tmp_path, "lost") as (process, _):
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        told = process.stderr.read()
+    for number in (1, 2):
+        assert f"worker {number} ended with exit code -9" in told
 
 
 @pytest.mark.parametrize(

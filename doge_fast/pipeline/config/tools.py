@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from doge_fast.pipeline.config.components import TasksConfig
-from doge_fast.pipeline.config.ranges import Count, CountOrZero, Positive, Range, Seed
+from doge_fast.pipeline.config.ranges import (
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveShare,
+    Range,
+    Seed,
+)
 
 
 @dataclass(frozen=True)
@@ -241,3 +248,40 @@ class ProfileConfig:
     their phases."""
     trace_operators: Path | None = None
     """The same for one DoGE step with every operator of torch in it."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a step would need on so many GPUs, and which way to choose. A prediction: nothing runs.
+
+    Parameters, gradients and AdamW in float32, products in bfloat16.
+    """
+
+    model: str = "684M"
+    """A size of the family, or LAYERSxWIDTH of another GPT-2: 32x4096 has 6.7e9 parameters."""
+    domains: Count = 7
+    """K, the training domains."""
+    gpus: tuple[Count, ...] = (8,)
+    """Ranks; for several numbers a line each way."""
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
+    """80 GB, 80 GB, 141 GB, 180 GB."""
+    domains_per_step: Count | None = None
+    """Domains that a step draws; None: all."""
+    mode: Literal["sequential", "stacked"] = "sequential"
+    """A pass for each domain that a rank has, or one for all of them; FSDP2 takes the first."""
+    rows: Literal["float32", "bfloat16"] = "float32"
+    """Of the stored domain gradients."""
+    selection: PositiveShare = 1.0
+    """Share of the columns that enter W. Where a norm is clipped, all columns are read."""
+    tokens: Count = 1 << 20
+    """Of a step, over all ranks and domains."""
+    sequence_length: Count = 1024
+    """Tokens of a sequence."""
+    micro_batch: Count = 1
+    """Sequences of a domain in a forward pass, of which activations are kept."""
+    vocab_size: Count = 50304
+    """Entries of the vocabulary."""
+    utilisation: PositiveShare = 0.4
+    """Share of the GPU's peak that plain training reaches (model FLOPs utilisation)."""
+    bandwidth: PositiveShare = 0.7
+    """Share of their peaks that memory and links reach."""

@@ -1,0 +1,268 @@
+"""Stages over ranks leave what one process leaves, and go on with another number of ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from doge_fast import cli
+from doge_fast.pipeline import records
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    DoReMiConfig,
+    EvaluateConfig,
+    ProxyConfig,
+    SelectConfig,
+)
+from doge_fast.pipeline.doremi import learn_by_excess_loss
+from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.selection import measure_cancellation
+from doge_fast.pipeline.trainer import RecordedTrainer
+from tests.pipeline.stages import words_of
+from tests.ranks import Ranks, as_launched
+
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+class Killed(Exception):
+    """In place of a signal, which would end the ranks of all tests."""
+
+
+def on_a_rank(stage: Callable[[Any], Any], config: Any, killed_at: int = 0) -> Any:
+    """A stage, as each process of torchrun runs it; killed before a step (1 is the first)."""
+    as_launched()
+    if not killed_at:
+        return stage(config)
+    step = RecordedTrainer.training_step
+
+    def dying(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step + 1 == killed_at:
+            raise Killed
+        return step(self, *args, **kwargs)
+
+    with mock.patch.object(RecordedTrainer, "training_step", dying), pytest.raises(Killed):
+        stage(config)
+    return None
+
+
+def assert_alike(run: Path, other: Path, rtol: float = 1e-4) -> None:
+    """The same files, and the same numbers in them to float32's rounding in some steps of AdamW."""
+    assert files(run) == files(other)
+    for file in files(run):
+        if file.suffix == ".safetensors":
+            ours, theirs = load_file(run / file), load_file(other / file)
+            for name, tensor in theirs.items():
+                torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5)
+        elif file.name in ("metrics.jsonl", "weights.json", "cancellation.json"):
+            ours, theirs = (lines(each / file) for each in (run, other))
+            assert_near(ours, theirs, rtol)
+
+
+def files(run: Path) -> list[Path]:
+    return sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
+
+
+def lines(file: Path) -> list[Any]:
+    text = file.read_text()
+    return (
+        [json.loads(line) for line in text.splitlines()]
+        if file.suffix == ".jsonl"
+        else [json.loads(text)]
+    )
+
+
+def assert_near(ours: Any, theirs: Any, rtol: float, where: str = "") -> None:
+    """Of what JSON holds, but for what a clock says and where it lies."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in theirs.keys() - {"seconds", "source", "out", "run", "model_sha256", "drift"}:
+            assert_near(ours[key], theirs[key], rtol, f"{where}/{key}")
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs), where
+        for index, (mine, yours) in enumerate(zip(ours, theirs, strict=True)):
+            assert_near(mine, yours, rtol, f"{where}/{index}")
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, rel=rtol, abs=1e-6), where
+    else:
+        assert ours == theirs, where
+
+
+@pytest.fixture
+def base_run(settings: dict[str, Any], tmp_path: Path) -> Path:
+    config = BaseConfig(out=tmp_path / "reference", weights="uniform", batch_size=8, **settings)
+    return train_base(config)
+
+
+def stage_of(
+    name: str, settings: dict[str, Any], out: Path, reference: Path | None = None
+) -> tuple[Callable[[Any], Any], Any]:
+    """A stage and its config."""
+    made: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "proxy": (learn_weights, ProxyConfig(out=out, sequences_per_domain=3, **settings)),
+        "base": (train_base, BaseConfig(out=out, weights="uniform", batch_size=8, **settings)),
+        "select": (
+            measure_cancellation,
+            SelectConfig(out=out, batch_size=8, strategies=("low5",), **settings),
+        ),
+        "select one by one": (
+            measure_cancellation,
+            SelectConfig(out=out, batch_size=8, strategies=("low5",), mode="single", **settings),
+        ),
+    }
+    if name == "doremi":
+        assert reference is not None
+        config = DoReMiConfig(out=out, reference=reference, batch_size=8, **settings)
+        return learn_by_excess_loss, config
+    return made[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("proxy", 2),
+        pytest.param("base", 2, marks=EXHAUSTIVE),
+        pytest.param("select", 2, marks=EXHAUSTIVE),
+        pytest.param("select one by one", 2, marks=EXHAUSTIVE),
+    ],
+)
+def test_ranks_leave_what_one_process_leaves(
+    ranks: Ranks, settings: dict[str, Any], tmp_path: Path, name: str, num_ranks: int
+) -> None:
+    stage, config = stage_of(name, settings, tmp_path / "alone")
+    stage(config)
+    ranks.run(num_ranks, on_a_rank, stage, replace(config, out=tmp_path / "ranks"))
+    assert_alike(tmp_path / "ranks", tmp_path / "alone")
+
+
+@EXHAUSTIVE
+def test_doremi_and_evaluate_over_ranks(
+    ranks: Ranks, settings: dict[str, Any], tmp_path: Path, base_run: Path
+) -> None:
+    stage, config = stage_of("doremi", settings, tmp_path / "alone", base_run)
+    stage(config)
+    ranks.run(2, on_a_rank, stage, replace(config, out=tmp_path / "ranks"))
+    assert_alike(tmp_path / "ranks", tmp_path / "alone")
+    measured = EvaluateConfig(run=base_run, device="cpu", out=tmp_path / "alone.json")
+    alone = evaluate(measured)
+    together = replace(measured, out=tmp_path / "ranks.json")
+    # Every batch of blocks is one rank's, and all batches are those of one process.
+    assert ranks.run(3, on_a_rank, evaluate, together) == [alone] * 3
+    assert (tmp_path / "ranks.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize("name", ["proxy", "base"])
+def test_a_killed_run_goes_on_with_another_number_of_ranks(
+    ranks: Ranks, settings: dict[str, Any], tmp_path: Path, name: str, before: int, after: int
+) -> None:
+    settings["training"] = replace(settings["training"], save_every=3, eval_every=2)
+    stage, config = stage_of(name, settings, tmp_path / "alone")
+    stage(config)
+    config = replace(config, out=tmp_path / "ranks")
+    ranks.run(before, on_a_rank, stage, config, 6)
+    (left,) = (config.out / "checkpoints").glob("checkpoint-*")
+    assert left.name == "checkpoint-3"
+    ranks.run(after, on_a_rank, stage, config)
+    assert_alike(tmp_path / "ranks", tmp_path / "alone")
+
+
+def torchrun(num_ranks: int, *words: str) -> subprocess.Popen[str]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks))
+    return subprocess.Popen(
+        [*launcher, "-m", "doge_fast", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+@EXHAUSTIVE
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_ends_the_run_and_the_run_goes_on(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    settings["training"] = replace(settings["training"], steps=300, save_every=5)
+    _, config = stage_of("proxy", settings, tmp_path / "ranks")
+    words = ["proxy", *words_of(config), "--sequences-per-domain", "3"]
+    running = torchrun(2, *words)
+    checkpoints = config.out / "checkpoints"
+    while not list(checkpoints.glob("checkpoint-*")):
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.1)
+    os.kill(second_rank_of(running.pid), signal.SIGKILL)
+    printed, said = running.communicate(timeout=120)
+    assert running.returncode != 0
+    assert printed == ""
+    assert "exitcode: -9" in said
+    assert not (config.out / "model").exists()
+    first = max(int(path.name.split("-")[1]) for path in checkpoints.glob("checkpoint-*"))
+    assert first < 300
+    again = torchrun(2, *words)
+    printed, said = again.communicate(timeout=200)
+    assert again.returncode == 0, said
+    assert printed.count("weights: ") == 1
+    assert f"resuming at step {first} of 300" in said
+    steps = [line["step"] for line in records.read_metrics(config.out, kind="train")]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 300
+
+
+def second_rank_of(launcher: int) -> int:
+    """Process id of rank 1."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            continue
+        if parent == launcher and b"RANK=1" in variables:
+            return int(folder.name)
+    raise AssertionError("rank 1 has ended already")
+
+
+# What is refused, before anything is written.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(
+    "words", [["demo"], ["experiment", "universal"], ["profile"], ["export"], ["report"]], ids=str
+)
+def test_a_verb_of_one_process_says_so(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == cli.EXIT_REFUSED
+    said = f"{words[0]} takes one process, and a launcher has started 3. Start it without torchrun"
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_batch_that_ranks_cannot_share_is_refused(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    stage, config = stage_of("base", settings, tmp_path / "run")
+    with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 processes"):
+        stage(config)
+    assert not (tmp_path / "run").exists()
