@@ -24,7 +24,14 @@ from benchmarks.problems import (
 )
 from doge_fast import reference
 from doge_fast.alternation import Call
-from doge_fast.kernels import accumulate, gram, implementations, reweight, weighted_sum
+from doge_fast.kernels import (
+    accumulate,
+    gram,
+    implementations,
+    reweight,
+    segment_sum,
+    weighted_sum,
+)
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, MODULES
 from doge_fast.kernels.reweight.packing import Settings, new_settings, new_state
 
@@ -38,7 +45,9 @@ CHUNK_COLUMNS = 4096
 # A separate product per pair of rows is no formulation beyond this.
 MAX_ROWS_IN_PAIRS = 7
 MAX_ROWS_COMPILED = 22
-BIAS_COLUMNS = 768
+BIAS_COLUMNS = NORM_WIDTH = 768
+# Of the paper's steps.
+STEP_TOKENS = 65_536
 
 
 @dataclass
@@ -231,6 +240,58 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
         ours={name: runs[name] for name in names},
         plain={"small operators": runs["torch"]},
         is_small=True,
+    )
+
+
+def segment_sum_case(arena: Arena, num_rows: int, names: Sequence[str]) -> Case:
+    """Gains of a LayerNorm, of domains with equally many tokens; in those it is written in."""
+    num_tokens = min(STEP_TOKENS, len(arena.values) // (2 * NORM_WIDTH)) // num_rows * num_rows
+    sizes = (num_tokens * NORM_WIDTH,) * 2
+    values_TD, inputs_TD = (each.view(-1, NORM_WIDTH) for each in arena.gradients(sizes))
+    statistics = {
+        "mean_T": torch.zeros(num_tokens, device=arena.device),
+        "rstd_T": torch.ones(num_tokens, device=arena.device),
+    }
+    # Rows of float32, as a flat buffer has them where a model is autocast.
+    out_KD = torch.empty(num_rows, 1, NORM_WIDTH, device=arena.device)
+    if arena.dtype == torch.float64:
+        out_KD = out_KD.double()
+
+    def error(call: Call) -> float:
+        out_KD.fill_(math.nan)
+        call()
+        terms_TD = values_TD.double() * inputs_TD.double()
+        exact_KD = terms_TD.view(num_rows, -1, NORM_WIDTH).sum(1, keepdim=True)
+        return relative_error([out_KD], [exact_KD])
+
+    def products() -> None:
+        dtype = out_KD.dtype
+        terms_TD = values_TD.to(dtype) * inputs_TD.to(dtype)
+        torch.sum(terms_TD.view(num_rows, -1, NORM_WIDTH), 1, keepdim=True, out=out_KD)
+
+    problem = OperatorProblem(num_rows, arena.dtype, MATRIX, (num_tokens // num_rows * NORM_WIDTH,))
+    return Case(
+        operator="segment_sum",
+        label="gain",
+        problem=problem,
+        device=arena.device,
+        num_bytes=2 * problem.num_bytes + 8 * num_tokens + out_KD.nbytes,
+        flops=4 * num_tokens * NORM_WIDTH,
+        error=error,
+        # Terms of both signs: a sum is about the root of their number, which it loses units of.
+        tolerance=1e-12 if arena.dtype == torch.float64 else 1e-5,
+        yardsticks=_copies(arena),
+        ours={
+            name: functools.partial(
+                *(segment_sum, values_TD, out_KD),
+                factor_TD=inputs_TD,
+                implementation=name,
+                **statistics,
+            )
+            for name in names
+            if ("segment_sum", name) in MODULES
+        },
+        plain={"products, sum": products},
     )
 
 

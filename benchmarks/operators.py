@@ -50,7 +50,7 @@ CALLS_PER_SAMPLE = 50
 YARDSTICK_SIZE = {"cpu": 1024, "cuda": 8192}
 # Below this arithmetic is no limit anywhere, and its yardstick need not run.
 MIN_FLOPS_PER_BYTE = 1.0
-OPERATORS = ("gram", "weighted_sum", "accumulate", "reweight")
+OPERATORS = ("gram", "weighted_sum", "accumulate", "segment_sum", "reweight")
 
 
 def all_cases(
@@ -107,6 +107,12 @@ def _cases_of(
         if arena.dtype == torch.bfloat16:
             yield cases.accumulate_case(arena, names, add=False, row_dtype=torch.float32)
             yield cases.accumulate_case(arena, names, add=True, row_dtype=torch.float32)
+    if "segment_sum" in operators:
+        for each in num_rows:
+            case = cases.segment_sum_case(arena, each, names)
+            # On a CPU plain torch is all there is.
+            if case.ours:
+                yield case
 
 
 def measure(case: Case, *, rounds: int, seconds: float, attempts: int = MOST_ATTEMPTS) -> list[Row]:

@@ -29,6 +29,7 @@ PLAIN = {
     ("weighted_sum", MATRIX): ("a @ x", "foreach mul, add"),
     ("weighted_sum", BLOCKS): ("a @ x", "foreach mul, add"),
     ("accumulate", BLOCKS): ("foreach", "loop"),
+    ("segment_sum", MATRIX): ("products, sum",),
     ("reweight", MATRIX): ("small operators",),
 }
 
@@ -85,6 +86,17 @@ def test_accumulate(
 ) -> None:
     memory = arena(dtype, options.megabytes, options.device)
     case = cases.accumulate_case(memory, runnable(which, whose, memory.device), add=add)
+    run(benchmark, options, case, whose, which)
+
+
+@pytest.mark.parametrize("dtype", NAMES, scope="module")
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@case_and_run("segment_sum", (MATRIX,))
+def test_segment_sum(
+    benchmark: Any, options: Any, dtype: str, num_rows: int, shape: str, whose: str, which: str
+) -> None:
+    memory = arena(dtype, options.megabytes, options.device)
+    case = cases.segment_sum_case(memory, num_rows, runnable(which, whose, memory.device))
     run(benchmark, options, case, whose, which)
 
 

@@ -34,7 +34,7 @@ PAGE_BYTES = 4096
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
 
-_dtype_of = attrgetter("dtype")
+_dtype_of, _place_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape")
 
 
 class Block:
@@ -120,11 +120,6 @@ class Block:
         return _place_of(self.param) != self.made_for
 
 
-def _place_of(param: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
-    local = local_of(param)
-    return local.device, local.dtype, local.shape
-
-
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     # By attribute: importing DTensor takes as long as importing the rest of us.
@@ -176,8 +171,8 @@ class FlatBuffer:
         self._pending: list[Block] = []
         self._pending_bytes = 0
         self._pending_adds = False
-        # What the blocks of the last domain were found for, and they: those of the next, mostly.
-        self._found: tuple[object, list[Block]] = None, []
+        # Parameters, dtypes and number of rows of the last domain, and its blocks.
+        self._found: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
         # A model on several devices runs its backward pass on a thread for each.
         self._lock = threading.RLock()
 
@@ -226,13 +221,16 @@ class FlatBuffer:
 
     def _blocks_for(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Block]:
         """The blocks of parameters, ready for these gradients: looked up once for all domains."""
-        key = (list(map(id, params)), list(map(_dtype_of, grads)), self.num_rows)
-        if key != self._found[0]:
+        known, was, blocks = self._found
+        kind = dtypes, _ = list(map(_dtype_of, grads)), self.num_rows
+        is_known = params is known or list(map(id, params)) == list(map(id, known))
+        if not is_known or kind != was:
             for param, grad in zip(params, grads, strict=True):
                 if grad.layout != torch.strided:
                     raise _refusal_of_sparse(param, grad)
-            self._found = key, list(map(self._block, params, key[1]))
-        return self._found[1]
+            blocks = list(map(self._block, params, dtypes))
+            self._found = params, kind, blocks
+        return blocks
 
     def receive(self, row: int, param: Tensor, grad: Tensor) -> None:
         """Add `grad` to row `row` of `param`'s block; the first of a step replaces what was there.
@@ -320,7 +318,7 @@ class FlatBuffer:
             block.written = 0
             block.is_pending = False
         # Until the next step the model may move.
-        self._found = None, []
+        self._found = [], None, []
 
     def release(self) -> None:
         """Give the memory back."""

@@ -15,7 +15,7 @@ is left alone; the next `domain()` or `step()` refuses what a backward pass has 
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,15 +132,13 @@ class Step:
 
     # Domains.
 
-    @contextmanager
-    def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
+    def domain(self, name: str, count: float = 1.0) -> AbstractContextManager[OpenDomain]:
         """Gradients of backward passes inside belong to domain `name`."""
         if not simplex.is_number(count) or not 0 < count < float("inf"):
             raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
         self._check_name(name)
         self._prepare((name,))
-        with self._opened({name: count}, self.entries.row_of(name, count)):
-            yield
+        return self._opened({name: count}, self.entries.row_of(name, count))
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:

@@ -84,14 +84,14 @@ def operator_times(session: Session) -> Iterator[Row]:
     rounds: list[tuple[tuple[str, ...], tuple[int, ...], tuple[torch.dtype, ...]]] = [
         (large, (7, 22), (torch.bfloat16,)),
         (large, (7, 22), (torch.float32,)),
-        (("accumulate", "reweight"), (7, 22, 50), (torch.float32, torch.bfloat16)),
+        (("accumulate", "segment_sum", "reweight"), (7, 22, 50), (torch.float32, torch.bfloat16)),
         (large, (50, 128, 2), (torch.bfloat16, torch.float32)),
         ((*large, "accumulate"), (7, 22, 50), (torch.float16,)),
         (large, (7, 22), (torch.float64,)),
     ]
     if session.quick:
         quick = (torch.float32, torch.bfloat16)
-        rounds = [(large, (7,), quick), (("accumulate", "reweight"), (7,), quick)]
+        rounds = [(large, (7,), quick), (("accumulate", "segment_sum", "reweight"), (7,), quick)]
     num_bytes = min(OPERATOR_BYTES, int(session.free_bytes() * OPERATOR_SHARE))
     for names, num_rows, dtypes in rounds:
         found = operators.all_cases(

@@ -65,6 +65,22 @@ def test_every_plain_accumulation_computes_the_same(arena: Arena) -> None:
             assert case.error(call) <= case.tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_of_segments_are_compared_and_their_traffic_counted(dtype: torch.dtype) -> None:
+    arena = Arena(dtype, SMALL_BYTES, "cpu")
+    case = cases.segment_sum_case(arena, 7, ["cpp", "torch"])
+    # A CPU calls none of ours elsewhere.
+    assert list(case.ours) == ["torch"]
+    for call in [*case.ours.values(), *case.plain.values()]:
+        assert case.error(call) <= case.tolerance
+    ours = case.ours["torch"]
+    assert case.error(lambda: ours(add=True)) == math.inf
+    num_tokens = 7 * case.problem.num_columns // 768
+    assert 2 * 768 * num_tokens <= len(arena.values)
+    out_bytes = 7 * 768 * max(4, dtype.itemsize)
+    assert case.num_bytes == num_tokens * (2 * 768 * dtype.itemsize + 8) + out_bytes
+
+
 def test_a_compiled_formulation_takes_part(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     # What inductor would make of it takes many seconds.
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
@@ -217,8 +233,9 @@ def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert max(map(len, printed.split("bars met")[0].splitlines())) <= 100
     record = json.loads(out.read_text())
-    # Of the K x K step a CPU has plain torch alone.
-    assert {row["operator"] for row in record["rows"]} == {*operators.OPERATORS} - {"reweight"}
+    # Of the others a CPU has plain torch alone.
+    found = {row["operator"] for row in record["rows"]}
+    assert found == {*operators.OPERATORS} - {"reweight", "segment_sum"}
     assert {"device", "threads", "torch", "commit"} <= record.keys()
     for row in record["rows"]:
         assert row["error"] <= row["tolerance"]
