@@ -7,7 +7,7 @@ CONSTRAINTS := .ci/constraints.txt
 # One stamp per set of extras and torch, so that another TORCH= installs again.
 STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
 
-.PHONY: help demo test test-all soak bench docs lint typecheck format check-wheel clean
+.PHONY: help demo test test-all soak bench docs lint typecheck format check-wheel release clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -63,6 +63,14 @@ format: $(call STAMP,all)  ## rewrite the sources in the house format
 
 check-wheel: $(call STAMP,all)  ## wheel, sdist, editable install and plain checkout all import
 	$(BIN)/python -m pytest tests/test_layout.py
+
+# Publishing is a person's decision; this makes and checks what is published.
+release: $(call STAMP,all)  ## wheel and sdist in dist/, checked, and what is left to do by hand
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m pip install --quiet twine
+	$(BIN)/python -m twine check --strict dist/*
+	@sed -n '/^## A release/,/^## /p' CONTRIBUTING.md | sed '/^## /d'
 
 clean:  ## remove what was built; keeps runs/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -41,7 +41,7 @@ class Shape:
         return f"{self.num_layers} layers, {self.width} wide, vocabulary {self.vocab_size}"
 
 
-# As doge_fast.pipeline.model.SIZES, which needs transformers; a test compares them.
+# As doge_fast.pipeline.sizes.SIZES, of which the GPU script knows nothing; a test compares them.
 PAPER = {
     "60M": Shape(3, 6, 768),
     "82M": Shape(6, 12, 768),

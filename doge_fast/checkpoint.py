@@ -200,12 +200,9 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
     check_is_dict(ours)
     if "version" not in ours:
         raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
+    _check_kinds({"draws": 0, **ours})
     check_version(ours["version"])
     _check_names(ours, objective)
-    if missing := [name for name in State._fields if name not in ours]:
-        raise ValueError(
-            f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
-        )
     shape = (len(objective.domains),)
     for name in ("alpha", "alpha_mean"):
         total = float(ours[name].sum())
@@ -229,6 +226,27 @@ def check_is_dict(state_dict: object) -> None:
     """Raise TypeError unless it is a mapping."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"load_state_dict() takes what state_dict() gave; got {state_dict!r}.")
+
+
+def _check_kinds(ours: Mapping[str, Any]) -> None:
+    """Refuse parts that are missing, or of another kind than `named` gives."""
+    parts = ("domains", "rows", *State._fields)
+    if missing := [name for name in parts if name not in ours]:
+        raise ValueError(
+            f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
+        )
+    for name in ("version", "draws"):
+        if isinstance(ours[name], bool) or not isinstance(ours[name], int) or ours[name] < 0:
+            raise ValueError(f"the checkpoint's {name} must be a count; it is {ours[name]!r}.")
+    for name in ("domains", "rows"):
+        if not isinstance(ours[name], list | tuple):
+            raise ValueError(f"the checkpoint's {name} must be names; it is {ours[name]!r}.")
+    for name in State._fields:
+        if not isinstance(ours[name], Tensor):
+            raise ValueError(f"the checkpoint's {name} must be a tensor; it is {ours[name]!r}.")
+    for name in _COUNTS:
+        if ours[name].numel() != 1 or not float(ours[name]) >= 0:
+            raise ValueError(f"the checkpoint's {name} must be a count; it is {ours[name]!r}.")
 
 
 def _check_names(ours: Mapping[str, Any], objective: Objective) -> None:

@@ -26,6 +26,7 @@ from doge_fast.pipeline.config import (
     ExperimentConfig,
     ExportConfig,
     InfoConfig,
+    PlanConfig,
     ProfileConfig,
     ProxyConfig,
     ReportConfig,
@@ -37,11 +38,14 @@ from doge_fast.pipeline.config import (
     WeightsPlotConfig,
     WeightsShowConfig,
 )
+from doge_fast.pipeline.config.ranges import check as check_ranges
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
+# Of packages that a verb imports when it is asked for more than usual.
+_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm"}
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if _is_ours(error) or os.environ.get(TRACEBACK):
             raise
-        extra = "fewshot" if error.name == "lm_eval" else "pipeline"
+        extra = _EXTRAS.get(str(error.name), "pipeline")
         return _refuse(
             f"This verb needs {error.name}, which is not installed: pip install "
             f"'doge-fast[{extra}]'."
@@ -114,6 +118,7 @@ def _answer(words: list[str]) -> list[str]:
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
     config = parse(words)
+    check_ranges(config)
     _load(VERBS[name].loads)
     if isinstance(config, ExperimentConfig) and config.plan:
         return _plan(config, words)
@@ -292,6 +297,12 @@ def _profile(config: ProfileConfig) -> list[str]:
     return [table(profile(config)), *written]
 
 
+def _scale(config: PlanConfig) -> list[str]:
+    from doge_fast.planning import plan
+
+    return plan(config)
+
+
 def _export(config: ExportConfig) -> list[str]:
     from doge_fast.pipeline.exports.command import run
 
@@ -337,6 +348,7 @@ VERBS: dict[str, Verb] = {
     "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.figure",)),
     "export": Verb(ExportConfig, _export, loads=()),
     "info": Verb(InfoConfig, _info, loads=("torch",)),
+    "plan": Verb(PlanConfig, _scale, loads=()),
     "profile": Verb(ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 

@@ -74,8 +74,7 @@ def combine(
     if before is not None:
         new = _cut_afterwards(columns, gradients, exchange, new, weights, before, grad_scale)
         decided(new.skipped)
-    for block, gradient in zip(columns.blocks, gradients, strict=True):
-        block.give(gradient)
+    exchange.give(columns, gradients)
     return new._replace(lr=lr)
 
 
@@ -164,3 +163,14 @@ def factor_of(scaler: GradScaler | None, device: torch.device) -> float | Tensor
         return 1.0
     # On the device: get_scale() would make the host wait for it.
     return scaler.scale(torch.ones((), device=device))
+
+
+def checked_scaler(scaler: object) -> GradScaler | None:
+    """The scaler that was given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if scaler is None or isinstance(scaler, GradScaler):
+        return scaler
+    raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")

@@ -7,19 +7,21 @@ combined.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from doge_fast import simplex
-from doge_fast.distributed.exchanges import default_group, exchange_of
+from doge_fast.distributed.exchanges import Ranks, default_group, exchange_of
+from doge_fast.distributed.fragments import Fragments
 from doge_fast.exchange import Exchange, Report
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.parameters import TrackedParameters
 from doge_fast.subset import Subset
+from doge_fast.tracing import outside_graphs
 
 Absent = Literal["error", "keep"]
 
@@ -38,7 +40,7 @@ class Entries:
         buffer: whose rows the domains have.
         absent: "error" or "keep": what becomes of a step without some domain.
         micro_batches: times that each domain is entered in a step; None: any number.
-        process_group: the ranks; None: the default group, where there is one.
+        ranks: that learn together.
 
     Raises:
         ValueError: an argument outside its range.
@@ -52,7 +54,7 @@ class Entries:
         *,
         absent: Absent,
         micro_batches: int | None,
-        process_group: ProcessGroup | None,
+        ranks: Ranks,
     ) -> None:
         if absent not in ("error", "keep"):
             raise ValueError(f"absent must be 'error' or 'keep'; got {absent!r}.")
@@ -68,7 +70,9 @@ class Entries:
         self._trained = parameters
         self._subset = subset
         self._buffer = buffer
-        self._process_group = process_group
+        self._ranks = ranks
+        # They last until the next ones come.
+        parameters.are_taken_at_once = isinstance(ranks.group, Fragments)
         # With the default group that it was settled for.
         self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
@@ -89,14 +93,25 @@ class Entries:
         """Settle who the ranks are, at the begin of a step: a group may be there only now."""
         world = default_group()
         if self._exchange is None or self._exchange[0] is not world:
-            exchange = exchange_of(self._process_group, self._trained.params)
+            exchange = exchange_of(self._ranks, self._trained.params)
             self._exchange = world, exchange
             # Of its own domains alone where a rank has whole gradients.
             self._buffer.num_rows = 0 if exchange.has_own_rows else self._subset.num_rows
+        if self.micro_batches is not None:
+            self._exchange[1].begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the other ranks: a copy may be used by other processes."""
+        if self._ranks.shard_optimizer and self._exchange is not None:
+            raise RuntimeError(
+                "an optimizer with shard_optimizer=True cannot be copied or pickled: its state is "
+                "in pieces on all ranks. Load its state_dict() into a new one."
+            )
         return self.__dict__ | {"_exchange": None}
+
+    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """The block in which the wrapped optimizer's state is read."""
+        return nullcontext() if self._exchange is None else self._exchange[1].whole(inner)
 
     def release(self) -> None:
         """Give the memory of what has travelled between ranks back."""
@@ -114,11 +129,13 @@ class Entries:
         most = self.micro_batches
         return most is not None and all(self._times[name] == most for name in self._subset.rows)
 
-    def row_of(self, name: str) -> int:
+    def row_of(self, name: str, count: float = 1.0) -> int:
         """The row of this rank's buffer that is the domain's in this step."""
         self._counts.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
-            return self._subset.slot_of(name)
+            row, num_params = self._subset.slot_of(name), len(self._trained.params)
+            self.exchange.enter(row, count, self._subset.rows, num_params)
+            return row
         self._buffer.num_rows = max(self._buffer.num_rows, len(self._counts))
         return list(self._counts).index(name)
 
@@ -127,9 +144,20 @@ class Entries:
         self._times.update(counts.keys())
         for name, count in counts.items():
             self._counts[name] += count
+            if self._times[name] == self.micro_batches:
+                self._send(name, self._trained.params)
+
+    @outside_graphs
+    @torch.no_grad()
+    def _send(self, name: str, params: Sequence[Tensor]) -> None:
+        """A domain's row is complete."""
+        apart = self._trained.selected_ids() or ()
+        self.exchange.send(list(self._counts).index(name), params, apart, self._buffer)
 
     def clear(self) -> None:
         """Begin another step."""
+        if self._exchange is not None:
+            self._exchange[1].forget()
         self._times.clear()
         self._counts.clear()
 
@@ -186,6 +214,10 @@ class Entries:
         Raises:
             RuntimeError: a domain is missing; or the ranks differ, or one has failed.
         """
+        with self.told_on_failure():
+            for name, count in self._counts.items():
+                if count:
+                    self._send(name, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
             lr = self._trained.lr

@@ -15,13 +15,15 @@ the pieces are A^T c.
 `doge_fast.distributed` has the ranks; nothing here talks.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from doge_fast.flat_buffer import Block, weighted_gradients
+from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
 from doge_fast.kernels import gram
 
 # Shards begin on as many elements as rows of the flat buffer do.
@@ -56,8 +58,20 @@ class Bucket(NamedTuple):
     """Blocks that travel together, their columns one after another, padded to n equal shards."""
 
     blocks: tuple[Block, ...]
+    dtype: torch.dtype
+    """Of the rows."""
     num_columns: int
     """Of a shard."""
+
+    def shards(self, rows: Sequence[int], num_ranks: int) -> Tensor:
+        """[n, rows, columns of a shard]: a copy of rows, zeros where they are not written."""
+        shape = (num_ranks, len(rows), self.num_columns)
+        sent = torch.zeros(shape, dtype=self.dtype, device=self.blocks[0].param.device)
+        for shard, block, there, here in self.cuts(num_ranks):
+            for piece, row in enumerate(rows):
+                if block.written >> row & 1:
+                    sent[shard, piece, there] = block.rows_RN[row, here]
+        return sent
 
     def cuts(self, num_ranks: int) -> Iterator[tuple[int, Block, slice, slice]]:
         """(shard, block, columns of the shard, columns of the block) of all that overlap."""
@@ -105,6 +119,8 @@ class Exchange(Protocol):
     """Whether parameters and gradients are DTensors."""
     has_own_rows: bool
     """Whether a rank has rows of its own domains alone, in the order in which it enters them."""
+    gives_gradients: bool
+    """Whether the combined gradient is in `p.grad`."""
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """Tell the others, and hear of them.
@@ -117,6 +133,24 @@ class Exchange(Protocol):
             RuntimeError: ranks differ in what must be the same, or one has dropped its step; the
                 same sentence on all of them.
         """
+
+    def begin(self) -> None:
+        """The first domain of a step is entered here."""
+
+    def send(
+        self, row: int, params: Sequence[Tensor], apart: Collection[int], buffer: FlatBuffer
+    ) -> None:
+        """A row is complete and may travel; all rows are sent before the ranks agree.
+
+        Args:
+            row: of the buffer; sent already, it is left out.
+            params: that are trained.
+            apart: as for `complete`.
+            buffer: the rows here.
+        """
+
+    def forget(self) -> None:
+        """What has been sent in this step does not count."""
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns of the blocks.
@@ -145,6 +179,28 @@ class Exchange(Protocol):
     def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
         """Scalar float64: of what `deliver` gave, over all columns."""
 
+    def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
+        """Put what `deliver` gave where it is stepped on."""
+
+    def stepping(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """The block in which the wrapped optimizer steps."""
+
+    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """The block in which the wrapped optimizer's state is read."""
+
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
+        """A domain is entered on this rank.
+
+        Args:
+            row: of the domain.
+            count: what the gradient weighs in the mean over ranks.
+            rows: names of the rows of this step, in their order.
+            num_params: that are trained.
+        """
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """What a gradient of a domain here brings to rows of this rank: (row, gradient)."""
+
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """Tell the others that this rank has dropped its step; then they raise in `agree`."""
 
@@ -152,7 +208,51 @@ class Exchange(Protocol):
         """Give the memory of what has travelled back."""
 
 
-class Alone:
+class InParameters:
+    """The combined gradient goes into `p.grad`, and every rank steps its parameters."""
+
+    gives_gradients = True
+
+    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
+        """Nobody has to know before all agree."""
+
+    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """All of it."""
+        return [(row, grad)]
+
+    def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
+        """In the order of the buckets' blocks."""
+        for block, gradient in zip(columns.blocks, gradients, strict=True):
+            block.give(gradient)
+
+    def stepping(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """As it does by itself."""
+        return nullcontext()
+
+    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
+        """As it is."""
+        return nullcontext()
+
+
+class InPlace(InParameters):
+    """Rows that stay where they are."""
+
+    def begin(self) -> None:
+        """Nothing travels."""
+
+    def send(
+        self, row: int, params: Sequence[Tensor], apart: Collection[int], buffer: FlatBuffer
+    ) -> None:
+        """Nothing travels."""
+
+    def forget(self) -> None:
+        """Nothing has travelled."""
+
+    def release(self) -> None:
+        """Nothing has travelled."""
+
+
+class Alone(InPlace):
     """One process: it has all rows."""
 
     num_ranks = 1
@@ -166,7 +266,7 @@ class Alone:
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """The blocks as they are."""
-        buckets = [Bucket((block,), block.num_columns) for block in blocks]
+        buckets = [Bucket((block,), block.rows_RN.dtype, block.num_columns) for block in blocks]
         return Columns(buckets, [block.rows_RN for block in blocks])
 
     def summed(self, rows: Sequence[Tensor]) -> Tensor:
@@ -186,25 +286,32 @@ class Alone:
     def fail(self, rows: Sequence[str], num_params: int) -> None:
         """There is nobody to tell."""
 
-    def release(self) -> None:
-        """Nothing has travelled."""
-
 
 def buckets_of(
-    blocks: Sequence[Block], num_ranks: int, apart: Collection[int] = ()
+    blocks: Sequence[Block],
+    dtypes: Sequence[torch.dtype],
+    num_ranks: int,
+    apart: Collection[int] = (),
 ) -> list[Bucket]:
-    """The blocks in groups of one device and dtypes, of about `BUCKET_COLUMNS` columns each."""
-    groups: dict[object, list[list[Block]]] = {}
-    for block in blocks:
+    """The blocks in groups of one device and dtypes, of about `BUCKET_COLUMNS` columns each.
+
+    Args:
+        blocks: in the same order on all ranks.
+        dtypes: in which the rows of each travel.
+        num_ranks: over which the columns are dealt.
+        apart: ids of parameters that share no bucket with others.
+    """
+    groups: dict[tuple[bool, torch.device, torch.dtype, torch.dtype], list[list[Block]]] = {}
+    for block, dtype in zip(blocks, dtypes, strict=True):
         is_apart = id(block.param) in apart
-        kind = (is_apart, block.param.device, block.rows_RN.dtype, block.param.dtype)
+        kind = (is_apart, block.param.device, dtype, block.param.dtype)
         group = groups.setdefault(kind, [[]])
         if sum(other.num_columns for other in group[-1]) >= BUCKET_COLUMNS:
             group.append([])
         group[-1].append(block)
     unit = ALIGNMENT * num_ranks
     return [
-        Bucket(tuple(each), -(-sum(b.num_columns for b in each) // unit) * ALIGNMENT)
-        for group in groups.values()
+        Bucket(tuple(each), dtype, -(-sum(b.num_columns for b in each) // unit) * ALIGNMENT)
+        for (_, _, dtype, _), group in groups.items()
         for each in group
     ]

@@ -15,12 +15,14 @@ parameters arrive together, when a domain is left.
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from doge_fast.kernels import accumulate, weighted_sum
+from doge_fast.kernels import accumulate, fill, weighted_sum
 from doge_fast.kernels.schema import STORAGE_DTYPES
 from doge_fast.tracing import phase
 
@@ -32,6 +34,8 @@ PAGE_BYTES = 4096
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
 
+_dtype_of = attrgetter("dtype")
+
 
 class Block:
     """One parameter's rows: `rows_RN` is an [R, numel] view, `rows[r]` the r-th, in its shape."""
@@ -40,8 +44,8 @@ class Block:
         "combined",
         "grad_dtype",
         "is_pending",
+        "made_for",
         "param",
-        "param_dtype",
         "rows",
         "rows_RN",
         "written",
@@ -49,7 +53,7 @@ class Block:
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.param = param
-        self.param_dtype = param.dtype
+        self.made_for = _place_of(param)
         # Of the gradients that came last: the rows hold them.
         self.grad_dtype = dtype
         self.rows_RN = _new_rows(param, num_rows, dtype)
@@ -112,12 +116,13 @@ class Block:
         return self.gradient().copy_(values_N.view(self.param.shape))
 
     def has_moved(self) -> bool:
-        """Whether the parameter has another device, dtype or size than when its rows were made."""
-        return (
-            self.rows_RN.device != self.param.device
-            or self.rows_RN.shape[1] != self.num_columns
-            or self.param_dtype != self.param.dtype
-        )
+        """Whether the parameter has another device, dtype or shape than when its rows were made."""
+        return _place_of(self.param) != self.made_for
+
+
+def _place_of(param: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
+    local = local_of(param)
+    return local.device, local.dtype, local.shape
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -171,6 +176,8 @@ class FlatBuffer:
         self._pending: list[Block] = []
         self._pending_bytes = 0
         self._pending_adds = False
+        # What the blocks of the last domain were found for, and they: those of the next, mostly.
+        self._found: tuple[object, list[Block]] = None, []
         # A model on several devices runs its backward pass on a thread for each.
         self._lock = threading.RLock()
 
@@ -201,30 +208,31 @@ class FlatBuffer:
         Raises:
             RuntimeError: a gradient is sparse, or lives elsewhere than the block.
         """
-        # To be written, and to be added.
-        calls: tuple[_Waiting, _Waiting] = (([], []), ([], []))
         with self._lock:
             self.flush()
-            find = self._blocks.get
+            blocks = self._blocks_for(params, grads)
+            bit = 1 << row
+            rows = [block.rows[row] for block in blocks]
+            before = [block.written & bit for block in blocks]
+            for block in blocks:
+                block.written |= bit
+            with phase("accumulate"):
+                if len(set(before)) == 1:
+                    fill(grads, rows, add=before[0] > 0)
+                    return
+                for add in (False, True):
+                    these = [add == (each > 0) for each in before]
+                    fill(list(compress(grads, these)), list(compress(rows, these)), add=add)
+
+    def _blocks_for(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Block]:
+        """The blocks of parameters, ready for these gradients: looked up once for all domains."""
+        key = (list(map(id, params)), list(map(_dtype_of, grads)), self.num_rows)
+        if key != self._found[0]:
             for param, grad in zip(params, grads, strict=True):
                 if grad.layout != torch.strided:
                     raise _refusal_of_sparse(param, grad)
-                block = find(id(param))
-                if (
-                    block is None
-                    or not block.written
-                    or block.grad_dtype != grad.dtype
-                    or row >= len(block.rows)
-                ):
-                    block = self._block(param, grad.dtype)
-                values, rows = calls[block.written >> row & 1]
-                values.append(grad)
-                rows.append(block.rows[row])
-                block.written |= 1 << row
-            for adds, (values, rows) in enumerate(calls):
-                if values:
-                    with phase("accumulate"):
-                        accumulate(values, rows, add=bool(adds))
+            self._found = key, list(map(self._block, params, key[1]))
+        return self._found[1]
 
     def receive(self, row: int, param: Tensor, grad: Tensor) -> None:
         """Add `grad` to row `row` of `param`'s block; the first of a step replaces what was there.
@@ -311,6 +319,8 @@ class FlatBuffer:
         for block in self._blocks.values():
             block.written = 0
             block.is_pending = False
+        # Until the next step the model may move.
+        self._found = None, []
 
     def release(self) -> None:
         """Give the memory back."""
@@ -327,18 +337,10 @@ class FlatBuffer:
         blocks = [self._blocks.get(id(param)) for param in params]
         return [b.rows_RN.dtype if b is not None and b.written else None for b in blocks]
 
-    def touched(
-        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None = None
+    def laid_out(
+        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
     ) -> list[Block]:
-        """Blocks of those `params` that any domain gave a gradient in this step, rows complete.
-
-        Args:
-            params: in whose order the blocks are.
-            dtypes: of their rows on all ranks; None where there is no gradient anywhere. Where
-                there is one elsewhere alone, the rows here are zeros. None: as `dtypes_of` says.
-        """
-        self.flush()
-        dtypes = self.dtypes_of(params) if dtypes is None else dtypes
+        """Blocks of those `params` that have a dtype, with rows of it, or of a wider one."""
         blocks: list[Block] = []
         for param, dtype in zip(params, dtypes, strict=True):
             if dtype is None:
@@ -352,6 +354,20 @@ class FlatBuffer:
             ):
                 block = self._block(param, dtype)
             blocks.append(block)
+        return blocks
+
+    def touched(
+        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None = None
+    ) -> list[Block]:
+        """Blocks of those `params` that any domain gave a gradient in this step, rows complete.
+
+        Args:
+            params: in whose order the blocks are.
+            dtypes: of their rows on all ranks; None where there is no gradient anywhere. Where
+                there is one elsewhere alone, the rows here are zeros. None: as `dtypes_of` says.
+        """
+        self.flush()
+        blocks = self.laid_out(params, self.dtypes_of(params) if dtypes is None else dtypes)
         every = (1 << self.num_rows) - 1
         absent = [
             row for block in blocks if block.written != every for row in block.rows_not_written()
@@ -375,21 +391,18 @@ class FlatBuffer:
             raise RuntimeError(
                 f"the model was moved or cast after its first gradient: a parameter had rows of "
                 f"{block.rows_RN.shape[1]} elements on {block.rows_RN.device} for "
-                f"{block.param_dtype} and is now {param.dtype}, {list(param.shape)} on "
+                f"{block.made_for[1]} and is now {param.dtype}, {list(param.shape)} on "
                 f"{param.device}. Move the model first and build the optimizer after that."
             )
         else:
             now = block.rows_RN.dtype
-            both = now if self.dtype is not None else torch.promote_types(now, dtype)
+            is_wide = now == dtype or self.dtype is not None
+            both = now if is_wide else torch.promote_types(now, dtype)
             if both != now or len(block.rows) < self.num_rows:
                 self.flush()
                 block.remake(self.num_rows, both)
         block.grad_dtype = dtype
         return block
-
-
-# Gradients and the rows that they go to.
-_Waiting = tuple[list[Tensor], list[Tensor]]
 
 
 def _refusal_of_sparse(param: Tensor, grad: Tensor) -> RuntimeError:

@@ -15,12 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from doge_fast import checkpoint, defaults, weights_file
 from doge_fast.checkpoint import DomainState
-from doge_fast.combining import combine, scale_of
+from doge_fast.combining import checked_scaler, combine, scale_of
+from doge_fast.distributed.exchanges import Ranks
+from doge_fast.distributed.fragments import Group
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.generalization import Score
 from doge_fast.kernels.reweight.packing import LastStep
@@ -52,8 +53,7 @@ class DoGEOptimizer(OptimizerWrapper):
     `combine(grad_scale=...)`. Otherwise the scores are too large by the square of its factor.
 
     Args:
-        optimizer: the optimizer of the proxy model. Its parameter groups are shared, so
-            schedulers may be given either object.
+        optimizer: of the proxy model. Schedulers may be given either; groups are shared.
         domains: names of the training domains; their order is the order of `alpha`.
         target: whose loss is to become small. "universal": all training domains, each with
             weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}:
@@ -64,12 +64,10 @@ class DoGEOptimizer(OptimizerWrapper):
             largest rate that the first group has noted. Checkpoints keep it.
         score: "paper" (W), "published" (the published code's: W over the mean norm of the
             training rows, cut to [0, 5]), or a `Score` with those parts chosen one by one.
-        max_grad_norm: norm to which the combined gradient is cut, over all parameters; None
-            leaves that to the loop.
-        domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored
-            and before it is combined. The default follows the published code, whose
-            configurations have 5.0 (universal) or 1.0; None, with a `mu` that is named, is the
-            paper's text to the letter. Uncut, a few steps with large gradients may decide all.
+        max_grad_norm: norm to which the combined gradient is cut; None leaves that to the loop.
+        domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored and
+            combined. The default follows the published code (5.0 universal, else 1.0); None, with
+            a `mu` that is named, is the paper's text. Uncut, a few large gradients may decide all.
         smoothing: in [0, 1); the weights become (1 - smoothing) alpha + smoothing / K each step.
         selection: the parameters whose columns enter W, as tensors or, when `optimizer` was
             built from `model.named_parameters()`, as names. Clipping sees all parameters.
@@ -87,8 +85,11 @@ class DoGEOptimizer(OptimizerWrapper):
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
         scaler: the GradScaler of the losses, read when a step is combined. Copy or pickle both.
-        process_group: the ranks that learn one set of weights together; None: the default group
-            once torch.distributed is initialised. DTensors bring the ranks of their mesh.
+        process_group: the ranks that learn together; None: the default group once there is one, or
+            the mesh of DTensors; `distributed.Fragments`: shards, each rank with its own domains.
+        shard_optimizer: each of n ranks steps its columns alone, with 1 / n of the wrapped
+            optimizer's state, and parameters are gathered in the place of gradients. `p.grad`
+            stays None. For optimizers that treat all elements of a parameter alike.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
@@ -117,12 +118,11 @@ class DoGEOptimizer(OptimizerWrapper):
         initial: Mapping[str, float] | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        if not isinstance(scaler, GradScaler | None):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")
-        self._scaler = scaler
+        self._scaler = checked_scaler(scaler)
         parameters = TrackedParameters(optimizer, selection)
         self._is_mu_named = mu is not None
         self._weights = DomainWeights.of(
@@ -144,7 +144,7 @@ class DoGEOptimizer(OptimizerWrapper):
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
-            process_group=process_group,
+            ranks=Ranks(process_group, shard_optimizer).check(optimizer, scaler),
         )
         checkpoint.mark(self.param_groups)
 
@@ -361,8 +361,8 @@ class DoGEOptimizer(OptimizerWrapper):
             self._step.entries.refuse_partial()
             self.combine()
         self._step.parameters.refuse_other_lr(self.last)
-        with phase("inner_step"):
-            assert self.last is not None
+        assert self.last is not None
+        with phase("inner_step"), self._step.entries.exchange.stepping(self.inner):
             step_unless(self.last.skipped, self.last.found_inf, self.inner, self._step.flag)
         self._step.clear(is_stepped=True)
         return loss
@@ -399,14 +399,14 @@ class DoGEOptimizer(OptimizerWrapper):
         """The wrapped optimizer's state_dict with one more key, "doge".
 
         Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it; every
-        parameter group has the same numbers as a tuple (see `doge_fast.checkpoint`). The gradients
-        of a step under way are not part of it: save between steps. Waits for the device.
+        parameter group has the same numbers as a tuple (see `doge_fast.checkpoint`). Save between
+        steps: rows are no part of it. Waits for the device. With `shard_optimizer` on all ranks.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = checkpoint.put_into(
-            self.inner.state_dict(), self.doge.state_dict(), self.objective
-        )
+        with self._step.entries.whole(self.inner):
+            theirs = self.inner.state_dict()
+        state_dict = checkpoint.put_into(theirs, self.doge.state_dict(), self.objective)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict

@@ -12,6 +12,7 @@ Python, and notes that gradients have come. They stay in `p.grad` until `take` c
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +26,7 @@ Receive = Callable[[Tensor], None]
 
 # Whether the gradient of a parameter is taken from it in the middle of a backward pass.
 takes_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
+_grad_of: Callable[[Tensor], Any] = attrgetter("grad")
 
 
 class TrackedParameters:
@@ -52,6 +54,8 @@ class TrackedParameters:
         self._start_noting()
         self.receive: Receive | None = None
         """Called with each tracked parameter on a CPU that autograd has given a gradient."""
+        self.are_taken_at_once = False
+        """Whether `receive` is called elsewhere than on a CPU as well."""
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
@@ -111,7 +115,8 @@ class TrackedParameters:
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""
         self.params = self.look_up()
-        at_once = {id(param): takes_at_once(param) for param in self.params}
+        everywhere = self.are_taken_at_once
+        at_once = {id(param): everywhere or takes_at_once(param) for param in self.params}
         if at_once != self._takes_at_once:
             # A model may move after its optimizer was built.
             for key, known in self._takes_at_once.items():
@@ -133,8 +138,10 @@ class TrackedParameters:
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters that have a gradient in `p.grad`, and these, which leave it."""
         self.forget()
-        params = [param for param in self.params if param.grad is not None]
-        grads: list[Any] = [param.grad for param in params]
+        params, grads = self.params, list(map(_grad_of, self.params))
+        have_one = [grad is not None for grad in grads]
+        if not all(have_one):
+            params, grads = list(compress(params, have_one)), list(compress(grads, have_one))
         for param in params:
             param.grad = None
         return params, grads

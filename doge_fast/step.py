@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from doge_fast import simplex
+from doge_fast.distributed.exchanges import Ranks
 from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.entries import WAY_TO_ACCUMULATE, Absent, Entries
 from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
@@ -76,7 +76,7 @@ class Step:
         buffer_dtype: of the rows; None: that of each gradient.
         absent: "error" or "keep": what `blocks` does about a domain that was not entered.
         micro_batches: times that each domain is entered in a step; None: any number.
-        process_group: the ranks; None: the default group, where there is one.
+        ranks: that learn together.
 
     Raises:
         ValueError: an argument outside its range.
@@ -90,7 +90,7 @@ class Step:
         buffer_dtype: torch.dtype | None,
         absent: Absent,
         micro_batches: int | None,
-        process_group: ProcessGroup | None = None,
+        ranks: Ranks,
     ) -> None:
         self.parameters = parameters
         self.subset = subset
@@ -101,7 +101,7 @@ class Step:
             self.buffer,
             absent=absent,
             micro_batches=micro_batches,
-            process_group=process_group,
+            ranks=ranks,
         )
         self._start()
 
@@ -139,7 +139,7 @@ class Step:
             raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
         self._check_name(name)
         self._prepare((name,))
-        with self._opened({name: count}, self.entries.row_of(name)):
+        with self._opened({name: count}, self.entries.row_of(name, count)):
             yield
 
     @contextmanager
@@ -169,9 +169,9 @@ class Step:
                 self._refuse_reduced()
                 if not opened.has_received:
                     raise RuntimeError(_nothing_received(opened))
+                self.entries.add(counts)
         finally:
             self._open = None
-        self.entries.add(counts)
         if self.state is not StepState.DROPPED:
             self.state = StepState.COLLECTED
 
@@ -187,9 +187,12 @@ class Step:
         if grad is None:
             # Its module has written the rows by itself.
             return
+        row = opened.row_for(param, self.parameters)
         if self.entries.exchange.has_shards:
-            grad = local_gradient(param, grad)
-        self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
+            for each, part in self.entries.exchange.parts(row, param, grad):
+                self.buffer.receive(each, param, part)
+        else:
+            self.buffer.receive(row, param, grad)
         opened.has_received = True
 
     @outside_graphs
@@ -250,7 +253,8 @@ class Step:
             param.grad = None
 
     def _refuse_after_combining(self) -> None:
-        if any(param.grad is not None for param in self.parameters.params):
+        has_grad = any(param.grad is not None for param in self.parameters.params)
+        if has_grad or not self.entries.exchange.gives_gradients:
             most = self.entries.micro_batches
             how = (
                 "combine() has been called"
@@ -287,8 +291,10 @@ class Step:
         ):
             raise RuntimeError(
                 "something has put a p.grad back inside a domain, as wrappers do that reduce "
-                "gradients over ranks by themselves (torch's replicate(), for one). The optimizer "
-                "reduces them: wrap the model in DistributedDataParallel, or not at all."
+                "gradients over ranks by themselves: torch's replicate(), for one, and "
+                "DistributedDataParallel where its forward pass ran before the domain. The "
+                "optimizer reduces them. Run forward and backward inside the domain, on a model "
+                "in DistributedDataParallel or in no wrapper."
             )
 
     @property
@@ -334,10 +340,16 @@ class Step:
         has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
         if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
             return False
-        return any(
+        is_of_others = any(
             param.grad is not None and not self.buffer.is_combined(param)
             for param in self.parameters.look_up()
         )
+        if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
+            raise RuntimeError(
+                "with shard_optimizer=True a gradient that no domain gave cannot be stepped on: "
+                "the optimizer's state is in pieces. Run that backward pass inside a domain."
+            )
+        return is_of_others
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""

@@ -8,10 +8,11 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from doge_fast import atomic_file
 
 SCHEMA_VERSION = 1
 
@@ -48,24 +49,6 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` (see `plain`) as JSON: beside `path`, then renamed over it."""
+    """Write `value` (see `plain`) as JSON, whole or not at all."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files that only the owner reads; a record is for everybody.
-        os.chmod(beside, 0o666 & ~_umask())
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-
-
-def _umask() -> int:
-    """The process's file mode mask; reading it is setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    atomic_file.write(path, text + "\n")

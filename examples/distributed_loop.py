@@ -1,13 +1,11 @@
-"""DoGE over several processes: data parallelism, or parameters in shards.
+"""DoGE over several processes with DistributedDataParallel; `fsdp2_loop.py` has shards.
 
-    python examples/distributed_loop.py                                     # one process
-    torchrun --nproc-per-node 2 examples/distributed_loop.py                # DDP: the same weights
-    torchrun --nproc-per-node 2 examples/distributed_loop.py --wrap fsdp2   # shards: the same
+    python examples/distributed_loop.py                         # one process
+    torchrun --nproc-per-node 2 examples/distributed_loop.py    # two: the same weights
 
-What to copy into your loop: the lines marked DoGE. With DDP a rank gets its piece of the batch that
-is sorted by domain, so that it has few domains and sends no more than DDP itself would. With FSDP2
-all ranks run the same domains, each on its share of the domain's examples. Nothing else differs
-from the plain loop: `step()` is where the ranks meet.
+What to copy into your loop: the lines marked DoGE. A rank gets its piece of the batch that is
+sorted by domain, so that it has few domains and sends no more than DDP itself would. Nothing else
+differs from the plain loop: `step()` is where the ranks meet.
 
 The data stands in for yours and has a known answer; `plain_loop.py` describes it.
 """
@@ -19,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,34 +52,18 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def wrapped(model: nn.Module, how: str) -> nn.Module:
-    if not dist.is_initialized():
-        return model
-    if how == "fsdp2":
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        return model
-    return DistributedDataParallel(model)
-
-
-def mine(optimizer: DoGEOptimizer, how: str, rank: int, size: int) -> dict[str, tuple[int, int]]:
-    """This rank's part of the batch, {domain: (first, last)}."""
-    if how == "fsdp2":
-        return {name: (rank * BATCH // size, (rank + 1) * BATCH // size) for name in optimizer.rows}
-    return pieces(dict.fromkeys(optimizer.rows, BATCH), rank, size)  # DoGE: few domains for a rank
-
-
-def train(steps: int, how: str, device: torch.device) -> DoGEOptimizer:
+def train(steps: int, device: torch.device) -> DoGEOptimizer:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)).to(device)
-    model = wrapped(model, how)
-    optimizer = DoGEOptimizer(  # DoGE: after the model is wrapped or sharded
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    optimizer = DoGEOptimizer(  # DoGE
         torch.optim.AdamW(model.parameters(), lr=1e-2), domains=DOMAINS, target=TARGET
     )
+    sizes = dict.fromkeys(optimizer.rows, BATCH)
     for step in range(steps):
-        for domain, (first, last) in mine(optimizer, how, rank, size).items():
+        for domain, (first, last) in pieces(sizes, rank, size).items():  # DoGE: few for a rank
             tokens = sentences(domain, step)[first:last].to(device)
             with optimizer.domain(domain, count=last - first):  # DoGE: whose, and of how many
                 loss_of(model, tokens).backward()
@@ -94,14 +75,13 @@ def train(steps: int, how: str, device: torch.device) -> DoGEOptimizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description="DoGE over several processes")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--wrap", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--out", type=Path, default=Path("distributed_loop"), help="for results")
     options = parser.parse_args()
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    optimizer = train(options.steps, options.wrap, device)
+    optimizer = train(options.steps, device)
     if not dist.is_initialized() or dist.get_rank() == 0:
         options.out.mkdir(parents=True, exist_ok=True)
         optimizer.save_weights(options.out / "weights.json")  # DoGE: the same on every rank

@@ -19,6 +19,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -90,8 +91,8 @@ def is_built(name: str) -> bool:
     if hasattr(getattr(torch.ops, name), "gram"):
         return True
     try:
-        return _place(name, *_LIBRARIES[name])[0].exists()
-    except BuildError:
+        return _place(name, *_LIBRARIES[name])[0].is_file()
+    except (BuildError, OSError):
         return False
 
 
@@ -110,18 +111,50 @@ def load_library(name: str, sources: Path, recipe_of: RecipeOf) -> None:
     """Build a library and load its operators. A copy that is damaged is built again.
 
     Raises:
-        BuildError: it cannot be built, or does not load.
+        BuildError: it cannot be built, does not load, or others may have written it.
     """
-    for is_last in (False, True):
+    library = build_library(name, sources, recipe_of)
+    if not _is_whole(library):
+        # Damaged after it was written, by a full disk for example; loading it may end the process.
+        library.unlink()
         library = build_library(name, sources, recipe_of)
-        try:
-            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
-            return
-        except OSError as error:
-            # Damaged after it was written, by a full disk for example.
-            library.unlink(missing_ok=True)
-            if is_last:
-                raise BuildError(f"A library was compiled but does not load: {error}") from error
+    for path in (library.parent, library):
+        _check_private(path)
+    try:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise BuildError(f"A library was compiled but does not load: {error}") from error
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the library is what was written, by the digest beside it."""
+    try:
+        return _digest_beside(library).read_text("utf-8") == _digest_of(library)
+    except (OSError, UnicodeError):
+        return False
+
+
+def _digest_beside(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest_of(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _check_private(path: Path) -> None:
+    """Refuse to run what another user may have written."""
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        raise BuildError(
+            f"{path} belongs to another user, who could have put anything there; set "
+            "DOGE_FAST_CACHE to a directory of your own."
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"Other users may write {path}, and what is there runs in this process; run "
+            f"`chmod go-w {path}`, or set DOGE_FAST_CACHE to a directory of your own."
+        )
 
 
 def build_library(name: str, sources: Path, recipe_of: RecipeOf) -> Path:
@@ -143,12 +176,13 @@ def build_library(name: str, sources: Path, recipe_of: RecipeOf) -> Path:
     """
     library, recipe = _place(name, sources, recipe_of)
     cache = library.parent
-    if library.exists():
-        return library
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        if library.is_file():
+            return library
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(cache)
         with _locked(library.with_suffix(".lock")) as is_alone:
-            if not library.exists():
+            if not library.is_file():
                 _build(recipe, library, is_alone)
     except OSError as error:
         raise BuildError(
@@ -177,11 +211,13 @@ def cache_dir() -> Path:
     _check_installed("platformdirs")
     import platformdirs
 
-    # Without a home directory platformdirs raises; before 4.11 it leaves the ~ in the path.
-    with contextlib.suppress(RuntimeError):
-        path = platformdirs.user_cache_path("doge_fast", appauthor=False)
-        if path.parts[0] != "~":
-            return path.absolute()
+    # Without a home directory platformdirs raises; before 4.11 it leaves the ~ in the path. With an
+    # empty one the path is that of the root, or none.
+    if os.environ.get("HOME") != "" or os.environ.get("XDG_CACHE_HOME"):
+        with contextlib.suppress(RuntimeError):
+            path = platformdirs.user_cache_path("doge_fast", appauthor=False)
+            if path.parts[0] != "~":
+                return path.absolute()
     raise BuildError(
         "This user has no home directory for a cache; set DOGE_FAST_CACHE to a directory."
     )
@@ -253,10 +289,15 @@ def _build(recipe: Recipe, library: Path, is_alone: bool) -> None:
         prefix=prefix, dir=library.parent, ignore_cleanup_errors=True
     ) as scratch:
         built = compile_into(Path(scratch), recipe)
-        with built.open("rb") as file:
-            # Without it a crash of the machine could leave the name and lose the bytes.
-            os.fsync(file.fileno())
-        os.replace(built, library)
+        # Whatever the umask: others must not write it.
+        built.chmod(0o755)
+        digest = built.with_suffix(".sha256")
+        digest.write_text(_digest_of(built), "utf-8")
+        for written, path in ((digest, _digest_beside(library)), (built, library)):
+            with written.open("rb") as file:
+                # Without it a crash of the machine could leave the name and lose the bytes.
+                os.fsync(file.fileno())
+            os.replace(written, path)
 
 
 def compile_into(folder: Path, recipe: Recipe) -> Path:
@@ -268,7 +309,10 @@ def compile_into(folder: Path, recipe: Recipe) -> Path:
     with (folder / "build.ninja").open("w", encoding="utf-8") as file:
         _write_rules(recipe, file)
     _run_ninja(folder, recipe.compiler[0])
-    return folder / "library.so"
+    library = folder / "library.so"
+    if not library.is_file():
+        raise BuildError(f"The compiler {recipe.compiler[0]} ended well and wrote no library.")
+    return library
 
 
 def _write_rules(recipe: Recipe, file: Any) -> None:

@@ -167,7 +167,11 @@ def find_compiler() -> tuple[str, ...]:
     Raises:
         BuildError: there is none.
     """
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    wanted = os.environ.get("CXX", "")
+    try:
+        chosen = shlex.split(wanted)
+    except ValueError as error:
+        raise BuildError(f"CXX is {wanted!r}, which no shell reads: {error}.") from error
     for name, *arguments in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
         path = shutil.which(name)
         if path is not None:

@@ -75,26 +75,28 @@ _CHECKS: dict[str, Run] = {
 # These check a list of blocks once, where they make its tables: `chunks.spans_by_dtype`.
 CHECK_THEMSELVES = {(o, name) for o in ("gram", "weighted_sum") for name in ("cuda", "triton")}
 
-_chosen: dict[tuple[str, torch.device, str | None, str | None], Run] = {}
+_chosen: dict[tuple[str, torch.device, str | None, str | None, bool], Run] = {}
 _obstacles: dict[tuple[str, torch.device], str | None] = {}
 _warned: set[str] = set()
 
 
-def choose(operator: str, device: torch.device, implementation: str | None) -> Run:
-    """The callable that runs `operator` on `device`, its arguments checked.
+def choose(
+    operator: str, device: torch.device, implementation: str | None, *, is_checked: bool = True
+) -> Run:
+    """The callable that runs `operator` on `device`, and checks its arguments if asked.
 
     Raises:
         ValueError: no implementation of the operator has the name that was asked for.
         RuntimeError: a forced implementation cannot run.
     """
-    key = (operator, device, implementation, os.environ.get("DOGE_FAST_BACKEND"))
+    key = (operator, device, implementation, os.environ.get("DOGE_FAST_BACKEND"), is_checked)
     run = _chosen.get(key)
     if run is None:
         wish = implementation or _of_environment(operator)
         name = _settle(operator, device, wish)
         if wish == AUTO:
             _warn_of_better_than(name, operator, device)
-        run = _chosen[key] = _checked(operator, name)
+        run = _chosen[key] = (_checked if is_checked else _written)(operator, name)
     return run
 
 
@@ -234,9 +236,14 @@ def _obstacle(name: str, device: torch.device) -> str | None:
     return _obstacles[key]
 
 
-def _checked(operator: str, name: str) -> Run:
+def _written(operator: str, name: str) -> Run:
     # By name: what drives a GPU is imported where it runs.
     run: Run = getattr(importlib.import_module(MODULES[operator, name]), operator)
+    return run
+
+
+def _checked(operator: str, name: str) -> Run:
+    run = _written(operator, name)
     check = _CHECKS[operator]
 
     def run_checked(*args: Any) -> Any:

@@ -6,6 +6,7 @@ gradients are their data.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from doge_fast.kernels.schema import (
     gram_shape,
     reweight_outputs,
 )
+
+_shape_of = attrgetter("shape")
 
 _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
@@ -156,6 +159,20 @@ def accumulate(
             add,
             implementation=implementation,
         )
+
+
+def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None:
+    """`accumulate`, for who knows that each gradient has its row's shape and device.
+
+    For many small ones the check, or an operator that torch dispatches, would take longer than the
+    work. Both are left out where all are contiguous and on one device.
+    """
+    # A subclass may have no memory of its own, as in a FakeTensorMode.
+    are_plain = set(map(type, grads)) == {Tensor} and all(map(Tensor.is_contiguous, grads))
+    if not are_plain or not _is_one_device(grads):
+        accumulate(grads, rows, add=add)
+    else:
+        choose("accumulate", grads[0].device, None, is_checked=False)(grads, rows, add)
 
 
 def reweight(
@@ -292,10 +309,13 @@ def _run_accumulate(
 ) -> None:
     if not grads and not rows:
         return
-    if not all(map(Tensor.is_contiguous, grads)):
-        check_accumulate(grads, rows)
-        grads = [grad.contiguous() for grad in grads]
     device = (grads or rows)[0].device
+    # On a CPU each pair is viewed by itself.
+    are_alike = device.type == "cpu" or list(map(_shape_of, grads)) == list(map(_shape_of, rows))
+    if not are_alike or not all(map(Tensor.is_contiguous, grads)):
+        check_accumulate(grads, rows)
+        grads = [grad.contiguous().view(-1) for grad in grads]
+        rows = [row.view(-1) for row in rows]
     choose("accumulate", device, implementation)(grads, rows, add)
     increment_version(rows)
 

@@ -12,9 +12,10 @@ FLOORS = [
     line.split()
     for line in """
     doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
-        doge_fast.tracing doge_fast.alternation doge_fast.weights_file doge_fast.projection
-    doge_fast.kernels doge_fast.wrapper doge_fast.group_dro doge_fast.sampling \
-        doge_fast.distributed.wrappers
+        doge_fast.tracing doge_fast.alternation doge_fast.atomic_file doge_fast.projection \
+        doge_fast.scale
+    doge_fast.weights_file doge_fast.kernels doge_fast.wrapper doge_fast.group_dro \
+        doge_fast.sampling doge_fast.distributed.wrappers
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
     doge_fast.layers.by_slices doge_fast.layers.token_sums
@@ -25,7 +26,9 @@ FLOORS = [
     doge_fast.example_norms
     doge_fast.reweighting doge_fast.subset doge_fast.cancellation doge_fast.exchange
     doge_fast.distributed.company
+    doge_fast.distributed.rounds doge_fast.distributed.fragments
     doge_fast.distributed.data_parallel doge_fast.distributed.sharded
+    doge_fast.distributed.sharded_step
     doge_fast.distributed.exchanges
     doge_fast.stacked doge_fast.combining doge_fast.entries
     doge_fast.step doge_fast.losses
@@ -40,16 +43,18 @@ FLOORS = [
     doge_fast.integrations.causal_lm
     doge_fast.integrations.domain_trainer
     doge_fast.integrations.transformers
-    doge_fast.pipeline.ranks
+    doge_fast.pipeline.config.ranges doge_fast.pipeline.ranks
     doge_fast.pipeline.config.components doge_fast.pipeline.config.fields \
-        doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named
+        doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named \
+        doge_fast.pipeline.sizes
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
         doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
     doge_fast.pipeline.sources
-    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner
-    doge_fast.pipeline.records.runs
+    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
+        doge_fast.pipeline.experiments.queue
+    doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
     doge_fast.pipeline.records.weights
     doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
@@ -71,7 +76,7 @@ FLOORS = [
     doge_fast.pipeline.reporting.findings
     STAGES
     doge_fast.pipeline.weights.pages
-    doge_fast.pipeline.experiments.runner doge_fast.flags
+    doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
     doge_fast.__main__
     """.replace(

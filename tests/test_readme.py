@@ -30,6 +30,30 @@ def test_examples_of_a_page_run(
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
+def test_readme_is_read_in_minutes() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 120
+    assert len(readme.split()) <= 700
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+)
+def test_links_of_pages_outside_of_docs_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
+    for link in links:
+        assert link.startswith("https://") or (path.parent / link).exists(), link
+
+
+def test_citation_names_this_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {doge_fast.__version__}\n" in citation
+    assert f'\nversion = "{doge_fast.__version__}"\n' in (ROOT / "pyproject.toml").read_text(
+        "utf-8"
+    )
+
+
 def test_readme_example_learns_weights() -> None:
     block = python_blocks(ROOT / "README.md")[0]
     assert len([line for line in block.splitlines() if line]) <= 16
@@ -60,6 +84,10 @@ def test_make_has_what_is_asked_of_it() -> None:
         named = re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / page).read_text("utf-8"), re.M)
         assert named, page
         assert set(named) <= targets, page
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    made = re.findall(r"^ +- run: make ([a-z -]+?)(?: [A-Z]|$)", workflow, re.M)
+    assert {name for names in made for name in names.split()} - targets == set()
+    assert len(made) >= 2
     # What a change must pass leaves nothing out but the soak.
     assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import operators, protocol
-from benchmarks.gpu import bars, checks, job, report, sanitizer, times
+from benchmarks.gpu import bars, checks, job, ranks, report, sanitizer, times
 from benchmarks.gpu.session import CORPUS, Row, Session
 from doge_fast.alternation import Clock
 from doge_fast.kernels import implementations
@@ -51,6 +51,7 @@ PARTS: dict[str, dict[str, Section]] = {
     "sizes": {"sizes": Section(times.further_steps)},
     "operators": {"operators": Section(times.operator_times)},
     "job": {"job": Section(job.job)},
+    "ranks": {"ranks": Section(ranks.ranks)},
 }
 
 

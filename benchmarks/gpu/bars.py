@@ -20,7 +20,7 @@ NOT_JUDGED = "not judged"
 # Of a run, worst last: a miss on a GPU is none of what argparse and Python themselves end with.
 ALL_WELL, WRONG, BARS_MISSED = 0, 1, 3
 # Sections whose rows say whether something is right: each must have run to its end.
-CHECKING = ("correctness", "determinism", "offsets", "graphs", "sanitizer")
+CHECKING = ("correctness", "determinism", "offsets", "graphs", "sanitizer", "ranks")
 
 Sections = Mapping[str, Row]
 

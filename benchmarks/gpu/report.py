@@ -7,6 +7,7 @@ from benchmarks.gpu.session import Row
 
 KEYS = ("operator", "implementation", "dtype", "rows", "shape", "problem")
 STEP_HEADER = ("model", "K", "mode", "step / plain", "plain ms", "plain MFU", "host waits", "bar")
+RANK_HEADER = ("model", "K", "mode", "step / plain DDP", "plain ms")
 OPERATOR_HEADER = (
     *("operator", "dtype", "shape", "K", "N", "runs", "ms", "GB/s"),
     *("of the roof", "over plain torch", "bar"),
@@ -98,9 +99,19 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
             continue
         mfu = f"{100 * row['plain_mfu']:.0f} %" if row["plain_mfu"] else ""
         waits = row.get("host_synchronisations", "")
-        times = [_spread(row), f"{row['baseline_ms']:.1f}", mfu]
-        body.append([*start, *times, waits, row["verdict"] or ""])
+        body.append([*start, *_times(row), mfu, waits, row["verdict"] or ""])
     return _table(STEP_HEADER, body)
+
+
+def _rank_table(rows: Sequence[Row]) -> list[str]:
+    times = [row for row in rows if "ratio" in row]
+    cells = [[row["model"], row["domains"], row["mode"], *_times(row)] for row in times]
+    table = ["", *_table(RANK_HEADER, cells)] if times else []
+    return [*_check_table(rows), *table]
+
+
+def _times(row: Row) -> list[str]:
+    return [_spread(row), f"{row['baseline_ms']:.1f}"]
 
 
 def _spread(row: Row) -> str:
@@ -149,6 +160,7 @@ _WRITERS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "sizes": _step_table,
     "operators": _operator_table,
     "job": _job_table,
+    "ranks": _rank_table,
 }
 
 

@@ -20,7 +20,7 @@ STRAGGLER_SECONDS = 2.0
 MOST_SETTINGS = 8
 
 # What a rank says first of its step.
-_FINE, _FAILED, _HAS_CHANGED = 0.0, 1.0, 2.0
+_FINE, _FAILED, _HAS_CHANGED, _ENTERS = 0.0, 1.0, 2.0, 3.0
 
 # all_gather_single from torch 2.13 on, which deprecates the other.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,37 +37,59 @@ class Company:
         self.group = group
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self._talk = _on_cpus(group)
+        # Made when all ranks are there: a rank without a domain is not, before they agree.
+        self._talk: ProcessGroup | None = None
         self._length: int | None = None
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._number = 0
         self._store.set(_key(self.rank), "0")
 
-    def told(self, rows: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
+    def told(
+        self, rows: Sequence[str], report: Report, more: Sequence[float] = ()
+    ) -> tuple[Tensor, Tensor, Agreement]:
         """One small message to all, and one from each.
 
+        Args:
+            rows: as for `Exchange.agree`.
+            report: as there.
+            more: what else a rank says; as many numbers each time.
+
         Returns:
-            [n, R] float64 on the CPU, the counts of every rank; and what all together have.
+            [n, R] float64 on the CPU, the counts of every rank; [n, more] likewise; and what all
+            together have.
 
         Raises:
             RuntimeError: as `Exchange.agree`.
         """
-        sizes = [MOST_SETTINGS, len(rows), len(report.dtypes)]
-        digests_nD, counts_nR, codes_nP = torch.split(
-            self._gathered(_FINE, _words(rows, report)), sizes, dim=1
+        sizes = [MOST_SETTINGS, len(rows), len(report.dtypes), len(more)]
+        digests_nD, counts_nR, codes_nP, more_nE = torch.split(
+            self._gathered(_FINE, [*_words(rows, report), *more]), sizes, dim=1
         )
         for name, digests in zip(report.settings, digests_nD.T.tolist(), strict=False):
             refuse_others(digests, name)
         seen_R = counts_nR.any(0).tolist()
-        return counts_nR, Agreement(
-            frozenset(name for name, is_seen in zip(rows, seen_R, strict=True) if is_seen),
-            [_widest(set(codes) - {0}) for codes in codes_nP.int().T.tolist()],
+        return (
+            counts_nR,
+            more_nE,
+            Agreement(
+                frozenset(name for name, is_seen in zip(rows, seen_R, strict=True) if is_seen),
+                [_widest(set(codes) - {0}) for codes in codes_nP.int().T.tolist()],
+            ),
         )
 
-    def fail(self, rows: Sequence[str], num_params: int) -> None:
+    def entered(self, row: int, rows: Sequence[str], num_params: int) -> list[int]:
+        """The row of the domain that each rank enters now.
+
+        Raises:
+            RuntimeError: a rank has entered all of its own, or one has dropped its step.
+        """
+        words = [float(row)] + [0.0] * (MOST_SETTINGS + len(rows) + num_params - 1)
+        return self._gathered(_ENTERS, words)[:, 0].int().tolist()
+
+    def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> None:
         """In the place of `told`, so that the others do not wait for ever."""
         with suppress(RuntimeError):
-            self._gathered(_FAILED, [0.0] * (MOST_SETTINGS + len(rows) + num_params))
+            self._gathered(_FAILED, [0.0] * (MOST_SETTINGS + len(rows) + num_params + num_more))
 
     def summed(self, part: Tensor, ranks: Sequence[int]) -> Tensor:
         """The sum of what some ranks have, one after the other: the same bits on every rank.
@@ -88,6 +110,18 @@ class Company:
         """Overwrite the domain weights by those of rank 0: machines may round differently."""
         with self.in_company():
             dist.broadcast(state_S, group=self.group, group_src=0)
+
+    def others_like_it(self) -> ProcessGroup:
+        """Another group of the same ranks, backend and timeout; all of them must be here."""
+        backend = self.group._get_backend(self.group._device_types[0])
+        found = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            timeout=backend.options._timeout,
+            backend=str(dist.get_backend_config(self.group)),
+            use_local_synchronization=True,
+        )
+        assert isinstance(found, ProcessGroup)
+        return found
 
     @contextmanager
     def in_company(self) -> Iterator[None]:
@@ -128,6 +162,7 @@ class Company:
             refuse_others(states, "the number of domains or of parameters")
             self._length = None
             return self._gathered(first, words)
+        refuse_others(states, "how many domains they enter in a step (see sampling.rounds)")
         return told[:, 1:]
 
     def _all_told(self, words: list[float]) -> Tensor:
@@ -136,6 +171,8 @@ class Company:
         told = mine.new_empty(self.num_ranks * len(words))
         self._number += 1
         with self.in_company():
+            if self._talk is None:
+                self._talk = _on_cpus(self.group)
             # For those who miss a rank; nobody waits for it.
             self._store.set(_key(self.rank), str(self._number))
             all_gather(told, mine, group=self._talk)

@@ -1,17 +1,22 @@
 """Which exchange there is between the processes that train a model."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import ProcessGroup
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from doge_fast.distributed.company import Company
 from doge_fast.distributed.data_parallel import DataParallel
+from doge_fast.distributed.fragments import Fragments, Group
 from doge_fast.distributed.sharded import Sharded
+from doge_fast.distributed.sharded_step import ShardedStep
 from doge_fast.exchange import Alone, Exchange
 from doge_fast.flat_buffer import local_of
+
+# torch's; of others nobody knows.
+LOOK_AT_SHAPES = ("Adafactor", "Muon")
 
 
 def default_group() -> object:
@@ -24,25 +29,67 @@ def num_processes() -> int:
     return 1 if default_group() is None else dist.get_world_size()
 
 
-def exchange_of(group: ProcessGroup | None, params: Sequence[Tensor]) -> Exchange:
+class Ranks(NamedTuple):
+    """Which processes learn together, and what each of them steps."""
+
+    group: Group | None = None
+    """None: the default group, where torch.distributed has one."""
+    shard_optimizer: bool = False
+    """Whether a rank steps its columns alone."""
+
+    def check(self, optimizer: Optimizer, scaler: GradScaler | None) -> "Ranks":
+        """Refuse what cannot be stepped in pieces.
+
+        Raises:
+            ValueError: of `shard_optimizer`.
+        """
+        name = type(optimizer).__name__
+        if self.shard_optimizer and (name in LOOK_AT_SHAPES or scaler is not None):
+            who = name if scaler is None else "GradScaler"
+            why = "looks at the shapes of parameters" if scaler is None else "reads p.grad"
+            raise ValueError(
+                f"shard_optimizer=True cuts parameters into vectors and leaves p.grad None; {who} "
+                f"{why}. Take an optimizer that treats elements alike, such as torch.optim.AdamW, "
+                "without a GradScaler, or leave shard_optimizer out."
+            )
+        return self
+
+
+def exchange_of(ranks: Ranks, params: Sequence[Any]) -> Exchange:
     """What the processes are to each other.
 
     Args:
-        group: None: the default group, where torch.distributed has one.
+        ranks: that learn together.
         params: that are trained; DTensors bring the processes of their mesh.
 
     Raises:
-        RuntimeError: some parameters are sharded and others are not, or over other processes.
+        RuntimeError: some parameters are sharded and others are not, or over other processes; or
+            there are fragments and the parameters have a mesh of several dimensions; or the
+            optimizer is to be sharded as well.
     """
     if default_group() is None:
         return Alone()
-    if all(local_of(param) is param for param in params):
+    group, shard_optimizer = ranks
+    fragments = group if isinstance(group, Fragments) else None
+    if fragments is None and all(local_of(param) is param for param in params):
+        assert not isinstance(group, Fragments)
         group = dist.group.WORLD if group is None else group
         assert group is not None
-        is_alone = dist.get_world_size(group) == 1
-        return Alone() if is_alone else DataParallel(Company(group))
-    ranks = _ranks_of(params)
-    return Sharded(Company(dist.new_group(ranks, use_local_synchronization=True)))
+        if dist.get_world_size(group) == 1:
+            return Alone()
+        return ShardedStep(Company(group)) if shard_optimizer else DataParallel(Company(group))
+    if shard_optimizer:
+        raise RuntimeError(
+            "shard_optimizer=True is for whole parameters; those of fully_shard(model) are sharded "
+            "already, and their optimizer's state with them. Leave it out."
+        )
+    mesh = _ranks_of(params)
+    if fragments is not None and any(param.device_mesh.ndim > 1 for param in params):
+        raise RuntimeError(
+            "Fragments need parameters that are sharded over all ranks alike; these have a mesh of "
+            "several dimensions. Leave Fragments out, and run the same domains on all ranks."
+        )
+    return Sharded(Company(dist.new_group(mesh, use_local_synchronization=True)), fragments)
 
 
 def _ranks_of(params: Sequence[Any]) -> list[int]:
@@ -51,10 +98,12 @@ def _ranks_of(params: Sequence[Any]) -> list[int]:
     if None not in meshes:
         ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
         placements = {placement for param in params for placement in param.placements}
-        if len(ranks) == 1 and all(each.is_shard() or each.is_replicate() for each in placements):
+        # FSDP2 over tensor parallelism has a placement of its own, which is none of torch's shards.
+        if len(ranks) == 1 and not any(each.is_partial() for each in placements):
             return list(ranks.pop())
     raise RuntimeError(
         "the optimizer's parameters must all be sharded or replicated over the same ranks, as "
         "fully_shard(model) leaves them; some are plain tensors or lie on another mesh. Shard the "
-        "whole model, or give what is left out an optimizer of its own."
+        "whole model, with tensor parallelism also what it replicates (distribute_module), or give "
+        "what is left out an optimizer of its own."
     )

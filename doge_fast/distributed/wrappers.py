@@ -2,10 +2,41 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+# Classes that own the gradients of what they wrap, {(start of the module, start of the name):
+# what a message says of them}. A base class counts.
+_OWNERS = {
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
+        "FullyShardedDataParallel (FSDP1) cuts parameters into flat pieces that have no gradient "
+        "of their own. Use torch.distributed.fsdp.fully_shard(model) instead."
+    ),
+    ("deepspeed.", "DeepSpeedEngine"): (
+        "DeepSpeed's engine reduces and keeps the gradients by itself, so no domain's gradient "
+        "ever exists. Use torch.distributed.fsdp.fully_shard(model) instead, or learn the weights "
+        "with a proxy outside of DeepSpeed."
+    ),
+    ("megatron.core.distributed", ""): (
+        "Megatron's wrappers collect the gradients in buffers of their own, so no domain's "
+        "gradient ever exists. Use torch.distributed.fsdp.fully_shard(model) instead, or learn the "
+        "weights with a proxy outside of Megatron."
+    ),
+}
+
+
+@cache
+def _refusal_of(kind: type[nn.Module]) -> str | None:
+    """Why modules of a class cannot run inside a domain; None where they can."""
+    for base in kind.__mro__:
+        for (package, name), sentence in _OWNERS.items():
+            if base.__module__.startswith(package) and base.__name__.startswith(name):
+                return sentence
+    return None
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -19,7 +50,8 @@ def without_reduction() -> Iterator[None]:
     """Have DistributedDataParallel leave the gradients of backward passes inside alone.
 
     Raises:
-        RuntimeError: a model with `static_graph`, or FSDP1, runs inside.
+        RuntimeError: a model with `static_graph`, FSDP1, DeepSpeed's engine or one of Megatron's
+            wrappers runs inside.
     """
     if not dist.is_available() or not dist.is_initialized():
         yield
@@ -27,11 +59,9 @@ def without_reduction() -> Iterator[None]:
     before: dict[DistributedDataParallel, bool] = {}
 
     def switch_off(module: nn.Module, _: object) -> None:
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise RuntimeError(
-                "FullyShardedDataParallel (FSDP1) cuts parameters into flat pieces that have no "
-                "gradient of their own. Use torch.distributed.fsdp.fully_shard(model) instead."
-            )
+        kind: Any = type(module)
+        if (refusal := _refusal_of(kind)) is not None:
+            raise RuntimeError(refusal)
         if not isinstance(module, DistributedDataParallel) or module in before:
             return
         if module.static_graph:

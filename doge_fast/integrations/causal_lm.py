@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from doge_fast import scale
 from doge_fast.integrations.domain_data import Batch, checked_batch
 from doge_fast.layers.batch import on_device
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
@@ -152,10 +153,10 @@ def stacked_bytes(model: Any, inputs: Mapping[str, Batch], *, is_mixed: bool = F
     is_by_domain = config.model_type in PLAIN_HEADS and _has_many_logits(
         sum(tokens), config, "elsewhere"
     )
-    # In float32 with softmax and gradient; in the dtype of the product, and its gradient.
-    logit = 12 + 2 * itemsize
-    logits = (max(tokens) if is_by_domain else sum(tokens)) * config.vocab_size * logit
-    return int(layers + logits + num_params * (4 * 4 + 4 * len(tokens)))
+    num_logits = (max(tokens) if is_by_domain else sum(tokens)) * config.vocab_size
+    state = sum(scale.training_bytes(num_params).values())
+    rows = scale.rows_bytes(num_params, len(tokens), scale.FLOAT32)
+    return int(layers + num_logits * scale.logit_bytes(itemsize) + state + rows)
 
 
 def activation_bytes(model: Any, itemsize: int, length: int) -> int:
@@ -170,8 +171,7 @@ def activation_bytes(model: Any, itemsize: int, length: int) -> int:
     width: int = config.hidden_size
     # GPT-2 has another name for it, and None for the usual size.
     inner = getattr(config, "n_inner" if hasattr(config, "n_inner") else "intermediate_size", None)
-    # What is as wide as the model is float32 in part whatever the dtype of products.
-    layer = 72 * width + 5 * itemsize * (inner or 4 * width)
+    layer = scale.layer_bytes(width, inner or 4 * width, itemsize)
     if config._attn_implementation == "eager":
         layer += 12 * config.num_attention_heads * length
     num_layers: int = config.num_hidden_layers

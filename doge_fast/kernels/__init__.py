@@ -8,6 +8,7 @@ __path__.append(str(KERNELS_DIR))
 from doge_fast.kernels.dispatch import chosen, explain, implementations  # noqa: E402
 from doge_fast.kernels.operators import (  # noqa: E402
     accumulate,
+    fill,
     gram,
     reweight,
     segment_sum,
@@ -18,6 +19,7 @@ __all__ = [
     "accumulate",
     "chosen",
     "explain",
+    "fill",
     "gram",
     "implementations",
     "reweight",

@@ -45,7 +45,6 @@ class BaseStage(MixtureStage[BaseConfig]):
     """A model trained at weights that are known."""
 
     name = "base"
-    counts = ("stages", "batch_size", "log_every")
     needs_float64 = False
     further = "doge-fast base --weights"
     weights: tuple[Phase, ...]

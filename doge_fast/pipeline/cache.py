@@ -45,7 +45,10 @@ def made_together(
     if not absent:
         return paths
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # By default for this user alone: compiled operators are loaded from there.
+        mode = 0o777 if config.cache_dir else 0o700
+        folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         # On the file system that things are moved on.
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".making-"))
     except OSError as error:

@@ -150,7 +150,6 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
 
     name = "doremi"
     trainer = DoReMiTrainer
-    counts = ("batch_size", "log_every")
     domain_ids = True
     weights: dict[str, float]
 

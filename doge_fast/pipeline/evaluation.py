@@ -13,6 +13,7 @@ import torch
 from doge_fast.pipeline import ranks, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
@@ -84,6 +85,7 @@ def table(result: Json) -> str:
 
 
 def _check(config: EvaluateConfig, record: Json) -> None:
+    check_ranges(config)
     training.check_finished(config.run)
     training.device_of(config.device)
     own = record["config"]["corpus"]["data"]
@@ -95,11 +97,6 @@ def _check(config: EvaluateConfig, record: Json) -> None:
     if config.data is None:
         known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
         _check_names(config, f"{config.run} knows", known)
-    if config.batch_size < 1 or (config.blocks is not None and config.blocks < 1):
-        raise ValueError(
-            "blocks and batch_size must be at least 1; got "
-            f"{config.blocks} and {config.batch_size}."
-        )
     if config.out is not None:
         if config.out.is_dir():
             raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")

@@ -30,6 +30,7 @@ from transformers import AutoTokenizer
 from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.cache import one_line
 from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.model import open_model
 
 # Source: DoGE, Table fewshot.
@@ -123,8 +124,7 @@ def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
     """
     records.read_config(config.run)
     training.check_finished(config.run)
-    if config.batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1; got {config.batch_size}.")
+    check_ranges(config)
     return load_tasks(config.tasks)
 
 
@@ -194,14 +194,11 @@ def _remarks(result: Mapping[str, Any]) -> list[str]:
 
 
 def _check(asked: TasksConfig) -> None:
+    check_ranges(asked)
     if not task_names(asked.tasks):
         raise ValueError(
             f"tasks names no task. Name some of lm-eval's; the paper's are {','.join(PAPER_TASKS)}."
         )
-    if asked.shots < 0:
-        raise ValueError(f"shots must be at least 0; got {asked.shots}.")
-    if asked.task_limit is not None and asked.task_limit < 1:
-        raise ValueError(f"task_limit must be at least 1; got {asked.task_limit}.")
 
 
 def _check_name(name: str) -> None:

@@ -5,7 +5,7 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -17,33 +17,12 @@ from transformers import (
 )
 
 from doge_fast.pipeline.config import ModelConfig
+from doge_fast.pipeline.sizes import SIZES
 
 # Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
 VOCAB_MULTIPLE = 64
 # Enough to tell whether a model looks ahead.
 _CHECKED_TOKENS = 8
-
-
-class Size(NamedTuple):
-    """Layers, attention heads and embedding width; the hidden width is four times the last."""
-
-    num_layers: int
-    num_heads: int
-    embed_dim: int
-
-
-SIZES: dict[str, Size] = {
-    # For CPUs: minutes, not hours.
-    "tiny": Size(2, 4, 128),
-    "mini": Size(3, 6, 192),
-    "small": Size(4, 8, 256),
-    # Source: DoGE, Table archictectures (the names count a vocabulary of 50304, tied).
-    "60M": Size(3, 6, 768),
-    "82M": Size(6, 12, 768),
-    "124M": Size(12, 12, 768),
-    "210M": Size(24, 16, 768),
-    "684M": Size(36, 24, 1200),
-}
 
 
 def build_model(

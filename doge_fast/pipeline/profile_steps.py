@@ -19,7 +19,8 @@ from torch import Tensor
 from doge_fast.kernels.roofline import Bandwidth
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
-from doge_fast.pipeline.model import SIZES, build_model, load_architecture
+from doge_fast.pipeline.model import build_model, load_architecture
+from doge_fast.pipeline.sizes import SIZES
 from doge_fast.tracing import phase
 
 _log = logging.getLogger(__name__)

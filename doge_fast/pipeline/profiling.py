@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as operators_seen
 
+from doge_fast import atomic_file
 from doge_fast.alternation import alternated, ratio_of, synchronize
 from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
@@ -28,6 +29,7 @@ from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
 from doge_fast.pipeline import records, tables
 from doge_fast.pipeline.config import ProfileConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.profile_steps import (
     SIDES,
     WARM_UP,
@@ -257,12 +259,7 @@ def _own_seconds(spans: list[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def _check(config: ProfileConfig) -> None:
-    least = dict.fromkeys(("domains", "sequences", "micro_batches", "steps"), 1)
-    least |= {"threads": 1, "vocab_size": 1, "targets": 0, "sequence_length": 2}
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ValueError(f"{name} must be at least {bound}; got {value}.")
+    check_ranges(config)
     if config.sequences % config.micro_batches:
         raise ValueError(
             f"micro_batches must divide the sequences of a domain; got {config.sequences} "
@@ -309,7 +306,7 @@ def _write_operators(path: Path, doge: DogeStep) -> None:
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    atomic_file.write(path, json.dumps(record, indent=1) + "\n")
 
 
 def table(measured: Profile) -> str:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from doge_fast import generalization, parameters
-from doge_fast.integrations.transformers import DoGETrainer, Mode
+from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
@@ -62,21 +62,12 @@ class ProxyStage(Stage[ProxyConfig]):
     """Domains weighed while a proxy learns them."""
 
     name = "proxy"
-    counts = ("sequences_per_domain", "log_every")
     further = "doge-fast proxy --init-weights"
     trainer = ProxyTrainer
 
     def check(self) -> None:
         """Beside its own settings, words that say how to read others."""
         config = self.config
-        if not 0 <= config.average_from < 1:
-            raise ValueError(
-                f"average_from must be a share of the steps, in [0, 1); got {config.average_from}."
-            )
-        if config.mode not in get_args(Mode):
-            raise ValueError(
-                f"mode must be one of {', '.join(get_args(Mode))}; got {config.mode!r}."
-            )
         UpdateRule(
             mu=1.0 if config.mu is None else config.mu,
             score=generalization.score_of(config.score),

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainerCallback
 
+from doge_fast import scale
 from doge_fast.pipeline import stage as stages
 from doge_fast.pipeline import tables
 from doge_fast.pipeline.stage import Stage
@@ -93,12 +94,9 @@ def _written(stage: Stage[Any], parameters: int, *, is_resumed: bool) -> Iterato
 
 def _memory(stage: Stage[Any], parameters: int) -> Iterator[tuple[str, str]]:
     """Of what has the model's size."""
-    parts = {
-        "parameters": 4 * parameters,
-        "gradients": 4 * parameters,
-        "AdamW": 8 * parameters,
-        f"gradients of {len(stage.rows)} rows": 4 * parameters * len(stage.rows),
-    }
+    num_rows = len(stage.rows)
+    parts = scale.training_bytes(parameters)
+    parts[f"gradients of {num_rows} rows"] = scale.rows_bytes(parameters, num_rows, scale.FLOAT32)
     known = {name: size for name, size in parts.items() if size}
     yield "memory", f"{_size(sum(known.values()))} and activations, about:"
     yield from (("", f"{_size(size)} {name}") for name, size in known.items())

@@ -15,7 +15,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.reporting.cautions import warnings_about
 from doge_fast.pipeline.reporting.findings import Part, parts_of, proxy_parts
 from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, drawing_of, style
@@ -52,8 +54,7 @@ def write_report(config: ReportConfig) -> Path:
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), tab:universal_ppl for the table of
     perplexities, tab:dw and tab:ood-dw for those of domain weights.
     """
-    if config.token_budget is not None and config.token_budget < 1:
-        raise ValueError(f"token_budget must be at least 1; got {config.token_budget}.")
+    check_ranges(config)
     study = open_study(config.runs)
     page = config.out or _default_page(config.runs)
     folder = page.with_name(f"{page.stem}-figures")
@@ -68,7 +69,7 @@ def write_report(config: ReportConfig) -> Path:
         settings=_settings(study, config.token_budget),
         versions=_versions(study),
     )
-    page.write_text(html, encoding="utf-8")
+    atomic_file.write(page, html)
     return page
 
 
@@ -126,8 +127,8 @@ def _drawn(part: Part, folder: Path) -> list[Drawing]:
     with style():
         drawings = [drawing_of(s.name, s.title, s.caption, s.make()) for s in part.sketches]
     for drawing in drawings:
-        (folder / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
-        (folder / f"{drawing.name}.png").write_bytes(drawing.png)
+        atomic_file.write(folder / f"{drawing.name}.svg", drawing.svg)
+        atomic_file.write(folder / f"{drawing.name}.png", drawing.png)
     return drawings
 
 

@@ -66,6 +66,15 @@ def measure_cancellation(config: SelectConfig) -> Path:
     return config.out
 
 
+def is_selected(config: SelectConfig) -> bool:
+    """Whether the scores are there, and every selection that is asked for."""
+    path = config.out / CANCELLATION
+    if not path.exists():
+        return False
+    listed = {entry["file"] for entry in records.read_json(path)["selections"]}
+    return listed >= {_file_of(config, strategy) for strategy in config.strategies}
+
+
 def table(run: Path) -> str:
     """What a finished run has selected, as aligned plain text."""
     selections = records.read_json(run / CANCELLATION)["selections"]
@@ -143,7 +152,6 @@ class SelectStage(MixtureStage[SelectConfig]):
     name = "select"
     trainer = SelectionTrainer
     last = CANCELLATION
-    counts = ("batch_size", "log_every")
 
     def check(self) -> None:
         """Strategies, reading and mode."""
@@ -155,12 +163,6 @@ class SelectStage(MixtureStage[SelectConfig]):
                 "strategies must be distinct, and at least one; got "
                 f"{' '.join(config.strategies) or 'none'}."
             )
-        if config.reading not in READINGS:
-            raise ValueError(
-                f"reading must be one of {', '.join(READINGS)}; got {config.reading!r}."
-            )
-        if config.mode not in ("auto", "together", "single"):
-            raise ValueError(f"mode must be auto, together or single; got {config.mode!r}.")
         if config.training.compile:
             raise ValueError(
                 "The cancellation effect is read off between the modules of the model, which a "
@@ -233,9 +235,8 @@ def _write_selections(config: SelectConfig) -> None:
     }
     chosen = [select(scores, strategy, columns=columns) for strategy in config.strategies]
     entries = {entry["file"]: entry for entry in record["selections"]}
-    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
     for selection in chosen:
-        file = f"selection-{selection.strategy}{suffix}.json"
+        file = _file_of(config, selection.strategy)
         weights_file.write_json(config.out / file, list(selection.names))
         entries[file] = {
             "file": file,
@@ -247,3 +248,8 @@ def _write_selections(config: SelectConfig) -> None:
         }
     record["selections"] = list(entries.values())
     weights_file.write_json(config.out / CANCELLATION, record)
+
+
+def _file_of(config: SelectConfig, strategy: str) -> str:
+    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
+    return f"selection-{strategy}{suffix}.json"

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,9 +109,16 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
     """A folder or file per domain."""
     files_of: dict[str, list[Path]] = {}
     for entry in sorted(directory.iterdir()):
-        files = [] if entry.name.startswith(".") else _data_files(entry)
-        if not files:
+        if entry.name.startswith("."):
             continue
+        files = _data_files(_existing(entry))
+        if not files and (entry.is_file() or config.domains):
+            continue
+        if not files:
+            raise ValueError(
+                f"{entry} holds no file of {', '.join(_SUFFIXES)}. Remove it, or name the domains "
+                "to train on with domains (--domains)."
+            )
         name = entry.name if entry.is_dir() else entry.name.removesuffix(_suffix(entry) or "")
         if name in files_of:
             raise ValueError(
@@ -177,13 +185,28 @@ def _data_files(path: Path) -> list[Path]:
     """The file itself, or all below a directory, of a kind that is read; hidden ones are not."""
     if path.is_file():
         return [path] if _suffix(path) else []
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file()
-        and _suffix(file)
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    found: list[Path] = []
+    for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for inside in (Path(folder, name) for name in folders):
+            if inside.is_symlink() and Path(folder).resolve().is_relative_to(inside.resolve()):
+                raise ValueError(f"{inside} is a link to a folder around it. Remove it.")
+            if _suffix(inside):
+                raise ValueError(f"{inside} has the name of a file and is a folder. Rename it.")
+        files = [Path(folder, name) for name in names if not name.startswith(".")]
+        found += [_existing(file) for file in files if _suffix(file)]
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _existing(path: Path) -> Path:
+    """The path, unless it is a link to nothing, or nothing that holds text."""
+    if not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is a link to nothing, or no file. Mend it, or remove it.")
+    return path
 
 
 def _suffix(path: Path) -> str | None:

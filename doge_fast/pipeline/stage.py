@@ -23,6 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, domains, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import BaseBatches, Corpus
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
@@ -40,8 +41,6 @@ class Stage(Generic[Config]):
     """What is a stage's own; `run` calls the methods from top to bottom."""
 
     name: ClassVar[records.Stage]
-    counts: ClassVar[tuple[str, ...]]
-    """Settings that are at least one."""
     needs_float64: ClassVar[bool] = True
     """Whether float64 is computed on the device."""
     last: ClassVar[str] = training.MODEL
@@ -240,10 +239,8 @@ def check(stage: Stage[Any]) -> Json | None:
         ValueError: a setting is out of its range, or the directory holds another run.
     """
     config = stage.config
+    check_ranges(config)
     training.check(config.training, needs_float64=stage.needs_float64)
-    for name in stage.counts:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1; got {getattr(config, name)}.")
     if getattr(config, "batch_size", 0) % ranks.number():
         raise ValueError(
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "

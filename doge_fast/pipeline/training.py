@@ -100,22 +100,15 @@ def training_arguments(
 def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
     """Raise ValueError where a setting is out of its range, or the device is not there."""
     device_of(config.device, needs_float64=needs_float64)
-    positive = ("steps", "learning_rate", "max_grad_norm", "eval_blocks")
-    for name in positive if config.eval_every is None else (*positive, "eval_every"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be > 0; got {getattr(config, name)}.")
-    if config.save_every is not None and config.save_every < 0:
-        raise ValueError(f"save_every must be at least 0, for none; got {config.save_every}.")
-    if not 0 <= config.min_learning_rate <= config.learning_rate:
+    if config.min_learning_rate > config.learning_rate:
         raise ValueError(
-            "min_learning_rate must lie between 0 and learning_rate; got "
+            "min_learning_rate must be at most learning_rate; got "
             f"{config.min_learning_rate} and {config.learning_rate}. Lower the first with the "
             "second."
         )
-    if config.warmup_steps is not None and not 0 <= config.warmup_steps < config.steps:
+    if config.warmup_steps is not None and config.warmup_steps >= config.steps:
         raise ValueError(
-            f"warmup_steps must be at least 0 and less than steps; got {config.warmup_steps} of "
-            f"{config.steps}."
+            f"warmup_steps must be less than steps; got {config.warmup_steps} of {config.steps}."
         )
     for name in config.report_to:
         if name not in INTEGRATION_TO_CALLBACK:

@@ -14,8 +14,11 @@ TILE_COLUMNS = 65_536
 
 @torch.no_grad()
 def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
-    """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes."""
-    if rows and rows[0].device.type != "cpu":
+    """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes.
+
+    Elsewhere than on a CPU they have one shape: views would cost the host more than all else.
+    """
+    if rows and not rows[0].is_cpu:
         _in_few_launches(list(grads), list(rows), add)
         return
     for grad, row in zip(grads, rows, strict=True):
@@ -29,9 +32,6 @@ def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> No
 
 
 def _in_few_launches(grads: list[Tensor], rows: list[Tensor], add: bool) -> None:
-    if any(grad.shape != row.shape for grad, row in zip(grads, rows, strict=True)):
-        # Views cost the host more than all else here; the rows of a flat buffer need none.
-        grads, rows = [grad.view(-1) for grad in grads], [row.view(-1) for row in rows]
     # Addresses travel as arguments of the kernels: nothing is uploaded, and a graph can hold it.
     if add:
         torch._foreach_add_(rows, grads)

@@ -11,7 +11,7 @@ import torch
 from benchmarks import memory, models, optimizer_step, peers, protocol, published, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.steps import Problem
-from doge_fast.pipeline.model import SIZES
+from doge_fast.pipeline.sizes import SIZES
 
 TINY = Shape(1, 2, 32, 64, 16)
 PROBLEM = Problem(TINY, 3, 6, package="torch")

@@ -350,16 +350,26 @@ def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(
         recipe._setup_optimizer({"lr": 0.1}, optimizer_in_bwd=True)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_ranks_learn_what_one_process_learns(tmp_path: Path, run: Run, wrap: str) -> None:
-    one = printed_weights(run("distributed_loop", "--steps", "40"))
+def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[str, float]:
+    """The weights that an example prints under torchrun."""
     printed = printed_by(
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *(EXAMPLES / "distributed_loop.py", "--steps", "40", "--wrap", wrap, "--out", "ranks"),
-        cwd=tmp_path,
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
+        *(EXAMPLES / f"{name}.py", "--steps", "40", "--out", "ranks", *arguments),
+        cwd=folder,
     )
-    assert printed_weights(printed) == one
+    return printed_weights(printed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("distributed_loop", ()), ("fsdp2_loop", ()), ("fsdp2_loop", ("--fragments",))],
+)
+def test_ranks_learn_what_one_process_learns(
+    tmp_path: Path, run: Run, name: str, arguments: tuple[str, ...]
+) -> None:
+    one = printed_weights(run("distributed_loop", "--steps", "40"))
+    assert launched(tmp_path, 2, name, *arguments) == one
     alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
     assert together == pytest.approx(alone, rel=1e-4)
 
@@ -392,6 +402,13 @@ def test_ranks_of_a_host_learn_what_one_process_learns(
     together, alone = weights_in(tmp_path / "ranks"), weights_in(tmp_path / "alone")
     # Each rank draws dropout of its own; the other two have none.
     assert together == pytest.approx(alone, rel=0.02 if name == "hf_trainer" else 1e-6)
+
+
+@pytest.mark.exhaustive
+def test_shards_go_on_with_another_number_of_ranks(tmp_path: Path, run: Run) -> None:
+    one = printed_weights(run("distributed_loop", "--steps", "40"))
+    assert launched(tmp_path, 2, "fsdp2_loop", "--stop-at", "15") != one
+    assert launched(tmp_path, 4, "fsdp2_loop", "--fragments") == one
 
 
 def test_several_processes_find_the_known_answer(run: Run) -> None:

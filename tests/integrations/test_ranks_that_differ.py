@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast import DoGEOptimizer
-from doge_fast.distributed import data_parallel
+from doge_fast.distributed import company, data_parallel
 from doge_fast.sampling import pieces
 from tests.integrations.test_several_processes import examples, losses, small_model
 from tests.ranks import Ranks
@@ -41,10 +42,10 @@ def values(model: nn.Module) -> Tensor:
 
 
 def raised(work: Callable[[], object]) -> str:
-    """What a call raises, as a RuntimeError says it; empty where it does not."""
+    """What a call raises, as the error says it; empty where it does not."""
     try:
         work()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
 
@@ -190,8 +191,12 @@ def replicated(model: nn.Module) -> nn.Module:
     return replicate(model)
 
 
-class FullyShardedDataParallel(nn.Module):
-    """In its place: FSDP1 itself needs an accelerator."""
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+class Engine(nn.Module):
+    """In the place of an engine that is not installed: it goes by its class's name."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -199,6 +204,18 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
+
+
+def deepspeed(model: nn.Module) -> nn.Module:
+    """As in DeepSpeed 0.19.8; engines of pipelines are derived from it."""
+    engine = type("DeepSpeedEngine", (Engine,), {"__module__": "deepspeed.runtime.engine"})
+    return type("PipelineEngine", (engine,), {})(model)
+
+
+def megatron(model: nn.Module) -> nn.Module:
+    """As in megatron-core 0.16.1, whose class has the name of torch's."""
+    module = "megatron.core.distributed.distributed_data_parallel"
+    return type("DistributedDataParallel", (Engine,), {"__module__": module})(model)
 
 
 def of_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> str:
@@ -214,7 +231,9 @@ def of_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> str:
     [
         (static_graph, "DistributedDataParallel(static_graph=True) reduces gradients"),
         (replicated, "something has put a p.grad back inside a domain"),
-        (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1) cuts parameters"),
+        (fsdp1, "FullyShardedDataParallel (FSDP1) cuts parameters"),
+        (deepspeed, "DeepSpeed's engine reduces and keeps the gradients by itself"),
+        (megatron, "Megatron's wrappers collect the gradients in buffers of their own"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -225,8 +244,25 @@ def test_what_reduces_by_itself_is_refused(
         assert sentence.startswith(said)
 
 
-def bytes_of(num_domains: int, width: int) -> tuple[int, int, int]:
-    """Bytes that this rank has sent: of rows, of sums; and bytes of the padded parameters."""
+def forward_before_the_domain() -> str:
+    model, optimizer = built()
+    wrapped = DistributedDataParallel(model)
+    outputs = wrapped(examples("a", 0, 4))
+
+    def backward() -> None:
+        with optimizer.domain("a"):
+            losses(outputs, "a").mean().backward()
+
+    return raised(backward)
+
+
+def test_ddp_whose_forward_ran_before_the_domain_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, forward_before_the_domain):
+        assert "Run forward and backward inside the domain" in said
+
+
+def bytes_of(num_domains: int, width: int) -> tuple[list[tuple[int, int]], int]:
+    """Bytes that this rank has sent, of rows and of sums, by step; and those of the parameters."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Linear(width, width, bias=False)
@@ -237,7 +273,8 @@ def bytes_of(num_domains: int, width: int) -> tuple[int, int, int]:
     all_to_all, all_gather = dist.all_to_all_single, data_parallel.all_gather
 
     def count_rows(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
-        sent["rows"] += here.nbytes - here.itemsize * splits[1][rank]
+        if here.dtype == torch.float32:
+            sent["rows"] += here.nbytes - here.itemsize * splits[1][rank]
         return all_to_all(there, here, *splits, **options)
 
     def count_sums(there: Tensor, here: Tensor, **options: Any) -> Any:
@@ -247,14 +284,20 @@ def bytes_of(num_domains: int, width: int) -> tuple[int, int, int]:
 
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=names, mu=1.0)
     dist.all_to_all_single, data_parallel.all_gather = count_rows, count_sums
+    found = []
     try:
-        for name, (first, last) in pieces(sizes, rank, num_ranks).items():
-            with optimizer.domain(name, count=last - first):
-                model(torch.randn(last - first, width)).square().mean().backward()
-        optimizer.step()
+        # From the third step on, rows travel before the ranks agree.
+        for _ in range(4):
+            sent |= {"rows": 0, "sums": 0}
+            for name, (first, last) in pieces(sizes, rank, num_ranks).items():
+                with optimizer.domain(name, count=last - first):
+                    model(torch.randn(last - first, width)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((sent["rows"], sent["sums"]))
     finally:
         dist.all_to_all_single, data_parallel.all_gather = all_to_all, all_gather
-    return sent["rows"], sent["sums"], model.weight.nbytes
+    return found, model.weight.nbytes
 
 
 @pytest.mark.parametrize(
@@ -266,13 +309,43 @@ def test_bytes_are_those_of_the_formula(
 ) -> None:
     # A multiple of 64 columns for 2, 3 and 4 ranks: nothing is padded.
     answers = ranks.run(num_ranks, bytes_of, num_domains, 96)
-    num_bytes = answers[0][2]
+    num_bytes = answers[0][1]
     pieces_of_rows = (
         num_domains + num_ranks - torch.tensor(num_domains).gcd(torch.tensor(num_ranks))
     )
     share = (num_ranks - 1) / num_ranks * num_bytes
-    mean_rows = sum(rows for rows, _, _ in answers) / num_ranks
-    mean_sums = sum(sums for _, sums, _ in answers) / num_ranks
-    assert mean_rows == pytest.approx(int(pieces_of_rows) / num_ranks * share, rel=1e-12)
-    assert mean_sums == pytest.approx(share, rel=1e-12)
-    assert (mean_rows + mean_sums) / (2 * share) == pytest.approx(over_plain, rel=1e-12)
+    for step in zip(*(found for found, _ in answers), strict=True):
+        mean_rows = sum(rows for rows, _ in step) / num_ranks
+        mean_sums = sum(sums for _, sums in step) / num_ranks
+        assert mean_rows == pytest.approx(int(pieces_of_rows) / num_ranks * share, rel=1e-12)
+        assert mean_sums == pytest.approx(share, rel=1e-12)
+        assert (mean_rows + mean_sums) / (2 * share) == pytest.approx(over_plain, rel=1e-12)
+
+
+def reduce_before_the_first_step() -> Tensor:
+    """Rank 1 has no domain, and the loop reduces its loss; a group without gloo, as NCCL's is."""
+
+    def separate(group: dist.ProcessGroup) -> object:
+        return dist.new_group(
+            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(company, "_on_cpus", separate)
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+        loss = torch.zeros(())
+        if dist.get_rank() == 0:
+            for name in optimizer.domains:
+                with optimizer.domain(name):
+                    loss = model(torch.ones(2, 3)).square().mean()
+                    loss.backward()
+        dist.all_reduce(loss.detach())
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_ranks_make_no_group_before_all_are_there(ranks: Ranks) -> None:
+    first, second = ranks.run(2, reduce_before_the_first_step)
+    assert torch.equal(first, second)

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from doge_fast import DoGEOptimizer, DomainMixture
-from doge_fast.sampling import pieces
+from doge_fast.distributed import Fragments
+from doge_fast.sampling import pieces, rounds
 from tests.ranks import Ranks
 
 DOMAINS = ("a", "b", "c", "d")
@@ -18,6 +19,20 @@ STEPS = 6
 
 Wrap = Callable[[nn.Module], nn.Module]
 Sizes = Mapping[str, int]
+Deal = Callable[[Sizes, int, int], list[tuple[str, int, int]]]
+
+
+def whole_pieces(sizes: Sizes, rank: int, num_ranks: int) -> list[tuple[str, int, int]]:
+    return [(name, *piece) for name, piece in pieces(sizes, rank, num_ranks).items()]
+
+
+def shares(sizes: Sizes, rank: int, num_ranks: int) -> list[tuple[str, int, int]]:
+    """Of every domain the same share for every rank, as sharded parameters need it."""
+    first, last = ((place, num_ranks) for place in (rank, rank + 1))
+    return [
+        (name, size * first[0] // first[1], size * last[0] // last[1])
+        for name, size in sizes.items()
+    ]
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -79,27 +94,36 @@ def losses(outputs: Tensor, domain: str) -> Tensor:
 
 
 def trained(
-    wrap: Wrap, sizes: Sizes, is_stacked: bool, options: Mapping[str, Any], how: str = ""
-) -> tuple[Tensor, Tensor]:
-    """The parameters and the average weights after some steps.
+    wrap: Wrap,
+    sizes: Sizes,
+    is_stacked: bool,
+    options: Mapping[str, Any],
+    how: str = "",
+    deal: Deal = whole_pieces,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The parameters, the average weights and the last norm after some steps.
 
     Args:
         wrap: of the model.
         sizes: of a step's batch.
         is_stacked: one backward pass for all domains of a rank.
         options: of the optimizer.
-        how: "halves": in two micro-batches; "scaled": with a GradScaler; "absent": the second step
-            has no c.
+        how: "halves": in two micro-batches; "scaled": with a GradScaler; "overflow": and the last
+            rank's examples of the second step are not numbers; "absent": the second step has no c.
+        deal: the examples among the ranks; with `rounds` they exchange fragments.
     """
     rank, num_ranks = 0, 1
     if torch.distributed.is_initialized():
         rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = small_model()
     wrapped = wrap(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "scaled")
+    is_scaled = how in ("scaled", "overflow")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
     arguments: dict[str, Any] = {"domains": list(sizes), "mu": 5.0} | dict(options)
-    if how == "scaled":
+    if is_scaled:
         arguments["scaler"] = scaler
+    if deal is rounds:
+        arguments |= {"process_group": Fragments(model), "micro_batches": None}
     inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     optimizer = DoGEOptimizer(inner, **arguments)
     num_parts = 2 if how == "halves" else 1
@@ -108,12 +132,19 @@ def trained(
         here += [name for name in sizes if name not in optimizer.domains]
         if how == "absent" and step == 1:
             here.remove("c")
-        mine = pieces({name: sizes[name] for name in here}, rank, num_ranks)
-        batch = {name: examples(name, step, sizes[name])[slice(*mine[name])] for name in mine}
+        mine = deal({name: sizes[name] for name in here}, rank, num_ranks)
+        batch = [
+            (name, examples(name, step, sizes[name])[first:last]) for name, first, last in mine
+        ]
+        if how == "overflow" and step == 1 and rank == num_ranks - 1:
+            batch = [(name, float("nan") * rows) for name, rows in batch]
         for part in range(num_parts):
-            parts = {name: rows.chunk(num_parts)[part] for name, rows in batch.items()}
-            run(wrapped, optimizer, parts, is_stacked, scaler, 1 / num_parts)
-        if how == "scaled":
+            parts = [(name, rows.chunk(num_parts)[part]) for name, rows in batch]
+            if deal is rounds:
+                run_fragments(wrapped, optimizer, parts, scaler, sizes)
+            else:
+                run(wrapped, optimizer, dict(parts), is_stacked, scaler, 1 / num_parts)
+        if is_scaled:
             # A rank cannot know by itself that the last domain has been left somewhere.
             optimizer.combine()
             scaler.step(optimizer)
@@ -121,8 +152,15 @@ def trained(
         else:
             optimizer.step()
         optimizer.zero_grad()
-    theta_N = torch.cat([param.detach().flatten() for param in model.parameters()])
-    return theta_N, optimizer.alpha_mean
+    assert optimizer.last is not None
+    assert optimizer.num_skipped == (how == "overflow")
+    return values(model), optimizer.alpha_mean, optimizer.last.combined_norm
+
+
+def values(model: nn.Module) -> Tensor:
+    """All parameters, in one process."""
+    wholes = [getattr(param, "full_tensor", lambda p=param: p)() for param in model.parameters()]
+    return torch.cat([whole.detach().flatten() for whole in wholes])
 
 
 def run(
@@ -147,6 +185,19 @@ def run(
             scaler.scale(share * losses(model(rows), name).mean()).backward()
 
 
+def run_fragments(
+    model: nn.Module,
+    optimizer: DoGEOptimizer,
+    batch: list[tuple[str, Tensor]],
+    scaler: torch.amp.GradScaler,
+    sizes: Sizes,
+) -> None:
+    """The backward passes of fragments, whose gradients add up over ranks."""
+    for name, rows in batch:
+        with optimizer.domain(name):
+            scaler.scale(losses(model(rows), name).sum() / sizes[name]).backward()
+
+
 @pytest.mark.parametrize("wrap", [compiled_ddp, checkpointed_ddp])
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
 def test_other_forms_of_the_model(ranks: Ranks, is_stacked: bool, wrap: Wrap) -> None:
@@ -160,7 +211,10 @@ UNEQUAL = {"a": 5, "b": 1, "c": 2, "d": 4}
 def check(ranks: Ranks, num_ranks: int, *given: Any) -> None:
     """Ranks end where one process ends, and all of them on the same bits."""
     _, sizes, _, *rest = given
-    one = trained(bare, sizes, False, *rest)
+    # Options and loop; one process has all examples.
+    one = trained(bare, sizes, False, *rest[:2])
+    # The weights have moved.
+    assert one[1].max() - one[1].min() > 1e-5
     answers = ranks.run(num_ranks, trained, *given)
     for found in answers:
         for value, expected, first in zip(found, one, answers[0], strict=True):
@@ -178,7 +232,8 @@ def check(ranks: Ranks, num_ranks: int, *given: Any) -> None:
 def test_ranks_train_what_one_process_trains(
     ranks: Ranks, num_ranks: int, sizes: Sizes, is_stacked: bool, wrap: Wrap
 ) -> None:
-    check(ranks, num_ranks, wrap, sizes, is_stacked, {})
+    # Two domains that are cut to one norm never move.
+    check(ranks, num_ranks, wrap, sizes, is_stacked, {"domain_max_grad_norm": None})
 
 
 def test_a_rank_without_a_domain_waits_for_no_buffers(ranks: Ranks) -> None:
@@ -211,6 +266,7 @@ def test_what_composes(ranks: Ranks, is_stacked: bool, name: str) -> None:
 LOOPS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "halves": ({"a": 8, "b": 4, "c": 4, "d": 8}, {"micro_batches": 2}),
     "scaled": (UNEQUAL, {"max_grad_norm": 0.5}),
+    "overflow": (UNEQUAL, {}),
     "absent": (UNEQUAL, {"absent": "keep"}),
 }
 

@@ -1,79 +1,264 @@
 """FSDP2: rows and weighted gradient in shards, and what one process trains."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from doge_fast import DoGEOptimizer
-from tests.integrations.test_several_processes import STEPS, examples, losses, small_model
+from doge_fast.distributed import Fragments
+from doge_fast.sampling import rounds
+from tests.grids import grid
+from tests.integrations.test_ranks_that_differ import raised
+from tests.integrations.test_several_processes import (
+    LOOPS,
+    OPTIONS,
+    UNEQUAL,
+    Checkpointed,
+    Deal,
+    Sizes,
+    Wrap,
+    bare,
+    check,
+    examples,
+    losses,
+    shares,
+    small_model,
+    trained,
+)
 from tests.ranks import Ranks
 
-SIZES = {"a": 4, "b": 8, "c": 4}
+# Shares of every domain are equal on two and on four ranks.
+SIZES = {"a": 4, "b": 8, "c": 4, "d": 4}
+TWICE = {name: 2 * size for name, size in SIZES.items()}
 
 
-def sharded(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
-    names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+def sharded(model: nn.Module, mesh_shape: tuple[int, ...] = (), **options: Any) -> nn.Module:
+    """The layers and the model in shards; the default mesh is that of all ranks."""
+    if mesh_shape:
+        options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("copies", "shards"))
     for layer in model:
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
-def trained(mesh_shape: tuple[int, ...] | None, options: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The parameters, the weights and the last norms after some steps."""
-    rank, num_ranks = 0, 1
-    model = small_model()
-    if mesh_shape is not None:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        sharded(model, mesh_shape)
-    arguments: dict[str, Any] = {"domains": list(SIZES), "mu": 5.0} | dict(options)
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-    optimizer = DoGEOptimizer(inner, **arguments)
-    for step in range(STEPS):
-        # Not in the order of the domains: rows are told apart by name.
-        for name, size in reversed(SIZES.items()):
-            part = size // num_ranks
-            with optimizer.domain(name):
-                here = examples(name, step, size)[rank * part : (rank + 1) * part]
-                losses(model(here), name).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = [
-        getattr(param, "full_tensor", param.clone)().detach().flatten()
-        for param in model.parameters()
-    ]
-    assert optimizer.last is not None
-    return torch.cat(whole), optimizer.alpha_mean, optimizer.last.combined_norm
+def copies_of_shards(model: nn.Module) -> nn.Module:
+    return sharded(model, (2, 2))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "as it comes": {},
-    "clips": {"max_grad_norm": 0.5, "domain_max_grad_norm": 0.3},
-    "selection": {
-        "selection": ["0.weight"],
-        "domain_max_grad_norm": None,
-        "max_grad_norm": 0.5,
-    },
-    "a target": {"domains": ["a", "b"], "target": "c"},
-}
+def kept(model: nn.Module) -> nn.Module:
+    return sharded(model, reshard_after_forward=False)
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(sharded(model), backend="aot_eager")
+
+
+def compiled_layers(model: nn.Module) -> nn.Module:
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    return sharded(model)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """The form of replicate() that fully_shard's machinery runs; the other one is refused."""
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            replicate(layer)
+    return replicate(model)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    return fully_shard(Checkpointed(sharded(model)))
+
+
+def second_dimension(model: nn.Module) -> nn.Module:
+    def placement(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else None
+
+    return sharded(model, shard_placement_fn=placement)
+
+
+def lower(model: nn.Module) -> nn.Module:
+    """Forward and backward in float32, gradients added up in float64."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    return sharded(model, mp_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "wrap", "name"),
+    [
+        *grid([2], [sharded], ["as it comes", *OPTIONS], some=lambda *_: True),
+        *grid(
+            [4], [sharded, copies_of_shards], ["clips", "selection, uncut"], some=lambda *_: True
+        ),
+    ],
+)
+def test_shards_train_what_one_process_trains(
+    ranks: Ranks, num_ranks: int, wrap: Wrap, name: str
+) -> None:
+    check(ranks, num_ranks, wrap, SIZES, False, OPTIONS.get(name, {}), "", shares)
+
+
+@pytest.mark.parametrize("how", LOOPS)
+@pytest.mark.parametrize("deal", [shares, rounds])
+def test_loops_compose(ranks: Ranks, deal: Deal, how: str) -> None:
+    check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, deal)
+
+
+@pytest.mark.parametrize(
+    "wrap", [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed]
+)
+@pytest.mark.parametrize("deal", [shares, rounds])
+def test_other_forms_of_the_model(ranks: Ranks, deal: Deal, wrap: Wrap) -> None:
+    check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", deal)
+
+
+def test_copies_that_fsdp2_keeps(ranks: Ranks) -> None:
+    check(ranks, 2, replicated, SIZES, False, OPTIONS["clips"], "", shares)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
-def test_shards_train_what_one_process_trains(
-    ranks: Ranks, mesh_shape: tuple[int, ...], name: str
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"), [(2, UNEQUAL), (3, {"a": 1, "b": 13, "c": 3, "d": 4})], ids=str
+)
+def test_fragments_train_what_one_process_trains(
+    ranks: Ranks, num_ranks: int, sizes: Sizes, name: str
 ) -> None:
-    one = trained(None, OPTIONS[name])
-    num_ranks = 2 if mesh_shape == (2,) else 4
-    answers = ranks.run(num_ranks, trained, mesh_shape, OPTIONS[name])
-    for found in answers:
-        for value, expected, first in zip(found, one, answers[0], strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
-            assert torch.equal(value, first)
+    check(ranks, num_ranks, sharded, sizes, False, OPTIONS[name], "", rounds)
+
+
+def test_a_rank_that_is_alone_has_all_fragments(ranks: Ranks) -> None:
+    check(ranks, 1, sharded, UNEQUAL, False, OPTIONS["clips"], "", rounds)
+
+
+def test_rows_of_fewer_bits(ranks: Ranks) -> None:
+    """Rows are rounded after the reduction, so shards round as one process does."""
+    check(ranks, 2, sharded, SIZES, False, {"buffer_dtype": torch.bfloat16}, "", shares)
+
+
+@pytest.mark.parametrize("deal", [shares, rounds])
+def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks, deal: Deal) -> None:
+    one = trained(bare, SIZES, False, {})
+    first, second = ranks.run(2, trained, lower, SIZES, False, {}, "", deal)
+    for value, same, expected in zip(first, second, one, strict=True):
+        assert torch.equal(value, same)
+        # A hundred ulp of float32: Adam divides gradients by their size.
+        torch.testing.assert_close(value, expected, rtol=0, atol=100 * 2**-23)
+        assert not torch.equal(value, expected)
+
+
+def built(model: nn.Module, **options: Any) -> DoGEOptimizer:
+    arguments = {"domains": ["a", "b"], "mu": 5.0, "micro_batches": None} | options
+    return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+
+
+def enter(model: nn.Module, optimizer: DoGEOptimizer, name: str, **options: Any) -> None:
+    with optimizer.domain(name, **options):
+        losses(model(examples(name, 0, 4)), name).mean().backward()
+
+
+def unequal_rounds() -> str:
+    model = sharded(small_model())
+    optimizer = built(model, process_group=Fragments(model))
+    names = ["a", "b"] if dist.get_rank() else ["a"]
+
+    def step() -> None:
+        for name in names:
+            enter(model, optimizer, name)
+        optimizer.step()
+
+    return raised(step)
+
+
+def with_count() -> str:
+    model = sharded(small_model())
+    optimizer = built(model, process_group=Fragments(model))
+    return raised(lambda: enter(model, optimizer, "a", count=4))
+
+
+def of_copies() -> str:
+    model = sharded(small_model(), (2, 2))
+    optimizer = built(model, process_group=Fragments(model))
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
+def of_whole_copies() -> str:
+    model = replicated(small_model())
+    optimizer = built(model, process_group=Fragments(model))
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
+def of_another_model() -> str:
+    model, other = sharded(small_model()), sharded(small_model())
+    optimizer = built(model, process_group=Fragments(other))
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
+def without_shards() -> str:
+    return raised(lambda: Fragments(small_model()))
+
+
+def other_counts() -> str:
+    model = sharded(small_model())
+    optimizer = built(model)
+
+    def step() -> None:
+        for name in ("a", "b"):
+            enter(model, optimizer, name, count=1 + dist.get_rank())
+        optimizer.step()
+
+    return raised(step)
+
+
+def other_domains() -> str:
+    model = sharded(small_model())
+    optimizer = built(model)
+
+    def step() -> None:
+        for name in ("a", "b") if dist.get_rank() else ("b", "a"):
+            enter(model, optimizer, name)
+        optimizer.step()
+
+    return raised(step)
+
+
+def some_left_out() -> str:
+    model = small_model()
+    fully_shard(model[0])
+    optimizer = built(model)
+    return raised(lambda: enter(model, optimizer, "a"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "work", "said"),
+    [
+        (2, unequal_rounds, "the ranks differ in how many domains they enter in a step"),
+        (2, with_count, "with Fragments a domain's gradient is the sum over ranks; got count=4."),
+        (4, of_copies, "Fragments need parameters that are sharded over all ranks alike"),
+        (2, of_whole_copies, "a gradient did not come through the reduction of Fragments"),
+        (2, of_another_model, "a gradient did not come through the reduction of Fragments"),
+        (2, without_shards, "Fragments need a model that torch.distributed.fsdp.fully_shard has"),
+        (2, other_counts, "the ranks differ in how often or with which count they entered 'a'"),
+        (2, other_domains, "the ranks differ in the order of their domains"),
+        (2, some_left_out, "the optimizer's parameters must all be sharded or replicated"),
+    ],
+)
+def test_what_shards_refuse(
+    ranks: Ranks, num_ranks: int, work: Callable[[], str], said: str
+) -> None:
+    answers = ranks.run(num_ranks, work)
+    assert answers[0].startswith(said)
+    assert len(set(answers)) == 1

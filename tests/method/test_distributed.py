@@ -43,6 +43,7 @@ def exchanged(entered_nD: list[dict[int, float]], num_domains: int) -> tuple[Ten
     for row, domain in enumerate(entered):
         for param, grad in zip(params, grads[domain], strict=True):
             buffer.receive(row, param, grad * (rank + 1))
+        exchange.send(row, params, (), buffer)
     names = [str(domain) for domain in range(num_domains)]
     counts = {str(domain): count for domain, count in entered.items()}
     dtypes = [torch.float64 if entered else None for _ in params]

@@ -804,6 +804,16 @@ class TestTorchOptimizer:
             (lambda ours: ours["gain"].fill_(math.inf), "3 finite scores"),
             (lambda ours: ours.update(gain=torch.ones(1)), "3 finite scores"),
             (lambda ours: ours.pop("version"), "not written by state_dict"),
+            (lambda ours: ours.pop("rows"), r"lacks \['rows'\]"),
+            (lambda ours: ours.update(version="2"), "version must be a count; it is '2'"),
+            (lambda ours: ours.update(draws=-1), "draws must be a count; it is -1"),
+            (lambda ours: ours.update(draws=True), "draws must be a count; it is True"),
+            (lambda ours: ours.update(domains="abc"), "domains must be names; it is 'abc'"),
+            (lambda ours: ours.update(alpha=[1.0, 0.0, 0.0]), "alpha must be a tensor"),
+            (lambda ours: ours["num_steps"].fill_(-1), "num_steps must be a count; it is tensor"),
+            (lambda ours: ours.update(num_skipped=3), "num_skipped must be a tensor; it is 3"),
+            (lambda ours: ours.update(mu=math.nan), "must be positive and finite"),
+            (lambda ours: ours.update(mu="fast"), "must be positive and finite"),
         ],
     )
     def test_spoilt_checkpoint_changes_nothing(self, spoil: Any, message: str) -> None:

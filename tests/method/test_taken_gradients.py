@@ -1,11 +1,15 @@
 """Where a gradient is taken when its domain is left, and not in the middle of a backward pass."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.host_calls import Counts
 from doge_fast import DoGEOptimizer, parameters
+from doge_fast.kernels import fill
 from tests.models import domain_tokens, tied_transformer
 
 
@@ -168,3 +172,58 @@ class TestWhenTheDomainIsLeft:
             model(torch.tensor([1, 2])).sum().backward()
         assert not optimizer.buffer.blocks
         assert model.weight.grad is None
+
+    def test_a_domain_that_comes_again_with_other_parameters(self) -> None:
+        params = biases(3, "cpu")
+        optimizer = optimizer_of(params)
+        for first, name in ((0, "a"), (1, "a"), (2, "b")):
+            with optimizer.domain(name):
+                sum(param.sum() for param in params[first : first + 2]).backward()
+        rows = [block.rows_RN.tolist() for block in optimizer.buffer.touched(list(params))]
+        one, two, none = [1.0] * 3, [2.0] * 3, [0.0] * 3
+        assert rows == [[one, none], [two, none], [one, one]]
+
+    def test_gradients_of_any_strides(self) -> None:
+        weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+        optimizer = optimizer_of(nn.ParameterList([weight]))
+        factor = torch.randn(4, 3, 2, 2)
+        for name in "ab":
+            with optimizer.domain(name):
+                (factor * weight).sum().backward()
+                assert not weight.grad.is_contiguous()
+        (block,) = optimizer.buffer.blocks
+        assert all(torch.equal(row, factor) for row in block.rows)
+
+    def test_sparse_gradients_are_refused_after_dense_ones_too(self) -> None:
+        model = nn.Embedding(5, 2)
+        optimizer = optimizer_of(model)
+        with optimizer.domain("a"):
+            model(torch.tensor([1, 2])).sum().backward()
+        model.sparse = True
+        with pytest.raises(ValueError, match="turn off sparse=True"), optimizer.domain("b"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+    @pytest.mark.parametrize("change", [torch.Tensor.double, torch.Tensor.t])
+    def test_a_model_that_changes_between_steps_is_refused(
+        self, change: Callable[[Tensor], Tensor]
+    ) -> None:
+        param = nn.Parameter(torch.ones(2, 3))
+        optimizer = optimizer_of(nn.ParameterList([param]))
+        for name in "ab":
+            with optimizer.domain(name):
+                param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        param.data = change(param.data)
+        with pytest.raises(RuntimeError, match="was moved or cast"), optimizer.domain("a"):
+            param.sum().backward()
+
+
+def test_what_has_no_memory_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(*_: object, **__: object) -> None:
+        raise AssertionError("an implementation was launched")
+
+    monkeypatch.setattr("doge_fast.kernels.operators.choose", choose)
+    with FakeTensorMode():
+        grads, rows = ([torch.ones(3)] for _ in range(2))
+        fill(grads, rows, add=True)

@@ -6,6 +6,7 @@ import platform
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -186,11 +187,82 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(workshop
 
 
 @needs_compiler
-def test_a_damaged_library_is_built_again(workshop):
+@pytest.mark.parametrize("kept", [0, 100, 0.5, 0.999])
+def test_a_damaged_library_is_built_again(workshop, kept):
     library = workshop.build()
-    library.write_bytes(library.read_bytes()[:100])
+    whole = library.read_bytes()
+    library.write_bytes(whole[: int(kept * len(whole)) if kept < 1 else kept])
     build.load_library("tiny", workshop.sources, cpp_recipe)
     assert answer_of(library) == 42
+
+
+@needs_compiler
+def test_a_library_of_which_one_bit_is_wrong_is_built_again(workshop):
+    library = workshop.build()
+    damaged = bytearray(library.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    library.write_bytes(damaged)
+    build.load_library("tiny", workshop.sources, cpp_recipe)
+    assert library.read_bytes() != bytes(damaged)
+
+
+@needs_compiler
+def test_nobody_else_writes_what_is_loaded(workshop):
+    mask = os.umask(0)
+    try:
+        library = workshop.build()
+        assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(library.stat().st_mode) == 0o755
+        for path in (library, library.parent):
+            mode = path.stat().st_mode
+            for bit in (stat.S_IWGRP, stat.S_IWOTH):
+                path.chmod(mode | bit)
+                with pytest.raises(
+                    BuildError, match=rf"Other users may write {path}, .*chmod go-w"
+                ):
+                    build.load_library("tiny", workshop.sources, cpp_recipe)
+            path.chmod(mode)
+        build.load_library("tiny", workshop.sources, cpp_recipe)
+    finally:
+        os.umask(mask)
+
+
+@needs_compiler
+@pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0, reason="only root may give files away"
+)
+def test_what_another_user_owns_is_not_loaded(workshop):
+    library = workshop.build()
+    for path in (library, library.parent):
+        os.chown(path, 1234, -1)
+        with pytest.raises(BuildError, match=rf"{path} belongs to another user"):
+            build.load_library("tiny", workshop.sources, cpp_recipe)
+        os.chown(path, 0, -1)
+
+
+@needs_compiler
+def test_a_directory_in_the_place_of_a_library(workshop):
+    library = workshop.build()
+    library.unlink()
+    library.mkdir()
+    with pytest.raises(BuildError, match=r"cannot be written \(Is a directory\)"):
+        workshop.build()
+
+
+@needs_compiler
+def test_a_compiler_that_writes_nothing(workshop, monkeypatch):
+    lazy = workshop.sources.parent / "lazy"
+    lazy.write_text("#!/bin/sh\n[ $1 = --version ] && echo lazy 1.0\nexit 0\n")
+    lazy.chmod(0o755)
+    monkeypatch.setenv("CXX", str(lazy))
+    with pytest.raises(BuildError, match="lazy ended well and wrote no library"):
+        workshop.build()
+
+
+def test_a_compiler_with_an_open_quote(workshop, monkeypatch):
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(BuildError, match=r"CXX is \"'g\+\+\", which no shell reads: No closing"):
+        workshop.build()
 
 
 def test_a_compiler_that_is_not_there(workshop, monkeypatch):
@@ -252,6 +324,14 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     assert build.cache_dir() == tmp_path / ".cache" / "doge_fast"
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "chosen"))
     assert build.cache_dir() == tmp_path / "chosen"
+
+
+def test_an_empty_home_is_none(monkeypatch):
+    for name in ("DOGE_FAST_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "")
+    with pytest.raises(BuildError, match="no home directory"):
+        build.cache_dir()
 
 
 def test_no_home_directory(monkeypatch):

@@ -141,8 +141,8 @@ def test_pretraining_continues_from_a_run(base: Make, small_corpus: Path) -> Non
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"log_every": 0}, "log_every must be at least 1; got 0"),
         ({"targets": ("nowhere",)}, "nowhere"),
-        ({"save_every": -1}, "save_every must be at least 0, for none; got -1"),
-        ({"eval_every": 0}, "eval_every must be > 0; got 0"),
+        ({"save_every": -1}, "save_every must be at least 0; got -1"),
+        ({"eval_every": 0}, "eval_every must be at least 1; got 0"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )

@@ -453,12 +453,12 @@ def test_a_complete_run_is_left_as_it_is(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"variant": "dro"}, "variant must be doremi or doge; got 'dro'"),
-        ({"step_size": 0.0}, "step_size must be positive and finite; got 0.0"),
-        ({"smoothing": 1.0}, "smoothing, the share of uniform"),
+        ({"variant": "dro"}, "variant must be one of doremi, doge; got 'dro'"),
+        ({"step_size": 0.0}, "step_size must be greater than 0; got 0.0"),
+        ({"smoothing": 1.0}, "smoothing must be at least 0 and less than 1; got 1.0"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"log_every": 0}, "log_every must be at least 1; got 0"),
-        ({"steps": 0}, "steps must be > 0; got 0"),
+        ({"steps": 0}, "steps must be at least 1; got 0"),
         ({"domains": ("code", "prose")}, "weights for table, verse, which are not trained on"),
         ({"targets": ("verse",)}, "weights for verse, which are not trained on"),
         ({"block_size": 32}, "was trained with blocks of 16; this corpus has 32"),

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from doge_fast.pipeline.config import ModelConfig
-from doge_fast.pipeline.model import SIZES, build_model, open_model, padded_vocab_size
+from doge_fast.pipeline.model import build_model, open_model, padded_vocab_size
+from doge_fast.pipeline.sizes import SIZES
 
 PAPER_VOCAB = 50257
 

@@ -13,7 +13,12 @@ from doge_fast.cancellation import DEFAULT_READING, READINGS
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.config import ProxyConfig, SelectConfig
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.selection import SelectionTrainer, SelectStage, measure_cancellation
+from doge_fast.pipeline.selection import (
+    SelectionTrainer,
+    SelectStage,
+    is_selected,
+    measure_cancellation,
+)
 from doge_fast.pipeline.stage import prepare
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, words_of
@@ -136,10 +141,14 @@ def test_a_killed_run_resumes_to_the_same_bits(
 def test_a_finished_run_is_asked_again_and_not_trained_again(
     asked: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert not is_selected(asked())
     run = measure_cancellation(asked())
+    assert is_selected(asked())
+    assert not is_selected(asked(strategies=("low5",)))
     low3 = (run / "selection-low3.json").read_bytes()
     monkeypatch.setattr(SelectionTrainer, "training_step", lambda *_: pytest.fail("trained"))
     measure_cancellation(asked(strategies=("low5",)))
+    assert is_selected(asked(strategies=("low3", "low5")))
     measure_cancellation(asked(strategies=("low3",), reading="change-over-norms"))
     assert len(names_of(run, "low5")) == 5
     scores = scores_of(run)["scores"]["change-over-norms"]
@@ -226,7 +235,7 @@ def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(
         ({"strategies": ("all",)}, "lowN or highN with N >= 1, high30 for example; got 'all'"),
         ({"strategies": ("high17",)}, "high17 selects more parameters than the model's 16"),
         ({"reading": "words"}, "reading must be one of norms-over-change"),
-        ({"mode": "fast"}, "mode must be auto, together or single; got 'fast'"),
+        ({"mode": "fast"}, "mode must be one of auto, together, single; got 'fast'"),
         ({"compile": True}, "Run select without compile"),
         ({"targets": ("nowhere",)}, "nowhere"),
     ],

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,74 @@ def test_a_domain_in_two_places(tmp_path, config):
 def test_a_domain_of_held_out_files_alone(tmp_path, config):
     write_jsonl(tmp_path / "a" / "test.jsonl", texts("a"))
     check_refused(rename(config, data=str(tmp_path)), "a needs training files; .* only test.jsonl")
+
+
+def make_hollow(folder: Path, form: str) -> Path:
+    """Something that looks like a domain and holds no text."""
+    path = folder / (
+        "gone.jsonl" if form in ("dangling file", "folder", "pipe", "self") else "gone"
+    )
+    if form == "dangling file":
+        path.symlink_to(folder / "nowhere.jsonl")
+    elif form == "self":
+        path.symlink_to(path)
+    elif form == "pipe":
+        os.mkfifo(path)
+    elif form == "dangling folder":
+        path.symlink_to(folder / "nowhere")
+    else:
+        path.mkdir()
+    if form == "loop":
+        write_jsonl(path / "train.jsonl", texts("gone"))
+        path = path / "again"
+        path.symlink_to(folder)
+    elif form == "dangling inside":
+        write_jsonl(path / "train.jsonl", texts("gone"))
+        path = path / "more.jsonl"
+        path.symlink_to(folder / "nowhere.jsonl")
+    elif form == "folder inside":
+        path = path / "train.jsonl"
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("form", "sentence"),
+    [
+        ("dangling file", "is a link to nothing"),
+        ("dangling folder", "is a link to nothing"),
+        ("dangling inside", "is a link to nothing"),
+        ("self", "is a link to nothing"),
+        ("pipe", "or no file"),
+        ("loop", "is a link to a folder around it"),
+        ("folder inside", "has the name of a file and is a folder"),
+        ("folder", "holds no file of"),
+        ("empty folder", "holds no file of"),
+    ],
+)
+def test_no_domain_vanishes(tmp_path, config, form, sentence):
+    write_jsonl(tmp_path / "good.jsonl", texts("good"))
+    path = make_hollow(tmp_path, form)
+    check_refused(rename(config, data=str(tmp_path)), f"{path} .*{sentence}")
+
+
+def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, config):
+    write_jsonl(tmp_path / "good.jsonl", texts("good"))
+    (tmp_path / "scripts").mkdir()
+    loaded = load_corpus(rename(config, data=str(tmp_path), domains=("good",)))
+    assert loaded.names == ("good",)
+
+
+def test_links_to_folders_are_followed(tmp_path, config):
+    store = tmp_path / "store"
+    write_jsonl(store / "a" / "one.jsonl", texts("a"))
+    write_jsonl(store / "more" / "two.jsonl", texts("more"))
+    (store / "a" / "more").symlink_to(store / "more")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a").symlink_to(store / "a")
+    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
+    # Of 80, a tenth is held out.
+    assert loaded.documents == {"a": 72}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])

@@ -34,6 +34,7 @@ from doge_fast.pipeline.config.tools import (
     EvaluateConfig,
     ExportConfig,
     InfoConfig,
+    PlanConfig,
     ProfileConfig,
     ReportConfig,
     WeightsAverageConfig,

@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from doge_fast.pipeline.config.ranges import (
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Range,
+    Seed,
+)
 
 
 @dataclass(frozen=True)
@@ -20,18 +29,18 @@ class CorpusConfig:
     """For a single file or Hub data set: the column (dots reach into structs) naming the domain."""
     tokenizer: str = "train"
     """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
-    vocab_size: int = 4096
+    vocab_size: Count = 4096
     """Entries of a trained tokenizer."""
-    block_size: int = 128
+    block_size: Annotated[int, Range(2)] = 128
     """Tokens in a block; every training example is one block."""
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.05
     """Share of documents held out where the data brings no validation split."""
-    max_tokens_per_domain: int | None = None
+    max_tokens_per_domain: Count | None = None
     """Stop packing a domain there; None: all of it."""
     streaming: bool = False
     """Of a large Hub data set, read only until every domain holds `max_tokens_per_domain`. With
     `domain_column`, name the `domains`."""
-    stream_seed: int = 0
+    stream_seed: Seed = 0
     """With `streaming`: the order in which the data set's files are read."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
@@ -47,11 +56,11 @@ class ModelConfig:
     whose config.json AutoConfig opens."""
     pretrained: bool = False
     """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
-    num_layers: int | None = None
+    num_layers: Count | None = None
     """Overrides the size's number of layers."""
-    embed_dim: int | None = None
+    embed_dim: Count | None = None
     """Overrides the size's embedding width."""
-    num_heads: int | None = None
+    num_heads: Count | None = None
     """Overrides the size's number of attention heads."""
 
 
@@ -59,25 +68,25 @@ class ModelConfig:
 class TrainingConfig:
     """What both stages tell the Trainer."""
 
-    steps: int = 300
+    steps: Count = 300
     """Optimizer steps."""
-    learning_rate: float = 5e-4
+    learning_rate: Positive = 5e-4
     """Peak; the paper's for all sizes below 684M (appendix, model-archs)."""
-    min_learning_rate: float = 1e-4
+    min_learning_rate: PositiveOrZero = 1e-4
     """End of the cosine."""
-    warmup_steps: int | None = None
+    warmup_steps: CountOrZero | None = None
     """Linear warm-up; None: a twentieth of the steps."""
-    weight_decay: float = 0.01
+    weight_decay: PositiveOrZero = 0.01
     """AdamW's, on matrices; the paper's."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """Norm to which the gradient that moves the model is cut."""
-    seed: int = 0
+    seed: Seed = 0
     """Model initialisation and the order of the data."""
-    eval_every: int | None = None
+    eval_every: Count | None = None
     """Steps between evaluations on held-out blocks; None: at the end only."""
-    eval_blocks: int = 256
+    eval_blocks: Count = 256
     """Held-out blocks per domain in those evaluations."""
-    save_every: int | None = None
+    save_every: CountOrZero | None = None
     """Steps between checkpoints that a killed run resumes from; None: ten in a run; 0: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
@@ -98,12 +107,12 @@ class TasksConfig:
     tasks: tuple[str, ...] = ()
     """Multiple-choice tasks of lm-eval, between commas or spaces; the paper's are
     copa,sciq,logiqa,piqa,wic,winogrande."""
-    shots: int = 5
+    shots: CountOrZero = 5
     """Answered examples before every question."""
     task_data: Path | None = None
     """A directory with TASK/train.jsonl, which the shots are drawn from, and TASK/validation.jsonl,
     which is scored; None: the data sets that lm-eval names on the Hub."""
-    task_limit: int | None = None
+    task_limit: Count | None = None
     """Score only so many documents of every task, the first ones; None: all."""
-    fewshot_seed: int = 1234
+    fewshot_seed: Seed = 1234
     """Of the draw of the shots; lm-eval's own default."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.pipeline.config.components import CorpusConfig, TasksConfig
+from doge_fast.pipeline.config.ranges import Count, CountOrZero, Positive, PositiveOrZero, Seed
 
 Experiment = Literal[
     "demo",
@@ -27,11 +28,11 @@ Preset = Literal["smoke", "demo", "small", "paper"]
 class RatesConfig:
     """What all models of an experiment share in training."""
 
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Peak, of all models but the paper's largest."""
-    min_learning_rate: float = 2e-4
+    min_learning_rate: PositiveOrZero = 2e-4
     """End of the cosine."""
-    eval_blocks: int | None = 256
+    eval_blocks: Count | None = 256
     """Held-out blocks per domain behind the tables; None: all."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """As for the other stages."""
@@ -47,15 +48,15 @@ class ProxyArmsConfig:
     """Their size."""
     models: tuple[str, ...] = ("tiny", "mini", "small")
     """scales: three sizes; the middle one is what the others are compared with."""
-    steps: int = 1500
+    steps: Count = 1500
     """Optimizer steps."""
-    sequences_per_domain: int = 4
+    sequences_per_domain: Count = 4
     """Blocks of every domain in a step."""
-    mu: float | None = None
+    mu: Positive | None = None
     """Bregman coefficient; None: as a proxy's, of the domains that there are."""
     score: Literal["paper", "published"] = "paper"
     """As for the proxy."""
-    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
+    domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """As for the proxy; 0 or None: do not cut."""
     target_batch: Literal["same", "mix"] = "same"
     """universal: W from the batches that train the proxy, or from held-out ones of all domains."""
@@ -67,15 +68,15 @@ class BaseArmsConfig:
 
     models: tuple[str, ...] = ("mini",)
     """universal: their sizes; elsewhere the first counts."""
-    steps: int = 1500
+    steps: Count = 1500
     """Optimizer steps."""
-    batch_size: int = 28
+    batch_size: Count = 28
     """Blocks in a step."""
-    eval_points: int = 20
+    eval_points: Count = 20
     """Evaluations along a run, for the curves."""
-    finetune_steps: int = 150
+    finetune_steps: CountOrZero = 150
     """ood, wiki40b: steps on the target afterwards."""
-    finetune_learning_rate: float = 2e-4
+    finetune_learning_rate: Positive = 2e-4
     """Peak of these steps."""
 
 
@@ -83,10 +84,10 @@ class BaseArmsConfig:
 class DoReMiArmsConfig:
     """DoReMi's arms."""
 
-    steps: tuple[int, ...] = ()
+    steps: tuple[Count, ...] = ()
     """Steps of DoReMi's reference and proxy, for each of its arms; empty: as many as DoGE's proxy
     has, and `longer` times as many."""
-    longer: float = 2.0
+    longer: Positive = 2.0
     """See `steps`."""
 
 
@@ -94,7 +95,7 @@ class DoReMiArmsConfig:
 class SelectionArmsConfig:
     """The arms of the experiment selection."""
 
-    steps: int = 150
+    steps: Count = 150
     """Steps in which the cancellation effect is summed up (T_c)."""
     strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
     """As for select."""
@@ -122,12 +123,21 @@ class ExperimentConfig:
     targets: tuple[str, ...] = ()
     """ood, wiki40b, demo: domains to be the target, each in its turn; empty: all, ca and nl, or
     reference."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[Seed, ...] = (0, 1, 2)
     """Each arm is run with each; arms of one seed start alike and see their data in one order."""
     plan: bool = False
     """Only say which runs there would be, and by which commands they can be made side by side."""
     only: tuple[str, ...] = ()
     """Make these runs of the plan alone, by their names, and no report."""
+    workers: Count = 1
+    """Processes that share the runs, and the cores and GPUs of this machine; with `submitit` jobs,
+    each with what it asks for. Every run is made by one of them."""
+    submitit: tuple[str, ...] | None = None
+    """Workers are jobs of SLURM. NAME=VALUE: what submitit's AutoExecutor takes, such as
+    timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
+    lease: Positive | None = None
+    """Seconds without a sign of life after which another worker takes a run over. None: when its
+    process is gone, which flock tells. For file systems without a flock that all machines see."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     rates: RatesConfig = field(default_factory=RatesConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
@@ -151,9 +161,9 @@ class DemoConfig:
     """The corpus, as for the other stages."""
     target: str = "reference"
     """The domain of the out-of-domain half: measured, not trained on."""
-    steps: int = 200
+    steps: Count = 200
     """Optimizer steps of each of the two proxies and the five base models."""
-    seed: int = 0
+    seed: Seed = 0
     """Model initialisation and the order of the data."""
     device: str = "auto"
     """As for the other stages."""

@@ -97,6 +97,8 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
 def _converted(value: Any, hint: Any, where: str) -> Any:
     from pydantic import TypeAdapter, ValidationError
 
+    if isinstance(value, bool) and hint is not bool:
+        raise ValueError(f"{where} is {json.dumps(value)}; it is no switch.")
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:

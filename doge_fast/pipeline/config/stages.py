@@ -6,6 +6,7 @@ from typing import Literal
 
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.pipeline.config.components import CorpusConfig, ModelConfig, TrainingConfig
+from doge_fast.pipeline.config.ranges import Count, Positive, PositiveOrZero, Share
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,19 @@ class ProxyConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     target: tuple[str, ...] = ("universal",)
     """universal; mix; or held-out domains, each NAME or NAME=WEIGHT."""
-    sequences_per_domain: int = 4
+    sequences_per_domain: Count = 4
     """Blocks of every domain in every step."""
-    mu: float | None = None
+    mu: Positive | None = None
     """Bregman coefficient; larger: slower weights, whose logarithms move by lr W / mu. None: 20
     times the peak learning rate (0.01 at 5e-4); and (T + 1) / 2 times that where the weights of the
     targets sum to T, which is K for universal."""
     score: Literal["paper", "published"] = "paper"
     """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
-    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
+    domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not, as in the paper's text. Uncut, W grows with the square of the gradients, and a few
     steps with large ones may decide everything."""
-    smoothing: float = 0.0
+    smoothing: Share = 0.0
     """Mixture of the weights with uniform at every step."""
     init_weights: Path | None = None
     """A weights.json, or a run directory that holds one: domains of the same name begin with its
@@ -42,7 +43,7 @@ class ProxyConfig:
     added_share: str = "uniform"
     """With init_weights, of each domain that the file does not have: uniform (1/K), natural (its
     share of the tokens), or a number."""
-    average_from: float = 0.0
+    average_from: Share = 0.0
     """Share of the steps whose weights the average leaves out: an early phase that a long training
     soon forgets. What is left lies farther from uniform, where weights begin. 0: the paper's mean
     over all steps."""
@@ -50,7 +51,7 @@ class ProxyConfig:
     """A JSON list of parameter names whose columns enter W; None: all."""
     mode: Literal["auto", "sequential", "stacked"] = "auto"
     """A backward pass per domain, one for all, or whichever suits the batch (see DoGETrainer)."""
-    log_every: int = 1
+    log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
     """Write nothing: say what would be read, trained and written, and what it would take, after a
@@ -68,14 +69,14 @@ class BaseConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     weights: str = "uniform"
     """uniform; natural (by tokens); a weights.json; or the run directory of a proxy or DoReMi."""
-    stages: int = 1
+    stages: Count = 1
     """Of a curriculum: with a proxy's run directory, its mean weights in so many equal parts of
     its run, each in the like part of this one. 1: its average throughout."""
     targets: tuple[str, ...] = ()
     """Domains that are measured and never trained on, as in the proxy whose weights are used."""
-    batch_size: int = 28
+    batch_size: Count = 28
     """Blocks in every step, over all domains."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
     """Write nothing: say what would be read, trained and written, and what it would take, after a
@@ -99,14 +100,14 @@ class DoReMiConfig:
     variant: Literal["doremi", "doge"] = "doremi"
     """Excess clipped at zero token by token, as DoReMi's authors do, or domain mean by domain mean,
     as the baseline in DoGE's published code does."""
-    step_size: float | None = None
+    step_size: Positive | None = None
     """Of the weights' exponentiated gradient; None: the variant's, 1 (doremi) or 0.1 (doge)."""
-    smoothing: float | None = None
+    smoothing: Share | None = None
     """Mixture of the weights with uniform at every step; None: the variant's, 1e-4 for doremi (the
     authors' code; their paper says 1e-3) and 0 for doge."""
-    batch_size: int = 28
+    batch_size: Count = 28
     """Blocks in every step, over all domains."""
-    log_every: int = 1
+    log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
 
 
@@ -133,9 +134,9 @@ class SelectConfig:
     together where the model's modules allow it."""
     targets: tuple[str, ...] = ()
     """Domains that are measured and never trained on, as in the proxy."""
-    batch_size: int = 28
+    batch_size: Count = 28
     """Blocks in every step, as many of each domain."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
 
 

@@ -2,9 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from doge_fast.pipeline.config.components import TasksConfig
+from doge_fast.pipeline.config.ranges import (
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveShare,
+    Range,
+    Seed,
+)
 
 
 @dataclass(frozen=True)
@@ -14,7 +22,7 @@ class EvaluateConfig:
 
     run: Path
     """The run directory whose model is measured."""
-    blocks: int | None = None
+    blocks: Count | None = None
     """Held-out blocks per domain; None: all of them."""
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all that the corpus holds."""
@@ -30,7 +38,7 @@ class EvaluateConfig:
     out: Path | None = None
     """The file to write; None: the run's evaluation.json, of other data evaluation-NAME.json beside
     it."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Blocks, or prompts of a task, in a forward pass."""
     perplexity: bool = True
     """Measure perplexity. Without it only the tasks are run."""
@@ -50,7 +58,7 @@ class ReportConfig:
     experiment's."""
     out: Path | None = None
     """The page; None: report.html beside or inside the runs."""
-    token_budget: int | None = None
+    token_budget: Count | None = None
     """Tokens of the training the weights are meant for, for the implied epochs; None: those of
     the longest base run."""
 
@@ -61,7 +69,7 @@ class WeightsShowConfig:
 
     files: tuple[Path, ...]
     """weights.json files, or run directories; several are shown side by side."""
-    budget_tokens: float | None = None
+    budget_tokens: Positive | None = None
     """Tokens of the training the weights are for (1e11): shows the epochs of each domain in it."""
     tokens: tuple[str, ...] = ()
     """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
@@ -109,7 +117,7 @@ class WeightsConstrainConfig:
     """Likewise the greatest weight."""
     max_epochs: tuple[str, ...] = ()
     """Likewise the most passes over a domain's tokens in a training of budget_tokens."""
-    budget_tokens: float | None = None
+    budget_tokens: Positive | None = None
     """Tokens of that training (1e11)."""
     tokens: tuple[str, ...] = ()
     """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
@@ -134,7 +142,7 @@ class WeightsCardConfig:
     """A weights.json, or a run directory."""
     out: Path = Path("weights-card")
     """The directory for README.md, weights.json and the figures; or its README.md."""
-    budget_tokens: float | None = None
+    budget_tokens: Positive | None = None
     """Tokens of the training the weights are for (1e11): shows the epochs of each domain in it."""
     tokens: tuple[str, ...] = ()
     """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
@@ -169,13 +177,13 @@ class ExportConfig:
     a document, for which weights are converted by the mean length. None: as the target says."""
     mean_doc_tokens: tuple[str, ...] = ()
     """NAME=NUMBER: tokens of a document, where that is not what the file says."""
-    seq_length: int | None = None
+    seq_length: Count | None = None
     """Tokens of a training sequence, where the target asks."""
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Sequences in an optimizer step, over all devices, where the target asks."""
-    budget_tokens: float | None = None
+    budget_tokens: Positive | None = None
     """Tokens of the whole training (1e11), for passes over a domain and lengths of phases."""
-    steps: int | None = None
+    steps: Count | None = None
     """Optimizer steps of the whole training, to which phases are stretched; None: those that
     budget_tokens, seq_length and batch_size make."""
     phases: Path | None = None
@@ -183,7 +191,7 @@ class ExportConfig:
     that holds one; None: those of the file, if it has some."""
     constant: bool = False
     """Leave phases out: the weights that the file has beside them."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the framework's draws."""
     local_dir: str | None = None
     """Where streams from elsewhere are kept, a folder per domain."""
@@ -204,18 +212,18 @@ class ProfileConfig:
     model: str = "tiny"
     """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the config.json
     that AutoConfig opens: a file, a folder or a Hub id."""
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     """Entries of the vocabulary; None: the config's own, 50304 for the paper's sizes, 4096 for
     the small ones."""
-    domains: int = 7
+    domains: Count = 7
     """K, the training domains."""
-    targets: int = 0
+    targets: CountOrZero = 0
     """Further rows that are measured and not trained on."""
-    sequences: int = 4
+    sequences: Count = 4
     """Of each domain, in a step."""
-    sequence_length: int = 128
+    sequence_length: Annotated[int, Range(2)] = 128
     """Tokens of a sequence."""
-    micro_batches: int = 1
+    micro_batches: Count = 1
     """Into which a domain's sequences are cut; their gradients add up."""
     mode: Literal["sequential", "stacked"] = "sequential"
     """One domain after another, or one forward and backward for all."""
@@ -227,9 +235,9 @@ class ProfileConfig:
     """The wrapped optimizer; fused where the device is a GPU."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
-    threads: int | None = None
+    threads: Count | None = None
     """Of a CPU; None: as many as torch takes."""
-    steps: int = 9
+    steps: Count = 9
     """Timed pairs of steps, and as many steps with their phases apart."""
     memory: bool = True
     """Measure peak memory too, in a process of its own for each side."""
@@ -240,3 +248,40 @@ class ProfileConfig:
     their phases."""
     trace_operators: Path | None = None
     """The same for one DoGE step with every operator of torch in it."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a step would need on so many GPUs, and which way to choose. A prediction: nothing runs.
+
+    Parameters, gradients and AdamW in float32, products in bfloat16.
+    """
+
+    model: str = "684M"
+    """A size of the family, or LAYERSxWIDTH of another GPT-2: 32x4096 has 6.7e9 parameters."""
+    domains: Count = 7
+    """K, the training domains."""
+    gpus: tuple[Count, ...] = (8,)
+    """Ranks; for several numbers a line each way."""
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
+    """80 GB, 80 GB, 141 GB, 180 GB."""
+    domains_per_step: Count | None = None
+    """Domains that a step draws; None: all."""
+    mode: Literal["sequential", "stacked"] = "sequential"
+    """A pass for each domain that a rank has, or one for all of them; FSDP2 takes the first."""
+    rows: Literal["float32", "bfloat16"] = "float32"
+    """Of the stored domain gradients."""
+    selection: PositiveShare = 1.0
+    """Share of the columns that enter W. Where a norm is clipped, all columns are read."""
+    tokens: Count = 1 << 20
+    """Of a step, over all ranks and domains."""
+    sequence_length: Count = 1024
+    """Tokens of a sequence."""
+    micro_batch: Count = 1
+    """Sequences of a domain in a forward pass, of which activations are kept."""
+    vocab_size: Count = 50304
+    """Entries of the vocabulary."""
+    utilisation: PositiveShare = 0.4
+    """Share of the GPU's peak that plain training reaches (model FLOPs utilisation)."""
+    bandwidth: PositiveShare = 0.7
+    """Share of their peaks that memory and links reach."""

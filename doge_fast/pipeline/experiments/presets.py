@@ -1,7 +1,6 @@
 """How large an experiment is: for a test, for minutes, for two cores, or as in the paper."""
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from doge_fast.defaults import default_mu
 from doge_fast.pipeline.config import DemoConfig, Experiment, ExperimentConfig, Preset
 from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.weights_file import plain
 
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
@@ -54,9 +54,8 @@ def preset_of(
 
 def check(config: ExperimentConfig) -> None:
     """Raise ValueError where a setting is out of its range."""
-    mu, rates = config.proxy.mu, config.rates
-    if mu is not None and not 0 < mu < math.inf:
-        raise ValueError(f"mu must be positive and finite; got {mu}.")
+    check_ranges(config)
+    rates = config.rates
     if rates.min_learning_rate > rates.learning_rate:
         raise ValueError(
             f"min_learning_rate must be at most learning_rate; got {rates.min_learning_rate:g} "

@@ -2,10 +2,9 @@
 
 import difflib
 import functools
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from doge_fast import weights_file
 from doge_fast.pipeline import records
@@ -18,11 +17,13 @@ from doge_fast.pipeline.config import (
     ExperimentConfig,
     ProxyConfig,
     ReportConfig,
+    SelectConfig,
     StageConfig,
 )
-from doge_fast.pipeline.domains import MIX, load_corpus
+from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.experiments import workers
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import (
@@ -31,21 +32,26 @@ from doge_fast.pipeline.experiments.presets import (
     settings_of,
     with_mu,
 )
-from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.experiments.queue import Queue
+from doge_fast.pipeline.proxy import learn_weights, parse_target
 from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.study import is_measured, is_scored
-from doge_fast.pipeline.selection import measure_cancellation
+from doge_fast.pipeline.selection import is_selected, measure_cancellation
 from doge_fast.pipeline.sources import find_parts
-from doge_fast.pipeline.training import is_finished
+from doge_fast.pipeline.training import CHECKPOINTS, is_finished
 
-_log = logging.getLogger("doge_fast")
+# Claimed by whoever reads and packs a corpus, so that workers do not do it side by side.
+_CORPUS = "corpus"
 
 
 def run_experiment(config: ExperimentConfig) -> list[str]:
     """Run all arms of an experiment, or finish one that was interrupted.
 
     An arm that is done is not run again; one that was killed goes on from its last checkpoint. The
-    directory holds experiment.json, runs/ with a directory for every run, and report.html.
+    directory holds experiment.json, runs/ with a directory for every run, queue/ with the workers'
+    locks and what they print, and report.html. Runs are made by `config.workers`, and by whoever
+    else is given the same experiment meanwhile: each run by one of them. When a run fails, the
+    others are made all the same, but for those that read it.
 
     Args:
         config: which experiment, how large, on what; `presets.preset_of` makes one of a size.
@@ -57,7 +63,8 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     Raises:
         ValueError: a setting is out of its range, the corpus lacks a domain, `config.only` names no
             run of the plan or one that reads a run that is not complete, or the directory holds
-            another experiment; nothing has been trained.
+            another experiment, or runs of another corpus; nothing has been trained.
+        RuntimeError: runs failed; it names them, with what was wrong.
     """
     if config.plan:
         return plan_lines(config, f"doge-fast experiment {config.name}")
@@ -66,9 +73,17 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     plan = plan_of(config, names, out, _tasks_of(config))
     jobs = _chosen(plan, config.only)
     records.write_experiment(out, _record(with_mu(config, names), plan))
-    for number, job in enumerate(jobs, start=1):
-        _log.info("run %d of %d: %s", number, len(jobs), job.name)
-        _make(job, plan, config)
+    for job in jobs:
+        if _is_there(job):
+            _check_unchanged(job)
+    queue = Queue(out / records.QUEUE, config.lease)
+    queue.forget_failures()
+    loop = functools.partial(_work, queue, plan, jobs, config)
+    if config.workers == 1 and config.submitit is None:
+        loop()
+    else:
+        workers.run(loop, config.workers, queue.folder, config.submitit)
+    _check_made(queue, plan, jobs, config)
     if config.only:
         return [f"run: {job.config.out}" for job in jobs]
     page = write_report(ReportConfig(runs=(out,)))
@@ -121,23 +136,93 @@ def _chosen(plan: Plan, only: Sequence[str]) -> list[Job]:
         missing = [
             each
             for each in plan.needed_by(by_name[name])
-            if each not in only and not is_finished(by_name[each].config.out)
+            if each not in only and not _is_there(by_name[each])
         ]
         if missing:
             raise ValueError(f"{name} reads {', '.join(missing)}, not complete yet: run it first.")
     return [job for job in plan.jobs if not only or job.name in only]
 
 
+def _work(
+    queue: Queue, plan: Plan, jobs: Sequence[Job], config: ExperimentConfig, worker: str = ""
+) -> None:
+    """What every worker does, until nothing is left to do."""
+    by_name = {job.name: job for job in plan.jobs}
+
+    def make(name: str) -> None:
+        with queue.lock(_CORPUS):
+            _described(*_corpus_of(by_name[name].config))
+        _make(by_name[name], plan, config)
+
+    queue.work(
+        {job.name: plan.needed_by(job) for job in jobs},
+        make,
+        is_there=lambda name: _is_there(by_name[name]),
+        is_made=lambda name: _is_made(by_name[name], plan, config),
+        worker=worker,
+    )
+
+
+def _check_made(queue: Queue, plan: Plan, jobs: Sequence[Job], config: ExperimentConfig) -> None:
+    """Raise RuntimeError where runs were not made, with the reason of each."""
+    reasons: dict[str, list[str]] = {}
+    for job in jobs:
+        if not _is_made(job, plan, config):
+            lost = any(
+                not _is_there(each) for each in plan.jobs if each.name in plan.needed_by(job)
+            )
+            unknown = "reads a run that is not complete" if lost else "no worker came to its end"
+            reasons.setdefault(queue.failure(job.name) or unknown, []).append(job.name)
+    if reasons:
+        missing = sum(map(len, reasons.values()))
+        told = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        raise RuntimeError(
+            f"{missing} of {len(jobs)} runs are not complete; the same command tries them again. "
+            f"{queue.folder} has the traceback of what failed, in NAME.failed.\n{told}"
+        )
+
+
 def _make(job: Job, plan: Plan, config: ExperimentConfig) -> None:
     """One run, trained, measured and scored as far as it is not."""
-    out, blocks = job.config.out, config.rates.eval_blocks
-    if is_finished(out):
-        _check_unchanged(job.config)
+    out = job.config.out
     _run(job.config)
-    if job.is_measured and not is_measured(out, blocks):
-        evaluate(EvaluateConfig(run=out, blocks=blocks, device=config.rates.device))
+    if not _is_measured(job, config):
+        evaluate(
+            EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=config.rates.device)
+        )
+    if not all(is_scored(out, group) for group in _task_groups(job, plan)):
+        from doge_fast.pipeline.fewshot import few_shot
+
+        few_shot(EvaluateConfig(run=out, device=config.rates.device, tasks=config.tasks))
+
+
+def _is_there(job: Job) -> bool:
+    """Whether a run can be read by others."""
+    if isinstance(job.config, SelectConfig):
+        return is_selected(job.config)
+    return is_finished(job.config.out)
+
+
+def _is_made(job: Job, plan: Plan, config: ExperimentConfig) -> bool:
+    """Whether nothing is left to do for a run."""
+    out = job.config.out
+    return (
+        _is_there(job)
+        and not (out / CHECKPOINTS).exists()
+        and _is_measured(job, config)
+        and all(is_scored(out, group) for group in _task_groups(job, plan))
+    )
+
+
+def _is_measured(job: Job, config: ExperimentConfig) -> bool:
+    return not job.is_measured or is_measured(job.config.out, config.rates.eval_blocks)
+
+
+def _task_groups(job: Job, plan: Plan) -> Iterator[dict[str, Any]]:
+    """The tables of tasks that a run is in."""
     for group in plan.groups:
-        _score(out, group, config)
+        if group["kind"] == "tasks" and any(job.name in arm["runs"] for arm in group["arms"]):
+            yield group
 
 
 def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
@@ -153,28 +238,25 @@ def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
     return {"tasks": tasks, "task_data_sha256": document_hashes(config.tasks)}
 
 
-def _score(run: Path, group: dict[str, Any], config: ExperimentConfig) -> None:
-    """Score a run on a table's tasks, unless it has been or is not of that table."""
-    if group["kind"] != "tasks" or is_scored(run, group):
-        return
-    if any(run.name in arm["runs"] for arm in group["arms"]):
-        from doge_fast.pipeline.fewshot import few_shot
-
-        few_shot(EvaluateConfig(run=run, device=config.rates.device, tasks=config.tasks))
-
-
-def _check_unchanged(config: StageConfig) -> None:
-    """A finished run was trained on the corpus as it is now, or its arm compares with no other."""
+def _check_unchanged(job: Job) -> None:
+    """A finished run is as the plan has it, of the corpus as it is now: else no arm compares."""
+    config = job.config
     record = records.read_config(config.out)["corpus"]
-    targets = tuple(record["targets"])
-    if isinstance(config, ProxyConfig) and MIX in config.target:
-        targets += (MIX,)
-    if _described(config.corpus, targets) != record:
+    if _described(*_corpus_of(config)) != record:
         raise ValueError(
             f"{config.out} was trained on another corpus than {config.corpus.data} holds now, so "
             "its arm can be compared with none that comes after. Restore the files, or begin in "
             "another directory."
         )
+    records.check_run(config.out, stage=cast(records.Stage, job.stage), config=config)
+
+
+def _corpus_of(config: StageConfig) -> tuple[CorpusConfig, tuple[str, ...]]:
+    """What `load_corpus` is told for a run."""
+    if not isinstance(config, ProxyConfig):
+        return config.corpus, config.targets
+    target = parse_target(config.target)
+    return config.corpus, () if isinstance(target, str) else tuple(target)
 
 
 @functools.cache

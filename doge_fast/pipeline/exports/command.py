@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from doge_fast import atomic_file
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.blend import Paths, Settings
@@ -50,7 +51,7 @@ def run(config: ExportConfig) -> list[str]:
         if config.to is None:
             records.write_weights(out, record)
         else:
-            out.write_text(text, encoding="utf-8")
+            atomic_file.write(out, text)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror}.") from None
     return [f"{'weights' if config.to is None else 'written'}: {out}"]

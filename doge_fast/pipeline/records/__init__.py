@@ -34,6 +34,7 @@ from doge_fast.pipeline.records.runs import (
     EXPERIMENT,
     FEWSHOT,
     METRICS,
+    QUEUE,
     WEIGHTS,
     Json,
     Stage,

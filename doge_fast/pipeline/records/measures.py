@@ -9,6 +9,7 @@ from doge_fast.pipeline.records.runs import (
     EVALUATION,
     EXPERIMENT,
     FEWSHOT,
+    QUEUE,
     Json,
     check_empty,
     read_record,
@@ -128,7 +129,7 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
     if not (out / EXPERIMENT).exists():
         check_empty(out)
         out.mkdir(parents=True, exist_ok=True)
-    elif any(entry.name != EXPERIMENT for entry in out.iterdir()):
+    elif any(entry.name not in (EXPERIMENT, QUEUE) for entry in out.iterdir()):
         _check_same_experiment(read_experiment(out), record, out)
     write_json(out / EXPERIMENT, record)
 

@@ -1,11 +1,11 @@
 """metrics.jsonl: one line a step, only appended to."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from doge_fast import atomic_file
 from doge_fast.pipeline.records.runs import METRICS, Json
 from doge_fast.weights_file import plain
 
@@ -41,9 +41,7 @@ def resume_metrics(run: Path, *, step: int) -> None:
         return
     lines = [line for line in _parse_metrics(path) if line["step"] <= step]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    beside = path.with_name(f".{METRICS}.cut")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    atomic_file.write(path, text)
 
 
 def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> list[Json]:

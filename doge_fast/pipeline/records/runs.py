@@ -19,6 +19,7 @@ WEIGHTS = "weights.json"
 EVALUATION = "evaluation.json"
 EXPERIMENT = "experiment.json"
 FEWSHOT = "fewshot.json"
+QUEUE = "queue"
 
 Json = dict[str, Any]
 Stage = Literal["proxy", "base", "doremi", "select"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from doge_fast import atomic_file
 from doge_fast.pipeline import named, records, tables
 from doge_fast.pipeline.config import WeightsCardConfig, WeightsPlotConfig
 from doge_fast.pipeline.reporting import plotting
@@ -60,7 +61,7 @@ def plot(config: WeightsPlotConfig) -> list[str]:
     for drawing in drawings:
         file = config.out.with_stem(config.out.stem + drawing.name)
         with records.writing(file):
-            file.write_bytes(drawing.png if file.suffix == ".png" else drawing.svg.encode())
+            atomic_file.write(file, drawing.png if file.suffix == ".png" else drawing.svg)
         lines.append(f"figure: {file}")
     return lines
 
@@ -88,10 +89,10 @@ def card(config: WeightsCardConfig) -> list[str]:
     text = _page(record, mixture, _provenance(record, config.file), figures, config.budget_tokens)
     with records.writing(page):
         for file, drawing in figures.items():
-            page.with_name(file).write_bytes(drawing.png)
+            atomic_file.write(page.with_name(file), drawing.png)
         if is_copied:
             records.write_weights(copy, record)
-        page.write_text(text, encoding="utf-8")
+        atomic_file.write(page, text)
     return [f"card: {page}"]
 
 

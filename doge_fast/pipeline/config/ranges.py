@@ -1,0 +1,84 @@
+"""The numbers that a field may hold: written at the field, checked in one place."""
+
+import dataclasses
+import math
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Finite numbers from a least one on.
+
+    Args:
+        least: of them.
+        most: of them.
+        above: whether they lie above `least`.
+        below: whether they lie below `most`.
+    """
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a finite number is one of them."""
+        is_high = value > self.least if self.above else value >= self.least
+        is_low = value < self.most if self.below else value <= self.most
+        return is_high and is_low
+
+    def __str__(self) -> str:
+        """What follows "must be"."""
+        words = f"{'greater than' if self.above else 'at least'} {self.least:g}"
+        if self.most < math.inf:
+            words += f" and {'less than' if self.below else 'at most'} {self.most:.0f}"
+        return words
+
+
+Count = Annotated[int, Range(1)]
+CountOrZero = Annotated[int, Range(0)]
+# numpy takes no more.
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Positive = Annotated[float, Range(0, above=True)]
+PositiveOrZero = Annotated[float, Range(0)]
+PositiveShare = Annotated[float, Range(0, 1, above=True)]
+# Of a whole that is never all of it.
+Share = Annotated[float, Range(0, 1, below=True)]
+
+
+def check(config: Any) -> None:
+    """Look at every field of a dataclass, and of those inside.
+
+    Raises:
+        ValueError: a number is out of its range, or a word is none of those that are known.
+    """
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check(value)
+        else:
+            _check(field.name, value, hints[field.name])
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        for part in parts:
+            if value is not None and part is not type(None):
+                _check(name, value, part)
+    elif kind is tuple:
+        for each in value:
+            _check(name, each, parts[0])
+    elif kind is Literal:
+        if value not in parts:
+            raise ValueError(f"{name} must be one of {', '.join(parts)}; got {value!r}.")
+    elif kind is Annotated:
+        number, (limits, *_) = parts[0], parts[1:]
+        is_number = isinstance(value, int if number is int else int | float)
+        if isinstance(value, bool) or not is_number or not math.isfinite(value):
+            what = "a whole" if number is int else "a finite"
+            raise ValueError(f"{name} must be {what} number, {limits}; got {value!r}.")
+        if not limits.holds(value):
+            raise ValueError(f"{name} must be {limits}; got {value!r}.")
