@@ -72,16 +72,24 @@ def part_of(batch: Mapping[str, Batch], rank: int, num_ranks: int) -> Part:
 
 
 def _num_examples(batch: Batch) -> int:
-    tensors = (rows for rows in batch.values() if isinstance(rows, Tensor) and rows.dim())
-    return len(next(tensors, (None,)))
+    # What has no such axis is one example.
+    return next(filter(None, _lengths(batch).values()), 1)
+
+
+def _lengths(batch: Batch) -> dict[str, int | None]:
+    """Of the first axes."""
+    return {
+        key: len(rows) if isinstance(rows, Tensor) and rows.dim() else None
+        for key, rows in batch.items()
+    }
 
 
 def _cut(name: str, batch: Batch, first: int, last: int) -> Batch:
-    if len({len(rows) for rows in batch.values()}) > 1:
+    lengths = _lengths(batch)
+    if len(set(lengths.values())) > 1:
         raise ValueError(
-            f"a batch is cut along its first axis where several ranks share a domain; that of "
-            f"{name!r} has tensors of lengths {[len(rows) for rows in batch.values()]}. Give all "
-            "of them the examples as first axis, or no more ranks than domains."
+            "a finished batch is cut along its first axis where several ranks share a domain; in "
+            f"that of {name!r} the axes are {lengths}. Give every entry the examples as first axis."
         )
     return {key: rows[first:last] for key, rows in batch.items()}
 

@@ -79,6 +79,11 @@ class DoGETrainer(DomainTrainer):
     use the machine better together, large ones need the memory. The choice depends on shapes and
     on what the first step finds free, so a resumed run repeats it on a device that is as free.
 
+    Over n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
+    of every row, as users of Trainer expect; a finished batch is that of all ranks. All go through
+    the same data, and each trains on its part of every batch. It equals one process on the same
+    batches to rounding, dropout aside. A model that takes no number of targets counts examples.
+
     Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN` beside Trainer's own.
 
     Args:
@@ -96,7 +101,8 @@ class DoGETrainer(DomainTrainer):
     Raises:
         ValueError: no domain is named, an unknown mode, a `DoGEOptimizer` that contradicts the
             arguments, or what `DoGEOptimizer` refuses.
-        RuntimeError: more than one process or device would train, or DeepSpeed.
+        RuntimeError: several GPUs in one process, several processes that each train by themselves,
+            or a model that is cut between them: fsdp, parallelism_config, DeepSpeed.
 
     Source: DoGE, Algorithms 1 and 2.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from doge_fast import DoGEOptimizer
+from doge_fast import DoGEOptimizer, DomainMixture
 from doge_fast.distributed import Fragments
 from doge_fast.sampling import pieces, rounds
 from tests.ranks import Ranks
@@ -276,3 +276,40 @@ LOOPS: dict[str, tuple[Sizes, dict[str, Any]]] = {
 def test_loops_compose(ranks: Ranks, is_stacked: bool, how: str) -> None:
     sizes, options = LOOPS[how]
     check(ranks, 2, ddp, sizes, is_stacked, options, how)
+
+
+def steered() -> tuple[Tensor, Tensor]:
+    """Parameters and weights of a model whose batches are drawn at the weights it learns."""
+    rank, num_ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    names = ("a", "b", "c")
+    mixture = DomainMixture(
+        {name: [(name, row) for row in examples(name, 0, 20)] for name in names},
+        batch_size=12,
+        seed=0,
+        steps=STEPS,
+    )
+    model = ddp(small_model()) if num_ranks > 1 else small_model()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = DoGEOptimizer(inner, domains=names, mu=0.05, absent="keep")
+    for indices in mixture.batches(rank, num_ranks):
+        rows = [mixture[index] for index in indices]
+        for name in names:
+            if mine := [row for of, row in rows if of == name]:
+                with optimizer.domain(name, count=len(mine)):
+                    losses(model(torch.stack(mine)), name).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # The same bits on every rank, so that all go on drawing one batch.
+        mixture.set_weights(dict(zip(names, optimizer.alpha.tolist(), strict=True)))
+    theta_N = torch.cat([param.detach().flatten() for param in model.parameters()])
+    return theta_N, optimizer.alpha
+
+
+def test_a_mixture_that_follows_the_weights_draws_one_batch_for_all_ranks(ranks: Ranks) -> None:
+    one = steered()
+    assert (one[1] - 1 / 3).abs().max() > 0.02
+    for found in ranks.run(2, steered):
+        for value, expected in zip(found, one, strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)

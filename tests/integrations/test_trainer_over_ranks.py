@@ -182,7 +182,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         (2, "mapping", "sequential", ""),
         (2, "batches", "stacked", ""),
         pytest.param(3, "column", "sequential", "halves", marks=EXHAUSTIVE),
-        pytest.param(2, "mapping", "sequential", "target", marks=EXHAUSTIVE),
+        pytest.param(3, "mapping", "sequential", "target", marks=EXHAUSTIVE),
         pytest.param(2, "mapping", "stacked", "drawn", marks=EXHAUSTIVE),
         pytest.param(3, "mapping", "stacked", "means", marks=EXHAUSTIVE),
         pytest.param(4, "batches", "sequential", "llama", marks=EXHAUSTIVE),

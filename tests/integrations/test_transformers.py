@@ -1,6 +1,7 @@
 """DoGETrainer is Trainer with a gradient per domain: twins of hand-written loops, and refusals."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -543,6 +544,51 @@ def test_a_zip_is_as_long_as_its_longest_domain_and_repeats_the_others() -> None
     assert [zipped[i]["cd"] for i in range(5)] == [10, 11, 10, 11, 10]
     with pytest.raises(ValueError, match=r"of which \['cd'\] hold none"):
         DomainZip({"ab": [1], "cd": []})
+
+
+def test_a_rank_reads_its_own_examples_alone() -> None:
+    read: list[tuple[str, int]] = []
+
+    class Rows(Dataset[Any]):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, int]:
+            read.append((self.name, index))
+            return {"x": index}
+
+    zipped = DomainZip({name: Rows(name) for name in DOMAINS})
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([row["x"] for row in rows])}
+
+    found = domain_data.CollateByDomain(collate, "domain", (1, 2))([zipped[i] for i in range(4)])
+    assert {name: batch["x"].tolist() for name, batch in found.items()} == {
+        "cd": [2, 3],
+        "ef": [0, 1, 2, 3],
+    }
+    # And the first of every domain, to see that it is one.
+    assert set(read) == {("ab", 0), ("cd", 0), ("cd", 2), ("cd", 3), *(("ef", i) for i in range(4))}
+    # A worker of the loader sends it.
+    for sent in (found, pickle.loads(pickle.dumps(found)), copy.copy(found)):
+        assert sent.counts == {"cd": 2, "ef": 4}
+        assert sent.sizes == dict.fromkeys(DOMAINS, 4)
+
+
+def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
+    def batch(**more: Any) -> dict[str, Any]:
+        return {name: {"x": torch.arange(4), **more} for name in DOMAINS}
+
+    parts = [domain_data.part_of(batch(y=torch.arange(4)), rank, 2) for rank in range(2)]
+    assert [part["cd"]["y"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert [*parts[0]] == ["ab", "cd"]
+    # Nothing is cut where every rank has whole domains.
+    assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
+    with pytest.raises(ValueError, match=r"of 'cd' the axes are \{'x': 4, 'longest': None\}"):
+        domain_data.part_of(batch(longest=7), 0, 2)
 
 
 def test_train_can_be_called_again(tmp_path: Path) -> None:
