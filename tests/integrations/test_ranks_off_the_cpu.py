@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 
 def trained_off_the_cpu(*given: Any) -> tuple[torch.Tensor, ...]:
     """`trained` as it runs elsewhere than on a CPU."""
-    with mock.patch.object(parameters, "takes_at_once", lambda param: False):
+    with mock.patch.object(parameters, "takes_at_once", return_value=False):
         return trained(*given)
 
 
