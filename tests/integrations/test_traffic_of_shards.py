@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from doge_fast import DoGEOptimizer
+from doge_fast import DoGEOptimizer, scale
 from doge_fast.distributed import Fragments
 from doge_fast.sampling import rounds
 from tests.integrations.test_several_processes import shares, values
@@ -170,3 +170,19 @@ def test_traffic_is_that_of_the_formula(
         torch.testing.assert_close(weights_K, alpha_K, rtol=0, atol=1e-12)
         assert torch.equal(weights_K, answers[0][1])
         assert sent == pytest.approx(units, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_domains", "has_fragments", "are_kept", "units"),
+    [
+        *((2, 3, False, False, 9.0), (2, 3, False, True, 4.0), (4, 2, False, True, 3.0)),
+        *((2, 2, True, False, 3.0), (2, 2, True, True, 2.0), (4, 4, True, False, 3.0)),
+        *((4, 3, True, False, 6.0), (4, 3, True, True, 3.0)),
+    ],
+)
+def test_the_formula_says_what_is_counted_above(
+    num_ranks: int, num_domains: int, has_fragments: bool, are_kept: bool, units: float
+) -> None:
+    passes = scale.most_rows(num_domains, num_ranks) if has_fragments else num_domains
+    sent = scale.sharded_bytes(num_ranks, 0, num_ranks, passes, are_kept=are_kept)
+    assert sent == pytest.approx(units * (num_ranks - 1) * scale.FLOAT32)
