@@ -82,11 +82,16 @@ def launched(words: Sequence[str], out: Path, seconds: float = SECONDS) -> list[
 def weights_of(form: str, device: torch.device) -> Tensor:
     """[2, K] last and average weights, after steps of the example in float64."""
     sys.path.insert(0, str(ROOT / "examples"))
-    example = importlib.import_module("distributed_loop")
+    example = importlib.import_module({"ddp": "distributed_loop", "fsdp2": "fsdp2_loop"}[form])
     sys.path.pop(0)
     torch.set_default_dtype(torch.float64)
     try:
-        optimizer = example.train(STEPS, form, device)
+        if form == "ddp":
+            optimizer = example.train(STEPS, device)
+        else:
+            model, optimizer = example.built(False, device)
+            for step in range(STEPS):
+                example.train_step(model, optimizer, False, step)
     finally:
         torch.set_default_dtype(torch.float32)
     return torch.stack([optimizer.alpha, optimizer.alpha_mean])

@@ -74,7 +74,7 @@ def test_bad_input_is_answered_in_a_sentence(run: BaseConfig, tmp_path: Path) ->
     ask = EvaluateConfig(run=run.out, device="cpu")
     with pytest.raises(ValueError, match="knows the domains code, prose, table, verse; got poetry"):
         evaluate(replace(ask, domains=("poetry",)))
-    with pytest.raises(ValueError, match="at least 1; got None and 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         evaluate(replace(ask, batch_size=0))
     with pytest.raises(ValueError, match="is not a run directory"):
         evaluate(replace(ask, run=tmp_path / "nothing"))

@@ -993,7 +993,7 @@ def test_every_flag_of_the_verb_has_help(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["FILE", "--to", "json", "--budget-tokens", "inf"], "budget_tokens must be a number"),
+        (["FILE", "--to", "json", "--budget-tokens", "inf"], "budget_tokens must be a finite"),
         (["FILE", "--to", "json", "--out", "/nowhere/x"], "/nowhere/x cannot be written"),
         (["--to", "json"], "export needs a file"),
         (["FILE"], "--to TARGET to write it"),
