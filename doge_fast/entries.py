@@ -30,6 +30,15 @@ WAY_TO_ACCUMULATE = (
     "for any number, with which combine() or step() ends the step."
 )
 
+DROPPED = "an exception inside a domain dropped this step's gradients"
+WAY_ON = ". Call optimizer.zero_grad() and run the domains of this step again."
+
+
+def check_count(name: str, count: float) -> None:
+    """Refuse what cannot weigh a domain's gradient."""
+    if not simplex.is_number(count) or not 0 < count < float("inf"):
+        raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
+
 
 class Entries:
     """The domains that have been entered in the step under way.
@@ -119,6 +128,11 @@ class Entries:
             self._exchange[1].release()
 
     @property
+    def has_own_rows(self) -> bool:
+        """Whether this is one of several ranks with domains of their own, as far as is known."""
+        return self._exchange is not None and self._exchange[1].has_own_rows
+
+    @property
     def any_here(self) -> bool:
         """Whether a domain has been entered on this rank."""
         return bool(self._counts)
@@ -181,20 +195,18 @@ class Entries:
         """Raise RuntimeError if some domain has been entered, and less often than agreed."""
         most = self.micro_batches or 1
         partial = [name for name, times in self._times.items() if times < most]
-        if partial and self._absent == "error":
-            raise RuntimeError(
-                f"step() needs every domain micro_batches={most} times; {partial} came less often. "
-                "Call combine() where a step ends early, as the last of an epoch may, or pass "
-                "micro_batches=None."
-            )
+        with self.told_on_failure():
+            if partial and self._absent == "error":
+                raise RuntimeError(
+                    f"step() needs every domain micro_batches={most} times; {partial} came less "
+                    "often. Call combine() where a step ends early, as the last of an epoch may, "
+                    "or pass micro_batches=None."
+                )
 
     def _refuse_missing(self, *, is_dropped: bool) -> None:
         missing = [name for name in self._subset.rows if name not in self.seen]
         if missing and is_dropped:
-            raise RuntimeError(
-                f"an exception inside a domain dropped this step's gradients; missing {missing}. "
-                "Call optimizer.zero_grad() and run the domains of this step again."
-            )
+            raise RuntimeError(f"{DROPPED}; missing {missing}{WAY_ON}")
         if missing and (self._absent == "error" or not self.seen):
             raise RuntimeError(
                 f"step() needs a gradient from every domain; missing {missing} of "
@@ -221,6 +233,9 @@ class Entries:
             RuntimeError: a domain is missing; or the ranks differ, or one has failed.
         """
         with self.told_on_failure():
+            if is_dropped and self.exchange.num_ranks > 1:
+                # Later, where domains are missing, this rank would raise alone.
+                raise RuntimeError(DROPPED + WAY_ON)
             for name, count in self._counts.items():
                 if count:
                     self._send(name, params)

@@ -353,11 +353,10 @@ class DoGEOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step.refuse_stray()
+        if self._step.is_of_others():
+            self.inner.step()
+            return loss
         if self._step.state is not StepState.COMBINED:
-            if self._step.is_of_others():
-                self.inner.step()
-                return loss
             self._step.entries.refuse_partial()
             self.combine()
         self._step.parameters.refuse_other_lr(self.last)
@@ -370,9 +369,10 @@ class DoGEOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and drop what the domains have collected; `model.zero_grad()` keeps that.
 
-        Neither takes back what `combine()` did to the weights.
+        Neither takes back what `combine()` did to the weights. Over ranks `p.grad` becomes None.
         """
         self._step.refuse_inside_a_domain("zero_grad()")
+        set_to_none = set_to_none or self._step.entries.has_own_rows
         self.inner.zero_grad(set_to_none)
         self._step.clear(are_zeros_left=not set_to_none)
 

@@ -15,17 +15,16 @@ is left alone; the next `domain()` or `step()` refuses what a backward pass has 
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from doge_fast import simplex
 from doge_fast.distributed.exchanges import Ranks
 from doge_fast.distributed.wrappers import bare, without_reduction
-from doge_fast.entries import WAY_TO_ACCUMULATE, Absent, Entries
+from doge_fast.entries import WAY_TO_ACCUMULATE, Absent, Entries, check_count
 from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
 from doge_fast.parameters import TrackedParameters
 from doge_fast.stacked import StackedModel, segments_of, sizes_of
@@ -134,22 +133,20 @@ class Step:
 
     def domain(self, name: str, count: float = 1.0) -> AbstractContextManager[OpenDomain]:
         """Gradients of backward passes inside belong to domain `name`."""
-        if not simplex.is_number(count) or not 0 < count < float("inf"):
-            raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
-        self._check_name(name)
-        self._prepare((name,))
+        with self._told():
+            check_count(name, count)
+            self._prepare((name,))
         return self._opened({name: count}, self.entries.row_of(name, count))
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
         """One backward pass inside gives every domain of a batch sorted by domain its gradient."""
-        sizes_here = sizes_of(sizes)
-        for name in sizes_here:
-            self._check_name(name)
-        self._prepare(tuple(sizes_here))
-        self._refuse_shards()
-        segments = segments_of(sizes_here, self.entries.row_of)
-        stacked_model = self._stacked_model_of(bare(model))
+        with self._told():
+            sizes_here = sizes_of(sizes)
+            self._prepare(tuple(sizes_here))
+            self._refuse_shards()
+            segments = segments_of(sizes_here, self.entries.row_of)
+            stacked_model = self._stacked_model_of(bare(model))
         with self._opened(sizes_here, None) as opened:
             with stacked_model.recording(segments):
                 yield
@@ -172,6 +169,10 @@ class Step:
             self._open = None
         if self.state is not StepState.DROPPED:
             self.state = StepState.COLLECTED
+
+    def _told(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of a failure inside, but where an open domain does."""
+        return self.entries.told_on_failure() if self._open is None else nullcontext()
 
     def receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
@@ -222,6 +223,8 @@ class Step:
     @outside_graphs
     def _prepare(self, names: Sequence[str]) -> None:
         """Check that these domains may be entered now, and begin the step with the first."""
+        for name in names:
+            self._check_name(name)
         if self._open is not None:
             raise RuntimeError(
                 f"domain({names[0]!r}) was entered inside domain({self._name_of_open()!r}); a "
@@ -335,19 +338,23 @@ class Step:
         Code that saves checkpoints has an optimizer make its state by a step on zeros at learning
         rate zero, also between two domains.
         """
-        has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
-        if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
-            return False
-        is_of_others = any(
-            param.grad is not None and not self.buffer.is_combined(param)
-            for param in self.parameters.look_up()
-        )
-        if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
-            raise RuntimeError(
-                "with shard_optimizer=True a gradient that no domain gave cannot be stepped on: "
-                "the optimizer's state is in pieces. Run that backward pass inside a domain."
+        self.refuse_inside_a_domain("combine() and step()")
+        with self.entries.told_on_failure():
+            self.refuse_stray()
+            has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
+            is_collected = self.state in (StepState.COLLECTED, StepState.DROPPED)
+            if self.state is StepState.COMBINED or (is_collected and has_rate):
+                return False
+            is_of_others = any(
+                param.grad is not None and not self.buffer.is_combined(param)
+                for param in self.parameters.look_up()
             )
-        return is_of_others
+            if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
+                raise RuntimeError(
+                    "with shard_optimizer=True a gradient that no domain gave cannot be stepped "
+                    "on: the optimizer's state is in pieces. Run it inside a domain."
+                )
+            return is_of_others
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""

@@ -46,7 +46,9 @@ class Company:
         self._length: int | None = None
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._number = 0
-        self._store.set(_key(self.rank), "0")
+        # Of several optimizers with this group each has numbers of its own.
+        self._place = self._store.add(f"doge_fast/companies/{self.rank}", 1)
+        self._store.set(self._key(self.rank), "0")
 
     def told(
         self, rows: Sequence[str], report: Report, more: Sequence[float] = ()
@@ -188,7 +190,7 @@ class Company:
             if self._talk is None:
                 self._talk = _on_cpus(self.group)
             # For those who miss a rank; nobody waits for it.
-            self._store.set(_key(self.rank), str(self._number))
+            self._store.set(self._key(self.rank), str(self._number))
             all_gather(told, mine, group=self._talk)
         return told.view(self.num_ranks, -1)
 
@@ -196,16 +198,19 @@ class Company:
         """The ranks that have not come as far as this one."""
         time.sleep(STRAGGLER_SECONDS)
         try:
-            numbers = [int(self._store.get(_key(rank))) for rank in range(self.num_ranks)]
+            numbers = [
+                # `get` would wait for a rank that has never begun.
+                int(self._store.get(key)) if self._store.check([key]) else -1
+                for key in map(self._key, range(self.num_ranks))
+            ]
         except RuntimeError:
             # The store lives in the process of rank 0.
             return "rank 0, or the process that keeps the group's store,"
         missing = [rank for rank, number in enumerate(numbers) if number < self._number]
         return _named(missing) if missing else "a rank"
 
-
-def _key(rank: int) -> str:
-    return f"doge_fast/told/{rank}"
+    def _key(self, rank: int) -> str:
+        return f"doge_fast/told/{self._place}/{rank}"
 
 
 def _on_cpus(group: ProcessGroup) -> ProcessGroup:

@@ -51,6 +51,7 @@ class Sharded(InPlace):
             self._order.append(row)
             return
         if count != 1:
+            self.fail(rows, num_params)
             raise ValueError(
                 f"with Fragments a domain's gradient is the sum over ranks; got count={count}. "
                 "Leave count out, and divide the loss by the domain's examples in the whole batch."
