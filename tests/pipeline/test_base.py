@@ -113,7 +113,7 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
     def launched_again(self: Any, *args: Any, **kwargs: Any) -> Any:
         launches.append(self.state.global_step)
         if len(launches) == 5:
-            with pytest.raises(ValueError, match="Another process is at work in .*shared"):
+            with pytest.raises(ValueError, match="Another process is at work"):
                 train_base(config)
         return step(self, *args, **kwargs)
 
