@@ -181,7 +181,7 @@ def _load(packages: Sequence[str]) -> None:
     if missing:
         from rich.console import Console
 
-        with Console(stderr=True).status("") as status:
+        with Console(stderr=True, quiet=not ranks.is_first()).status("") as status:
             for package in missing:
                 status.update(f"loading {package} ...")
                 import_module(package)

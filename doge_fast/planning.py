@@ -134,7 +134,7 @@ def _check(config: PlanConfig) -> None:
 def _model_of(config: PlanConfig) -> Model:
     if config.model in SIZES:
         num_layers, _, width = SIZES[config.model]
-    elif shape := re.fullmatch(r"(\d+)x(\d+)", config.model):
+    elif shape := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", config.model):
         num_layers, width = map(int, shape.groups())
     else:
         raise ValueError(

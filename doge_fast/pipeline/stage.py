@@ -8,13 +8,15 @@ is resumed by the same call, and a complete one is left as it is.
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
@@ -208,23 +210,51 @@ def run(stage: Stage[Any]) -> Path:
         records.check_corpus(out, recorded, stage.corpus.describe())
     # Every rank has read what there is, before the first one writes.
     training.meet(stage.config.training.device)
-    if ranks.is_first():
-        if recorded is None:
-            records.open_run(
-                out,
-                stage=stage.name,
-                config=stage.config,
-                corpus=stage.corpus.describe(),
-                warnings=stage.corpus.warnings,
-                **stage.resolved,
-            )
-        stage.begin()
-    trainer = train(stage, model)
-    if ranks.is_first():
-        stage.end(trainer)
-        shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
+    if ranks.is_first() and recorded is None:
+        records.open_run(
+            out,
+            stage=stage.name,
+            config=stage.config,
+            corpus=stage.corpus.describe(),
+            warnings=stage.corpus.warnings,
+            **stage.resolved,
+        )
+    with _alone(stage) if ranks.is_first() else nullcontext():
+        if ranks.is_first():
+            stage.begin()
+        trainer = train(stage, model)
+        if ranks.is_first():
+            stage.end(trainer)
+            shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     return out
+
+
+@contextmanager
+def _alone(stage: Stage[Any]) -> Iterator[None]:
+    """Keep other launches out of the run directory; the end of this process lets them in.
+
+    Raises:
+        ValueError: another launch has it, or has made the run since this one read its state.
+    """
+    folder = stage.out / training.CHECKPOINTS
+    folder.mkdir(exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"Another process is at work in {stage.out}. Wait for its end, or name another "
+            "directory."
+        ) from None
+    except (OSError, NotImplementedError):
+        _log.warning("%s: its file system has no locks; start one launch at a time", folder)
+    try:
+        if is_finished(stage):
+            raise ValueError(f"Another process has just completed {stage.out}.")
+        yield
+    finally:
+        lock.release()
 
 
 def is_finished(stage: Stage[Any]) -> bool:

@@ -103,6 +103,28 @@ def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
     assert not (cut.out / training.CHECKPOINTS).exists()
 
 
+def test_a_second_launch_is_refused_while_the_first_is_at_work(
+    base: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = base("shared", save_every=3)
+    step = RecordedTrainer.training_step
+    launches: list[int] = []
+
+    def launched_again(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.append(self.state.global_step)
+        if len(launches) == 5:
+            with pytest.raises(ValueError, match="Another process is at work"):
+                train_base(config)
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordedTrainer, "training_step", launched_again)
+        train_base(config)
+    assert launches == list(range(len(launches)))
+    assert_same_run(config.out, train_base(base("single", save_every=3)))
+    assert not (config.out / training.CHECKPOINTS).exists()
+
+
 def test_dropout_goes_on_where_it_stood(
     base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

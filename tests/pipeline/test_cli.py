@@ -279,3 +279,14 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("megatron: ")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_shows_what_is_loading(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "FORCE_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    cli._load(["colorsys"])
+    assert ("loading colorsys" in capsys.readouterr().err) == (rank == 0)

@@ -114,6 +114,7 @@ def test_what_to_choose() -> None:
     ("words", "sentence"),
     [
         (["--model", "7B"], "model must be a size of the family"),
+        (["--model", "12x0"], "model must be a size of the family"),
         (["--gpus", "0"], "gpus must be at least 1; got 0"),
         (["--domains", "5", "--domains-per-step", "6"], "domains_per_step must be at most domains"),
         (["--selection", "0"], "selection must be greater than 0 and at most 1"),

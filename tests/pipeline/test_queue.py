@@ -313,7 +313,7 @@ def work(folder, is_lost, worker):
     time.sleep(600)
 
 if __name__ == "__main__":
-    # Whoever starts the tests in the background has it ignored.
+    # A shell without job control starts what is in the background with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder, is_lost = Path(sys.argv[1]), len(sys.argv) > 2
     (folder / "threads").write_text(str(torch.get_num_threads()))
@@ -337,7 +337,11 @@ def crew(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], lis
         while len(found := [path for path in left.glob("[0-9]*") if path.read_text()]) < 2:
             assert time.monotonic() < until
             time.sleep(0.05)
-        yield process, found
+        try:
+            yield process, found
+        finally:
+            # Workers end with it.
+            process.kill()
 
 
 @pytest.mark.parametrize(
