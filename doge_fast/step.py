@@ -341,9 +341,11 @@ class Step:
         self.refuse_inside_a_domain("combine() and step()")
         with self.entries.told_on_failure():
             self.refuse_stray()
+            if self.state is StepState.COMBINED:
+                return False
+            # Not before: a rate may be on the device, and reading it waits.
             has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
-            is_collected = self.state in (StepState.COLLECTED, StepState.DROPPED)
-            if self.state is StepState.COMBINED or (is_collected and has_rate):
+            if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
                 return False
             is_of_others = any(
                 param.grad is not None and not self.buffer.is_combined(param)
