@@ -342,8 +342,7 @@ class Step:
         with self.entries.told_on_failure():
             self.refuse_stray()
             if self.state is StepState.COMBINED:
-                return False
-            # Not before: a rate may be on the device, and reading it waits.
+                return False  # Before a rate that is on the device would be waited for.
             has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
             if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
                 return False
