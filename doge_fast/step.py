@@ -346,10 +346,8 @@ class Step:
             has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
             if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
                 return False
-            is_of_others = any(
-                param.grad is not None and not self.buffer.is_combined(param)
-                for param in self.parameters.look_up()
-            )
+            given = (param for param in self.parameters.look_up() if param.grad is not None)
+            is_of_others = not all(map(self.buffer.is_combined, given))
             if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
                 raise RuntimeError(
                     "with shard_optimizer=True a gradient that no domain gave cannot be stepped "
