@@ -60,7 +60,7 @@ class DomainTrainer(Trainer):
                 'flat pieces. Pass fsdp_config={"version": 2}, which is fully_shard.'
             )
         if getattr(self.accelerator, "parallelism_config", None) or getattr(
-            self.model, "is_distributed_loading_by_transformers", False
+            self, "is_distributed_loading_by_transformers", False
         ):
             raise RuntimeError(
                 "DoGETrainer takes a model that every rank has as a whole, or that fsdp=True cuts "

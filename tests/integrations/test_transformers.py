@@ -648,7 +648,7 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
     sharded.is_deepspeed_enabled, sharded.is_fsdp_enabled = False, True
     with pytest.raises(RuntimeError, match="FSDP1 cuts all of them into flat pieces"):
         sharded.check_host()
-    sharded.is_fsdp_enabled, sharded.model.is_distributed_loading_by_transformers = False, True
+    sharded.is_fsdp_enabled, sharded.is_distributed_loading_by_transformers = False, True
     with pytest.raises(RuntimeError, match="a parallelism_config or distributed_config cuts it"):
         sharded.check_host()
 
