@@ -384,7 +384,7 @@ def test_the_variants_and_their_settings_matter(
     ]
     against = reference()
     runs = [
-        learn_by_excess_loss(doremi(f"run{i}", reference=against, steps=3, **change))
+        learn_by_excess_loss(doremi(f"run{i}", reference=against, steps=3, **change)).path
         for i, change in enumerate(changes)
     ]
     weights = [records.weights_by_name(records.read_weights(run)) for run in runs]
