@@ -15,6 +15,8 @@ help:  ## what can be made
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("doge_fast needs Python >= 3.11; %s is %s. Pass another: make PYTHON=python3.12 ..." % (sys.executable, sys.version.split()[0]) if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
+	@# Debian 12 brings pip 23.0; what it resolves is not tested.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=24.1'
 
 # torch first and alone: nothing later may pull another build of it.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
