@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import pkgutil
+import random
 import re
 import shlex
 import tomllib
@@ -20,6 +21,7 @@ import doge_fast
 from doge_fast import cli
 from tests.grids import grid
 from tests.pages import ROOT, Reader, assert_alike, blocks_of, copy_workplace
+from tests.pipeline.task_documents import document
 
 DOCS = ROOT / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has after the tutorial, small: a corpus of its domains."""
+    """What a reader has after the tutorial, small: a corpus of its domains; and a task."""
     folder = tmp_path_factory.mktemp("workplace")
     (folder / "corpus").mkdir()
     words = {
@@ -55,6 +57,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "corpus" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "tasks" / "logiqa").mkdir(parents=True)
+    for split, seed in (("train", 0), ("validation", 1)):
+        documents = (document("logiqa", random.Random(200 * seed + index)) for index in range(200))
+        lines = "".join(json.dumps(each) + "\n" for each in documents)
+        (folder / "tasks" / "logiqa" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     return folder
 
 
