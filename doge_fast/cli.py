@@ -31,6 +31,7 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     ReportConfig,
     SelectConfig,
+    TargetConfig,
     WeightsAverageConfig,
     WeightsCardConfig,
     WeightsConstrainConfig,
@@ -261,6 +262,12 @@ def _evaluate(config: EvaluateConfig) -> list[str]:
     return lines
 
 
+def _target(config: TargetConfig) -> list[str]:
+    from doge_fast.pipeline.task_target import write_target
+
+    return [write_target(config)]
+
+
 def _report(config: ReportConfig) -> list[str]:
     from doge_fast.pipeline.report import terminal_table, write_report
 
@@ -338,6 +345,7 @@ VERBS: dict[str, Verb] = {
     "doremi": Verb(DoReMiConfig, _doremi, takes_ranks=True),
     "select": Verb(SelectConfig, _select, takes_ranks=True),
     "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
+    "target": Verb(TargetConfig, _target, is_positional=True, loads=("torch", "lm_eval")),
     "report": Verb(ReportConfig, _report, loads=("matplotlib.figure",)),
     "experiment": Verb(ExperimentConfig, _experiment, is_positional=True),
     "weights show": Verb(WeightsShowConfig, _weights("show"), True, ()),

@@ -105,7 +105,7 @@ class Reader:
     def _read(self, block: Block, place: str) -> None:
         if block.order == "needs" and importlib.util.find_spec(block.argument) is None:
             self.printed = "..."
-        elif block.order == "needs":
+        elif block.order == "needs" and block.language == "python":
             # What another package warns of is none of ours.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

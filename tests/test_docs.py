@@ -1,10 +1,11 @@
 """The documentation: every block of every page is run, the site builds, and it names everything."""
 
 import ast
-import importlib
+import importlib.util
 import io
 import json
 import pkgutil
+import random
 import re
 import shlex
 import tomllib
@@ -13,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ import doge_fast
 from doge_fast import cli
 from tests.grids import grid
 from tests.pages import ROOT, Reader, assert_alike, blocks_of, copy_workplace
+from tests.pipeline.task_documents import document
 
 DOCS = ROOT / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
@@ -38,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has after the tutorial, small: a corpus of its domains."""
+    """What a reader has after the tutorial, small: a corpus of its domains; and a task."""
     folder = tmp_path_factory.mktemp("workplace")
     (folder / "corpus").mkdir()
     words = {
@@ -55,7 +58,28 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "corpus" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "tasks" / "logiqa").mkdir(parents=True)
+    for split, seed in (("train", 0), ("validation", 1)):
+        documents = (document("logiqa", random.Random(200 * seed + index)) for index in range(200))
+        lines = "".join(json.dumps(each) + "\n" for each in documents)
+        (folder / "tasks" / "logiqa" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    _write_web_organizer(folder / "Corpus-200B", (folder / "corpus" / "code.jsonl").read_bytes())
     return folder
+
+
+def _write_web_organizer(folder: Path, rows: bytes) -> None:
+    """A shard as WebOrganizer's corpus has it: two topics, and two formats of each."""
+    if importlib.util.find_spec("zstandard") is None:
+        return
+    import zstandard
+
+    for name in ("documents", "domains_topics", "domains_formats"):
+        (folder / name).mkdir(parents=True)
+    shard = "CC_shard_00000000_processed"
+    (folder / "documents" / f"{shard}.jsonl.zst").write_bytes(zstandard.compress(rows))
+    numbers = np.arange(rows.count(b"\n"))
+    np.save(folder / "domains_topics" / f"{shard}__choice.npy", numbers % 2)
+    np.save(folder / "domains_formats" / f"{shard}__choice.npy", numbers // 2 % 2)
 
 
 @pytest.mark.parametrize(

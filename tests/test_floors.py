@@ -76,7 +76,7 @@ FLOORS = [
     doge_fast.pipeline.reporting.verdicts
     doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.weights.pages
+    doge_fast.pipeline.weights.pages doge_fast.pipeline.task_target
     doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
     doge_fast.__main__

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import DataLoader
 
 from doge_fast import DoGEOptimizer
 from tests.integrations.isolated import isolated
@@ -216,6 +219,57 @@ def check_accelerate(given: str, micro: int, clip: float | None) -> None:
 )
 def test_accelerate(given: str, micro: int, clip: float | None) -> None:
     isolated(check_accelerate, given, micro, clip)
+
+
+def one_domain_at_a_time(
+    factor: float, micro: int, *, steps: int = 4, ends_with_loader: bool = False
+) -> DoGEOptimizer:
+    """Steps in which a micro-batch of accelerate's is the batch of one domain."""
+    num_steps = len(DOMAINS) * micro
+    plugin = GradientAccumulationPlugin(num_steps=num_steps, sync_with_dataloader=ends_with_loader)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model, doge = wrapped(sgd, micro_batches=micro)
+    model, optimizer = accelerator.prepare(model, doge)
+    # Each domain's own, of three batches: they end in the middle of steps.
+    loaders = [accelerator.prepare(DataLoader(range(3), batch_size=1)) for _ in DOMAINS]
+    batches = [itertools.chain.from_iterable(itertools.repeat(loader)) for loader in loaders]
+    for number in range(steps * num_steps):
+        part, row = divmod(number, len(DOMAINS))
+        with accelerator.accumulate(model):
+            next(batches[row])
+            with doge.domain(DOMAINS[row]):
+                accelerator.backward(factor * loss_of(model, part, row))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert doge.num_steps == steps
+    return doge
+
+
+def check_one_domain_at_a_time() -> None:
+    """As the page on accelerate says it: the loss times K is a plain loop; without, W / K^2."""
+    micro, num_domains = 2, len(DOMAINS)
+    model, plain = wrapped(sgd, micro_batches=micro)
+    gains = []
+    for step in range(4):
+        for part in range(micro):
+            for row, name in enumerate(DOMAINS):
+                with plain.domain(name):
+                    (loss_of(model, micro * step + part, row) / micro).backward()
+        plain.step()
+        plain.zero_grad()
+        gains.append(plain.last.gain)
+    undone = one_domain_at_a_time(num_domains, micro)
+    # The division and the factor round once each.
+    torch.testing.assert_close(undone.last.gain.float(), gains[-1].float())
+    torch.testing.assert_close(undone.alpha_mean.float(), plain.alpha_mean.float())
+    divided = one_domain_at_a_time(1, micro, steps=1)
+    torch.testing.assert_close(num_domains**2 * divided.last.gain.float(), gains[0].float())
+    with pytest.raises(RuntimeError, match=r"step\(\) needs"):
+        one_domain_at_a_time(num_domains, micro, ends_with_loader=True)
+
+
+def test_accelerate_with_one_domain_in_a_micro_batch() -> None:
+    isolated(check_one_domain_at_a_time)
 
 
 def check_accelerate_scaler() -> None:

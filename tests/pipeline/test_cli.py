@@ -73,7 +73,10 @@ def test_flags_are_the_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["demo", "proxy", "base", "doremi", "select", "evaluate", "report", "experiment", "export"],
+    [
+        *("demo", "proxy", "base", "doremi", "select", "evaluate", "target", "report"),
+        *("experiment", "export"),
+    ],
 )
 def test_every_verb_has_help_for_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -81,7 +84,7 @@ def test_every_verb_has_help_for_every_flag(verb: str, capsys: pytest.CaptureFix
     assert end.value.code == 0
     printed = capsys.readouterr().out
     assert f"usage: doge-fast {verb}" in printed
-    named = {"evaluate": "run", "experiment": "name", "export": "file"}
+    named = {"evaluate": "run", "target": "tasks", "experiment": "name", "export": "file"}
     for flag in (name.strip("_").replace("_", "-") for name in fields_of(cli.VERBS[verb].config)):
         if flag == named.get(verb):
             assert "positional arguments" in printed

@@ -37,6 +37,7 @@ from doge_fast.pipeline.config.tools import (
     PlanConfig,
     ProfileConfig,
     ReportConfig,
+    TargetConfig,
     WeightsAverageConfig,
     WeightsCardConfig,
     WeightsConstrainConfig,

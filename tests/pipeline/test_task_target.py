@@ -1,0 +1,134 @@
+"""Tasks as a target: texts are what lm-eval scores, and nothing of the scored split is in them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from doge_fast import cli
+from doge_fast.pipeline import records
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TargetConfig
+from tests.pipeline.stages import words_of
+from tests.pipeline.task_documents import write_documents
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
+
+from doge_fast.pipeline.task_target import write_target
+
+REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "fewshot"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def copa(document: dict[str, Any]) -> str:
+    choice = document[("choice1", "choice2")[document["label"]]]
+    word = {"cause": "because", "effect": "therefore"}[document["question"]]
+    return f"{document['premise'].strip()[:-1]} {word}  {choice[0].lower()}{choice[1:]}"
+
+
+def piqa(document: dict[str, Any]) -> str:
+    return f"Question: {document['goal']}\nAnswer: {document[('sol1', 'sol2')[document['label']]]}"
+
+
+def sciq(document: dict[str, Any]) -> str:
+    question = f"Question: {document['question']}\nAnswer: {document['correct_answer']}"
+    return f"{document['support'].lstrip()}\n{question}"
+
+
+def winogrande(document: dict[str, Any]) -> str:
+    return document["sentence"].replace("_", document[f"option{document['answer']}"])
+
+
+WRITTEN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "copa": copa,
+    "piqa": piqa,
+    "sciq": sciq,
+    "winogrande": winogrande,
+}
+
+
+@pytest.fixture
+def task_data(tmp_path: Path) -> Path:
+    (tmp_path / "tasks").mkdir()
+    return write_documents(tmp_path / "tasks", *WRITTEN)
+
+
+def test_a_text_is_the_question_with_its_right_answer(task_data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "corpus" / "tasks.jsonl"
+    write_target(TargetConfig(tuple(WRITTEN), out=out, task_data=task_data))
+    expected = [
+        {"text": written(document), "task": task}
+        for task, written in WRITTEN.items()
+        for document in read(task_data / task / "train.jsonl")
+    ]
+    assert read(out) == expected
+
+
+def test_what_is_scored_is_left_out(
+    task_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, scored = (task_data / "piqa" / f"{split}.jsonl" for split in ("train", "validation"))
+    leaked, *others = train.read_text(encoding="utf-8").splitlines(keepends=True)
+    scored.write_text(scored.read_text(encoding="utf-8") + leaked, encoding="utf-8")
+    out = tmp_path / "piqa.jsonl"
+    words = ["target", "piqa", "--task-data", str(task_data), "--out", str(out)]
+    assert cli.main([*words, "--task-limit", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["piqa", "3", "1"]
+    assert [line["text"] for line in read(out)] == [piqa(json.loads(each)) for each in others[:3]]
+
+
+def test_refusals(task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(tasks: str, out: str) -> None:
+        write_target(TargetConfig((tasks,), out=tmp_path / out, task_data=task_data))
+
+    with pytest.raises(ValueError, match=r"out must be a file that ends in \.jsonl"):
+        ask("piqa", "piqa.txt")
+    (tmp_path / "code.jsonl").write_text('{"text": "a domain"}\n')
+    with pytest.raises(ValueError, match=r"code\.jsonl holds something else\. Remove it"):
+        ask("piqa", "code.jsonl")
+    ask("piqa", "piqa.jsonl")
+    ask("piqa", "piqa.jsonl")
+    # As lm-eval finds it on the Hub: scored on its only split.
+    asked = {"question": "Is it?", "mc1_targets": {"choices": ["no", "yes"], "labels": [1, 0]}}
+    there = datasets.DatasetDict({"validation": datasets.Dataset.from_list([asked])})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: there)
+    with pytest.raises(ValueError, match="names no training split of truthfulqa_mc1"):
+        write_target(TargetConfig(("truthfulqa_mc1",), out=tmp_path / "truth.jsonl"))
+    assert not (tmp_path / "truth.jsonl").exists()
+
+
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no real task documents at {REAL_DATA}")
+def test_weights_are_learned_for_a_benchmark(
+    proxy: Callable[..., ProxyConfig],
+    base: Callable[..., BaseConfig],
+    small_corpus: Path,
+    tmp_path: Path,
+) -> None:
+    corpus = shutil.copytree(small_corpus, tmp_path / "corpus")
+    words = ["sciq", "copa", "--task-data", str(REAL_DATA), "--task-limit", "60"]
+    assert cli.main(["target", *words, "--out", str(corpus / "tasks.jsonl")]) == 0
+    learned = proxy(data=str(corpus), cache_dir=tmp_path / "cache")
+    assert cli.main(["proxy", *words_of(learned), "--target", "tasks"]) == 0
+    record = records.read_weights(learned.out)
+    assert record["target"] == {"tasks": 1.0}
+    assert set(records.weights_by_name(record)) == {"code", "prose", "table", "verse"}
+    kept = records.read_config(learned.out)["corpus"]["targets"]["tasks"]
+    assert 60 < kept["documents"] < 120
+    steps = [line for line in records.read_metrics(learned.out) if "gain" in line]
+    assert steps[-1]["rows"] == ["code", "prose", "table", "verse", "tasks"]
+    # What the target gains is its inner product with each domain, and no domain's with itself.
+    assert set(steps[-1]["difficulty"].values()) == {0.0}
+
+    trained = base(data=str(corpus), cache_dir=learned.corpus.cache_dir, block_size=64)
+    words = ["--weights", str(learned.out), "--targets", "tasks"]
+    assert cli.main(["base", *words_of(trained), *words]) == 0
+    words = ["--tasks", "sciq,copa", "--task-data", str(REAL_DATA), "--task-limit", "2"]
+    assert cli.main(["evaluate", str(trained.out), "--device", "cpu", *words]) == 0
+    assert "tasks" in records.read_evaluation(trained.out)["perplexity"]
+    assert set(records.read_few_shot(trained.out)["tasks"]) == {"sciq", "copa"}
