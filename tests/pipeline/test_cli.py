@@ -104,7 +104,7 @@ def test_help_breaks_where_the_terminal_ends(
     printed = capsys.readouterr().out.splitlines()
     lines = [line.strip("│ ") for line in printed]
     text = " ".join(lines)
-    assert "larger: slower weights, whose logarithms move by lr W / mu. None: 20 times" in text
+    assert "by lr W / mu, so a larger mu makes slower weights. None: 20 times" in text
     # A line ends only where the next word would not fit, or a text ends.
     place = next(i for i, line in enumerate(printed) if "Bregman" in line)
     # From the column of the texts to the border and the space before it.

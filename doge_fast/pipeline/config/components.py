@@ -22,26 +22,27 @@ class CorpusConfig:
     """A directory (one folder or file per domain), a file or Hub id with `domain_column`, or
     "installed": seven domains of text found in this Python environment."""
     domains: tuple[str, ...] = ()
-    """Domains to train on, in this order. Empty: all that `data` holds, less the targets."""
+    """Domains to train on, in this order. Empty: all domains in `data` except the targets."""
     text_column: str = "text"
     """The column of parquet and jsonl files that holds a document."""
     domain_column: str | None = None
-    """For a single file or Hub data set: the column (dots reach into structs) naming the domain."""
+    """For a single file or Hub data set: the column that names each row's domain (dots reach into
+    structs)."""
     tokenizer: str = "train"
     """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
     vocab_size: Count = 4096
-    """Entries of a trained tokenizer."""
+    """Vocabulary size of a trained tokenizer."""
     block_size: Annotated[int, Range(2)] = 128
     """Tokens in a block; every training example is one block."""
     validation_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.05
-    """Share of documents held out where the data brings no validation split."""
+    """Share of the documents to hold out if the data has no validation split."""
     max_tokens_per_domain: Count | None = None
-    """Stop packing a domain there; None: all of it."""
+    """Stop packing a domain after this many tokens; None: pack all of it."""
     streaming: bool = False
-    """Of a large Hub data set, read only until every domain holds `max_tokens_per_domain`. With
-    `domain_column`, name the `domains`."""
+    """For a large Hub data set: stop reading when every domain has `max_tokens_per_domain`. With
+    `domain_column`, `domains` is required too."""
     stream_seed: Seed = 0
-    """With `streaming`: the order in which the data set's files are read."""
+    """With `streaming`: decides in which order the data set's files are read."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
@@ -66,37 +67,37 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What both stages tell the Trainer."""
+    """How a stage trains its model."""
 
     steps: Count = 300
     """Optimizer steps."""
     learning_rate: Positive = 5e-4
-    """Peak; the paper's for all sizes below 684M (appendix, model-archs)."""
+    """Peak learning rate; the paper's for all sizes below 684M (appendix, model-archs)."""
     min_learning_rate: PositiveOrZero = 1e-4
-    """End of the cosine."""
+    """Learning rate at the end of the cosine schedule."""
     warmup_steps: CountOrZero | None = None
-    """Linear warm-up; None: a twentieth of the steps."""
+    """Steps of linear warm-up; None: a twentieth of the steps."""
     weight_decay: PositiveOrZero = 0.01
-    """AdamW's, on matrices; the paper's."""
+    """AdamW's weight decay, on matrices only; the paper's."""
     max_grad_norm: Positive = 1.0
-    """Norm to which the gradient that moves the model is cut."""
+    """Clip the gradient that moves the model to this norm."""
     seed: Seed = 0
-    """Model initialisation and the order of the data."""
+    """Seed of the model initialisation and of the order of the data."""
     eval_every: Count | None = None
     """Steps between evaluations on held-out blocks; None: at the end only."""
     eval_blocks: Count = 256
     """Held-out blocks per domain in those evaluations."""
     save_every: CountOrZero | None = None
-    """Steps between checkpoints that a killed run resumes from; None: ten in a run; 0: none."""
+    """Steps between checkpoints, from which a killed run resumes; None: ten in a run; 0: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
     device: str = "auto"
-    """auto (the first of cuda, xpu, mps and cpu that is there), cpu, cuda, xpu or mps; mps has no
-    float64, which proxy, doremi and select need."""
+    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps. proxy, doremi
+    and select need float64, which mps does not have."""
     compile: bool = False
     """torch.compile the model."""
     report_to: tuple[str, ...] = ()
-    """Trackers that are told what metrics.jsonl is told, by Trainer's names for them: tensorboard,
+    """Trackers that also receive the lines of metrics.jsonl, by Trainer's names: tensorboard,
     wandb, trackio, mlflow, ... Empty: none; nothing leaves the machine."""
 
 
@@ -105,14 +106,14 @@ class TasksConfig:
     """Tasks of lm-eval that models are scored on."""
 
     tasks: tuple[str, ...] = ()
-    """Multiple-choice tasks of lm-eval, between commas or spaces; the paper's are
+    """Multiple-choice tasks of lm-eval, separated by commas or spaces; the paper's are
     copa,sciq,logiqa,piqa,wic,winogrande."""
     shots: CountOrZero = 5
-    """Answered examples before every question."""
+    """Answered examples in the prompt before every question."""
     task_data: Path | None = None
-    """A directory with TASK/train.jsonl, which the shots are drawn from, and TASK/validation.jsonl,
+    """A directory with TASK/train.jsonl, from which the shots are drawn, and TASK/validation.jsonl,
     which is scored; None: the data sets that lm-eval names on the Hub."""
     task_limit: Count | None = None
-    """Score only so many documents of every task, the first ones; None: all."""
+    """Score only the first documents of every task, this many; None: all."""
     fewshot_seed: Seed = 1234
-    """Of the draw of the shots; lm-eval's own default."""
+    """Seed that draws the shots; lm-eval's own default."""

@@ -26,18 +26,18 @@ Preset = Literal["smoke", "demo", "small", "paper"]
 
 @dataclass(frozen=True)
 class RatesConfig:
-    """What all models of an experiment share in training."""
+    """Training options of all models of an experiment."""
 
     learning_rate: Positive = 1e-3
-    """Peak, of all models but the paper's largest."""
+    """Peak learning rate of all models but the paper's largest."""
     min_learning_rate: PositiveOrZero = 2e-4
-    """End of the cosine."""
+    """Learning rate at the end of the cosine schedule."""
     eval_blocks: Count | None = 256
-    """Held-out blocks per domain behind the tables; None: all."""
+    """Held-out blocks per domain for the tables; None: all."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """As for the other stages."""
+    """bfloat16: autocast, with float32 master weights."""
     device: str = "auto"
-    """As for the other stages."""
+    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,22 @@ class ProxyArmsConfig:
     """The proxies of an experiment."""
 
     model: str = "mini"
-    """Their size."""
+    """Size of the proxies."""
     models: tuple[str, ...] = ("tiny", "mini", "small")
-    """scales: three sizes; the middle one is what the others are compared with."""
+    """scales: three sizes; the first and the last are compared with the middle one."""
     steps: Count = 1500
     """Optimizer steps."""
     sequences_per_domain: Count = 4
-    """Blocks of every domain in a step."""
+    """Blocks of every domain in every step."""
     mu: Positive | None = None
-    """Bregman coefficient; None: as a proxy's, of the domains that there are."""
+    """Bregman coefficient; None: as for `doge-fast proxy`."""
     score: Literal["paper", "published"] = "paper"
-    """As for the proxy."""
+    """The score of the paper or of its published code, as for `doge-fast proxy`."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
-    """As for the proxy; 0 or None: do not cut."""
+    """Clip each domain's gradient to this norm before scoring; 0 or None: do not clip."""
     target_batch: Literal["same", "mix"] = "same"
-    """universal: W from the batches that train the proxy, or from held-out ones of all domains."""
+    """universal: compute W against the batches that train the proxy (same), or against held-out
+    batches of all domains (mix)."""
 
 
 @dataclass(frozen=True)
@@ -67,77 +68,79 @@ class BaseArmsConfig:
     """The base models of an experiment."""
 
     models: tuple[str, ...] = ("mini",)
-    """universal: their sizes; elsewhere the first counts."""
+    """Sizes of the base models. universal trains all of them, other experiments only the first."""
     steps: Count = 1500
     """Optimizer steps."""
     batch_size: Count = 28
-    """Blocks in a step."""
+    """Blocks per step, over all domains."""
     eval_points: Count = 20
-    """Evaluations along a run, for the curves."""
+    """Evaluations during a run, for the curves."""
     finetune_steps: CountOrZero = 150
-    """ood, wiki40b: steps on the target afterwards."""
+    """ood, wiki40b: steps of fine-tuning on the target at the end."""
     finetune_learning_rate: Positive = 2e-4
-    """Peak of these steps."""
+    """Peak learning rate of the fine-tuning."""
 
 
 @dataclass(frozen=True)
 class DoReMiArmsConfig:
-    """DoReMi's arms."""
+    """The DoReMi runs of an experiment."""
 
     steps: tuple[Count, ...] = ()
-    """Steps of DoReMi's reference and proxy, for each of its arms; empty: as many as DoGE's proxy
-    has, and `longer` times as many."""
+    """Steps of DoReMi's reference and proxy; each number makes one DoReMi run. Empty: as many steps
+    as DoGE's proxy, and `longer` times as many."""
     longer: Positive = 2.0
-    """See `steps`."""
+    """Factor for `steps`, where that is empty."""
 
 
 @dataclass(frozen=True)
 class SelectionArmsConfig:
-    """The arms of the experiment selection."""
+    """The selection runs of an experiment."""
 
     steps: Count = 150
-    """Steps in which the cancellation effect is summed up (T_c)."""
+    """Steps over which the cancellation effect is summed (T_c)."""
     strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
-    """As for select."""
+    """lowN or highN: select the N parameters with the lowest or highest scores."""
 
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """All arms of an experiment, a table and a report. The same command resumes.
+    """All runs of an experiment, a table and a report. The same command resumes.
 
-    What is not given here is the preset's.
+    Options that are not given take the preset's values.
     """
 
     name: Experiment
-    """universal: learned weights against uniform, natural and DoReMi's. doremi: DoReMi in both
-    readings beside DoGE, with what each costs. ood: every domain as the target of the others.
-    wiki40b: languages as targets of others. scales: weights from proxies of three sizes.
-    selection: gradients of some parameters alone. curriculum: weights that follow the proxy's.
-    early: the first quarter of training. proxy_vs_base: the proxy as a model. sensitivity: one
-    setting of the proxy changed at a time. demo: the story of the first two in minutes."""
+    """universal: learned weights against uniform, natural and DoReMi's. doremi: both variants of
+    DoReMi beside DoGE, with their costs. ood: each domain in turn as the target of the others.
+    wiki40b: languages as targets of other languages. scales: weights from proxies of three sizes.
+    selection: scores from the gradients of some parameters only. curriculum: weights that change as
+    the proxy's did. early: the first quarter of training. proxy_vs_base: the proxy evaluated as a
+    model. sensitivity: one setting of the proxy changed at a time. demo: universal and ood in
+    minutes."""
     out: Path | None = None
-    """Where runs and report go; None: experiments/NAME."""
+    """Directory of the runs and the report; None: experiments/NAME."""
     preset: Preset = "small"
-    """smoke: seconds a run, to see that it works. demo: minutes in all. small: for a small corpus
-    on two cores. paper: the paper's models, steps, batches and Hub data."""
+    """smoke: seconds per run, to test that it works. demo: minutes in all. small: for a small
+    corpus on two cores. paper: the paper's models, steps, batches and Hub data."""
     targets: tuple[str, ...] = ()
-    """ood, wiki40b, demo: domains to be the target, each in its turn; empty: all, ca and nl, or
-    reference."""
+    """ood, wiki40b, demo: the domains that are targets, one after another. Empty: ood: all;
+    wiki40b: ca and nl; demo: reference."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
-    """Each arm is run with each; arms of one seed start alike and see their data in one order."""
+    """Every run of the plan is repeated with each seed. Runs of one seed have the same
+    initialisation and the same order of the data."""
     plan: bool = False
-    """Only say which runs there would be, and by which commands they can be made side by side."""
+    """Only print the runs of the plan, and the commands that make them side by side."""
     only: tuple[str, ...] = ()
-    """Make these runs of the plan alone, by their names, and no report."""
+    """Names of runs in the plan: make only these, and no report."""
     workers: Count = 1
-    """Processes that share the runs, and the cores and GPUs of this machine; with `submitit` jobs,
-    each with what it asks for. Every run is made by one of them."""
+    """Processes that share the runs, and this machine's cores and GPUs. Each run is made by one of
+    them. With `submitit` the workers are jobs."""
     submitit: tuple[str, ...] | None = None
-    """Workers are jobs of SLURM. NAME=VALUE: what submitit's AutoExecutor takes, such as
+    """Run the workers as SLURM jobs. NAME=VALUE: parameters of submitit's AutoExecutor, such as
     timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
     lease: Positive | None = None
-    """Seconds without a sign of life after which another worker takes a run over. None: when its
-    process is gone, which flock tells. For file systems without a flock that all machines see."""
+    """For file systems without a flock that all machines see: another worker takes a run over after
+    this many seconds without a sign of life. None: when its process has ended, as flock tells."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     rates: RatesConfig = field(default_factory=RatesConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
@@ -149,23 +152,25 @@ class ExperimentConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """The whole story on text found on this machine, in minutes: the experiment `demo`.
+    """The whole method on text found on this machine, in minutes: the experiment `demo`.
 
-    Weights learned for all domains, and for one that nobody trains on; base models at learned,
-    uniform and natural weights; a table and a report.
+    It learns weights for all domains, and for one domain that is not trained on; trains base models
+    at learned, uniform and natural weights; and writes a table and a report.
     """
 
     out: Path = Path("demo")
-    """Where the runs and the report go."""
+    """Directory of the runs and the report."""
     data: str = "installed"
-    """The corpus, as for the other stages."""
+    """A directory (one folder or file per domain), a file or Hub id, or "installed": text found in
+    this Python environment."""
     target: str = "reference"
-    """The domain of the out-of-domain half: measured, not trained on."""
+    """The domain that the second proxy learns for: measured, not trained on."""
     steps: Count = 200
     """Optimizer steps of each of the two proxies and the five base models."""
     seed: Seed = 0
-    """Model initialisation and the order of the data."""
+    """Seed of the model initialisation and of the order of the data."""
     device: str = "auto"
-    """As for the other stages."""
+    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps."""
     cache_dir: Path | None = None
-    """As for the other stages."""
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the user's cache
+    directory."""

@@ -19,43 +19,46 @@ class ProxyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     target: tuple[str, ...] = ("universal",)
-    """universal; mix; or held-out domains, each NAME or NAME=WEIGHT."""
+    """universal (the loss on all training domains); mix (held-out blocks of all training domains);
+    or held-out domains, each NAME or NAME=WEIGHT."""
     sequences_per_domain: Count = 4
     """Blocks of every domain in every step."""
     mu: Positive | None = None
-    """Bregman coefficient; larger: slower weights, whose logarithms move by lr W / mu. None: 20
-    times the peak learning rate (0.01 at 5e-4); and (T + 1) / 2 times that where the weights of the
-    targets sum to T, which is K for universal."""
+    """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
+    mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
+    where the weights of the targets sum to T, which is K for universal."""
     score: Literal["paper", "published"] = "paper"
-    """W as in the paper, or the published code's: over the mean row norm, cut to [0, 5]."""
+    """paper: the score W as in the paper. published: as in the published code, W over the mean norm
+    of the domains' gradients, clipped to [0, 5]."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
-    """Cut each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
-    None: do not, as in the paper's text. Uncut, W grows with the square of the gradients, and a few
-    steps with large ones may decide everything."""
+    """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
+    None: do not clip, as in the paper's text. Without it a few steps with large gradients may
+    decide everything, because W grows with the square of the gradients."""
     smoothing: Share = 0.0
-    """Mixture of the weights with uniform at every step."""
+    """Share of uniform weights that is mixed in at every step."""
     init_weights: Path | None = None
-    """A weights.json, or a run directory that holds one: domains of the same name begin with its
-    weights, relative to each other. None: uniform."""
+    """A weights.json, or a run directory that holds one: domains of the same name begin with these
+    weights, relative to each other. None: begin with uniform weights."""
     split: tuple[str, ...] = ()
-    """OLD=NEW,NEW: with init_weights, domains that were divided since; parts share the weight by
-    their tokens."""
+    """OLD=NEW,NEW: with init_weights, domains that were divided since; the parts share the old
+    weight in proportion to their tokens."""
     added_share: str = "uniform"
-    """With init_weights, of each domain that the file does not have: uniform (1/K), natural (its
-    share of the tokens), or a number."""
+    """With init_weights, the weight of each domain that the file does not have: uniform (1/K),
+    natural (its share of the tokens), or a number."""
     average_from: Share = 0.0
-    """Share of the steps whose weights the average leaves out: an early phase that a long training
-    soon forgets. What is left lies farther from uniform, where weights begin. 0: the paper's mean
-    over all steps."""
+    """Share of the steps, from the first on, that the average of the weights leaves out. The
+    average then lies farther from uniform, where the weights begin. 0: the paper's mean over all
+    steps."""
     selection: Path | None = None
-    """A JSON list of parameter names whose columns enter W; None: all."""
+    """A JSON list of parameter names; W is computed from the gradients of these only. None: all."""
     mode: Literal["auto", "sequential", "stacked"] = "auto"
-    """A backward pass per domain, one for all, or whichever suits the batch (see DoGETrainer)."""
+    """sequential: a backward pass per domain. stacked: one for all domains. auto: whichever suits
+    the batch (see DoGETrainer)."""
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
-    """Write nothing: say what would be read, trained and written, and what it would take, after a
-    few steps that are timed."""
+    """Write nothing, but time a few steps, and print what the run would read, train and write, and
+    the memory and time that it would take."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,21 @@ class BaseConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     weights: str = "uniform"
-    """uniform; natural (by tokens); a weights.json; or the run directory of a proxy or DoReMi."""
+    """uniform; natural (each domain's share of the tokens); a weights.json; or the run directory of
+    a proxy or DoReMi."""
     stages: Count = 1
-    """Of a curriculum: with a proxy's run directory, its mean weights in so many equal parts of
-    its run, each in the like part of this one. 1: its average throughout."""
+    """Stages of a curriculum, with a proxy's run directory: the proxy's run and this one are
+    divided into this many equal parts, and each part here uses the proxy's mean weights in its own.
+    1: the proxy's average throughout."""
     targets: tuple[str, ...] = ()
-    """Domains that are measured and never trained on, as in the proxy whose weights are used."""
+    """Domains that are evaluated and never trained on, as in the proxy whose weights are used."""
     batch_size: Count = 28
-    """Blocks in every step, over all domains."""
+    """Blocks per step, over all domains."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
-    """Write nothing: say what would be read, trained and written, and what it would take, after a
-    few steps that are timed."""
+    """Write nothing, but time a few steps, and print what the run would read, train and write, and
+    the memory and time that it would take."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +95,24 @@ class DoReMiConfig:
     out: Path
     """The run directory."""
     reference: Path
-    """Run directory of a finished base run: its model is the reference, its weights are those that
-    batches are drawn at and that the learned ones start from."""
+    """Run directory of a complete base run. Its model is the reference model. Its weights are those
+    that batches are drawn at and that the learned weights start from."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     targets: tuple[str, ...] = ()
-    """Domains that are measured and never trained on, as in the reference run."""
+    """Domains that are evaluated and never trained on, as in the reference run."""
     variant: Literal["doremi", "doge"] = "doremi"
-    """Excess clipped at zero token by token, as DoReMi's authors do, or domain mean by domain mean,
-    as the baseline in DoGE's published code does."""
+    """doremi: clip the excess loss at zero for each token, as DoReMi's authors do. doge: clip each
+    domain's mean, as the baseline in DoGE's published code does."""
     step_size: Positive | None = None
-    """Of the weights' exponentiated gradient; None: the variant's, 1 (doremi) or 0.1 (doge)."""
+    """Step size of the weights' exponentiated gradient; None: the variant's, 1 (doremi) or 0.1
+    (doge)."""
     smoothing: Share | None = None
-    """Mixture of the weights with uniform at every step; None: the variant's, 1e-4 for doremi (the
-    authors' code; their paper says 1e-3) and 0 for doge."""
+    """Share of uniform weights that is mixed in at every step; None: the variant's, 1e-4 for doremi
+    (the authors' code; their paper says 1e-3) and 0 for doge."""
     batch_size: Count = 28
-    """Blocks in every step, over all domains."""
+    """Blocks per step, over all domains."""
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
 
@@ -121,21 +127,22 @@ class SelectConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
     strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
-    """lowN or highN: the N parameters with the lowest or highest scores. A finished run may be
-    asked for others."""
+    """lowN or highN: select the N parameters with the lowest or highest scores. The same command on
+    a complete run may ask for other strategies."""
     reading: Literal[
         "norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"
     ] = "norms-over-change"
-    """The score: sum of the examples' gradient norms, or norm of their sum, over the norm of the
-    weight change (the paper's words), or the inverse (its formula: change-over-sum). Every run
-    measures all four; this one is ranked."""
+    """How the score is computed. norms-over-change (the paper's words): the sum of the examples'
+    gradient norms over the norm of the weight change. sum-over-change: the norm of the gradients'
+    sum over it. change-over-sum (the paper's formula) and change-over-norms: the inverses. Every
+    run measures all four; this one is ranked."""
     mode: Literal["auto", "together", "single"] = "auto"
-    """Examples of a batch through the model together, one after another (slower, for any model), or
-    together where the model's modules allow it."""
+    """together: run the examples of a batch in one pass. single: one after another, slower, for any
+    model. auto: together if the model's modules allow it."""
     targets: tuple[str, ...] = ()
-    """Domains that are measured and never trained on, as in the proxy."""
+    """Domains that are evaluated and never trained on, as in the proxy."""
     batch_size: Count = 28
-    """Blocks in every step, as many of each domain."""
+    """Blocks per step, equally many of each domain."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
 

@@ -17,33 +17,36 @@ from doge_fast.pipeline.config.ranges import (
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Per-domain perplexity of a run's model on held-out documents; with `tasks`, k-shot accuracies
-    through lm-evaluation-harness too."""
+    """Per-domain perplexity of a run's model on held-out documents; with `tasks`, also k-shot
+    accuracy through lm-evaluation-harness."""
 
     run: Path
-    """The run directory whose model is measured."""
+    """The run directory whose model is evaluated."""
     blocks: Count | None = None
     """Held-out blocks per domain; None: all of them."""
     domains: tuple[str, ...] = ()
-    """Domains to measure; empty: all that the corpus holds."""
+    """Domains to evaluate; empty: all that the corpus holds."""
     data: str | None = None
-    """Other text to measure instead of the run's held-out blocks, named as a training's: its
-    validation split where it has one, else all of it. None: the run's own."""
+    """Evaluate on other text instead of the run's held-out blocks: a directory, file or Hub id, as
+    for training. If it has a validation split, only that is used, else all of it. None: the run's
+    own."""
     text_column: str = "text"
-    """Of `data`, as in a training."""
+    """The column of `data` that holds a document."""
     domain_column: str | None = None
-    """Of `data`, as in a training."""
+    """The column of `data` that names each row's domain."""
     target: tuple[str, ...] = ()
-    """Domains that the weights are meant for: measured too, and their average told apart."""
+    """Domains that the weights are meant for: they are evaluated too, and their average is printed
+    separately."""
     out: Path | None = None
-    """The file to write; None: the run's evaluation.json, of other data evaluation-NAME.json beside
-    it."""
+    """The file to write; None: the run's evaluation.json or, with `data`, evaluation-NAME.json
+    beside it."""
     batch_size: Count = 16
-    """Blocks, or prompts of a task, in a forward pass."""
+    """Blocks, or prompts of a task, per forward pass."""
     perplexity: bool = True
-    """Measure perplexity. Without it only the tasks are run."""
+    """Measure perplexity. Without it only the tasks are scored."""
     cache_dir: Path | None = None
-    """With data: where its packed blocks are kept; None: as for the other stages."""
+    """With data: where its packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
+    user's cache directory."""
     device: str = "auto"
     """auto, cpu, cuda, xpu or mps."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
@@ -67,28 +70,29 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Runs -> one page with figures and tables."""
+    """One page with figures and tables of runs."""
 
     runs: tuple[Path, ...]
-    """Run directories, proxies and bases; or one directory that holds them or is an
-    experiment's."""
+    """Run directories of proxies and base models; or one directory that contains them; or an
+    experiment's directory."""
     out: Path | None = None
-    """The page; None: report.html beside or inside the runs."""
+    """The HTML page to write; None: report.html beside or inside the runs."""
     token_budget: Count | None = None
-    """Tokens of the training the weights are meant for, for the implied epochs; None: those of
-    the longest base run."""
+    """Tokens of the training that the weights are meant for; the report computes each domain's
+    epochs from it. None: the tokens of the longest base run."""
 
 
 @dataclass(frozen=True)
 class WeightsShowConfig:
-    """The weights with what they mean: beside the last, the natural ones, and implied epochs."""
+    """The weights beside those of the last step and the natural ones, and the epochs they imply."""
 
     files: tuple[Path, ...]
-    """weights.json files, or run directories; several are shown side by side."""
+    """weights.json files or run directories; several are shown side by side."""
     budget_tokens: Positive | None = None
-    """Tokens of the training the weights are for (1e11): shows the epochs of each domain in it."""
+    """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
+    it."""
     tokens: tuple[str, ...] = ()
-    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+    """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
     sort: bool = False
     """Largest weight first, instead of the file's order."""
     json: bool = False
@@ -97,125 +101,129 @@ class WeightsShowConfig:
 
 @dataclass(frozen=True)
 class WeightsDiffConfig:
-    """How two files of weights differ, domain by domain and in all."""
+    """How the weights of two files differ, domain by domain and in total."""
 
     before: Path
-    """A weights.json, or a run directory."""
+    """A weights.json or a run directory."""
     after: Path
-    """Another."""
+    """The weights.json or run directory to compare it with."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
 @dataclass(frozen=True)
 class WeightsAverageConfig:
-    """The mean of several runs' weights, as of one proxy with several seeds, and their spread."""
+    """The mean and spread of several runs' weights, such as one proxy with several seeds."""
 
     files: tuple[Path, ...]
-    """weights.json files, or run directories, of the same domains."""
+    """weights.json files or run directories, with the same domains."""
     out: Path | None = None
-    """The file to write; None: only say what it would hold."""
+    """The file to write; None: only print its content."""
     different: tuple[Literal["target", "tokenizer_sha256"], ...] = ()
-    """What may differ between the files all the same."""
+    """Fields that may differ between the files; otherwise a difference is refused."""
 
 
 @dataclass(frozen=True)
 class WeightsConstrainConfig:
-    """The nearest weights (in KL) within floors, caps and a number of epochs."""
+    """The nearest weights (in KL divergence) within floors, caps and a number of epochs."""
 
     file: Path
     """A weights.json, or a run directory."""
     out: Path | None = None
-    """The file to write; None: only say what it would hold."""
+    """The file to write; None: only print its content."""
     floor: tuple[str, ...] = ()
-    """NUMBER for every domain, NAME=NUMBER for one: the least weight."""
+    """Smallest weight: NUMBER for every domain, NAME=NUMBER for one."""
     cap: tuple[str, ...] = ()
-    """Likewise the greatest weight."""
+    """Largest weight: NUMBER for every domain, NAME=NUMBER for one."""
     max_epochs: tuple[str, ...] = ()
-    """Likewise the most passes over a domain's tokens in a training of budget_tokens."""
+    """Largest number of passes over a domain's tokens in a training of budget_tokens: NUMBER for
+    every domain, NAME=NUMBER for one."""
     budget_tokens: Positive | None = None
-    """Tokens of that training (1e11)."""
+    """With max_epochs: tokens of the training, such as 1e11."""
     tokens: tuple[str, ...] = ()
-    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+    """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
 
 
 @dataclass(frozen=True)
 class WeightsPlotConfig:
-    """A figure of the weights beside natural and uniform ones; of one run, over its steps too."""
+    """A figure of the weights beside natural and uniform ones; for one run, also over its steps."""
 
     files: tuple[Path, ...]
-    """weights.json files, or run directories; several stand side by side."""
+    """weights.json files or run directories; several are drawn side by side."""
     out: Path = Path("weights.png")
-    """The figure, .png or .svg; the weights over the steps go beside it, to NAME-steps."""
+    """The figure, .png or .svg. The weights over the steps are written beside it, to NAME-steps."""
 
 
 @dataclass(frozen=True)
 class WeightsCardConfig:
-    """A page with provenance, table and figure, to put beside the weights on the Hub; nothing is
-    pushed."""
+    """A page for the Hub with provenance, table and figures of the weights; nothing is uploaded."""
 
     file: Path
     """A weights.json, or a run directory."""
     out: Path = Path("weights-card")
-    """The directory for README.md, weights.json and the figures; or its README.md."""
+    """The directory to write README.md, weights.json and the figures to; or the path of its
+    README.md."""
     budget_tokens: Positive | None = None
-    """Tokens of the training the weights are for (1e11): shows the epochs of each domain in it."""
+    """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
+    it."""
     tokens: tuple[str, ...] = ()
-    """NAME=NUMBER: tokens there are of a domain, where that is not what the file says."""
+    """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Domain weights as a training framework takes them, and back; --list: which ones."""
+    """Write domain weights for a training framework, or read its file; --list names the targets."""
 
     file: Path | None = None
     """A weights.json, or a run directory that holds one; with --from, a framework's file."""
     to: str | None = None
     """The target; --list names them."""
     from_: str | None = None
-    """The target whose file is read; without --to it becomes a weights.json."""
+    """The framework whose file is read; without --to a weights.json is written."""
     list: bool = False
-    """Say which targets there are, what a path is to each, what its weights count, and against
-    which version of its framework it was checked."""
+    """List the targets: the path that each takes, what its weights are shares of, and the version
+    of the framework that it was checked against."""
     paths: tuple[str, ...] = ()
-    """NAME=PATH for every domain, again for a further path; or one JSON or YAML file, {name: path},
-    {name: [path, ...]} or {name: {path: tokens, ...}}."""
+    """NAME=PATH for every domain; repeat a name for further paths. Or one JSON or YAML file: {name:
+    path}, {name: [path, ...]} or {name: {path: tokens, ...}}."""
     valid_paths: tuple[str, ...] = ()
-    """Likewise for validation, where the target takes it."""
+    """Paths of validation data, likewise, if the target takes them."""
     test_paths: tuple[str, ...] = ()
-    """Likewise for test."""
+    """Paths of test data, likewise, if the target takes them."""
     out: Path | None = None
     """The file to write; None: print."""
     decimals: int = 6
-    """Places of the shares; they sum to exactly 1."""
+    """Decimals of the shares; they sum to exactly 1."""
     rows: Literal["blocks", "documents"] | None = None
-    """What a row of the data is where the framework draws rows: a block of equally many tokens, or
-    a document, for which weights are converted by the mean length. None: as the target says."""
+    """What a row of your data is, if the framework draws rows. blocks: equally many tokens each.
+    documents: weights are converted by the mean document length. None: the target's default."""
     mean_doc_tokens: tuple[str, ...] = ()
-    """NAME=NUMBER: tokens of a document, where that is not what the file says."""
+    """NAME=NUMBER: the mean number of tokens in a document of a domain, where it differs from the
+    file's."""
     seq_length: Count | None = None
-    """Tokens of a training sequence, where the target asks."""
+    """Tokens of a training sequence, if the target needs it."""
     batch_size: Count | None = None
-    """Sequences in an optimizer step, over all devices, where the target asks."""
+    """Sequences per optimizer step, over all devices, if the target needs it."""
     budget_tokens: Positive | None = None
-    """Tokens of the whole training (1e11), for passes over a domain and lengths of phases."""
+    """Tokens of the whole training, such as 1e11; gives the passes over a domain and the lengths of
+    phases."""
     steps: Count | None = None
-    """Optimizer steps of the whole training, to which phases are stretched; None: those that
-    budget_tokens, seq_length and batch_size make."""
+    """Optimizer steps of the whole training; phases are stretched to it. None: computed from
+    budget_tokens, seq_length and batch_size."""
     phases: Path | None = None
-    """Weights that change: a JSON or YAML list of {first_step, weights}, or a file or run directory
-    that holds one; None: those of the file, if it has some."""
+    """Weights that change during training: a JSON or YAML list of {first_step, weights}, or a file
+    or run directory that holds one; None: the phases of the file, if it has any."""
     constant: bool = False
-    """Leave phases out: the weights that the file has beside them."""
+    """Ignore phases and export the file's constant weights."""
     seed: Seed = 0
-    """Of the framework's draws."""
+    """Seed of the framework's data loader."""
     local_dir: str | None = None
-    """Where streams from elsewhere are kept, a folder per domain."""
+    """Where remote streams are cached, in a folder per domain."""
 
 
 @dataclass(frozen=True)
 class InfoConfig:
-    """What doge_fast finds on this machine: devices, operators that run on them and why."""
+    """What runs on this machine: devices, and the implementation of each operator, with reasons."""
 
     json: bool = False
     """Print JSON instead of text."""
@@ -223,7 +231,7 @@ class InfoConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """What each phase of a step costs, beside a plain step on the same tokens."""
+    """What each phase of a step costs, compared with a plain step on the same tokens."""
 
     model: str = "tiny"
     """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the config.json
@@ -234,43 +242,43 @@ class ProfileConfig:
     domains: Count = 7
     """K, the training domains."""
     targets: CountOrZero = 0
-    """Further rows that are measured and not trained on."""
+    """Number of targets that are measured and not trained on."""
     sequences: Count = 4
-    """Of each domain, in a step."""
+    """Sequences of each domain in a step."""
     sequence_length: Annotated[int, Range(2)] = 128
     """Tokens of a sequence."""
     micro_batches: Count = 1
-    """Into which a domain's sequences are cut; their gradients add up."""
+    """Micro-batches that a domain's sequences are divided into; their gradients add up."""
     mode: Literal["sequential", "stacked"] = "sequential"
     """One domain after another, or one forward and backward for all."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: under autocast."""
+    """bfloat16: autocast."""
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Of the stored domain gradients; auto: that of each gradient."""
+    """Dtype of the stored domain gradients; auto: the dtype of each gradient."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """The wrapped optimizer; fused where the device is a GPU."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
+    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
     threads: Count | None = None
-    """Of a CPU; None: as many as torch takes."""
+    """Threads of the CPU; None: torch's default."""
     steps: Count = 9
-    """Timed pairs of steps, and as many steps with their phases apart."""
+    """Timed pairs of steps; equally many further steps are timed phase by phase."""
     memory: bool = True
-    """Measure peak memory too, in a process of its own for each side."""
+    """Measure peak memory too, in a separate process for the plain step and for the DoGE step."""
     json: Path | None = None
-    """Where to write everything that was measured."""
+    """The file to write all measurements to."""
     trace: Path | None = None
-    """Where to write a timeline that Perfetto and chrome://tracing open: plain and DoGE steps with
-    their phases."""
+    """The file to write a timeline to, of plain and DoGE steps with their phases; Perfetto and
+    chrome://tracing open it."""
     trace_operators: Path | None = None
-    """The same for one DoGE step with every operator of torch in it."""
+    """The file to write a timeline to, of one DoGE step with every operator of torch in it."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What a step would need on so many GPUs, and which way to choose. A prediction: nothing runs.
+    """What a step would need on several GPUs, and which mode to choose. A prediction: nothing runs.
 
-    Parameters, gradients and AdamW in float32, products in bfloat16.
+    Parameters, gradients and AdamW's state are in float32, matrix products in bfloat16.
     """
 
     model: str = "684M"
@@ -278,26 +286,28 @@ class PlanConfig:
     domains: Count = 7
     """K, the training domains."""
     gpus: tuple[Count, ...] = (8,)
-    """Ranks; for several numbers a line each way."""
+    """Number of GPUs, one per rank. Several numbers give one line for each number and mode."""
     gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
-    """80 GB, 80 GB, 141 GB, 180 GB."""
+    """The GPU: 80 GB (a100), 80 GB (h100), 141 GB (h200) or 180 GB (b200)."""
     domains_per_step: Count | None = None
-    """Domains that a step draws; None: all."""
+    """Domains drawn for each step; None: all."""
     mode: Literal["sequential", "stacked"] = "sequential"
-    """A pass for each domain that a rank has, or one for all of them; FSDP2 takes the first."""
+    """sequential: a pass for each domain of a rank. stacked: one pass for all of them; FSDP2 takes
+    only sequential."""
     rows: Literal["float32", "bfloat16"] = "float32"
-    """Of the stored domain gradients."""
+    """Dtype of the stored domain gradients."""
     selection: PositiveShare = 1.0
-    """Share of the columns that enter W. Where a norm is clipped, all columns are read."""
+    """Share of the parameters whose gradients enter W. If a norm is clipped, all gradients are
+    read."""
     tokens: Count = 1 << 20
-    """Of a step, over all ranks and domains."""
+    """Tokens of a step, over all ranks and domains."""
     sequence_length: Count = 1024
     """Tokens of a sequence."""
     micro_batch: Count = 1
-    """Sequences of a domain in a forward pass, of which activations are kept."""
+    """Sequences of a domain in a forward pass, whose activations are kept."""
     vocab_size: Count = 50304
     """Entries of the vocabulary."""
     utilisation: PositiveShare = 0.4
-    """Share of the GPU's peak that plain training reaches (model FLOPs utilisation)."""
+    """Assumed share of the GPU's peak that plain training reaches (model FLOPs utilisation)."""
     bandwidth: PositiveShare = 0.7
-    """Share of their peaks that memory and links reach."""
+    """Assumed share of their peaks that memory and links reach."""
