@@ -145,16 +145,21 @@ def mutants_of(module: str, sample: int = 0) -> tuple[int, list[Mutant]]:
     chosen = range(len(changes))
     if 0 < sample < len(changes):
         chosen = sorted(random.Random(f"{SEED} {module}").sample(chosen, sample))
-    known = {ast.dump(ast.parse(source))}
+    known = {_meaning(source)}
     found = []
     for index in chosen:
         mutated = tree.deep_replace(*changes[index]).code  # type: ignore[arg-type]
         with contextlib.suppress(SyntaxError):
-            dumped = ast.dump(ast.parse(mutated))
-            if dumped not in known:
-                known.add(dumped)
+            meaning = _meaning(mutated)
+            if meaning not in known:
+                known.add(meaning)
                 found.append(_mutant(module, source, mutated))
     return len(changes), found
+
+
+def _meaning(source: str) -> str:
+    """Its syntax, with None for False: what is asked for its truth is the same."""
+    return ast.dump(ast.parse(source)).replace("value=None", "value=False")
 
 
 def _mutant(module: str, source: str, mutated: str) -> Mutant:

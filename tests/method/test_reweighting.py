@@ -1,13 +1,14 @@
 """The K x K algebra: W and its parts, clipping, norms, scores, carried scores."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from doge_fast import generalization, reference
+from doge_fast import generalization, reference, reweighting
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.objective import Objective
 from doge_fast.optimizer import DoGEOptimizer
@@ -287,6 +288,44 @@ def test_rates_may_live_on_the_device() -> None:
             new = weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=lr, grad_scale=1.0)
         moved.append(new.alpha)
     assert torch.equal(*moved)
+    # What a number said before the tensor is not taken for known after it.
+    for rate in (0.02, torch.tensor(0.5, dtype=torch.float64), 0.02):
+        new = weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=rate, grad_scale=1.0)
+    other = DomainWeights(objective, rule, torch.device("cpu"))
+    for rate in (0.01, 0.01, 0.02, 0.5, 0.02):
+        expected = other.move(gram_RR, full_RR=None, seen="abcxy", lr=rate, grad_scale=1.0)
+    assert torch.equal(new.alpha, expected.alpha)
+    # Not below zero: nobody looks.
+    minus = torch.tensor(-1.0, dtype=torch.float64)
+    weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=minus, grad_scale=1.0)
+
+
+def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a kernel of its own on a GPU."""
+    weights = DomainWeights.of(["a", "b"], mu=1.0)
+    gram_RR = rows(2) @ rows(2).T
+    weights.move(gram_RR, full_RR=gram_RR, seen="ab", lr=0.1, grad_scale=1.0)
+    written: list[float] = []
+    fill = Tensor.fill_
+    monkeypatch.setattr(Tensor, "fill_", lambda t, v: written.append(v) or fill(t, v))
+    for lr in (0.1, 0.1, 0.2, 0.2):
+        weights.move(gram_RR, full_RR=gram_RR, seen="ab", lr=lr, grad_scale=1.0)
+    assert written == [0.2]
+
+
+def test_settings_move_to_where_the_gradients_are() -> None:
+    """As far as a device without values shows it."""
+    written = reweighting._Written(2, torch.float64)
+    first = written.of([1.0, 2.0], torch.device("cpu"))
+    there = written.of([1.0, 2.0], torch.device("meta"))
+    assert there.device.type == "meta"
+    assert written.of([3.0, 2.0], torch.device("meta")) is there
+    back = written.of([1.0, 2.0], torch.device("cpu"))
+    assert back.tolist() == first.tolist() == [1.0, 2.0]
+
+
+def test_weights_begin_where_they_are_wanted() -> None:
+    assert DomainWeights.of(["a"], mu=1.0, device="meta").read("alpha").device.type == "meta"
 
 
 def test_what_is_read_does_not_move() -> None:
@@ -390,6 +429,13 @@ def moved(alpha: list[float], **arguments: Any) -> DomainWeights:
     return weights
 
 
+def assert_silent(weights: DomainWeights) -> None:
+    # The warning names the caller's caller, which is not ours here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights.warn_of_failure()
+
+
 def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
     weights = moved([0.001, 0.998, 0.001])
     said = (
@@ -398,7 +444,7 @@ def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
     )
     with pytest.warns(UserWarning, match=said):
         weights.warn_of_failure()
-    weights.warn_of_failure()
+    assert_silent(weights)
 
 
 @pytest.mark.parametrize(
@@ -417,22 +463,22 @@ def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
 def test_weights_that_are_meant_to_be_few_do_not_warn(
     alpha: list[float], arguments: dict[str, Any]
 ) -> None:
-    moved(alpha, **arguments).warn_of_failure()
+    assert_silent(moved(alpha, **arguments))
 
 
 def test_weights_without_a_score_warn_once_there_were_steps() -> None:
     weights = DomainWeights.of(["a", "b"], mu=1.0, target={"a": 1.0, "far": 2.0})
-    weights.warn_of_failure()
+    assert_silent(weights)
     weights.load(weights.state() | {"num_steps": torch.tensor(2.0)})
     said = r"learned nothing in 2 steps: every score is zero.* of the target \['far'\]"
     with pytest.warns(UserWarning, match=said):
         weights.warn_of_failure()
-    weights.warn_of_failure()
+    assert_silent(weights)
     # A score, or a mean that is not the start, is something.
     for part in ({"gain": torch.tensor([0.0, 1e-9])}, {"alpha_mean": torch.tensor([0.6, 0.4])}):
         other = DomainWeights.of(["a", "b"], mu=1.0)
         other.load(other.state() | {"num_steps": torch.tensor(2.0)} | part)
-        other.warn_of_failure()
+        assert_silent(other)
 
 
 def test_another_mu_holds_from_the_next_step_on() -> None:
