@@ -164,8 +164,7 @@ def test_a_state_dict_holds_both_forms_and_gives_one_back() -> None:
         checkpoint.taken_from(both, OBJECTIVE)
     both["param_groups"][1]["doge"] = values
     assert checkpoint.taken_from(both, OBJECTIVE)[0]["mu"] == 0.5  # type: ignore[index]
-    both["param_groups"] = both["param_groups"][:1] + [{"doge": (3.0, *values[1:])}]
-    del both["param_groups"][0]
+    both["param_groups"] = [{"doge": (3.0, *values[1:])}]
     with pytest.raises(ValueError, match="has version 3"):
         checkpoint.taken_from(both, OBJECTIVE)
     assert checkpoint.taken_from({"param_groups": [{}]}, OBJECTIVE)[0] is None
