@@ -7,7 +7,7 @@ CONSTRAINTS := .ci/constraints.txt
 # One stamp per set of extras and torch, so that another TORCH= installs again.
 STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
 
-.PHONY: help demo test test-all soak bench docs lint typecheck format check-wheel release clean
+.PHONY: help demo test test-all soak mutants fuzz sanitize bench docs lint typecheck format check-wheel release clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,8 +40,20 @@ test: $(call STAMP,all)  ## tests of every part, under 8 minutes on two busy cor
 test-all: $(call STAMP,all)  ## every test that takes no minutes by itself
 	$(BIN)/python -m pytest $(STRICT) -m 'not soak' $(SHARED)
 
-soak: $(call STAMP,all)  ## the tests of minutes too
-	$(BIN)/python -m pytest $(STRICT)
+soak: $(call STAMP,all)  ## the tests of minutes too, and a thousand examples of every law
+	$(BIN)/python -m pytest $(STRICT) --hypothesis-profile many
+
+# Of each module of the core, drawn from a seed; all of them take hours: SAMPLE=0.
+SAMPLE ?= 70
+mutants: $(call STAMP,all)  ## changes of the core that the fast tests must notice: 9 in 10
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE)
+
+FUZZ_SECONDS ?= 600
+fuzz: $(call STAMP,all)  ## everything that parses, on inputs that look for other lines, ten minutes
+	$(BIN)/python -m tests.fuzzing --seconds $(FUZZ_SECONDS)
+
+sanitize: $(call STAMP,all)  ## the C++ operators under sanitizers of memory, arithmetic and threads
+	$(BIN)/python -m tests.sanitize
 
 bench: $(call STAMP,all)  ## operators, steps and peers on this machine, in minutes
 	$(BIN)/python -m benchmarks.operators

@@ -110,6 +110,7 @@ def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float
     elif isinstance(target, Mapping):
         tau = dict(target)
     elif isinstance(target, Sequence):
+        _check_target_names(target)
         tau = dict.fromkeys(target, 1.0)
         if len(tau) != len(target):
             raise ValueError(f"target names must be distinct; got {list(target)}.")
@@ -118,14 +119,19 @@ def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float
             "target must be 'universal', a name, a list of names or {name: weight}; "
             f"got {target!r}."
         )
+    _check_target_names(tau)
     for name, value in tau.items():
-        if not isinstance(name, str) or not name or name == UNIVERSAL:
-            raise ValueError(
-                f"a target must be a non-empty name, and {UNIVERSAL!r} stands alone; "
-                f"got {name!r} in {target!r}."
-            )
         if not simplex.is_number(value) or not 0 <= value < float("inf"):
             raise ValueError(f"target weights must be finite and >= 0; {name!r} has {value!r}.")
     if not any(value > 0 for value in tau.values()):
         raise ValueError(f"target needs at least one name with a positive weight; got {target!r}.")
     return {name: float(value) for name, value in tau.items()}
+
+
+def _check_target_names(names: Iterable[str]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not name or name == UNIVERSAL:
+            raise ValueError(
+                f"a target must be a non-empty name, and {UNIVERSAL!r} stands alone; "
+                f"got {name!r} in {names!r}."
+            )

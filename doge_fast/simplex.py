@@ -1,6 +1,8 @@
 """Points on the probability simplex: how domain weights start, move, mix and average."""
 
-from typing import SupportsFloat, SupportsIndex
+import math
+import operator
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -105,9 +107,14 @@ def check_smoothing(smoothing: float) -> None:
 
 def is_number(value: object) -> bool:
     """Whether an argument is a number, or a tensor of one; True and False are none."""
-    return isinstance(value, int | float | SupportsFloat) and not isinstance(value, bool)
+    is_one = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    return is_one and math.prod(getattr(value, "shape", ())) == 1
 
 
 def is_integer(value: object) -> bool:
     """Whether an argument is an integer; True and False are none."""
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Nothing a test asks for is on the Hub; a wrong name need not wait for it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,7 +19,10 @@ if not torch.cuda.is_available():
 
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, choose
+from tests import properties as properties  # Its profiles.
 from tests.ranks import Ranks
+
+settings.load_profile("few")
 
 
 def pytest_configure() -> None:

@@ -7,8 +7,11 @@ import numpy as np
 
 from doge_fast.mixture.counts import checked_weights
 from doge_fast.mixture.steering import SteeredCounts, Totals
+from doge_fast.simplex import is_integer, is_number
 
 STATE_VERSION = 1
+# Counts are int64.
+_TOO_LARGE = 1 << 62
 
 _KEYS = (
     *("version", "domains", "sizes", "seed", "batch_size"),
@@ -63,6 +66,11 @@ def _check_keys(state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"A mixture's state is what state_dict() returns; this one lacks {missing}."
         )
+    for key in ("version", "seed", "batch_size", "step"):
+        if not _are_integers([state[key]]):
+            raise ValueError(f"The state's {key} must be an integer; it is {state[key]!r}.")
+    if state["step"] < 0:
+        raise ValueError(f"The state's step must be at least 0; it is {state['step']}.")
     if state["version"] > STATE_VERSION:
         raise ValueError(
             f"The state has version {state['version']}; this library reads up to "
@@ -87,6 +95,14 @@ def _check_same_mixture(
 
 
 def _check_numbers(state: Mapping[str, Any], num_domains: int) -> None:
+    for key in ("drawn", "surplus"):
+        if not _are_integers(state[key]):
+            raise ValueError(f"The state's {key} must be integers; it is {state[key]!r}.")
+    history = state["history"]
+    if not isinstance(history, list | tuple) or not all(map(_is_change, history)):
+        raise ValueError(
+            f"The state's history must be [first step, weights] of every change; it is {history!r}."
+        )
     first_steps = [first_step for first_step, _ in state["history"]]
     if first_steps[:1] != [0] or first_steps != sorted(set(first_steps)):
         raise ValueError(
@@ -106,3 +122,21 @@ def _check_numbers(state: Mapping[str, Any], num_domains: int) -> None:
             f"The state's {state['step']} batches of {state['batch_size']} rows must add up; it "
             f"counts {sum(state['drawn'])} rows."
         )
+
+
+def _are_integers(values: Any) -> bool:
+    """Whether they are a list of integers that numpy holds."""
+    return isinstance(values, list | tuple) and all(
+        is_integer(value) and abs(value) < _TOO_LARGE for value in values
+    )
+
+
+def _is_change(change: Any) -> bool:
+    """Whether it is a step and numbers."""
+    return (
+        isinstance(change, list | tuple)
+        and len(change) == 2
+        and _are_integers(change[:1])
+        and isinstance(change[1], list | tuple)
+        and all(map(is_number, change[1]))
+    )

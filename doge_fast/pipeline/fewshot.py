@@ -328,7 +328,7 @@ def _document(line: str, name: str, where: str) -> dict[str, Any]:
     """It has what the task reads; tasks outside the paper's are checked by lm-eval alone."""
     try:
         document = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}, must hold JSON and does not: {error}.") from None
     if not isinstance(document, dict):
         raise ValueError(f"{where}, must hold a JSON object; it holds a {type(document).__name__}.")

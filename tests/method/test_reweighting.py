@@ -1,13 +1,14 @@
 """The K x K algebra: W and its parts, clipping, norms, scores, carried scores."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from doge_fast import generalization, reference
+from doge_fast import generalization, reference, reweighting
 from doge_fast.generalization import PAPER, PUBLISHED, Score
 from doge_fast.objective import Objective
 from doge_fast.optimizer import DoGEOptimizer
@@ -123,9 +124,54 @@ def test_published_score_is_linear_in_the_scale_of_the_gradients() -> None:
         torch.testing.assert_close(scores[1], 10**power * scores[0], rtol=1e-9, atol=0)
 
 
-def test_bounds_need_room() -> None:
+@pytest.mark.parametrize("bounds", [(5.0, 0.0), (1.0, 1.0), (math.nan, 1.0)])
+def test_bounds_need_room(bounds: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="bounds must be low < high; got"):
-        Score(bounds=(5.0, 0.0))
+        Score(bounds=bounds)
+
+
+def test_scores_are_named_or_say_their_parts() -> None:
+    assert (PAPER.name, PUBLISHED.name) == ("paper", "published")
+    other = Score(bounds=(0.0, 1.0))
+    assert other.name == repr(other) == "Score(scale_by_mean_norm=False, bounds=(0.0, 1.0))"
+    assert generalization.score_of(other) is other
+    assert generalization.score_of("published") is PUBLISHED
+    for wrong in ("best", None):
+        with pytest.raises(ValueError, match=f"a Score; got {wrong!r}"):
+            generalization.score_of(wrong)  # type: ignore[arg-type]
+
+
+def test_without_a_cut_nothing_is_cut() -> None:
+    norms_R = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
+    assert torch.equal(generalization.clip_factors(norms_R, None), torch.ones_like(norms_R))
+
+
+def test_norms_and_cosines_of_small_gradients() -> None:
+    """As of any others: nothing is cut at one."""
+    grads_RN = 1e-3 * rows() / rows().norm()
+    gram_RR = grads_RN @ grads_RN.T
+    coefficients_R = torch.full((5,), 0.2, dtype=torch.float64)
+    norm = generalization.combined_norm(gram_RR, coefficients_R)
+    torch.testing.assert_close(norm, (coefficients_R @ grads_RN).norm(), rtol=1e-12, atol=0)
+    unit_RN = grads_RN / grads_RN.norm(dim=1, keepdim=True)
+    cosine_RR = generalization.cosine(gram_RR)
+    torch.testing.assert_close(cosine_RR, unit_RN @ unit_RN.T, rtol=1e-12, atol=1e-15)
+    # Rounding may make the square of a sum that cancels negative.
+    assert generalization.combined_norm(-gram_RR, coefficients_R) == 0
+    assert (generalization.cosine(-gram_RR) == 0).all()
+
+
+def test_a_mean_norm_of_nobody_is_no_division_by_zero() -> None:
+    gain_K, norms_K = torch.ones(2).double(), torch.full((2,), 7.0).double()
+    scored_K = scored(gain_K, norms_K, torch.zeros(2).bool(), Score(scale_by_mean_norm=True))
+    torch.testing.assert_close(scored_K, gain_K / 1e-6, rtol=1e-12, atol=0)
+
+
+def test_only_nonzero_norms_count_as_directions() -> None:
+    """A row of zeros has no direction: cosine 0, also with itself."""
+    gram_RR = torch.diag(torch.tensor([0.0, 4.0], dtype=torch.float64))
+    gram_RR[0, 1] = gram_RR[1, 0] = 3.0
+    assert generalization.cosine(gram_RR).tolist() == [[0.0, 0.0], [0.0, 1.0]]
 
 
 def test_objective_orders_rows_and_names_the_target() -> None:
@@ -242,6 +288,44 @@ def test_rates_may_live_on_the_device() -> None:
             new = weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=lr, grad_scale=1.0)
         moved.append(new.alpha)
     assert torch.equal(*moved)
+    # What a number said before the tensor is not taken for known after it.
+    for rate in (0.02, torch.tensor(0.5, dtype=torch.float64), 0.02):
+        new = weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=rate, grad_scale=1.0)
+    other = DomainWeights(objective, rule, torch.device("cpu"))
+    for rate in (0.01, 0.01, 0.02, 0.5, 0.02):
+        expected = other.move(gram_RR, full_RR=None, seen="abcxy", lr=rate, grad_scale=1.0)
+    assert torch.equal(new.alpha, expected.alpha)
+    # Not below zero: nobody looks.
+    minus = torch.tensor(-1.0, dtype=torch.float64)
+    weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=minus, grad_scale=1.0)
+
+
+def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a kernel of its own on a GPU."""
+    weights = DomainWeights.of(["a", "b"], mu=1.0)
+    gram_RR = rows(2) @ rows(2).T
+    weights.move(gram_RR, full_RR=gram_RR, seen="ab", lr=0.1, grad_scale=1.0)
+    written: list[float] = []
+    fill = Tensor.fill_
+    monkeypatch.setattr(Tensor, "fill_", lambda t, v: written.append(v) or fill(t, v))
+    for lr in (0.1, 0.1, 0.2, 0.2):
+        weights.move(gram_RR, full_RR=gram_RR, seen="ab", lr=lr, grad_scale=1.0)
+    assert written == [0.2]
+
+
+def test_settings_move_to_where_the_gradients_are() -> None:
+    """As far as a device without values shows it."""
+    written = reweighting._Written(2, torch.float64)
+    first = written.of([1.0, 2.0], torch.device("cpu"))
+    there = written.of([1.0, 2.0], torch.device("meta"))
+    assert there.device.type == "meta"
+    assert written.of([3.0, 2.0], torch.device("meta")) is there
+    back = written.of([1.0, 2.0], torch.device("cpu"))
+    assert back.tolist() == first.tolist() == [1.0, 2.0]
+
+
+def test_weights_begin_where_they_are_wanted() -> None:
+    assert DomainWeights.of(["a"], mu=1.0, device="meta").read("alpha").device.type == "meta"
 
 
 def test_what_is_read_does_not_move() -> None:
@@ -273,6 +357,167 @@ def test_a_step_can_be_taken_back(overflow: bool) -> None:
     weights.move(gram_RR * math.inf, full_RR=None, seen=objective.rows, lr=0.01, grad_scale=1.0)
     weights.retract(before, torch.tensor(True))
     assert weights.state()["num_skipped"] == skipped + 1
+
+
+def test_a_skipped_step_is_not_taken_back_a_second_time() -> None:
+    """Where the K x K step has skipped, what comes after it finds nothing to undo."""
+    objective = Objective.of(["a", "b"])
+    weights = DomainWeights(objective, UpdateRule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    before = weights.snapshot()
+    gram_RR = torch.full((2, 2), math.nan, dtype=torch.float64)
+    weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=0.01, grad_scale=1.0)
+    skipped = weights.snapshot()
+    weights.retract(before, torch.tensor(True))
+    assert torch.equal(weights.snapshot(), skipped)
+    assert weights.state()["num_skipped"] == 1
+
+
+def test_the_record_has_the_mean_and_the_last_weights() -> None:
+    objective = Objective.of(["a", "b"], {"a": 2.0})
+    weights = DomainWeights(objective, UpdateRule(0.5, PAPER, None, None, 0.0), torch.device("cpu"))
+    for step in range(3):
+        gram_RR = rows(2, seed=step) @ rows(2, seed=step).T
+        weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=0.01, grad_scale=1.0)
+    record = weights.record()
+    last, mean = weights.read("alpha").tolist(), weights.read("alpha_mean").tolist()
+    assert last != mean
+    assert record["domains"] == [
+        {"name": name, "weight": w, "weight_last": last_w}
+        for name, w, last_w in zip("ab", mean, last, strict=True)
+    ]
+    assert record == {
+        "method": "doge",
+        "score": "paper",
+        "target": {"a": 2.0},
+        "mu": 0.5,
+        "domains": record["domains"],
+        "steps": 3,
+        "versions": {"torch": torch.__version__},
+    }
+
+
+@pytest.mark.parametrize(("error", "is_read"), [(9e-6, True), (1.1e-5, False)])
+def test_a_start_sums_to_one_as_printed_numbers_do(error: float, is_read: bool) -> None:
+    for sign in (1, -1):
+        initial = {"a": 0.5, "b": 0.5 + sign * error}
+        if is_read:
+            weights = DomainWeights.of(["a", "b"], mu=1.0, initial=initial)
+            assert weights.read("alpha").sum().item() == pytest.approx(1, abs=1e-15)
+        else:
+            with pytest.raises(ValueError, match=r"sum to 1 \(within 1e-05\)"):
+                DomainWeights.of(["a", "b"], mu=1.0, initial=initial)
+
+
+def test_no_rate_below_zero_moves_the_weights() -> None:
+    weights = DomainWeights.of(["a", "b"], mu=1.0, domain_max_grad_norm=None)
+    gram_RR = torch.eye(2, dtype=torch.float64)
+    for lr in (-1e-9, math.nan):
+        with pytest.raises(ValueError, match=f"must be >= 0; got {lr}"):
+            weights.move(gram_RR, full_RR=gram_RR, seen="ab", lr=lr, grad_scale=1.0)
+    weights.move(gram_RR, full_RR=gram_RR, seen="ab", lr=0, grad_scale=1.0)
+    assert weights.read("alpha").tolist() == [0.5, 0.5]
+
+
+def moved(alpha: list[float], **arguments: Any) -> DomainWeights:
+    """Weights at `alpha` after four steps with a score."""
+    names = [f"d{i}" for i in range(len(alpha))]
+    weights = DomainWeights.of(names, **({"mu": 0.25} | arguments))
+    alpha_K = torch.tensor(alpha, dtype=torch.float64)
+    parts = {"alpha": alpha_K, "alpha_mean": alpha_K, "gain": torch.ones_like(alpha_K)}
+    counts = {"num_steps": torch.tensor(4.0), "num_skipped": torch.tensor(0.0)}
+    weights.load(weights.state() | parts | counts)
+    return weights
+
+
+def assert_silent(weights: DomainWeights) -> None:
+    # The warning names the caller's caller, which is not ours here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights.warn_of_failure()
+
+
+def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
+    weights = moved([0.001, 0.998, 0.001])
+    said = (
+        r"have collapsed: 1\.02 of 3 domains are in use after 4 steps, most of it 'd1'\. Pass a "
+        r"larger mu \(it is 0\.25\), domain_max_grad_norm=1 where it is off, or smoothing=0\.1"
+    )
+    with pytest.warns(UserWarning, match=said):
+        weights.warn_of_failure()
+    assert_silent(weights)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "arguments"),
+    [
+        # 1 + 0.1 (K - 1) domains in use are enough.
+        ([0.05, 0.95], {}),
+        # It was so from the beginning.
+        ([0.001, 0.999], {"initial": {"d0": 0.001, "d1": 0.999}}),
+        # One domain is asked for.
+        ([0.001, 0.999], {"target": "d1"}),
+        ([0.001, 0.999], {"target": {"d0": 1.0, "d1": 2.0}}),
+        ([0.001, 0.999], {"target": ["d0", "d1", "far"]}),
+    ],
+)
+def test_weights_that_are_meant_to_be_few_do_not_warn(
+    alpha: list[float], arguments: dict[str, Any]
+) -> None:
+    assert_silent(moved(alpha, **arguments))
+
+
+def test_weights_without_a_score_warn_once_there_were_steps() -> None:
+    weights = DomainWeights.of(["a", "b"], mu=1.0, target={"a": 1.0, "far": 2.0})
+    assert_silent(weights)
+    weights.load(weights.state() | {"num_steps": torch.tensor(2.0)})
+    said = r"learned nothing in 2 steps: every score is zero.* of the target \['far'\]"
+    with pytest.warns(UserWarning, match=said):
+        weights.warn_of_failure()
+    assert_silent(weights)
+    # A score, or a mean that is not the start, is something.
+    for part in ({"gain": torch.tensor([0.0, 1e-9])}, {"alpha_mean": torch.tensor([0.6, 0.4])}):
+        other = DomainWeights.of(["a", "b"], mu=1.0)
+        other.load(other.state() | {"num_steps": torch.tensor(2.0)} | part)
+        assert_silent(other)
+
+
+def test_another_mu_holds_from_the_next_step_on() -> None:
+    gram_RR = rows(2) @ rows(2).T
+    moves = []
+    for mu in (None, 2.0):
+        weights = DomainWeights.of(["a", "b"], mu=1.0, domain_max_grad_norm=None)
+        if mu is not None:
+            weights.set_mu(mu)
+            assert weights.rule == UpdateRule(mu, PAPER, None, None, 0.0)
+        lr = 0.01 if mu is None else 0.01 * mu
+        weights.move(gram_RR, full_RR=None, seen="ab", lr=lr, grad_scale=1.0)
+        moves.append(weights.read("alpha"))
+    torch.testing.assert_close(*moves, rtol=1e-12, atol=0)
+    assert moves[0][0] != 0.5
+
+
+def test_the_cut_of_the_combined_gradient_is_as_much_less_as_the_step_has_domains() -> None:
+    gram_RR = torch.diag(torch.tensor([100.0, 100.0], dtype=torch.float64))
+    cuts = []
+    for share, most in ((1.0, 0.5), (0.5, 1.0)):
+        weights = DomainWeights.of(["a", "b"], mu=1e9, max_grad_norm=most)
+        step = weights.move(
+            gram_RR, full_RR=gram_RR, seen="ab", lr=0.01, grad_scale=1.0, share=share
+        )
+        cuts.append(step.coefficients)
+    assert torch.equal(*cuts)
+    assert (cuts[0] < 0.05).all()
+    # Where the caller cuts, nothing is cut here.
+    weights = DomainWeights.of(["a", "b"], mu=1e9, max_grad_norm=0.5, domain_max_grad_norm=None)
+    step = weights.move(gram_RR, full_RR=None, seen="ab", lr=0.01, grad_scale=1.0)
+    torch.testing.assert_close(step.coefficients, torch.full((2,), 0.5).double())
+
+
+def test_what_ranks_must_share_is_named() -> None:
+    weights = DomainWeights.of(["a", "b"], mu=1.0, target="b")
+    settings = weights.settings()
+    assert settings["the domains or the target"] == [("a", "b"), {"b": 1.0}]
+    assert settings["the settings of DoGEOptimizer"] == repr(weights.rule)
 
 
 def test_absent_domains_carry_their_score() -> None:

@@ -1,7 +1,9 @@
 """Laws of the mirror step, smoothing and the running average."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -89,11 +91,64 @@ def test_tensor_learning_rate() -> None:
         ({"lr": math.nan, "mu": 1.0}, "must be >= 0; got nan"),
         ({"lr": 0.1, "mu": 0.0}, "must be positive and finite; got 0.0"),
         ({"lr": 0.1, "mu": math.inf}, "must be positive and finite; got inf"),
+        ({"lr": 0.1, "mu": True}, "must be positive and finite; got True"),
     ],
 )
 def test_mirror_step_refuses(kwargs: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simplex.mirror_step(on_simplex(), gains(), **kwargs)
+
+
+def test_what_lives_on_a_device_is_not_looked_at() -> None:
+    """A refusal would wait for it."""
+    minus_one = torch.tensor(-1.0, dtype=torch.float64)
+    for rates in ({"lr": minus_one, "mu": 1.0}, {"lr": 1.0, "mu": minus_one}):
+        moved_K = simplex.mirror_step(on_simplex(), gains(), **rates)
+        back_K = simplex.mirror_step(on_simplex(), -gains(), lr=1.0, mu=1.0)
+        torch.testing.assert_close(moved_K, back_K, rtol=1e-14, atol=0)
+    wide_K = simplex.smooth(on_simplex(), torch.tensor(2.0, dtype=torch.float64))
+    torch.testing.assert_close(wide_K, 2 / 7 - on_simplex(), rtol=1e-14, atol=0)
+
+
+def test_matrices_are_no_weights() -> None:
+    with pytest.raises(ValueError, match=r"vectors of one length; got \[1, 7\] and \[1, 7\]"):
+        simplex.mirror_step(on_simplex()[None], gains()[None], lr=0.1, mu=1.0)
+
+
+@pytest.mark.parametrize("smoothing", [1.0, 1.5, -1e-9, math.nan, True, False, "0", None])
+def test_smoothing_is_at_least_zero_and_less_than_one(smoothing: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\); got "):
+        simplex.check_smoothing(smoothing)
+
+
+def test_ends_of_ranges_are_allowed() -> None:
+    simplex.check_smoothing(0)
+    simplex.check_smoothing(math.nextafter(1.0, 0.0))
+    simplex.check_mu(math.ulp(0.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_number", "is_integer"),
+    [
+        (2, True, True),
+        (2.0, True, False),
+        (np.float32(2), True, False),
+        (np.int64(2), True, True),
+        (torch.tensor(2.0), True, False),
+        (torch.tensor(2), True, True),
+        (torch.ones(1), True, False),
+        (torch.ones(2), False, False),
+        (True, False, False),
+        ("2", False, False),
+        (None, False, False),
+    ],
+    ids=repr,
+)
+def test_numbers_are_told_from_bools_and_words(
+    value: object, is_number: bool, is_integer: bool
+) -> None:
+    assert simplex.is_number(value) == is_number
+    assert simplex.is_integer(value) == is_integer
 
 
 def test_mirror_step_refuses_other_lengths() -> None:
@@ -103,6 +158,7 @@ def test_mirror_step_refuses_other_lengths() -> None:
 
 def test_uniform() -> None:
     assert simplex.uniform(4).tolist() == [0.25] * 4
+    assert simplex.uniform(1).tolist() == [1.0]
     with pytest.raises(ValueError, match="at least one domain; got 0"):
         simplex.uniform(0)
 

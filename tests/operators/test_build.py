@@ -404,6 +404,65 @@ def test_racing_processes_build_once(workshop):
     assert workshop.calls() == ["compile", "link"]
 
 
+LOAD_ELSEWHERE = """
+import sys, torch
+from doge_fast.kernels import build
+print("ready", flush=True)
+sys.stdin.readline()
+# What the wrapper's log would not show: the library is whole and does its work.
+assert build.why_not(build.CPP) is None, build.why_not(build.CPP)
+rows_RN = torch.arange(60, dtype=torch.float32).view(3, 20)
+exact_RR = rows_RN.double() @ rows_RN.double().T
+assert torch.equal(torch.ops.doge_fast_cpp.gram([rows_RN]), exact_RR)
+print(build.build_library(build.CPP, build.CSRC_DIR / "cpu", build.compilers.cpp_recipe))
+"""
+
+
+@pytest.mark.exhaustive
+@needs_compiler
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("killed", [0, 1], ids=["all live", "the first is killed"])
+def test_eight_builders_with_a_real_compiler(tmp_path, killed):
+    """They end with one library, linked once, which all of them load."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(WRAPPER)
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(REPOSITORY), "DOGE_FAST_CACHE": str(cache), "CXX": str(compiler)},
+    }
+    environment.pop("DOGE_FAST_NO_JIT", None)
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD_ELSEWHERE],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for _ in range(8)
+    ]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers[:killed]:
+        go(racer)
+        while not list(cache.glob(".doge*/*.o")):
+            time.sleep(0.05)
+        os.killpg(racer.pid, signal.SIGKILL)
+        racer.wait()
+    for racer in racers[killed:]:
+        go(racer)
+    printed = {racer.communicate(timeout=1500)[0].strip() for racer in racers[killed:]}
+    (library,) = cache.glob("*.so")
+    assert printed == {str(library)}
+    assert [racer.returncode for racer in racers[killed:]] == [0] * (8 - killed)
+    assert not list(cache.glob(".doge*"))
+    links = (tmp_path / "log").read_text().split().count("link")
+    assert links == 1
+
+
 def test_the_reason_is_remembered_and_raised():
     program = (
         "import os, torch\n"

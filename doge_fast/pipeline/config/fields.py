@@ -47,7 +47,7 @@ def read_file(path: Path, verb: str) -> Json:
         record = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config must be a file of fields; {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"config must be YAML or JSON; {path} is not: {told}.") from None
     if not isinstance(record, dict):

@@ -164,7 +164,7 @@ def _parsed(file: Path) -> Any:
         return from_yaml(text, str(file))
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} must hold JSON and does not: {error}.") from None
 
 

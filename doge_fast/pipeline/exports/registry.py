@@ -253,7 +253,14 @@ def _parsed(target: Target, text: str) -> Phases:
         found = target.read(text)
         if not all(shares for _, shares in found) or not found:
             raise ValueError("it holds no weights")
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
     return found

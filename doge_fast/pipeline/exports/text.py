@@ -19,7 +19,7 @@ def from_yaml(text: str, where: str = "The text") -> Any:
     """What a YAML or JSON text holds; ValueError where it is neither, or several documents."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{where} must be YAML or JSON and is not: {reason}.") from None
 

@@ -64,7 +64,7 @@ def _parse_metrics(path: Path) -> list[Json]:
         where = f"{path}, line {n}"
         try:
             line = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{where}, must hold a JSON object and does not: {error}. The file was changed by "
                 "something other than a run; restore it, or start the run anew elsewhere."

@@ -198,7 +198,7 @@ def read_json(path: Path) -> Json:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must hold JSON and does not: {error}.") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object; it holds a {type(value).__name__}.")

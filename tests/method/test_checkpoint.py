@@ -1,0 +1,216 @@
+"""The two forms of the domain weights in a checkpoint, part by part, and what each refuses."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from doge_fast import DoGEOptimizer, checkpoint
+from doge_fast.objective import Objective
+from doge_fast.reweighting import DomainWeights
+
+OBJECTIVE = Objective.of(["a", "b"], {"a": 1.0, "far": 2.0})
+
+
+def state(**parts: Any) -> dict[str, Any]:
+    """What `named` gives after some steps."""
+    weights = DomainWeights.of(["a", "b"], target={"a": 1.0, "far": 2.0}, mu=0.5)
+    ours = {
+        "alpha": torch.tensor([0.25, 0.75], dtype=torch.float64),
+        "alpha_mean": torch.tensor([0.5, 0.5], dtype=torch.float64),
+        "gain": torch.tensor([-1.5, 1e-300], dtype=torch.float64),
+        "num_steps": torch.tensor(7),
+        "num_skipped": torch.tensor(2),
+    }
+    named = checkpoint.named(weights.state() | ours, OBJECTIVE, draws=9, mu=weights.rule.mu)
+    return named | parts
+
+
+def test_the_named_form_says_what_is_what() -> None:
+    named = state()
+    assert {name: named[name] for name in ("version", "domains", "rows", "draws", "mu")} == {
+        "version": 2,
+        "domains": ["a", "b"],
+        "rows": ["a", "b", "far"],
+        "draws": 9,
+        "mu": 0.5,
+    }
+    assert "mu" not in checkpoint.named({}, OBJECTIVE, draws=0, mu=None)
+    checkpoint.check(named, OBJECTIVE)
+
+
+def test_numbers_go_there_and_back() -> None:
+    named = state()
+    values = checkpoint.packed(named, OBJECTIVE)
+    fingerprint = checkpoint.fingerprint(OBJECTIVE)
+    vectors = (0.25, 0.75, 0.5, 0.5, -1.5, 1e-300)
+    assert values == (2.0, fingerprint, 9.0, *vectors, 7.0, 2.0, 0.5)
+    back = checkpoint.unpacked(values, OBJECTIVE)
+    assert back.keys() == named.keys()
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(back[name], value)
+            assert back[name].dtype == value.dtype
+            assert back[name].shape == value.shape
+        else:
+            assert back[name] == value
+    assert type(back["draws"]) is int
+
+
+def test_the_first_version_had_no_mu() -> None:
+    values = checkpoint.packed(state(), OBJECTIVE)
+    old = checkpoint.unpacked((1.0, *values[1:-1]), OBJECTIVE)
+    assert "mu" not in old
+    assert old["num_skipped"] == 2
+    # One that has it is not of that version.
+    with pytest.raises(ValueError, match="weights of other domains or another target"):
+        checkpoint.unpacked((1.0, *values[1:]), OBJECTIVE)
+
+
+def test_a_fingerprint_is_48_bits_of_the_names_in_their_order() -> None:
+    """Fixed: checkpoints of every release carry it."""
+    assert checkpoint.fingerprint(OBJECTIVE) == 50459378464989.0
+    others = [
+        Objective.of(["b", "a"], {"a": 1.0, "far": 2.0}),
+        Objective.of(["a", "b"]),
+        Objective.of(["a", "b"], {"a": 1.0, "near": 2.0}),
+    ]
+    prints = {checkpoint.fingerprint(each) for each in (OBJECTIVE, *others)}
+    assert len(prints) == 4
+    assert all(0 <= each < 2**48 and each == int(each) for each in prints)
+    assert max(prints) > 2**40
+
+
+@pytest.mark.parametrize(
+    ("error", "is_read"), [(0.0, True), (9e-10, True), (-9e-10, True), (1.1e-9, False)]
+)
+@pytest.mark.parametrize("name", ["alpha", "alpha_mean"])
+def test_weights_sum_to_one_within_a_billionth(name: str, error: float, is_read: bool) -> None:
+    """Rounding of a long run is far below, an edited file's far above."""
+    ours = state(**{name: torch.tensor([0.5, 0.5 + error], dtype=torch.float64)})
+    if is_read:
+        checkpoint.check(ours, OBJECTIVE)
+    else:
+        with pytest.raises(ValueError, match=f"{name} must be 2 weights that sum to one"):
+            checkpoint.check(ours, OBJECTIVE)
+
+
+def test_a_weight_may_be_zero_and_not_less() -> None:
+    checkpoint.check(state(alpha=torch.tensor([0.0, 1.0])), OBJECTIVE)
+    for wrong in ([-1e-12, 1 + 1e-12], [math.nan, 1.0], [math.inf, -math.inf]):
+        with pytest.raises(ValueError, match="alpha must be 2 weights that sum to one"):
+            checkpoint.check(state(alpha=torch.tensor(wrong).double()), OBJECTIVE)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"alpha": torch.tensor([0.5, 0.25, 0.25])}, "alpha must be 2 weights"),
+        ({"alpha_mean": torch.tensor([[0.5, 0.5]])}, "alpha_mean must be 2 weights"),
+        ({"gain": torch.zeros(3)}, r"gain must be 2 finite scores; it is \[0.0, 0.0, 0.0\]"),
+        ({"gain": torch.tensor([0.0, math.nan])}, "gain must be 2 finite scores"),
+        ({"version": 3}, "has version 3; this library reads up to 2"),
+        ({"version": True}, "version must be a count; it is True"),
+        ({"version": -1}, "version must be a count; it is -1"),
+        ({"version": 1.0}, "version must be a count; it is 1.0"),
+        ({"draws": None}, "draws must be a count; it is None"),
+        ({"rows": "abc"}, "rows must be names; it is 'abc'"),
+        ({"rows": ["a", "b"]}, r"measured the rows \['a', 'b'\]; this optimizer has"),
+        ({"domains": ["b", "a"]}, r"weights of domains \['b', 'a'\]; this optimizer has"),
+        ({"num_steps": torch.ones(2)}, "num_steps must be a count"),
+        ({"num_skipped": torch.tensor(-1)}, "num_skipped must be a count"),
+        ({"num_steps": torch.tensor(math.nan)}, "num_steps must be a count"),
+        ({"mu": 0.0}, "must be positive and finite; got 0.0"),
+        ({"mu": True}, "must be positive and finite; got True"),
+    ],
+)
+def test_parts_of_another_kind_are_refused(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checkpoint.check(state(**parts), OBJECTIVE)
+
+
+@pytest.mark.parametrize("part", ["domains", "rows", "alpha", "gain", "num_skipped"])
+def test_parts_that_are_missing_are_named(part: str) -> None:
+    ours = state()
+    del ours[part]
+    with pytest.raises(ValueError, match=rf"lacks \['{part}'\]; it was not written by"):
+        checkpoint.check(ours, OBJECTIVE)
+
+
+def test_what_earlier_versions_lack_is_not_missed() -> None:
+    ours = state(version=1)
+    del ours["mu"], ours["draws"]
+    checkpoint.check(ours, OBJECTIVE)
+    checkpoint.check(state(num_steps=torch.zeros(1)), OBJECTIVE)
+    checkpoint.check(state(domains=("a", "b")), OBJECTIVE)
+
+
+def test_a_state_dict_holds_both_forms_and_gives_one_back() -> None:
+    theirs = {"state": {}, "param_groups": [{"lr": 0.1}, {"lr": 0.2}]}
+    both = checkpoint.put_into(theirs, state(), OBJECTIVE)
+    values = checkpoint.packed(state(), OBJECTIVE)
+    assert both["param_groups"] == [{"lr": 0.1, "doge": values}, {"lr": 0.2, "doge": values}]
+    assert theirs == {"state": {}, "param_groups": [{"lr": 0.1}, {"lr": 0.2}]}
+    ours, rest = checkpoint.taken_from(both, OBJECTIVE)
+    assert ours is both["doge"]
+    assert "doge" not in rest
+    assert "doge" in both
+    # The named form is read where groups differ, and the other is not looked at.
+    both["param_groups"][1]["doge"] = values[:-1]
+    assert checkpoint.taken_from(both, OBJECTIVE)[0] is ours
+    del both["doge"]
+    with pytest.raises(ValueError, match="hold 2 different states of the domain weights"):
+        checkpoint.taken_from(both, OBJECTIVE)
+    both["param_groups"][1]["doge"] = values
+    assert checkpoint.taken_from(both, OBJECTIVE)[0]["mu"] == 0.5  # type: ignore[index]
+    both["param_groups"] = [{"doge": (3.0, *values[1:])}]
+    with pytest.raises(ValueError, match="has version 3"):
+        checkpoint.taken_from(both, OBJECTIVE)
+    assert checkpoint.taken_from({"param_groups": [{}]}, OBJECTIVE)[0] is None
+    assert checkpoint.taken_from({}, OBJECTIVE) == (None, {})
+    with pytest.raises(TypeError, match=r"takes what state_dict\(\) gave; got 3"):
+        checkpoint.taken_from(3, OBJECTIVE)  # type: ignore[arg-type]
+
+
+def test_groups_of_a_living_optimizer_have_an_empty_place() -> None:
+    groups: list[dict[str, Any]] = [{"doge": (1.0,)}, {}]
+    checkpoint.mark(groups)
+    assert groups == [{"doge": ()}, {"doge": ()}]
+
+
+def optimizer_of(**options: Any) -> tuple[torch.Tensor, DoGEOptimizer]:
+    weight = torch.ones(2, requires_grad=True)
+    inner = torch.optim.SGD([weight], lr=0.1)
+    return weight, DoGEOptimizer(
+        inner, domains=["a", "b"], target={"a": 1.0, "far": 2.0}, **options
+    )
+
+
+def test_a_mu_that_was_named_stays_and_another_is_the_checkpoints() -> None:
+    for options, mu in (({"mu": 3.0}, 3.0), ({}, 0.5)):
+        _, optimizer = optimizer_of(**options)
+        optimizer.doge.load_state_dict(state())
+        assert optimizer.mu == mu
+    # One without mu leaves it.
+    _, optimizer = optimizer_of()
+    before = optimizer.mu
+    old = state(version=1)
+    del old["mu"]
+    optimizer.doge.load_state_dict(old)
+    assert optimizer.mu == before
+    assert optimizer.num_steps == 7
+    assert optimizer.num_skipped == 2
+
+
+def test_loading_forgets_the_step_under_way() -> None:
+    weight, optimizer = optimizer_of(mu=1.0)
+    with optimizer.domain("a"):
+        weight.sum().backward()
+    optimizer.doge.load_state_dict(state())
+    with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'far'\]"):
+        optimizer.step()
+    with pytest.raises(TypeError, match=r"takes what state_dict\(\) gave; got \[\]"):
+        optimizer.doge.load_state_dict([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="state was not written by state_dict"):
+        optimizer.doge.load_state_dict({})

@@ -1,0 +1,233 @@
+"""Groups, names, rates and hooks of the parameters that the wrapped optimizer trains."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from doge_fast import DoGEOptimizer, parameters
+from doge_fast.parameters import TrackedParameters, resolve
+
+
+def tracked(groups: Any, lr: Any = 0.1, **options: Any) -> TrackedParameters:
+    return TrackedParameters(torch.optim.SGD(groups, lr=lr), options.get("selection"))
+
+
+def param(*shape: int, **options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape, **options))
+
+
+def test_eta_is_the_rate_of_the_first_group() -> None:
+    groups = [{"params": [param(2)], "lr": 0.25}, {"params": [param(2)], "lr": 4.0}]
+    ours = tracked(groups)
+    assert ours.lr == 0.25
+    ours.groups[1]["lr"] = 9.0
+    assert ours.lr == 0.25
+    ours.groups[0]["lr"] = 0.5
+    assert ours.lr == 0.5
+
+
+def test_the_weights_move_by_the_rate_of_the_first_group() -> None:
+    """And by no other: a second group that trains ten times as fast changes no weight."""
+    alphas = []
+    for rates in ((0.01, 0.01), (0.01, 0.1), (0.1, 0.01)):
+        one, other = param(2), param(2)
+        inner = torch.optim.SGD(
+            [{"params": [p], "lr": lr} for p, lr in zip((one, other), rates, strict=True)]
+        )
+        optimizer = DoGEOptimizer(inner, domains=["a", "b"], mu=1.0, domain_max_grad_norm=None)
+        for factor, name in enumerate("ab", start=1):
+            with optimizer.domain(name):
+                (factor * (one.sum() + other.sum())).backward()
+        alphas.append(optimizer.alpha)
+        assert optimizer.last is not None
+        assert optimizer.last.lr == rates[0]
+    assert torch.equal(alphas[0], alphas[1])
+    assert not torch.equal(alphas[0], alphas[2])
+
+
+@pytest.mark.parametrize(
+    ("noted", "peak"),
+    [
+        ({}, 0.1),
+        ({"initial_lr": 0.3}, 0.3),
+        ({"initial_lr": 0.01, "max_lr": 0.7}, 0.7),
+        ({"initial_lr": 0.01}, 0.1),
+    ],
+)
+def test_the_peak_rate_is_the_largest_that_is_noted(noted: dict[str, float], peak: float) -> None:
+    ours = tracked([param(2)])
+    ours.groups[0].update(noted)
+    assert ours.peak_lr == peak
+
+
+def test_complex_parameters_are_refused() -> None:
+    params = [param(2), param(2, dtype=torch.complex64)]
+    with pytest.raises(ValueError, match=r"must be real; .* has complex parameters\. Train them"):
+        tracked(params)
+    # One that is not trained takes part in nothing.
+    params[1].requires_grad_(False)
+    assert tracked(params).params == params[:1]
+
+
+@pytest.mark.parametrize("lr", [True, None, "0.1", [0.1], torch.ones(2)], ids=repr)
+def test_a_rate_is_a_number(lr: Any) -> None:
+    inner = torch.optim.SGD([param(2)], lr=0.1)
+    inner.param_groups[0]["lr"] = lr
+    with pytest.raises(TypeError, match="it must be a number or a tensor; SGD has"):
+        TrackedParameters(inner, None)
+
+
+def step_with(lr: Any, later: Any) -> None:
+    """A step whose rate is set anew after the last domain was left."""
+    weight = param(2)
+    inner = torch.optim.SGD([weight], lr=lr)
+    optimizer = DoGEOptimizer(inner, domains=["a"], mu=1.0)
+    with optimizer.domain("a"):
+        weight.sum().backward()
+    optimizer.param_groups[0]["lr"] = later
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("lr", "later"), [(0.1, torch.tensor(0.2)), (torch.tensor(0.1), 0.2), (0.1, 0.1)], ids=repr
+)
+def test_a_rate_on_a_device_is_not_compared(lr: Any, later: Any) -> None:
+    """It would be waited for."""
+    with warnings.catch_warnings():
+        # torch's of a tensor that is no longer the same one.
+        warnings.simplefilter("ignore")
+        step_with(lr, later)
+
+
+def test_a_number_is_compared() -> None:
+    with pytest.raises(RuntimeError, match=r"rate has changed from 0\.1 to 0\.2 since"):
+        step_with(0.1, 0.2)
+
+
+def test_parameters_are_named_as_their_groups_name_them() -> None:
+    named, nameless = param(2), param(3, 4)
+    ours = tracked([("first", named)])
+    assert ours.name_of(named) == "the parameter first"
+    assert ours.name_of(nameless) == "a parameter of shape [3, 4]"
+
+
+def test_a_selection_names_what_is_trained() -> None:
+    trained, frozen = param(2), param(2)
+    by_name = {"trained": trained, "frozen": frozen}
+    assert resolve(["trained"], [trained], by_name) == [trained]
+    assert resolve([trained], [trained], {}) == [trained]
+    for item, said in (
+        ("frozen", r"'frozen', which is not .* It knows \['frozen', 'trained'\] \.\.\."),
+        ("nobody", r"'nobody', which is not"),
+        (frozen, r"'a tensor', which is not"),
+        (None, r"'a tensor', which is not"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            resolve([item], [trained], by_name)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"It knows no names: build the wrapped optimizer"):
+        resolve([frozen], [trained], {})
+    many = {f"p{i}": param(1) for i in range(10)}
+    with pytest.raises(ValueError, match=r"It knows \['p0', .*'p7'\] \.\.\.$"):
+        resolve(["p"], list(many.values()), many)
+
+
+def test_selected_ids() -> None:
+    one, other = param(2), param(2)
+    assert tracked([one, other]).selected_ids() is None
+    assert tracked([one, other], selection=[other]).selected_ids() == {id(other)}
+
+
+def hooks_of(each: Tensor) -> int:
+    return len(each._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]
+
+
+def test_each_tracked_parameter_has_one_hook_and_no_other_has() -> None:
+    one, other = param(2), param(2)
+    ours = tracked([one, other])
+    received: list[Tensor] = []
+    ours.receive = received.append
+    ours.scan()
+    ours.scan()
+    assert (hooks_of(one), hooks_of(other)) == (1, 1)
+    other.requires_grad_(False)
+    assert ours.scan() == ours.params == [one]
+    assert (hooks_of(one), hooks_of(other)) == (1, 0)
+    one.sum().backward()
+    assert received == [one]
+    ours.release()
+    assert (hooks_of(one), hooks_of(other)) == (0, 0)
+    # They come back with the next look.
+    other.requires_grad_(True)
+    ours.scan()
+    assert (hooks_of(one), hooks_of(other)) == (1, 1)
+
+
+def test_taken_at_once_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+    one = param(2)
+    ours = tracked([one])
+    received: list[Tensor] = []
+    ours.receive = received.append
+    ours.scan()
+    one.sum().backward()
+    assert received == []
+    assert ours.has_noted
+    assert [grad.tolist() for grad in ours.take()[1]] == [[1.0, 1.0]]
+    assert not ours.has_noted
+    assert one.grad is None
+    ours.are_taken_at_once = True
+    ours.scan()
+    one.sum().backward()
+    assert received == [one]
+    assert not ours.has_noted
+
+
+def test_only_parameters_with_a_gradient_are_taken() -> None:
+    one, other, third = param(2), param(3), param(4)
+    ours = tracked([one, other, third])
+    third.grad = torch.ones(4)
+    one.grad = torch.zeros(2)
+    params, grads = ours.take()
+    assert params == [one, third]
+    assert [grad.tolist() for grad in grads] == [[0.0, 0.0], [1.0] * 4]
+    assert one.grad is other.grad is third.grad is None
+
+
+def test_what_was_noted_can_be_forgotten() -> None:
+    ours = tracked([param(2)])
+    ours.note(param(2))
+    assert ours.has_noted
+    ours.forget()
+    assert not ours.has_noted
+    ours.note(param(2))
+    ours.release()
+    assert not ours.has_noted
+
+
+def test_a_copy_has_no_hooks_until_it_looks() -> None:
+    one = param(2)
+    ours = tracked([one])
+    ours.receive = lambda param: None
+    ours.scan()
+    ours.note(one)
+    theirs = copy.deepcopy(ours)
+    (their_param,) = theirs.params
+    assert hooks_of(their_param) == 0
+    assert theirs.receive is None
+    assert not theirs.has_noted
+    theirs.receive = lambda param: None
+    theirs.scan()
+    assert (hooks_of(their_param), hooks_of(one)) == (1, 1)
+    del ours
+    assert hooks_of(one) == 0
+
+
+def test_a_group_with_more_names_than_parameters_is_read() -> None:
+    ours = tracked([("first", param(2)), ("second", param(2))])
+    ours.groups[0]["param_names"] = ["first"]
+    assert ours.name_of(ours.params[0]) == "the parameter first"
+    assert ours.name_of(ours.params[1]) == "a parameter of shape [2]"
