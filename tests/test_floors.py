@@ -55,7 +55,8 @@ FLOORS = [
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.experiments.queue
     doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
-    doge_fast.pipeline.records.weights
+    doge_fast.pipeline.records.weights doge_fast.pipeline.records.metrics \
+        doge_fast.pipeline.records.manifest
     doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.building EXPORT_FAMILIES

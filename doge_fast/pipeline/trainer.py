@@ -1,20 +1,21 @@
 """Trainer over ready-made batches: records, held-out losses, whole checkpoints, progress.
 
-Checkpoints are in Trainer's own format, written beside and renamed. Batch t is a function of
-(seed, t), so a resumed run starts its data at the checkpoint's step and replays nothing.
+Checkpoints are in Trainer's own format, in a folder that `records.checkpoints` makes a generation.
+Batch t is a function of (seed, t), so a resumed run starts its data at the checkpoint's step and
+replays nothing.
 """
 
 import copy
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from accelerate.utils import reduce
+from accelerate.utils import broadcast_object_list, reduce
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
@@ -34,6 +35,32 @@ from doge_fast.pipeline import progress, ranks, records
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
+
+Value = TypeVar("Value")
+
+
+def from_first(call: Callable[[], Value]) -> Value:
+    """What `call` returns on the first process, on all; where it raises there, all raise.
+
+    Raises:
+        ValueError: on the others, with the words of what was raised on the first.
+    """
+    if ranks.number() == 1:
+        return call()
+    # (what it returned, what it raised)
+    told: list[Any] = [None, None]
+    failure = None
+    if ranks.is_first():
+        try:
+            told[0] = call()
+        except Exception as error:
+            failure, told[1] = error, str(error)
+    broadcast_object_list(told)
+    if failure is not None:
+        raise failure
+    if told[1] is not None:
+        raise ValueError(told[1])
+    return cast(Value, told[0])
 
 
 class ByName(NamedTuple):
@@ -72,10 +99,10 @@ class RecordedTrainer(Trainer):
                 callback.logging_dir = str(stage.config.out / TENSORBOARD)
         self.add_callback(_Recorder(self))
 
-    def go_on(self, checkpoint: str | None) -> None:
+    def go_on(self, checkpoint: Path | None) -> None:
         """Train to the end, from a checkpoint or from the beginning."""
-        self._checkpoint = checkpoint
-        self.train(resume_from_checkpoint=checkpoint)
+        self._checkpoint = None if checkpoint is None else str(checkpoint)
+        self.train(resume_from_checkpoint=self._checkpoint)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches as the stage makes them."""
@@ -132,13 +159,12 @@ class RecordedTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = str(super()._get_output_dir(trial))
-        return os.path.join(folder, ".writing") if self._is_saving else folder
+        return os.path.join(folder, records.WRITING) if self._is_saving else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.flush()
-        folder = Path(super()._get_output_dir(trial))
         if self.args.should_save:
-            shutil.rmtree(folder / ".writing", ignore_errors=True)
+            shutil.rmtree(os.path.join(super()._get_output_dir(trial), records.WRITING), True)
         self.accelerator.wait_for_everyone()
         self._is_saving = True
         try:
@@ -147,18 +173,8 @@ class RecordedTrainer(Trainer):
             self._is_saving = False
         # Every rank writes the state of its random generators.
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self._complete_checkpoint(folder)
-
-    def _complete_checkpoint(self, folder: Path) -> None:
-        """Give what has been written its name, and remove the others."""
-        name = f"checkpoint-{self.state.global_step}"
-        # One that a killed run left at this very step belongs to the same trajectory.
-        shutil.rmtree(folder / name, ignore_errors=True)
-        os.replace(folder / ".writing" / name, folder / name)
-        for older in folder.glob("checkpoint-*"):
-            if older.name != name:
-                shutil.rmtree(older)
+        run, step = self.stage.config.out, self.state.global_step
+        from_first(lambda: records.complete_checkpoint(run, step))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)

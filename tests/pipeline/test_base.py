@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
-from doge_fast.pipeline import records, training
+from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
@@ -84,7 +84,7 @@ def test_the_seed_gives_the_run_and_the_weights_matter(base: Make, tmp_path: Pat
     assert lines_of(one) != lines_of(other)
 
 
-def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
+def test_a_killed_run_resumes_to_the_same_bits_and_with_no_other_weights(
     base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     warned: list[str] = []
@@ -95,12 +95,18 @@ def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
     train_base(whole)
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
         train_base(cut)
+    began_with = source.read_bytes()
     write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
+    left = {file: file.read_bytes() for file in cut.out.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=r"began with weights of digest \w{12}; .*w\.json has \w+"):
+        train_base(cut)
+    assert {file: file.read_bytes() for file in left} == left
+    source.write_bytes(began_with)
     train_base(cut)
     # The head, which is the embedding, is not called missing.
     assert not [text for text in warned if "missing keys" in text]
     assert_same_run(cut.out, whole.out)
-    assert not (cut.out / training.CHECKPOINTS).exists()
+    assert not (cut.out / records.CHECKPOINTS).exists()
 
 
 def test_a_second_launch_is_refused_while_the_first_is_at_work(
@@ -122,7 +128,7 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
         train_base(config)
     assert launches == list(range(len(launches)))
     assert_same_run(config.out, train_base(base("single", save_every=3)))
-    assert not (config.out / training.CHECKPOINTS).exists()
+    assert not (config.out / records.CHECKPOINTS).exists()
 
 
 def test_dropout_goes_on_where_it_stood(
