@@ -63,7 +63,8 @@ FLOORS = [
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
-    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures
+    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures \
+        doge_fast.pipeline.health
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
     doge_fast.pipeline.reporting.study

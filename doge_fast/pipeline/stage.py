@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from doge_fast import atomic_file
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import baselines, domains, ranks, records, training
+from doge_fast.pipeline import baselines, domains, health, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import BaseBatches, Corpus
@@ -91,6 +91,33 @@ class Stage(Generic[Config]):
     def measure(self, trainer: Any, step: int) -> Json:
         """Fields of a step's line in metrics.jsonl; tensors and `ByName` are read later."""
         raise NotImplementedError
+
+    def is_lost(self, trainer: Any) -> Tensor:
+        """Whether the step under way lost its numbers; bool scalar, the same on all ranks."""
+        return ~trainer.step_loss.isfinite()
+
+    def lost_domains(self, trainer: Any) -> list[str]:
+        """Domains whose loss or gradient is not finite in this step, where that is known."""
+        return []
+
+    def num_lost(self, trainer: Any) -> int:
+        """Steps of the whole run that moved nothing."""
+        return 0
+
+    def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
+        """What is wrong with the weights in a line of metrics.jsonl; see `health.TOLD`."""
+        return {}
+
+    def check_outcome(self, trainer: Any) -> None:
+        """Raise `health.Diverged`, on all ranks, where the result would mean nothing."""
+        steps, lost = self.config.training.steps, self.num_lost(trainer)
+        if names := health.not_finite(trainer.held_out):
+            what = f"the held-out loss of {health.domains_told(names)} is not finite"
+        elif lost > health.MOST_LOST * steps:
+            what = f"{lost} of its {steps} steps were lost, for a gradient is not finite in them"
+        else:
+            return
+        raise health.Diverged(f"{self.out} has diverged: {what}. {health.WAY_OUT}")
 
     def is_finished(self) -> bool:
         """Whether the run in the directory came to its end; looks at what it left.
@@ -210,7 +237,9 @@ def run(stage: Stage[Any]) -> Path:
 
     Raises:
         ValueError: a setting is out of its range, the corpus or the model is not what it should
-            be, or the directory holds another run; nothing has been written.
+            be, or the directory holds another run; nothing has been written. Or its checkpoints
+            are damaged.
+        Diverged: the training computes no numbers any more; the records are kept.
     """
     out = stage.out
     if getattr(stage.config, "dry_run", False):
@@ -244,6 +273,7 @@ def run(stage: Stage[Any]) -> Path:
             return records.resume_checkpoint(out)
 
         trainer = train(stage, model, from_first(begin))
+        stage.check_outcome(trainer)
 
         def end() -> None:
             stage.end(trainer)

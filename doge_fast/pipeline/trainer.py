@@ -6,6 +6,7 @@ replays nothing.
 """
 
 import copy
+import logging
 import os
 import shutil
 import time
@@ -30,13 +31,15 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from doge_fast import weights_file
-from doge_fast.pipeline import progress, ranks, records
+from doge_fast.pipeline import health, progress, ranks, records
 
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
 
 Value = TypeVar("Value")
+
+_log = logging.getLogger("doge_fast")
 
 
 def from_first(call: Callable[[], Value]) -> Value:
@@ -77,7 +80,7 @@ class ByName(NamedTuple):
 class RecordedTrainer(Trainer):
     """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only.
 
-    `stage` is a `Stage`; asked for are its config, corpus, start and measure.
+    `stage` is a `Stage`; asked for are its config, corpus, start, measure and how it is lost.
     """
 
     def __init__(self, *args: Any, stage: Any, **kwargs: Any) -> None:
@@ -90,6 +93,8 @@ class RecordedTrainer(Trainer):
         self._checkpoint: str | None = None
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
+        self.held_out: dict[str, float] = {}
+        self.warned: set[str] = set()
         self._pending: list[dict[str, Any]] = []
         self._is_saving = False
         self.remove_callback(PrinterCallback)
@@ -131,7 +136,8 @@ class RecordedTrainer(Trainer):
         """Held-out loss of every domain that is followed, in nats per token."""
         model, count = cast(PreTrainedModel, self.model), self.stage.config.training.eval_blocks
         domains = self.stage.corpus.validation
-        return held_out_losses(model, domains, num_blocks=count)[0]
+        self.held_out = held_out_losses(model, domains, num_blocks=count)[0]
+        return self.held_out
 
     def record(self, line: dict[str, Any]) -> None:
         """Keep a line for metrics.jsonl; tensors in it are read at the next flush."""
@@ -144,10 +150,20 @@ class RecordedTrainer(Trainer):
                 key: value.read() if isinstance(value, ByName) else value
                 for key, value in line.items()
             }
+            if found := self.stage.warnings_of(plain):
+                plain["warnings"] = found
+                self._warn(plain["step"], found)
             records.append_metrics(self.stage.config.out, plain)
             if self.args.report_to:
                 self._tell_trackers(weights_file.plain(plain))
         self._pending.clear()
+
+    def _warn(self, step: int, found: Mapping[str, list[str]]) -> None:
+        """Say on the terminal what is found of the weights, each once in a run."""
+        for what in found.keys() - self.warned:
+            told = f"{health.domains_told(found[what])} {health.TOLD[what]}"
+            _log.warning("%s, step %d: %s.", self.stage.config.out, step, told)
+        self.warned |= found.keys()
 
     def _tell_trackers(self, line: Mapping[str, Any]) -> None:
         """A line for Trainer's callbacks of the trackers, at its own step."""
@@ -189,6 +205,8 @@ class _Recorder(TrainerCallback):
     def __init__(self, trainer: RecordedTrainer) -> None:
         self.trainer = trainer
         self.bar: Any = None
+        config = trainer.stage.config.training
+        self.lost = health.LostSteps(config.max_skipped_steps, trainer.args.device)
         self.last_flush = self.last_line = time.monotonic()
         self.last_step = 0
 
@@ -211,6 +229,9 @@ class _Recorder(TrainerCallback):
     ) -> None:
         step, config = state.global_step, self.trainer.stage.config
         is_last = step >= state.max_steps
+        self.lost.add(self.trainer.stage.is_lost(self.trainer))
+        if too_many := self.lost.too_many(step):
+            self._end_as_lost(step, too_many)
         if step % config.log_every == 0 or is_last:
             self._add_line(step)
         every = config.training.eval_every
@@ -219,8 +240,9 @@ class _Recorder(TrainerCallback):
             self.trainer.record({"step": step, "kind": "eval", "loss": loss})
             # Not part of what a step costs.
             self.last_line, self.last_step = time.monotonic(), step
-        if is_last:
+        if control.should_save and (is_last or self.lost.in_a_row()):
             # The run is closed at once; a checkpoint of the last step would start one step more.
+            # And what goes on from a lost step would count anew how many there are.
             control.should_save = False
         self._flush(force=is_last)
         self.bar.update()
@@ -229,6 +251,19 @@ class _Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.bar.close()
+
+    def _end_as_lost(self, step: int, number: int) -> None:
+        """Keep the line of this step, and raise `Diverged`; every rank does."""
+        self._add_line(step)
+        self._flush(force=True)
+        self.bar.close()
+        stage = self.trainer.stage
+        names = stage.lost_domains(self.trainer)
+        whose = f" of {health.domains_told(names)}" if names else ""
+        raise health.Diverged(
+            f"{stage.out} has diverged: up to step {step}, {number} steps in a row were lost, for "
+            f"the loss or the gradient{whose} is not finite. {health.WAY_OUT}"
+        )
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()

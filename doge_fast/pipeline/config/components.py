@@ -80,6 +80,9 @@ class TrainingConfig:
     """AdamW's, on matrices; the paper's."""
     max_grad_norm: Positive = 1.0
     """Norm to which the gradient that moves the model is cut."""
+    max_skipped_steps: Count = 20
+    """So many steps in a row that move nothing, for a gradient or a loss is not finite, end the run
+    as diverged; so does a tenth of all steps."""
     seed: Seed = 0
     """Model initialisation and the order of the data."""
     eval_every: Count | None = None

@@ -26,8 +26,12 @@ Stage = Literal["proxy", "base", "doremi", "select"]
 
 # What is asked of a select run's scores, once they are there.
 _READ_OFF = ("strategies", "reading")
-# Where a run lies, where its blocks are cached and who is told do not change what it computes.
-_NOT_COMPARED = ("out", "corpus.cache_dir", "training.report_to", *_READ_OFF)
+# Where a run lies, where its blocks are cached, who is told and when it gives up do not change what
+# it computes.
+_NOT_COMPARED = (
+    *("out", "corpus.cache_dir", "training.report_to", "training.max_skipped_steps"),
+    *_READ_OFF,
+)
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
 
