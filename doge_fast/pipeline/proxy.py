@@ -149,7 +149,7 @@ class ProxyStage(Stage[ProxyConfig]):
         """Also where a gradient was not finite, and the step was skipped."""
         last = trainer.doge.last
         assert last is not None
-        return super().is_lost(trainer) | last.skipped
+        return super().is_lost(trainer).logical_or(last.skipped)
 
     def lost_domains(self, trainer: "ProxyTrainer") -> list[str]:
         """Rows of which the last step has no numbers."""

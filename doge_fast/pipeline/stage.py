@@ -8,15 +8,14 @@ is resumed by the same call, and a complete one is left as it is.
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
@@ -94,7 +93,8 @@ class Stage(Generic[Config]):
 
     def is_lost(self, trainer: Any) -> Tensor:
         """Whether the step under way lost its numbers; bool scalar, the same on all ranks."""
-        return ~trainer.step_loss.isfinite()
+        loss: Tensor = trainer.step_loss
+        return ~loss.isfinite()
 
     def lost_domains(self, trainer: Any) -> list[str]:
         """Domains whose loss or gradient is not finite in this step, where that is known."""
@@ -259,6 +259,8 @@ def run(stage: Stage[Any]) -> Path:
     with ExitStack() as held:
 
         def begin() -> Path | None:
+            held.enter_context(records.alone(out))
+            _check_unchanged(stage, recorded)
             if recorded is None:
                 records.open_run(
                     out,
@@ -268,7 +270,6 @@ def run(stage: Stage[Any]) -> Path:
                     warnings=stage.corpus.warnings,
                     **stage.resolved,
                 )
-            held.enter_context(_alone(stage))
             stage.begin()
             return records.resume_checkpoint(out)
 
@@ -283,31 +284,14 @@ def run(stage: Stage[Any]) -> Path:
     return out
 
 
-@contextmanager
-def _alone(stage: Stage[Any]) -> Iterator[None]:
-    """Keep other launches out of the run directory; the end of this process lets them in.
-
-    Raises:
-        ValueError: another launch has it, or has made the run since this one read its state.
-    """
-    folder = stage.out / records.CHECKPOINTS
-    folder.mkdir(exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+def _check_unchanged(stage: Stage[Any], recorded: Json | None) -> None:
+    """Raise ValueError where another process has made the run since this one read its state."""
+    is_begun = records.check_run(stage.out, stage=stage.name, config=stage.config) != recorded
+    if is_begun or stage.is_finished():
         raise ValueError(
-            f"Another process is at work in {stage.out}. Wait for its end, or name another "
-            "directory."
-        ) from None
-    except (OSError, NotImplementedError):
-        _log.warning("%s: its file system has no locks; start one launch at a time", folder)
-    try:
-        if stage.is_finished():
-            raise ValueError(f"Another process has just completed {stage.out}.")
-        yield
-    finally:
-        lock.release()
+            f"Another process has just {'begun' if is_begun else 'completed'} {stage.out}. Repeat "
+            "the command, or name another directory."
+        )
 
 
 def check(stage: Stage[Any]) -> Json | None:

@@ -1,14 +1,12 @@
 """Trainer over ready-made batches: records, held-out losses, whole checkpoints, progress.
 
-Checkpoints are in Trainer's own format, in a folder that `records.checkpoints` makes a generation.
-Batch t is a function of (seed, t), so a resumed run starts its data at the checkpoint's step and
-replays nothing.
+Checkpoints are in Trainer's own format; `records.checkpoints` makes generations of them. Batch t is
+a function of (seed, t), so a resumed run starts its data at the checkpoint's step and replays
+nothing.
 """
 
 import copy
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,7 +94,6 @@ class RecordedTrainer(Trainer):
         self.held_out: dict[str, float] = {}
         self.warned: set[str] = set()
         self._pending: list[dict[str, Any]] = []
-        self._is_saving = False
         self.remove_callback(PrinterCallback)
         for callback in self.callback_handler.callbacks:
             # Its own choice lies among the checkpoints, which `finish` removes.
@@ -146,7 +143,7 @@ class RecordedTrainer(Trainer):
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
         for line in self._pending if self.args.should_save else ():
-            plain = {
+            plain: dict[str, Any] = {
                 key: value.read() if isinstance(value, ByName) else value
                 for key, value in line.items()
             }
@@ -171,36 +168,9 @@ class RecordedTrainer(Trainer):
         state.global_step = line["step"]
         self.callback_handler.on_log(self.args, state, self.control, scalars_of(line))
 
-    # Checkpoints. Trainer writes file by file into a folder that it calls complete from the start.
-
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = str(super()._get_output_dir(trial))
-        return os.path.join(folder, records.WRITING) if self._is_saving else folder
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.flush()
-        if self.args.should_save:
-            shutil.rmtree(os.path.join(super()._get_output_dir(trial), records.WRITING), True)
-        self.accelerator.wait_for_everyone()
-        self._is_saving = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._is_saving = False
-        # Every rank writes the state of its random generators.
-        self.accelerator.wait_for_everyone()
-        run, step = self.stage.config.out, self.state.global_step
-        from_first(lambda: records.complete_checkpoint(run, step))
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        # A pickle of what config.json says.
-        folder = Path(cast(str, output_dir or self.args.output_dir))
-        (folder / "training_args.bin").unlink(missing_ok=True)
-
 
 class _Recorder(TrainerCallback):
-    """Follows the steps: lines, held-out losses, progress bar."""
+    """Follows the steps: lines, held-out losses, lost steps, whole checkpoints, progress bar."""
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self.trainer = trainer
@@ -246,6 +216,16 @@ class _Recorder(TrainerCallback):
             control.should_save = False
         self._flush(force=is_last)
         self.bar.update()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Lines that a checkpoint remembers.
+        self.trainer.flush()
+        # Every rank writes the state of its random generators.
+        self.trainer.accelerator.wait_for_everyone()
+        run, step = self.trainer.stage.out, state.global_step
+        from_first(lambda: records.complete_checkpoint(run, step))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -99,7 +99,8 @@ def training_arguments(
     tenth = -(-config.steps // 10)
     save_every = tenth if config.save_every is None else config.save_every
     arguments = TrainingArguments(
-        output_dir=str(out / records.CHECKPOINTS),
+        # Where it writes file by file; `records.complete_checkpoint` takes them from there.
+        output_dir=str(out / records.CHECKPOINTS / records.WRITING),
         max_steps=config.steps,
         # Only reported: the batches come ready-made.
         per_device_train_batch_size=1,

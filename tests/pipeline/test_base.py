@@ -1,5 +1,6 @@
 """Stage two trains at the weights it was given, whoever gave them, and survives being killed."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, write_weights
 
 Make = Callable[..., BaseConfig]
+OWNER = (
+    rf"Another process is at work in .*shared \(process {os.getpid()} on .+, since 20.*00:00\)\."
+)
 
 
 def test_a_run_leaves_records_the_weights_used_and_a_model(base: Make) -> None:
@@ -119,7 +123,7 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
     def launched_again(self: Any, *args: Any, **kwargs: Any) -> Any:
         launches.append(self.state.global_step)
         if len(launches) == 5:
-            with pytest.raises(ValueError, match="Another process is at work"):
+            with pytest.raises(ValueError, match=OWNER):
                 train_base(config)
         return step(self, *args, **kwargs)
 
@@ -129,6 +133,46 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
     assert launches == list(range(len(launches)))
     assert_same_run(config.out, train_base(base("single", save_every=3)))
     assert not (config.out / records.CHECKPOINTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Another process has just begun .*contested"),
+        ({"seed": 1}, "contested holds another run"),
+    ],
+    ids=["the same run", "another run"],
+)
+def test_of_two_launches_in_an_empty_directory_one_is_refused(
+    base: Make, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], said: str
+) -> None:
+    """The second one passes the first between its look at the directory and its lock."""
+    prepare = BaseStage.prepare
+
+    def overtaken(self: Any, *args: Any) -> None:
+        prepare(self, *args)
+        monkeypatch.setattr(BaseStage, "prepare", prepare)
+        train_base(base("contested", **changes))
+
+    monkeypatch.setattr(BaseStage, "prepare", overtaken)
+    with pytest.raises(ValueError, match=said):
+        train_base(base("contested"))
+    assert_same_run(base("contested").out, train_base(base("single", **changes)))
+
+
+def test_what_a_launch_leaves_that_is_killed_before_it_begins_is_an_empty_directory(
+    base: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = base()
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "open_run", lambda *_, **__: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            train_base(config)
+    assert [each.name for each in config.out.iterdir()] == ["checkpoints"]
+    train_base(config)
+    (config.out / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        train_base(config)
 
 
 def test_dropout_goes_on_where_it_stood(

@@ -18,8 +18,7 @@ no word for NaN and infinity: in metrics they become null, in weights they are a
 """
 
 from doge_fast.pipeline.records.checkpoints import (
-    CHECKPOINTS,
-    WRITING,
+    alone,
     complete_checkpoint,
     resume_checkpoint,
     step_of,
@@ -40,6 +39,7 @@ from doge_fast.pipeline.records.metrics import (
     resume_metrics,
 )
 from doge_fast.pipeline.records.runs import (
+    CHECKPOINTS,
     CONFIG,
     EVALUATION,
     EXPERIMENT,
@@ -47,6 +47,7 @@ from doge_fast.pipeline.records.runs import (
     METRICS,
     QUEUE,
     WEIGHTS,
+    WRITING,
     Json,
     Stage,
     check_corpus,
