@@ -29,12 +29,12 @@ def main() -> None:
     args = parser.parse_args()
     times = measured(args.parameters, args.folder, args.repeats)
     print(f"{args.parameters:,} parameters, {12 * args.parameters / 1e9:.2f} GB of files")
-    for what, seconds in times.items():
-        print(f"{what:60} {seconds:7.2f} s")
+    for what, (seconds, busy) in times.items():
+        print(f"{what:60} {seconds:7.2f} s, a CPU busy for {busy:.2f} s")
 
 
-def measured(parameters: int, folder: Path, repeats: int) -> dict[str, float]:
-    """{what: median of its seconds}."""
+def measured(parameters: int, folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
+    """{what: medians of its seconds, and of those in which a CPU was busy}."""
     weights = torch.randn(parameters)
     parts: dict[str, Callable[[Path], object]] = {
         "write the files, as before": lambda checkpoint: _write(checkpoint, weights),
@@ -42,17 +42,20 @@ def measured(parameters: int, folder: Path, repeats: int) -> dict[str, float]:
         "hash them, where they are on the disk already": write_manifest,
         "check them, when a run is resumed": read_manifest,
     }
-    times: dict[str, list[float]] = {what: [] for what in parts}
+    times: dict[str, list[tuple[float, float]]] = {what: [] for what in parts}
     for _ in range(repeats):
         checkpoint = Path(tempfile.mkdtemp(dir=folder, prefix="checkpoint-"))
         try:
             for what, part in parts.items():
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 part(checkpoint)
-                times[what].append(time.perf_counter() - start)
+                times[what].append((time.perf_counter() - start, time.process_time() - busy))
         finally:
             shutil.rmtree(checkpoint)
-    return {what: statistics.median(each) for what, each in times.items()}
+    return {
+        what: (statistics.median(walls), statistics.median(cpus))
+        for what, (walls, cpus) in ((what, zip(*each, strict=True)) for what, each in times.items())
+    }
 
 
 def _write(folder: Path, weights: torch.Tensor) -> None:
