@@ -55,14 +55,16 @@ FLOORS = [
     doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.experiments.queue
     doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
-    doge_fast.pipeline.records.weights
+    doge_fast.pipeline.records.weights doge_fast.pipeline.records.metrics \
+        doge_fast.pipeline.records.manifest
     doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording
-    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures
+    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures \
+        doge_fast.pipeline.health
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
     doge_fast.pipeline.reporting.study

@@ -4,6 +4,9 @@ Domains are sampled with the weights; the loss is the ordinary one. The weights 
 run, a file, or a baseline, and are written beside the model before the first step.
 """
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,8 +37,8 @@ def train_base(config: BaseConfig) -> Run:
 
     Raises:
         ValueError: a setting is out of its range, the weights belong to other domains, the
-            corpus is not what it should be, or the directory holds another run; nothing has
-            been written.
+            corpus is not what it should be, or the directory holds another run, or one that began
+            with other weights than these; nothing has been written.
 
     Source: DoGE, stage two of the method.
     """
@@ -71,8 +74,10 @@ class BaseStage(MixtureStage[BaseConfig]):
             )
 
     def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
-        """The weights."""
+        """The weights; of a run that is resumed, those that it began with."""
         self.corpus, self.weights = corpus, resolve_phases(self.config, corpus)
+        if self.config.weights not in BASELINES:
+            self.resolved = {"initial": _initial(self.config, self.weights, recorded)}
         phases = f", {len(self.weights)} phases" if len(self.weights) > 1 else ""
         self.outline = [("weights", self.config.weights + phases)]
 
@@ -101,17 +106,29 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
         ValueError: the file is not weights of exactly these domains, or a curriculum is asked
             for and the run has no steps for one of its phases.
     """
-    # A resumed run keeps the weights it began with, whatever became of their source.
-    used = config.out / records.WEIGHTS
-    if config.weights in BASELINES and not used.exists():
+    if config.weights in BASELINES:
         return (Phase(0, BASELINES[config.weights](corpus.tokens)),)
-    source = used if used.exists() else Path(config.weights)
-    record = records.read_weights(source, domains=corpus.names)
-    if used.exists() and "stages" in record:
-        return tuple(Phase(phase["first_step"], phase["weights"]) for phase in record["stages"])
+    record = records.read_weights(Path(config.weights), domains=corpus.names)
     if config.stages > 1:
         return _curriculum(config, corpus)
     return (Phase(0, records.weights_by_name(record)),)
+
+
+def _initial(config: BaseConfig, phases: Sequence[Phase], recorded: Json) -> Json:
+    """Where the weights come from and a digest of them, as config.json keeps both.
+
+    Raises:
+        ValueError: the run that is resumed began with others.
+    """
+    text = json.dumps([asdict(phase) for phase in phases], sort_keys=True)
+    initial = {"source": config.weights, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    began_with = recorded.get("initial", initial)["sha256"]
+    if began_with != initial["sha256"]:
+        raise ValueError(
+            f"{config.out} began with weights of digest {began_with[:12]}; {config.weights} has "
+            f"{initial['sha256'][:12]} now. Restore them, or start anew in another directory."
+        )
+    return initial
 
 
 def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:

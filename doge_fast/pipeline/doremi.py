@@ -9,6 +9,7 @@ paper, its authors' code and DoGE's differ, are in `doge_fast.group_dro`.
 
 import hashlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from doge_fast import group_dro
 from doge_fast.group_dro import DomainWeights, WeightUpdate
-from doge_fast.pipeline import records, stage, training
+from doge_fast.pipeline import health, records, stage, training
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model
@@ -188,6 +189,10 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
             "alpha_mean": ByName(names, weights.alpha_mean),
             "tokens": self.tokens(step),
         }
+
+    def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Weights that have collapsed; the excess has no limit."""
+        return health.warnings_of(line, mu=1.0, high=math.inf) if "excess" in line else {}
 
     def end(self, trainer: "DoReMiTrainer") -> None:
         """The average of the weights, then the model."""

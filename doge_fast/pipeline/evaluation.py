@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import torch
 
-from doge_fast.pipeline import ranks, records, tables, training
+from doge_fast.pipeline import health, ranks, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
@@ -40,6 +40,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     Raises:
         ValueError: the run is not complete, a domain is unknown, the file is one of the run's
             records, or the corpus is no longer the one that the model was trained on.
+        Diverged: a perplexity is not finite; nothing has been written.
 
     Source: DoGE, caption of tab:universal_ppl.
     """
@@ -65,6 +66,13 @@ def evaluate(config: EvaluateConfig) -> Json:
         block_size=record["corpus"]["block_size"],
         target=config.target,
     )
+    if lost := health.not_finite(result["perplexity"]):
+        losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
+        raise health.Diverged(
+            f"The model of {config.run} has diverged: the perplexity of "
+            f"{health.domains_told(lost)} is not finite (losses: {losses}). Nothing has been "
+            "written. Train another with a lower learning_rate (--learning-rate)."
+        )
     if config.data is not None:
         result["data"] = config.data
     file = _file(config)

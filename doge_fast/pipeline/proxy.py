@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from doge_fast import generalization, parameters
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.pipeline import records, stage
+from doge_fast.pipeline import health, records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
@@ -49,6 +50,7 @@ def learn_weights(config: ProxyConfig) -> Run:
     Raises:
         ValueError: a setting is out of its range, the corpus is not what it should be, or the
             directory holds another run; nothing has been written.
+        Diverged: the training computes no numbers any more; there are no weights.
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
@@ -144,11 +146,37 @@ class ProxyStage(Stage[ProxyConfig]):
             "tokens": self.tokens(step),
         }
 
+    def is_lost(self, trainer: "ProxyTrainer") -> Tensor:
+        """Also where a gradient was not finite, and the step was skipped."""
+        last = trainer.doge.last
+        assert last is not None
+        return super().is_lost(trainer).logical_or(last.skipped)
+
+    def lost_domains(self, trainer: "ProxyTrainer") -> list[str]:
+        """Rows of which the last step has no numbers."""
+        last, rows = trainer.doge.last, trainer.doge.rows
+        assert last is not None
+        norms = ByName(rows, last.grad_norms).read()
+        losses = {name: float(trainer.domain_losses[name]) for name in rows}
+        return [name for name in rows if not math.isfinite(norms[name] + losses[name])]
+
+    def num_lost(self, trainer: "ProxyTrainer") -> int:
+        """Those that the optimizer skipped; a checkpoint keeps their number."""
+        return trainer.doge.num_skipped
+
+    def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Weights that have collapsed, scores at their limit."""
+        if "gain" not in line:
+            return {}
+        bounds = generalization.score_of(self.config.score).bounds
+        return health.warnings_of(line, mu=self.mu, high=math.inf if bounds is None else bounds[1])
+
     def end(self, trainer: "ProxyTrainer") -> None:
         """The average of the weights, then the model."""
         config, initial = self.config, self.resolved["initial"]
         self.write_learned(
-            self._average(trainer.weights),
+            # Not trainer.weights, which would warn of what the lines and the verb's answer say.
+            self._average(ByName(trainer.doge.domains, trainer.doge.alpha_mean).read()),
             trainer.doge.alpha,
             {},
             method="doge",

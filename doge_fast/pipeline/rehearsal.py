@@ -49,7 +49,7 @@ def rehearse(stage: Stage[Any]) -> str:
         ValueError: what the run would refuse.
     """
     recorded = stages.check(stage)
-    if recorded is not None and stages.is_finished(stage):
+    if recorded is not None and stage.is_finished():
         return f"{stage.out}: complete already, nothing to do"
     model = stages.prepare(stage, recorded)
     parameters = model.num_parameters(only_trainable=True)
@@ -89,7 +89,7 @@ def _written(stage: Stage[Any], parameters: int, *, is_resumed: bool) -> Iterato
     yield "writes", f"{where}: config.json, metrics.jsonl, weights.json,"
     yield "", f"model/ ({_size(4 * parameters)})"
     if stage.config.training.save_every != 0:
-        yield "", f"and, until it is complete, a checkpoint ({_size(12 * parameters)})"
+        yield "", f"and, until it is complete, two checkpoints ({_size(12 * parameters)} each)"
 
 
 def _memory(stage: Stage[Any], parameters: int) -> Iterator[tuple[str, str]]:

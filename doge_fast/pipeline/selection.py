@@ -68,16 +68,22 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
 def is_selected(config: SelectConfig) -> bool:
     """Whether the scores are there, and every selection that is asked for."""
-    path = config.out / CANCELLATION
-    if not path.exists():
+    if not (config.out / CANCELLATION).exists():
         return False
-    listed = {entry["file"] for entry in records.read_json(path)["selections"]}
+    listed = {entry["file"] for entry in _read(config.out)["selections"]}
     return listed >= {_file_of(config, strategy) for strategy in config.strategies}
+
+
+def _read(run: Path) -> Json:
+    """cancellation.json; ValueError where it is absent or lacks a part."""
+    keys = ("columns", "scores", "selections")
+    absent = f"{run} holds no {CANCELLATION}: its run is not complete."
+    return records.read_record(run / CANCELLATION, keys, absent=absent)
 
 
 def table(run: Path) -> str:
     """What a finished run has selected, as aligned plain text."""
-    selections = records.read_json(run / CANCELLATION)["selections"]
+    selections = _read(run)["selections"]
     rows = [
         (entry["file"], str(entry["parameters"]), f"{entry['share']:.2%}") for entry in selections
     ]
@@ -151,7 +157,6 @@ class SelectStage(MixtureStage[SelectConfig]):
 
     name = "select"
     trainer = SelectionTrainer
-    last = CANCELLATION
 
     def check(self) -> None:
         """Strategies, reading and mode."""
@@ -176,6 +181,10 @@ class SelectStage(MixtureStage[SelectConfig]):
         _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
         check_coupling(model)
         self.is_together = _is_together(self.config, model, self.batches(0).batch(0))
+
+    def is_finished(self) -> bool:
+        """Whether the scores are there."""
+        return (self.out / CANCELLATION).exists() and bool(_read(self.out))
 
     def end(self, trainer: "SelectionTrainer") -> None:
         """The scores; the model is of no more use."""
@@ -226,7 +235,7 @@ def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> 
 
 def _write_selections(config: SelectConfig) -> None:
     """A file for each strategy, and in cancellation.json what each of them holds."""
-    record = records.read_json(config.out / CANCELLATION)
+    record = _read(config.out)
     columns: dict[str, int] = record["columns"]
     _check_strategies(config, len(columns))
     scores = {

@@ -8,22 +8,21 @@ is resumed by the same call, and a complete one is left as it is.
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
+from doge_fast import atomic_file
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import baselines, domains, ranks, records, training
+from doge_fast.pipeline import baselines, domains, health, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import BaseBatches, Corpus
@@ -31,7 +30,7 @@ from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.sampling import BlockSampler
-from doge_fast.pipeline.trainer import RecordedTrainer
+from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 Config = TypeVar("Config", bound=StageConfig)
 Mixed = TypeVar("Mixed", bound=BaseConfig | DoReMiConfig | SelectConfig)
@@ -45,8 +44,6 @@ class Stage(Generic[Config]):
     name: ClassVar[records.Stage]
     needs_float64: ClassVar[bool] = True
     """Whether float64 is computed on the device."""
-    last: ClassVar[str] = training.MODEL
-    """What is written last, so that it says that a run is complete."""
     further: ClassVar[str] = ""
     """The command that starts from a complete run, up to its directory; empty: there is none."""
     trainer: ClassVar[type[RecordedTrainer]] = RecordedTrainer
@@ -94,8 +91,53 @@ class Stage(Generic[Config]):
         """Fields of a step's line in metrics.jsonl; tensors and `ByName` are read later."""
         raise NotImplementedError
 
+    def is_lost(self, trainer: Any) -> Tensor:
+        """Whether the step under way lost its numbers; bool scalar, the same on all ranks."""
+        loss: Tensor = trainer.step_loss
+        return ~loss.isfinite()
+
+    def lost_domains(self, trainer: Any) -> list[str]:
+        """Domains whose loss or gradient is not finite in this step, where that is known."""
+        return []
+
+    def num_lost(self, trainer: Any) -> int:
+        """Steps of the whole run that moved nothing."""
+        return 0
+
+    def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
+        """What is wrong with the weights in a line of metrics.jsonl; see `health.TOLD`."""
+        return {}
+
+    def check_outcome(self, trainer: Any) -> None:
+        """Raise `health.Diverged`, on all ranks, where the result would mean nothing."""
+        steps, lost = self.config.training.steps, self.num_lost(trainer)
+        if names := health.not_finite(trainer.held_out):
+            what = f"the held-out loss of {health.domains_told(names)} is not finite"
+        elif lost > health.MOST_LOST * steps:
+            what = f"{lost} of its {steps} steps were lost, for a gradient is not finite in them"
+        else:
+            return
+        raise health.Diverged(f"{self.out} has diverged: {what}. {health.WAY_OUT}")
+
+    def is_finished(self) -> bool:
+        """Whether the run in the directory came to its end; looks at what it left.
+
+        Raises:
+            ValueError: it did, and what it left is damaged.
+        """
+        if not training.check_model(self.out, is_hashed=False):
+            return False
+        try:
+            records.read_weights(self.out)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.out} is complete, and its result is damaged: {error} Restore it, or remove "
+                f"{self.out / training.MODEL} to have it trained again."
+            ) from None
+        return True
+
     def end(self, trainer: Any) -> None:
-        """Leave the results; of them `last` is the last: model/, complete or not at all."""
+        """Leave the results; the last one is what `is_finished` looks at, whole or not there."""
         beside = self.out / f".{training.MODEL}"
         shutil.rmtree(beside, ignore_errors=True)
         model = cast(PreTrainedModel, trainer.model)
@@ -103,7 +145,9 @@ class Stage(Generic[Config]):
         model.config.use_cache = True
         model.save_pretrained(beside)
         self.corpus.tokenizer.save_pretrained(beside)
+        records.write_manifest(beside)
         os.replace(beside, self.out / training.MODEL)
+        atomic_file.keep_names(self.out)
 
     def write_weights(self, columns: Mapping[str, Mapping[str, float]], **fields: Any) -> None:
         """weights.json of {field: {domain: number}} and fields of the whole."""
@@ -193,16 +237,18 @@ def run(stage: Stage[Any]) -> Path:
 
     Raises:
         ValueError: a setting is out of its range, the corpus or the model is not what it should
-            be, or the directory holds another run; nothing has been written.
+            be, or the directory holds another run; nothing has been written. Or its checkpoints
+            are damaged.
+        Diverged: the training computes no numbers any more; the records are kept.
     """
     out = stage.out
     if getattr(stage.config, "dry_run", False):
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     recorded = check(stage)
-    if recorded is not None and is_finished(stage):
+    if recorded is not None and stage.is_finished():
         if ranks.is_first():
             # A kill may have left them after the last step.
-            shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
+            shutil.rmtree(out / records.CHECKPOINTS, ignore_errors=True)
         _log.info("%s: complete already, nothing to do", out)
         return out
     model = prepare(stage, recorded)
@@ -210,56 +256,42 @@ def run(stage: Stage[Any]) -> Path:
         records.check_corpus(out, recorded, stage.corpus.describe())
     # Every rank has read what there is, before the first one writes.
     training.meet(stage.config.training.device)
-    if ranks.is_first() and recorded is None:
-        records.open_run(
-            out,
-            stage=stage.name,
-            config=stage.config,
-            corpus=stage.corpus.describe(),
-            warnings=stage.corpus.warnings,
-            **stage.resolved,
-        )
-    with _alone(stage) if ranks.is_first() else nullcontext():
-        if ranks.is_first():
+    with ExitStack() as held:
+
+        def begin() -> Path | None:
+            held.enter_context(records.alone(out))
+            _check_unchanged(stage, recorded)
+            if recorded is None:
+                records.open_run(
+                    out,
+                    stage=stage.name,
+                    config=stage.config,
+                    corpus=stage.corpus.describe(),
+                    warnings=stage.corpus.warnings,
+                    **stage.resolved,
+                )
             stage.begin()
-        trainer = train(stage, model)
-        if ranks.is_first():
+            return records.resume_checkpoint(out)
+
+        trainer = train(stage, model, from_first(begin))
+        stage.check_outcome(trainer)
+
+        def end() -> None:
             stage.end(trainer)
-            shutil.rmtree(out / training.CHECKPOINTS, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
+            shutil.rmtree(out / records.CHECKPOINTS, ignore_errors=True)
+
+        from_first(end)
     return out
 
 
-@contextmanager
-def _alone(stage: Stage[Any]) -> Iterator[None]:
-    """Keep other launches out of the run directory; the end of this process lets them in.
-
-    Raises:
-        ValueError: another launch has it, or has made the run since this one read its state.
-    """
-    folder = stage.out / training.CHECKPOINTS
-    folder.mkdir(exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+def _check_unchanged(stage: Stage[Any], recorded: Json | None) -> None:
+    """Raise ValueError where another process has made the run since this one read its state."""
+    is_begun = records.check_run(stage.out, stage=stage.name, config=stage.config) != recorded
+    if is_begun or stage.is_finished():
         raise ValueError(
-            f"Another process is at work in {stage.out}. Wait for its end, or name another "
-            "directory."
-        ) from None
-    except (OSError, NotImplementedError):
-        _log.warning("%s: its file system has no locks; start one launch at a time", folder)
-    try:
-        if is_finished(stage):
-            raise ValueError(f"Another process has just completed {stage.out}.")
-        yield
-    finally:
-        lock.release()
-
-
-def is_finished(stage: Stage[Any]) -> bool:
-    """Whether the run in the stage's directory came to its end."""
-    return (stage.out / stage.last).exists()
+            f"Another process has just {'begun' if is_begun else 'completed'} {stage.out}. Repeat "
+            "the command, or name another directory."
+        )
 
 
 def check(stage: Stage[Any]) -> Json | None:
@@ -287,7 +319,7 @@ def check(stage: Stage[Any]) -> Json | None:
 def _refuse_more_steps(stage: Stage[Any]) -> None:
     """Say why a complete run cannot have more steps, where that is what is asked for."""
     config, out = stage.config, stage.out
-    if not is_finished(stage):
+    if not stage.is_finished():
         return
     done, asked = records.read_config(out)["config"]["training"]["steps"], config.training.steps
     shorter = replace(config, training=replace(config.training, steps=done))
@@ -329,20 +361,18 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
 
 
 def train(
-    stage: Stage[Any], model: PreTrainedModel, *, callbacks: Sequence[TrainerCallback] = ()
+    stage: Stage[Any],
+    model: PreTrainedModel,
+    checkpoint: Path | None = None,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> RecordedTrainer:
-    """Run a prepared stage's steps, from its last checkpoint where there is one."""
+    """Run a prepared stage's steps, from a checkpoint where there is one."""
     config, out = stage.config.training, stage.out
     arguments = training.training_arguments(config, out, needs_float64=stage.needs_float64)
-    folder, checkpoint = out / training.CHECKPOINTS, None
-    if folder.is_dir():
-        # The last complete one: what a killed run was writing is under another name.
-        checkpoint = get_last_checkpoint(str(folder))  # type: ignore[no-untyped-call]
-    start = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
+    start = 0 if checkpoint is None else records.step_of(checkpoint)
     if checkpoint is not None:
         _log.info("%s: resuming at step %d of %d", out, start, config.steps)
-    if ranks.is_first():
-        records.resume_metrics(out, step=-1 if checkpoint is None else start)
     set_seed(config.seed)
     # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)

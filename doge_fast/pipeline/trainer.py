@@ -1,20 +1,20 @@
 """Trainer over ready-made batches: records, held-out losses, whole checkpoints, progress.
 
-Checkpoints are in Trainer's own format, written beside and renamed. Batch t is a function of
-(seed, t), so a resumed run starts its data at the checkpoint's step and replays nothing.
+Checkpoints are in Trainer's own format; `records.checkpoints` makes generations of them. Batch t is
+a function of (seed, t), so a resumed run starts its data at the checkpoint's step and replays
+nothing.
 """
 
 import copy
-import os
-import shutil
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from accelerate.utils import reduce
+from accelerate.utils import broadcast_object_list, reduce
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
@@ -29,11 +29,39 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from doge_fast import weights_file
-from doge_fast.pipeline import progress, ranks, records
+from doge_fast.pipeline import health, progress, ranks, records
 
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
+
+Value = TypeVar("Value")
+
+_log = logging.getLogger("doge_fast")
+
+
+def from_first(call: Callable[[], Value]) -> Value:
+    """What `call` returns on the first process, on all; where it raises there, all raise.
+
+    Raises:
+        ValueError: on the others, with the words of what was raised on the first.
+    """
+    if ranks.number() == 1:
+        return call()
+    # (what it returned, what it raised)
+    told: list[Any] = [None, None]
+    failure = None
+    if ranks.is_first():
+        try:
+            told[0] = call()
+        except Exception as error:
+            failure, told[1] = error, str(error)
+    broadcast_object_list(told)
+    if failure is not None:
+        raise failure
+    if told[1] is not None:
+        raise ValueError(told[1])
+    return cast(Value, told[0])
 
 
 class ByName(NamedTuple):
@@ -50,7 +78,7 @@ class ByName(NamedTuple):
 class RecordedTrainer(Trainer):
     """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only.
 
-    `stage` is a `Stage`; asked for are its config, corpus, start and measure.
+    `stage` is a `Stage`; asked for are its config, corpus, start, measure and how it is lost.
     """
 
     def __init__(self, *args: Any, stage: Any, **kwargs: Any) -> None:
@@ -63,8 +91,9 @@ class RecordedTrainer(Trainer):
         self._checkpoint: str | None = None
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
+        self.held_out: dict[str, float] = {}
+        self.warned: set[str] = set()
         self._pending: list[dict[str, Any]] = []
-        self._is_saving = False
         self.remove_callback(PrinterCallback)
         for callback in self.callback_handler.callbacks:
             # Its own choice lies among the checkpoints, which `finish` removes.
@@ -72,10 +101,10 @@ class RecordedTrainer(Trainer):
                 callback.logging_dir = str(stage.config.out / TENSORBOARD)
         self.add_callback(_Recorder(self))
 
-    def go_on(self, checkpoint: str | None) -> None:
+    def go_on(self, checkpoint: Path | None) -> None:
         """Train to the end, from a checkpoint or from the beginning."""
-        self._checkpoint = checkpoint
-        self.train(resume_from_checkpoint=checkpoint)
+        self._checkpoint = None if checkpoint is None else str(checkpoint)
+        self.train(resume_from_checkpoint=self._checkpoint)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches as the stage makes them."""
@@ -104,7 +133,8 @@ class RecordedTrainer(Trainer):
         """Held-out loss of every domain that is followed, in nats per token."""
         model, count = cast(PreTrainedModel, self.model), self.stage.config.training.eval_blocks
         domains = self.stage.corpus.validation
-        return held_out_losses(model, domains, num_blocks=count)[0]
+        self.held_out = held_out_losses(model, domains, num_blocks=count)[0]
+        return self.held_out
 
     def record(self, line: dict[str, Any]) -> None:
         """Keep a line for metrics.jsonl; tensors in it are read at the next flush."""
@@ -113,14 +143,24 @@ class RecordedTrainer(Trainer):
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
         for line in self._pending if self.args.should_save else ():
-            plain = {
+            plain: dict[str, Any] = {
                 key: value.read() if isinstance(value, ByName) else value
                 for key, value in line.items()
             }
+            if found := self.stage.warnings_of(plain):
+                plain["warnings"] = found
+                self._warn(plain["step"], found)
             records.append_metrics(self.stage.config.out, plain)
             if self.args.report_to:
                 self._tell_trackers(weights_file.plain(plain))
         self._pending.clear()
+
+    def _warn(self, step: int, found: Mapping[str, list[str]]) -> None:
+        """Say on the terminal what is found of the weights, each once in a run."""
+        for what in found.keys() - self.warned:
+            told = f"{health.domains_told(found[what])} {health.TOLD[what]}"
+            _log.warning("%s, step %d: %s.", self.stage.config.out, step, told)
+        self.warned |= found.keys()
 
     def _tell_trackers(self, line: Mapping[str, Any]) -> None:
         """A line for Trainer's callbacks of the trackers, at its own step."""
@@ -128,51 +168,15 @@ class RecordedTrainer(Trainer):
         state.global_step = line["step"]
         self.callback_handler.on_log(self.args, state, self.control, scalars_of(line))
 
-    # Checkpoints. Trainer writes file by file into a folder that it calls complete from the start.
-
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = str(super()._get_output_dir(trial))
-        return os.path.join(folder, ".writing") if self._is_saving else folder
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.flush()
-        folder = Path(super()._get_output_dir(trial))
-        if self.args.should_save:
-            shutil.rmtree(folder / ".writing", ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._is_saving = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._is_saving = False
-        # Every rank writes the state of its random generators.
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self._complete_checkpoint(folder)
-
-    def _complete_checkpoint(self, folder: Path) -> None:
-        """Give what has been written its name, and remove the others."""
-        name = f"checkpoint-{self.state.global_step}"
-        # One that a killed run left at this very step belongs to the same trajectory.
-        shutil.rmtree(folder / name, ignore_errors=True)
-        os.replace(folder / ".writing" / name, folder / name)
-        for older in folder.glob("checkpoint-*"):
-            if older.name != name:
-                shutil.rmtree(older)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        # A pickle of what config.json says.
-        folder = Path(cast(str, output_dir or self.args.output_dir))
-        (folder / "training_args.bin").unlink(missing_ok=True)
-
 
 class _Recorder(TrainerCallback):
-    """Follows the steps: lines, held-out losses, progress bar."""
+    """Follows the steps: lines, held-out losses, lost steps, whole checkpoints, progress bar."""
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self.trainer = trainer
         self.bar: Any = None
+        config = trainer.stage.config.training
+        self.lost = health.LostSteps(config.max_skipped_steps, trainer.args.device)
         self.last_flush = self.last_line = time.monotonic()
         self.last_step = 0
 
@@ -195,6 +199,9 @@ class _Recorder(TrainerCallback):
     ) -> None:
         step, config = state.global_step, self.trainer.stage.config
         is_last = step >= state.max_steps
+        self.lost.add(self.trainer.stage.is_lost(self.trainer))
+        if too_many := self.lost.too_many(step):
+            self._end_as_lost(step, too_many)
         if step % config.log_every == 0 or is_last:
             self._add_line(step)
         every = config.training.eval_every
@@ -203,16 +210,40 @@ class _Recorder(TrainerCallback):
             self.trainer.record({"step": step, "kind": "eval", "loss": loss})
             # Not part of what a step costs.
             self.last_line, self.last_step = time.monotonic(), step
-        if is_last:
+        if control.should_save and (is_last or self.lost.in_a_row()):
             # The run is closed at once; a checkpoint of the last step would start one step more.
+            # And what goes on from a lost step would count anew how many there are.
             control.should_save = False
         self._flush(force=is_last)
         self.bar.update()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Lines that a checkpoint remembers.
+        self.trainer.flush()
+        # Every rank writes the state of its random generators.
+        self.trainer.accelerator.wait_for_everyone()
+        run, step = self.trainer.stage.out, state.global_step
+        from_first(lambda: records.complete_checkpoint(run, step))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.bar.close()
+
+    def _end_as_lost(self, step: int, number: int) -> None:
+        """Keep the line of this step, and raise `Diverged`; every rank does."""
+        self._add_line(step)
+        self._flush(force=True)
+        self.bar.close()
+        stage = self.trainer.stage
+        names = stage.lost_domains(self.trainer)
+        whose = f" of {health.domains_told(names)}" if names else ""
+        raise health.Diverged(
+            f"{stage.out} has diverged: up to step {step}, {number} steps in a row were lost, for "
+            f"the loss or the gradient{whose} is not finite. {health.WAY_OUT}"
+        )
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()

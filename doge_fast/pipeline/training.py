@@ -5,17 +5,17 @@ from typing import cast
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError, safe_open
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
 
-from doge_fast.pipeline import ranks
+from doge_fast.pipeline import ranks, records
 from doge_fast.pipeline.config import TrainingConfig
 
 MODEL = "model"
-CHECKPOINTS = "checkpoints"
 # The project of a tracker that sorts runs into projects, where its own variable names no other.
 PROJECT = "doge-fast"
 # What to install for a tracker whose name is not that of its package.
@@ -26,16 +26,60 @@ _ACCELERATORS = ("cuda", "xpu", "mps")
 
 def is_finished(out: Path) -> bool:
     """Whether the run in `out` came to its end; `model/` is the last thing that it leaves."""
-    return (out / MODEL).is_dir()
+    try:
+        return check_model(out, is_hashed=False)
+    except ValueError:
+        return False
 
 
 def check_finished(run: Path) -> None:
-    """Raise ValueError where a run has no model yet."""
-    if not is_finished(run):
+    """Raise ValueError where a run has no model yet, or a damaged one; reads all of it."""
+    if not check_model(run):
         raise ValueError(
             f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
             "resumes."
         )
+
+
+def check_model(out: Path, *, is_hashed: bool = True) -> bool:
+    """Whether a run has left a model; an empty folder is none.
+
+    Args:
+        out: the run directory.
+        is_hashed: read all of it; False: what takes no time.
+
+    Raises:
+        ValueError: it has left one that is damaged.
+    """
+    folder = out / MODEL
+    if not any(folder.glob("*")):
+        return False
+    try:
+        if (folder / records.MANIFEST).exists():
+            records.read_manifest(folder, is_hashed=is_hashed)
+        else:
+            _check_unlisted(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} is damaged: {str(error).rstrip('.')}. Restore it, or remove the folder and "
+            "repeat the command that began the run."
+        ) from None
+    return True
+
+
+def _check_unlisted(folder: Path) -> None:
+    """Of a model that no manifest describes: an earlier version's, or somebody's own."""
+    records.read_json(folder / "config.json")
+    weights = list(folder.glob("*.safetensors"))
+    for file in weights:
+        try:
+            # Its header says how long it is.
+            with safe_open(file, framework="np"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file.name} is not whole ({error})") from None
+    if not weights:
+        raise ValueError("it holds no .safetensors")
 
 
 def training_arguments(
@@ -55,7 +99,8 @@ def training_arguments(
     tenth = -(-config.steps // 10)
     save_every = tenth if config.save_every is None else config.save_every
     arguments = TrainingArguments(
-        output_dir=str(out / CHECKPOINTS),
+        # Where it writes file by file; `records.complete_checkpoint` takes them from there.
+        output_dir=str(out / records.CHECKPOINTS / records.WRITING),
         max_steps=config.steps,
         # Only reported: the batches come ready-made.
         per_device_train_batch_size=1,

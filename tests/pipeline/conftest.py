@@ -71,6 +71,11 @@ def blocks_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
     """Corpus, model and training of a run that takes a second."""
+    return settings_of(small_corpus, blocks_cache)
+
+
+def settings_of(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
+    """The same, for fixtures of a whole file."""
     return {
         "corpus": CorpusConfig(
             data=str(small_corpus),

@@ -81,4 +81,4 @@ def assert_resumes(
         torn.write('{"step": 7, "kind": "tr')
     stage(config)
     assert_same_run(config.out, whole)
-    assert not (config.out / training.CHECKPOINTS).exists()
+    assert not (config.out / records.CHECKPOINTS).exists()

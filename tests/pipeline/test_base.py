@@ -1,5 +1,6 @@
 """Stage two trains at the weights it was given, whoever gave them, and survives being killed."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,17 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
-from doge_fast.pipeline import records, training
-from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline import records
+from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, write_weights
 
 Make = Callable[..., BaseConfig]
+OWNER = (
+    rf"Another process is at work in .*shared \(process {os.getpid()} on .+, since 20.*00:00\)\."
+)
 
 
 def test_a_run_leaves_records_the_weights_used_and_a_model(base: Make) -> None:
@@ -84,7 +88,7 @@ def test_the_seed_gives_the_run_and_the_weights_matter(base: Make, tmp_path: Pat
     assert lines_of(one) != lines_of(other)
 
 
-def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
+def test_a_killed_run_resumes_to_the_same_bits_and_with_no_other_weights(
     base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     warned: list[str] = []
@@ -95,12 +99,18 @@ def test_a_killed_run_resumes_to_the_same_bits_with_the_weights_it_began_with(
     train_base(whole)
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
         train_base(cut)
+    began_with = source.read_bytes()
     write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
+    left = {file: file.read_bytes() for file in cut.out.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=r"began with weights of digest \w{12}; .*w\.json has \w+"):
+        train_base(cut)
+    assert {file: file.read_bytes() for file in left} == left
+    source.write_bytes(began_with)
     train_base(cut)
     # The head, which is the embedding, is not called missing.
     assert not [text for text in warned if "missing keys" in text]
     assert_same_run(cut.out, whole.out)
-    assert not (cut.out / training.CHECKPOINTS).exists()
+    assert not (cut.out / records.CHECKPOINTS).exists()
 
 
 def test_a_second_launch_is_refused_while_the_first_is_at_work(
@@ -113,7 +123,7 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
     def launched_again(self: Any, *args: Any, **kwargs: Any) -> Any:
         launches.append(self.state.global_step)
         if len(launches) == 5:
-            with pytest.raises(ValueError, match="Another process is at work"):
+            with pytest.raises(ValueError, match=OWNER):
                 train_base(config)
         return step(self, *args, **kwargs)
 
@@ -122,7 +132,47 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
         train_base(config)
     assert launches == list(range(len(launches)))
     assert_same_run(config.out, train_base(base("single", save_every=3)).path)
-    assert not (config.out / training.CHECKPOINTS).exists()
+    assert not (config.out / records.CHECKPOINTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Another process has just begun .*contested"),
+        ({"seed": 1}, "contested holds another run"),
+    ],
+    ids=["the same run", "another run"],
+)
+def test_of_two_launches_in_an_empty_directory_one_is_refused(
+    base: Make, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], said: str
+) -> None:
+    """The second one passes the first between its look at the directory and its lock."""
+    prepare = BaseStage.prepare
+
+    def overtaken(self: Any, *args: Any) -> None:
+        prepare(self, *args)
+        monkeypatch.setattr(BaseStage, "prepare", prepare)
+        train_base(base("contested", **changes))
+
+    monkeypatch.setattr(BaseStage, "prepare", overtaken)
+    with pytest.raises(ValueError, match=said):
+        train_base(base("contested"))
+    assert_same_run(base("contested").out, train_base(base("single", **changes)).path)
+
+
+def test_what_a_launch_leaves_that_is_killed_before_it_begins_is_an_empty_directory(
+    base: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = base()
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "open_run", lambda *_, **__: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            train_base(config)
+    assert [each.name for each in config.out.iterdir()] == ["checkpoints"]
+    train_base(config)
+    (config.out / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        train_base(config)
 
 
 def test_dropout_goes_on_where_it_stood(

@@ -393,7 +393,7 @@ def test_a_curriculum_takes_the_proxys_means_stage_by_stage(
     average = records.weights_by_name(records.read_weights(source.out))
     for name, weight in records.weights_by_name(used).items():
         assert weight == pytest.approx(average[name], rel=1e-5)
-    # A resumed run reads back what it used, to the bit.
+    # Asked again, they are the same to the bit: a resumed run has the weights it began with.
     again = stage_two.resolve_phases(config, load_corpus(config.corpus))
     assert again == tuple(Phase(each.first_step, dict(each.weights)) for each in stages)
 

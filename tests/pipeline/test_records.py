@@ -315,22 +315,24 @@ def test_a_run_killed_at_any_byte_resumes_to_the_uninterrupted_record(tmp_path):
         records.append_metrics(tmp_path, train_line(step))
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
-    after_checkpoint = len(b"".join(whole.splitlines(keepends=True)[:2]))
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    at_checkpoint = records.keep_metrics(tmp_path)
+    after_checkpoint = at_checkpoint["bytes"]
     for length in range(after_checkpoint, len(whole) + 1):
         path.write_bytes(whole[:length])
         complete = whole[:length].count(b"\n")
         assert records.read_metrics(tmp_path) == [train_line(step) for step in range(complete)]
-        records.resume_metrics(tmp_path, step=1)
+        records.resume_metrics(tmp_path, at_checkpoint)
         for step in range(2, 4):
             records.append_metrics(tmp_path, train_line(step))
         assert path.read_bytes() == whole
 
 
 def test_resuming_from_before_the_beginning_empties_the_record(tmp_path):
-    records.resume_metrics(tmp_path, step=-1)
+    records.resume_metrics(tmp_path, None)
     assert list(tmp_path.iterdir()) == []
     records.append_metrics(tmp_path, train_line(0))
-    records.resume_metrics(tmp_path, step=-1)
+    records.resume_metrics(tmp_path, None)
     assert records.read_metrics(tmp_path) == []
 
 

@@ -10,7 +10,7 @@ import torch
 
 from doge_fast import cli
 from doge_fast.cancellation import DEFAULT_READING, READINGS
-from doge_fast.pipeline import records, training
+from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig, SelectConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import (
@@ -131,11 +131,11 @@ def test_a_killed_run_resumes_to_the_same_bits(
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
         measure_cancellation(cut)
     assert not (cut.out / "cancellation.json").exists()
-    assert (cut.out / training.CHECKPOINTS).exists()
+    assert (cut.out / records.CHECKPOINTS).exists()
     measure_cancellation(cut)
     files = ("cancellation.json", "selection-low3.json", "selection-high3.json")
     assert_same_run(cut.out, whole.out, files)
-    assert not (cut.out / training.CHECKPOINTS).exists()
+    assert not (cut.out / records.CHECKPOINTS).exists()
 
 
 def test_a_finished_run_is_asked_again_and_not_trained_again(

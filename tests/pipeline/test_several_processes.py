@@ -58,6 +58,14 @@ def on_a_rank(stage: Callable[[Any], Any], config: Any, killed_at: int = 0) -> A
     return None
 
 
+def ends_on_a_rank(stage: Callable[[Any], Any], config: Any) -> str:
+    """What ends a stage."""
+    as_launched()
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        stage(config)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
 def assert_alike(run: Path, other: Path, rtol: float = 1e-4) -> None:
     """The same files, and the same numbers in them to float32's rounding in some steps of AdamW."""
     assert files(run) == files(other)
@@ -175,7 +183,41 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(
     ranks.run(before, on_a_rank, stage, config, 6)
     (left,) = (config.out / "checkpoints").glob("checkpoint-*")
     assert left.name == "checkpoint-3"
+    states = {f"rng_state_{rank}.pth" for rank in range(before)}
+    assert states < records.read_manifest(left)["files"].keys()
     ranks.run(after, on_a_rank, stage, config)
+    assert_alike(tmp_path / "ranks", tmp_path / "alone")
+
+
+def test_ranks_end_alike_where_nothing_can_go_on(
+    ranks: Ranks, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A training that diverges, and then one whose only checkpoint is damaged."""
+    lost = replace(settings["training"], learning_rate=1e20, min_learning_rate=0.0)
+    settings["training"] = replace(lost, max_skipped_steps=3, save_every=1, warmup_steps=0)
+    stage, config = stage_of("proxy", settings, tmp_path / "ranks")
+    first, second = ranks.run(2, ends_on_a_rank, stage, config)
+    assert first == second
+    assert first.startswith(f"Diverged: {config.out} has diverged: up to step 4, 3 steps in a row")
+    assert not (config.out / "weights.json").exists()
+    (left,) = (config.out / "checkpoints").glob("checkpoint-*")
+    (left / "optimizer.pt").unlink()
+    first, second = ranks.run(2, ends_on_a_rank, stage, config)
+    assert first == second
+    assert "no checkpoint is whole (checkpoint-1 is damaged: optimizer.pt is missing)" in first
+
+
+@EXHAUSTIVE
+def test_ranks_use_the_generation_before(
+    ranks: Ranks, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    settings["training"] = replace(settings["training"], save_every=2)
+    stage, config = stage_of("proxy", settings, tmp_path / "alone")
+    stage(config)
+    config = replace(config, out=tmp_path / "ranks")
+    ranks.run(2, on_a_rank, stage, config, 8)
+    (config.out / "checkpoints" / "checkpoint-6" / "rng_state_1.pth").write_bytes(b"")
+    ranks.run(2, on_a_rank, stage, config)
     assert_alike(tmp_path / "ranks", tmp_path / "alone")
 
 

@@ -81,6 +81,9 @@ class TrainingConfig:
     """AdamW's weight decay, on matrices only; the paper's."""
     max_grad_norm: Positive = 1.0
     """Clip the gradient that moves the model to this norm."""
+    max_skipped_steps: Count = 20
+    """End the run as diverged after this many steps in a row without a finite gradient and loss;
+    a tenth of all steps ends it too."""
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
     eval_every: Count | None = None

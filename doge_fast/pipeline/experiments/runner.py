@@ -39,7 +39,7 @@ from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
 from doge_fast.pipeline.sources import find_parts
-from doge_fast.pipeline.training import CHECKPOINTS, is_finished
+from doge_fast.pipeline.training import is_finished
 
 # Claimed by whoever reads and packs a corpus, so that workers do not do it side by side.
 _CORPUS = "corpus"
@@ -212,7 +212,7 @@ def _is_made(job: Job, plan: Plan, config: ExperimentConfig) -> bool:
     out = job.config.out
     return (
         _is_there(job)
-        and not (out / CHECKPOINTS).exists()
+        and not (out / records.CHECKPOINTS).exists()
         and _is_measured(job, config)
         and all(is_scored(out, group) for group in _task_groups(job, plan))
     )

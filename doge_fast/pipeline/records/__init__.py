@@ -9,12 +9,21 @@ A run directory is complete enough to be reported without the code that made it:
     weights.json     the domain weights, keyed by name (learned, or what a base run used)
     evaluation.json  loss and perplexity per domain on held-out blocks
     fewshot.json     k-shot accuracies of lm-eval's tasks, with standard errors and chance
+    model/           what was trained, with manifest.json: names, sizes and digests of its files
+    checkpoints/     while it trains, two generations of all that it takes to go on
 
 Whole files are written beside and renamed; a line is one write. So a run killed at any
 moment leaves complete files and at most one torn line, which the next run drops. JSON has
 no word for NaN and infinity: in metrics they become null, in weights they are an error.
 """
 
+from doge_fast.pipeline.records.checkpoints import (
+    alone,
+    complete_checkpoint,
+    resume_checkpoint,
+    step_of,
+)
+from doge_fast.pipeline.records.manifest import MANIFEST, read_manifest, write_manifest
 from doge_fast.pipeline.records.measures import (
     evaluation,
     few_shot,
@@ -25,10 +34,12 @@ from doge_fast.pipeline.records.measures import (
 )
 from doge_fast.pipeline.records.metrics import (
     append_metrics,
+    keep_metrics,
     read_metrics,
     resume_metrics,
 )
 from doge_fast.pipeline.records.runs import (
+    CHECKPOINTS,
     CONFIG,
     EVALUATION,
     EXPERIMENT,
@@ -36,6 +47,7 @@ from doge_fast.pipeline.records.runs import (
     METRICS,
     QUEUE,
     WEIGHTS,
+    WRITING,
     Json,
     Stage,
     check_corpus,
@@ -43,6 +55,7 @@ from doge_fast.pipeline.records.runs import (
     open_run,
     read_config,
     read_json,
+    read_record,
     versions,
 )
 from doge_fast.pipeline.records.weights import (

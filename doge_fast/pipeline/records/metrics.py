@@ -1,13 +1,19 @@
 """metrics.jsonl: one line a step, only appended to."""
 
+import hashlib
 import json
+import logging
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.records.runs import METRICS, Json
 from doge_fast.weights_file import plain
+
+_log = logging.getLogger("doge_fast")
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
@@ -27,21 +33,74 @@ def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
         file.write(text.encode())
 
 
-def resume_metrics(run: Path, *, step: int) -> None:
-    """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
+def keep_metrics(run: Path) -> Json:
+    """Have metrics.jsonl on the disk; what it holds, for a checkpoint to remember.
 
-    A torn last line is dropped, and so is every line past `step`. A negative `step`
-    empties the file: the run starts from the beginning.
-
-    Raises:
-        ValueError: a line before the last is not a metrics line.
+    Returns:
+        {"lines", "bytes", "sha256"}, as `resume_metrics` takes them.
     """
     path = run / METRICS
-    if not path.exists():
-        return
-    lines = [line for line in _parse_metrics(path) if line["step"] <= step]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    atomic_file.write(path, text)
+    path.touch()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        content = file.read()
+    return {"lines": content.count(b"\n"), "bytes": len(content), "sha256": _sha256(content)}
+
+
+def resume_metrics(run: Path, written: Json | None) -> None:
+    """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
+
+    Whatever came after the checkpoint goes, a torn last line with it. So do second copies of a
+    line and lines that are torn, where what is left is what the checkpoint knew.
+
+    Args:
+        run: the run directory.
+        written: what `keep_metrics` said at the checkpoint; None empties the file, for the run
+            starts from the beginning.
+
+    Raises:
+        ValueError: the file is not what it was; it is left as it is.
+    """
+    path = run / METRICS
+    content = path.read_bytes() if path.exists() else b""
+    kept = b"" if written is None else _begun(content, written)
+    if not content.startswith(kept):
+        _log.warning("%s: lines that were there twice or torn are left out.", path)
+    if kept != content:
+        atomic_file.write(path, kept)
+
+
+def _begun(content: bytes, written: Any) -> bytes:
+    """What the file held at a checkpoint, of what it holds now."""
+    lines, size, sha256 = (
+        written.get(key) if isinstance(written, dict) else None
+        for key in ("lines", "bytes", "sha256")
+    )
+    if not isinstance(lines, int) or not isinstance(size, int):
+        raise ValueError(f"its manifest does not say what {METRICS} held")
+    if _sha256(content[:size]) == sha256:
+        return content[:size]
+    whole = _whole_lines(content)
+    repaired = b"".join(whole[:lines])
+    if _sha256(repaired) != sha256:
+        found = f"{len(whole)} of the {lines} lines" if len(whole) < lines else "not the lines"
+        raise ValueError(f"{METRICS} holds {found} that it held then")
+    return repaired
+
+
+def _whole_lines(content: bytes) -> list[bytes]:
+    """The first of the lines of each step and kind, without those that are none."""
+    found: dict[tuple[int, str], bytes] = {}
+    for text in content.splitlines(keepends=True):
+        with suppress(ValueError):
+            line = json.loads(text)
+            _check_line(line, METRICS)
+            found.setdefault((line["step"], line["kind"]), text)
+    return list(found.values())
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> list[Json]:

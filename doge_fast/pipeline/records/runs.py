@@ -20,14 +20,21 @@ EVALUATION = "evaluation.json"
 EXPERIMENT = "experiment.json"
 FEWSHOT = "fewshot.json"
 QUEUE = "queue"
+CHECKPOINTS = "checkpoints"
+# Where one is written, among them.
+WRITING = ".writing"
 
 Json = dict[str, Any]
 Stage = Literal["proxy", "base", "doremi", "select"]
 
 # What is asked of a select run's scores, once they are there.
 _READ_OFF = ("strategies", "reading")
-# Where a run lies, where its blocks are cached and who is told do not change what it computes.
-_NOT_COMPARED = ("out", "corpus.cache_dir", "training.report_to", *_READ_OFF)
+# Where a run lies, where its blocks are cached, who is told and when it gives up do not change what
+# it computes.
+_NOT_COMPARED = (
+    *("out", "corpus.cache_dir", "training.report_to", "training.max_skipped_steps"),
+    *_READ_OFF,
+)
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
 
@@ -246,9 +253,19 @@ def check_empty(out: Path) -> None:
         return
     # What a run leaves that was killed while it wrote its very first file.
     torn = (f".{CONFIG}.", f".{EXPERIMENT}.")
-    held = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(torn))
+    held = sorted(
+        entry.name
+        for entry in out.iterdir()
+        if not (entry.name.startswith(torn) or _is_a_lock(entry))
+    )
     if held:
         raise ValueError(
             f"A new run needs an empty directory; {out} holds {', '.join(held[:3])}"
             f"{', ...' if len(held) > 3 else ''} and no {CONFIG}. Name another directory."
         )
+
+
+def _is_a_lock(entry: Path) -> bool:
+    """A folder of checkpoints without any: of a run that has only just begun."""
+    hidden = (each.name.startswith(".") for each in entry.glob("*"))
+    return entry.name == CHECKPOINTS and all(hidden)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from doge_fast.pipeline import health
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import mixtures
 from doge_fast.pipeline.reporting.proxies import Proxy
@@ -18,6 +19,9 @@ _UNMOVED = 0.02
 # Of uniform. A rule of thumb: in docs/evidence.md a domain at a half of uniform lost a quarter
 # already, and one at a twentieth nothing, for others stood in for it.
 _STARVED = 1 / 3
+
+# Share of the logged steps from which on what they were warned of is told.
+_OFTEN = 0.05
 
 
 def warnings_about(study: Study, token_budget: int | None) -> list[str]:
@@ -86,6 +90,14 @@ def proxy_warnings(proxy: Proxy) -> Iterator[str]:
     """What a reader should know of learned weights, and what to do about it."""
     if not proxy.has_steps:
         return
+    lost = sum(run.skipped for run in proxy.runs)
+    logged = sum("lr" in line for run in proxy.runs for line in run.train)
+    if lost > health.MOST_LOST * logged:
+        yield (
+            f"{proxy.label}: {lost} of {plural(logged, 'logged step')} were skipped for a gradient "
+            "that was not finite, so these weights mean nothing. Lower learning_rate."
+        )
+        return
     uniform = 1 / len(proxy.domains)
     largest = max(proxy.weights, key=lambda name: proxy.weights[name].mean)
     weight = proxy.weights[largest].mean
@@ -119,6 +131,29 @@ def proxy_warnings(proxy: Proxy) -> Iterator[str]:
             f"{proxy.label}: the running average of the weights is still drifting; more steps "
             "would change the result."
         )
+    yield from _seen_on_the_way(proxy, is_told=weight > _COLLAPSED)
+
+
+def _seen_on_the_way(proxy: Proxy, *, is_told: bool) -> Iterator[str]:
+    """What steps were warned of, where that is many of them or the last one.
+
+    Args:
+        proxy: some steps of which are logged.
+        is_told: whether it is known already that one domain has nearly all of the weight.
+    """
+    for what, told in health.TOLD.items():
+        lines = [line for run in proxy.runs for line in run.train if "lr" in line]
+        found = [line for line in lines if what in line.get("warnings", {})]
+        is_last = any(line is run.train[-1] for run in proxy.runs for line in found)
+        if (is_told and what != "saturated") or not (is_last or len(found) > _OFTEN * len(lines)):
+            continue
+        names = sorted({name for line in found for name in line["warnings"][what]})
+        remedy = "smaller step_size" if proxy.is_doremi else "larger mu"
+        yield (
+            f"{proxy.label}: in {len(found)} of {plural(len(lines), 'logged step')} "
+            f"{health.domains_told(names)} {told}. A {remedy} or more smoothing keeps weights "
+            "apart from their limits."
+        )
 
 
 def has_moved(proxy: Proxy) -> bool:
@@ -129,7 +164,12 @@ def has_moved(proxy: Proxy) -> bool:
 
 
 def _run_warnings(run: Run) -> Iterator[str]:
-    if not run.is_complete:
+    if run.is_lost:
+        yield (
+            f"{run.name}: diverged, its records end at step {run.last_step} of {run.steps} and it "
+            "left no result. Repeat it in another directory with a lower learning_rate."
+        )
+    elif not run.is_complete:
         yield (
             f"{run.name}: not complete, its records end at step {run.last_step} of {run.steps}. "
             "The command that began it resumes it."

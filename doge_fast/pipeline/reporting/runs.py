@@ -75,8 +75,15 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it came to its end."""
-        return self.last_step >= self.steps
+        """Whether it came to its end, and left the weights that it learned."""
+        learns = self.stage in ("proxy", "doremi")
+        return self.last_step >= self.steps and not (learns and self.weights is None)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it ended before its end because it computed no numbers any more."""
+        last: Json = self.train[-1] if self.train else {}
+        return not self.is_complete and bool(last.get("skipped") or last.get("loss", 0) is None)
 
     @property
     def tokens(self) -> int:

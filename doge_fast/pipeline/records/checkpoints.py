@@ -1,0 +1,134 @@
+"""checkpoints/ of a run: generations, of which the newest one that is whole is gone on with.
+
+A generation is a folder in Trainer's format with a manifest, which says what metrics.jsonl held
+at its step too. It is written in a folder of another name and renamed, and the one before it is
+kept: a disk that loses a bit of one loses the steps between the two, and no more. One process at a
+time has the folder.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from platform import node
+
+from filelock import FileLock, Timeout
+
+from doge_fast import atomic_file
+from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
+from doge_fast.pipeline.records.metrics import keep_metrics, resume_metrics
+from doge_fast.pipeline.records.runs import CHECKPOINTS, METRICS, WRITING, read_json
+from doge_fast.weights_file import write_json
+
+# How many stay.
+GENERATIONS = 2
+_PREFIX = "checkpoint-"
+# Beside the lock, which is empty: who has it.
+_OWNER = ".owner.json"
+
+_log = logging.getLogger("doge_fast")
+
+
+@contextmanager
+def alone(run: Path) -> Iterator[None]:
+    """Keep other launches out of the run directory; the end of this process lets them in.
+
+    Raises:
+        ValueError: another launch has it.
+    """
+    folder = run / CHECKPOINTS
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"Another process is at work in {run}{_owner(folder)}. Wait for its end, or name "
+            "another directory."
+        ) from None
+    except (OSError, NotImplementedError):
+        _log.warning("%s: its file system has no locks; start one launch at a time", folder)
+    try:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(folder / _OWNER, {"pid": os.getpid(), "host": node(), "since": now})
+        yield
+    finally:
+        lock.release()
+
+
+def _owner(folder: Path) -> str:
+    """(pid, host, since), where that is known."""
+    try:
+        owner = read_json(folder / _OWNER)
+        return f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"
+    except (ValueError, KeyError, OSError):
+        return ""
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was written."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def complete_checkpoint(run: Path, step: int) -> None:
+    """Give what has been written in checkpoints/.writing its name, and remove the oldest.
+
+    When this returns, the checkpoint and the lines of metrics.jsonl up to it are on the disk.
+
+    Raises:
+        OSError: the disk is full, or cannot be read or written.
+    """
+    folder, name = run / CHECKPOINTS, f"{_PREFIX}{step}"
+    written = folder / WRITING / name
+    # A pickle of what config.json says.
+    (written / "training_args.bin").unlink(missing_ok=True)
+    write_manifest(written, **{METRICS: keep_metrics(run)})
+    # One of this very step belongs to the same trajectory, or is damaged.
+    shutil.rmtree(folder / name, ignore_errors=True)
+    os.replace(written, folder / name)
+    atomic_file.keep_names(folder)
+    for older in _generations(run)[GENERATIONS:]:
+        shutil.rmtree(older)
+
+
+def resume_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint that is whole, with metrics.jsonl cut back to its step.
+
+    Damaged ones are named on the terminal. Without a checkpoint metrics.jsonl is emptied.
+
+    Returns:
+        Its folder; None: the run begins at its first step.
+
+    Raises:
+        ValueError: there are checkpoints, and none is whole.
+    """
+    shutil.rmtree(run / CHECKPOINTS / WRITING, ignore_errors=True)
+    found = _generations(run)
+    damaged: list[str] = []
+    for checkpoint in found:
+        try:
+            written = read_manifest(checkpoint)
+            resume_metrics(run, written.get(METRICS))
+        except ValueError as error:
+            damaged.append(f"{checkpoint.name} is damaged: {str(error).rstrip('.')}")
+            continue
+        for each in damaged:
+            _log.warning("%s: %s. %s is used.", run, each, checkpoint.name)
+        return checkpoint
+    if damaged:
+        raise ValueError(
+            f"{run} cannot go on, for no checkpoint is whole ({'; '.join(damaged)}). Restore one, "
+            f"or remove {run / CHECKPOINTS} to begin again at the first step."
+        )
+    resume_metrics(run, None)
+    return None
+
+
+def _generations(run: Path) -> list[Path]:
+    """Checkpoints, the newest first, whole or not."""
+    names = (run / CHECKPOINTS).glob(f"{_PREFIX}*")
+    found = [each for each in names if each.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(found, key=step_of, reverse=True)

@@ -1,0 +1,101 @@
+"""manifest.json: what a finished folder holds, written into it last.
+
+A folder that is written file by file looks finished to whoever finds it after a kill, a full disk
+or a loss of power, and a bit that flipped on a disk looks like any other bit. With a manifest a
+reader knows.
+"""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from doge_fast import atomic_file
+from doge_fast.pipeline.records.runs import Json, read_record
+from doge_fast.weights_file import SCHEMA_VERSION, write_json
+
+MANIFEST = "manifest.json"
+# A folder has one large file or two; each is hashed by one and kept by another.
+_THREADS = 4
+
+
+def write_manifest(folder: Path, **fields: Any) -> None:
+    """Have every file of a folder on the disk, and then say in manifest.json what they are.
+
+    Files are hashed while the disk writes them.
+
+    Args:
+        folder: all its files are written and closed; those in folders below it count too.
+        **fields: what else the manifest is to hold, as JSON holds it.
+
+    Raises:
+        OSError: a file cannot be read or kept.
+    """
+    files = _files(folder)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        kept = pool.map(_keep, files)
+        digests = list(pool.map(_digest, files))
+        list(kept)
+    for directory in {file.parent for file in files}:
+        atomic_file.keep_names(directory)
+    held = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256}
+        for file, sha256 in zip(files, digests, strict=True)
+    }
+    write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, "files": held, **fields})
+
+
+def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
+    """The manifest of a folder that is whole: every file that it names is as it was written.
+
+    Args:
+        folder: it is in. Further files are not looked at.
+        is_hashed: read every file; False: sizes alone, which takes no time.
+
+    Raises:
+        ValueError: what is wrong with which file.
+    """
+    absent = f"{MANIFEST} is missing, so that it was not written to its end"
+    try:
+        record = read_record(folder / MANIFEST, ["files"], absent=absent)
+        files = record["files"]
+        if not isinstance(files, dict) or not all(
+            isinstance(each, dict) for each in files.values()
+        ):
+            raise ValueError(f"{MANIFEST} does not say what each file is")
+        for name, entry in files.items():
+            _check(folder / name, name, entry, is_hashed=is_hashed)
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return record
+
+
+def _check(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:
+    if not file.is_file():
+        raise ValueError(f"{name} is missing")
+    size, expected = file.stat().st_size, entry.get("bytes")
+    if size != expected:
+        raise ValueError(f"{name} has {size} bytes, and {expected} were written")
+    if is_hashed and _digest(file) != entry.get("sha256"):
+        raise ValueError(f"{name} is not what was written: its sha256 differs")
+
+
+def _files(folder: Path) -> list[Path]:
+    """All but the manifest itself, the largest first: the others are done beside it."""
+    found = [each for each in folder.rglob("*") if each.is_file() and each.name != MANIFEST]
+    return sorted(found, key=lambda file: (-file.stat().st_size, file))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _keep(file: Path) -> None:
+    """Have what a file holds survive a loss of power."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,478 @@
+"""What is damaged is named, the generation before it is used, and the bits are the same."""
+
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doge_fast import cli
+from doge_fast.pipeline import records, training
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
+from doge_fast.pipeline.records import manifest
+from tests.pipeline.conftest import settings_of
+from tests.pipeline.stages import assert_same_run, killed_at, words_of
+
+NEWEST, BEFORE = "checkpoint-6", "checkpoint-4"
+FILES = (
+    *("config.json", "generation_config.json", "model.safetensors", "optimizer.pt"),
+    *("rng_state.pth", "scheduler.pt", "trainer_state.json"),
+)
+
+
+@pytest.fixture(scope="module")
+def config(
+    small_corpus: Path, blocks_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> ProxyConfig:
+    """Of a run with a checkpoint every second of its 8 steps."""
+    settings = settings_of(small_corpus, blocks_cache)
+    settings["training"] = replace(settings["training"], save_every=2, eval_every=3)
+    out = tmp_path_factory.mktemp("runs") / "run"
+    return ProxyConfig(out=out, sequences_per_domain=2, **settings)
+
+
+@pytest.fixture(scope="module")
+def whole(config: ProxyConfig) -> Path:
+    """The run without an interruption."""
+    return learn_weights(replace(config, out=config.out.with_name("whole")))
+
+
+@pytest.fixture(scope="module")
+def killed(config: ProxyConfig) -> Path:
+    """The run, killed in its last step; its two last checkpoints are there."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        killed_at(patch, ProxyTrainer, "training_step", 8),
+    ):
+        learn_weights(config)
+    return config.out
+
+
+@pytest.fixture
+def run(killed: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return shutil.copytree(killed, tmp_path / "run")
+
+
+def flip(file: Path, position: int | None = None) -> None:
+    """One bit; in the middle, or of the byte at a position."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 1
+    file.write_bytes(content)
+
+
+def halve(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
+
+
+def become_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def dangle(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "deleted": (Path.unlink, "{} is missing"),
+    "empty": (lambda file: file.write_bytes(b""), "{} has 0 bytes, and "),
+    "half": (halve, "{} has "),
+    "longer": (lengthen, "{} has "),
+    "one bit flipped": (flip, "{} is not what was written: its sha256 differs"),
+    "a folder": (become_a_folder, "{} is missing"),
+    "a dangling link": (dangle, "{} is missing"),
+}
+
+
+def test_two_generations_are_kept_with_all_that_they_need(killed: Path) -> None:
+    found = sorted(each.name for each in (killed / "checkpoints").glob("checkpoint*"))
+    assert found == [BEFORE, NEWEST]
+    record = json.loads((killed / "checkpoints" / NEWEST / "manifest.json").read_text())
+    assert sorted(record["files"]) == list(FILES)
+    lines = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    told = record["metrics.jsonl"]
+    assert told["bytes"] == len(b"".join(lines[: told["lines"]]))
+    assert [json.loads(line)["step"] for line in lines[: told["lines"]]][-1] == 6
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    run: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, sentence = DAMAGES[damage]
+    change(run / "checkpoints" / NEWEST / file)
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
+    (said,) = caplog.messages
+    assert said.startswith(f"{run}: {NEWEST} is damaged: {sentence.format(file)}")
+    assert said.endswith(f". {BEFORE} is used.")
+    steps = [line["step"] for line in records.read_metrics(run, kind="train")]
+    assert steps == list(range(5))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_manifest_is_a_damaged_checkpoint(run: Path, damage: str) -> None:
+    if damage in ("longer", "one bit flipped"):
+        pytest.skip("below, bit for bit")
+    DAMAGES[damage][0](run / "checkpoints" / NEWEST / "manifest.json")
+    assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
+
+
+def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is refused or is sound; nothing else is raised, and nothing else is loaded."""
+    file = run / "checkpoints" / NEWEST / "manifest.json"
+    content = file.read_bytes()
+    monkeypatch.setattr(manifest, "_digest", functools.cache(manifest._digest))
+    metrics = (run / "metrics.jsonl").read_bytes()
+    harmless = 0
+    for position in range(0, len(content), 11):
+        file.write_bytes(content)
+        flip(file, position)
+        (run / "metrics.jsonl").write_bytes(metrics)
+        found = records.resume_checkpoint(run)
+        assert found is not None
+        harmless += found.name == NEWEST
+    # Spaces, and what no reader asks for.
+    assert harmless < len(content) / 11 / 3
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("optimizer.pt", "deleted"),
+        ("model.safetensors", "one bit flipped"),
+        pytest.param("scheduler.pt", "deleted", marks=pytest.mark.exhaustive),
+        pytest.param("optimizer.pt", "one bit flipped", marks=pytest.mark.exhaustive),
+        pytest.param("trainer_state.json", "half", marks=pytest.mark.exhaustive),
+        pytest.param("rng_state.pth", "empty", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_generation_before_leads_to_the_bits_of_the_uninterrupted_run(
+    config: ProxyConfig, whole: Path, run: Path, file: str, damage: str
+) -> None:
+    DAMAGES[damage][0](run / "checkpoints" / NEWEST / file)
+    assert learn_weights(replace(config, out=run)) == run
+    assert_same_run(run, whole)
+    assert not (run / "checkpoints").exists()
+
+
+def test_without_a_whole_checkpoint_nothing_is_trained(
+    config: ProxyConfig, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / NEWEST / "optimizer.pt").unlink()
+    halve(run / "checkpoints" / BEFORE / "model.safetensors")
+    before = (run / "metrics.jsonl").read_bytes()
+    words = ["proxy", *words_of(replace(config, out=run)), "--sequences-per-domain", "2"]
+    assert cli.main(words) not in (0, None)
+    said = capsys.readouterr().err
+    assert "cannot go on, for no checkpoint is whole (checkpoint-6 is damaged: optimizer" in said
+    assert "; checkpoint-4 is damaged: model.safetensors has " in said
+    assert f"Restore one, or remove {run / 'checkpoints'} to begin again" in said
+    assert "Traceback" not in said
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_with_the_checkpoints_removed_it_begins_again_to_the_same_bits(
+    config: ProxyConfig, whole: Path, run: Path
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    learn_weights(replace(config, out=run))
+    assert_same_run(run, whole)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run: Path) -> None:
+    """A copy without a manifest, as a killed `cp` leaves it; and what a killed run was writing."""
+    folder = run / "checkpoints"
+    shutil.copytree(folder / NEWEST, folder / "checkpoint-7")
+    (folder / "checkpoint-7" / "manifest.json").unlink()
+    (folder / "checkpoint-x").mkdir()
+    (folder / ".writing" / "checkpoint-8").mkdir(parents=True)
+    assert records.resume_checkpoint(run) == folder / NEWEST
+    assert not (folder / ".writing").exists()
+
+
+# metrics.jsonl, of which the newest checkpoint knows 9 lines and the one before it 6.
+
+
+def lines_of(run: Path) -> list[bytes]:
+    return (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def beyond(lines: list[bytes]) -> list[bytes]:
+    return [*lines, *(line.replace(b'"step": 1,', b'"step": 11,') for line in lines[1:2])]
+
+
+REPAIRED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "as it was": lambda lines: lines,
+    "torn last line": lambda lines: [*lines, lines[-1][:20]],
+    "lines after the checkpoint": beyond,
+    "last line twice": lambda lines: [*lines, lines[-1]],
+    "first line twice": lambda lines: [lines[0], *lines],
+    "every line twice": lambda lines: [line for line in lines for _ in range(2)],
+    "all of it twice": lambda lines: lines * 2,
+    "two writers": lambda lines: [
+        each for line in lines for each in (line, line.replace(b'"seconds": 0.', b'"seconds": 9.'))
+    ],
+    "a torn line and the rest": lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
+    "an empty line": lambda lines: [*lines[:2], b"\n", *lines[2:]],
+    "bytes that are no text": lambda lines: [*lines[:2], b"\xff\x00\n", *lines[2:]],
+}
+
+
+@pytest.mark.parametrize("damage", REPAIRED)
+def test_a_record_is_repaired_where_it_can_be(run: Path, damage: str) -> None:
+    before = lines_of(run)
+    (run / "metrics.jsonl").write_bytes(b"".join(REPAIRED[damage](before)))
+    assert records.resume_checkpoint(run) == run / "checkpoints" / NEWEST
+    assert lines_of(run) == before[:9]
+
+
+def without(*indices: int) -> Callable[[list[bytes]], list[bytes]]:
+    return lambda lines: [line for n, line in enumerate(lines) if n not in indices]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (without(8, 9, 10), "metrics.jsonl holds 8 of the 9 lines that it held then"),
+        (without(7), "metrics.jsonl holds not the lines that it held then"),
+        (
+            lambda lines: [*lines[:8], lines[8][:30]],
+            "metrics.jsonl holds 8 of the 9 lines that it held then",
+        ),
+    ],
+    ids=["last lines lost", "a line lost", "a known line torn"],
+)
+def test_lines_that_are_lost_lead_to_the_generation_before(
+    config: ProxyConfig,
+    whole: Path,
+    run: Path,
+    damage: Callable[[list[bytes]], list[bytes]],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = lines_of(run)
+    (run / "metrics.jsonl").write_bytes(b"".join(damage(before)))
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
+    assert caplog.messages == [f"{run}: {NEWEST} is damaged: {why}. {BEFORE} is used."]
+    assert lines_of(run) == before[:6]
+
+
+REFUSED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "no first line": without(0),
+    "a line of the middle lost": without(3),
+    "empty": lambda lines: [],
+    "a digit changed": lambda lines: [lines[0].replace(b"0.25", b"0.26", 1), *lines[1:]],
+    "lines in another order": lambda lines: [lines[1], lines[0], *lines[2:]],
+    "another run's": lambda lines: [line.replace(b"code", b"mode") for line in lines],
+}
+
+
+@pytest.mark.parametrize("damage", [*REFUSED, "gone"])
+def test_a_record_that_cannot_be_repaired_is_refused_and_left(run: Path, damage: str) -> None:
+    path = run / "metrics.jsonl"
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(b"".join(REFUSED[damage](lines_of(run))))
+    before = path.read_bytes() if path.exists() else None
+    with pytest.raises(ValueError, match=r"no checkpoint is whole .*metrics\.jsonl holds") as error:
+        records.resume_checkpoint(run)
+    assert str(error.value).count("metrics.jsonl holds") == 2
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_a_repaired_record_leads_to_the_bits_of_the_uninterrupted_run(
+    config: ProxyConfig, whole: Path, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run / "metrics.jsonl"
+    path.write_bytes(b"".join(REPAIRED["every line twice"](lines_of(run))) + b'{"step": 7, "ki')
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        learn_weights(replace(config, out=run))
+    assert f"{path}: lines that were there twice or torn are left out" in caplog.text
+    assert_same_run(run, whole)
+
+
+# What is on the disk before a name says that it is there.
+
+
+def test_files_and_folders_are_kept_before_the_checkpoint_has_its_name(
+    config: ProxyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            described = args[0]
+            if isinstance(described, int):
+                described = Path(f"/proc/self/fd/{described}").resolve()
+            events.append(f"{name} {Path(described).name}")
+            return original(*args)
+
+        return call
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("the system does not say which file is synced")
+    monkeypatch.setattr(os, "fsync", told("keep", os.fsync))
+    monkeypatch.setattr(os, "replace", told("name", os.replace))
+    training_config = replace(config.training, steps=4, save_every=2)
+    learn_weights(replace(config, out=tmp_path / "run", training=training_config))
+    named = events.index("name checkpoint-2")
+    before = events[:named]
+    for file in (*FILES, "metrics.jsonl", "checkpoint-2"):
+        assert f"keep {file}" in before, file
+    # The manifest comes last, and the folder's names after it.
+    assert max(map(before.index, (f"keep {file}" for file in FILES))) < len(before) - 1
+    assert before[-1] == "keep checkpoint-2"
+    assert events[named + 1] == "keep checkpoints"
+    model = events.index("name .model")
+    assert "keep model.safetensors" in events[named:model]
+    assert events[model + 1] == "keep run"
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing on the way may swallow it."""
+
+
+class FailingAt:
+    """The n-th call that changes files fails, and those after it do not."""
+
+    def __init__(self, number: int, failure: BaseException) -> None:
+        self.number, self.failure, self.calls = number, failure, 0
+
+    def watching(self, patch: pytest.MonkeyPatch) -> None:
+        for name in ("fsync", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, functools.partial(self._call, getattr(os, name)))
+
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.number:
+            raise self.failure
+        return original(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), Killed()], ids=["full", "killed"]
+)
+def test_a_run_can_go_on_whatever_ends_a_checkpoint(
+    run: Path, tmp_path: Path, failure: BaseException
+) -> None:
+    """At every event that changes files."""
+    writing = run / "checkpoints" / ".writing"
+    written = shutil.copytree(run / "checkpoints" / NEWEST, tmp_path / "written")
+    (written / "manifest.json").unlink()
+    before = shutil.copytree(run, tmp_path / "before")
+    for number in itertools.count(1):
+        shutil.rmtree(run)
+        shutil.copytree(before, run)
+        shutil.copytree(written, writing / "checkpoint-8")
+        failing = FailingAt(number, failure)
+        with pytest.MonkeyPatch.context() as patch:
+            failing.watching(patch)
+            with contextlib.suppress(Killed, OSError):
+                records.complete_checkpoint(run, 8)
+        if failing.calls < number:
+            break
+        found = records.resume_checkpoint(run)
+        assert found is not None
+        assert found.name in (NEWEST, "checkpoint-8")
+        assert not writing.exists()
+    # Seven files and metrics.jsonl are kept, then the manifest and names, then the oldest goes.
+    assert number > 20
+    left = sorted(each.name for each in (run / "checkpoints").glob("checkpoint-*"))
+    assert left == [NEWEST, "checkpoint-8"]
+
+
+# What says that a run is complete.
+
+
+@pytest.fixture
+def base_run(base: Callable[..., BaseConfig]) -> BaseConfig:
+    config = base(steps=2)
+    train_base(config)
+    return config
+
+
+def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig) -> None:
+    model = base_run.out / "model"
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    for file in model.iterdir():
+        file.unlink()
+    assert not training.is_finished(base_run.out)
+    with pytest.raises(ValueError, match=r"its run is not complete\. Repeat the command"):
+        training.check_finished(base_run.out)
+    train_base(base_run)
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("model.safetensors", "deleted"),
+        ("model.safetensors", "half"),
+        ("model.safetensors", "empty"),
+        ("config.json", "deleted"),
+        ("config.json", "empty"),
+        ("tokenizer.json", "deleted"),
+    ],
+)
+def test_a_damaged_model_is_not_complete_and_not_trained_over(
+    base_run: BaseConfig, file: str, damage: str, has_manifest: bool
+) -> None:
+    model = base_run.out / "model"
+    DAMAGES[damage][0](model / file)
+    if not has_manifest:
+        if file == "tokenizer.json":
+            pytest.skip("without a manifest nobody knows of it")
+        (model / "manifest.json").unlink()
+    assert not training.is_finished(base_run.out)
+    before = (base_run.out / "metrics.jsonl").read_bytes()
+    for call in (lambda: train_base(base_run), lambda: training.check_finished(base_run.out)):
+        with pytest.raises(
+            ValueError, match=r"model is damaged: .* Restore it, or remove the fold"
+        ):
+            call()
+    assert (base_run.out / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> None:
+    flip(base_run.out / "model" / "model.safetensors")
+    # Not each time that somebody asks whether a run is there.
+    assert training.is_finished(base_run.out)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not what was written"):
+        training.check_finished(base_run.out)
+
+
+def test_a_model_of_an_earlier_version_has_no_manifest(base_run: BaseConfig) -> None:
+    (base_run.out / "model" / "manifest.json").unlink()
+    training.check_finished(base_run.out)
+    assert train_base(base_run) == base_run.out
+
+
+@pytest.mark.parametrize("damage", ["deleted", "half", "empty"])
+def test_a_complete_run_without_its_weights_is_refused(base_run: BaseConfig, damage: str) -> None:
+    DAMAGES[damage][0](base_run.out / "weights.json")
+    with pytest.raises(
+        ValueError, match=r"is complete, and its result is damaged: .*weights\.json"
+    ):
+        train_base(base_run)

@@ -1,0 +1,272 @@
+"""A training that computes no numbers ends as one that failed, and says where and whose."""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from doge_fast import cli
+from doge_fast.integrations.transformers import DoGETrainer
+from doge_fast.pipeline import health, records, training
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    DoReMiConfig,
+    EvaluateConfig,
+    ProxyConfig,
+    ReportConfig,
+    SelectConfig,
+)
+from doge_fast.pipeline.doremi import learn_by_excess_loss
+from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.health import Diverged, LostSteps, warnings_of
+from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
+from doge_fast.pipeline.report import write_report
+from doge_fast.pipeline.reporting.verdicts import remarks_on
+from doge_fast.pipeline.selection import measure_cancellation
+from tests.pipeline.stages import NAMES, words_of
+from tests.pipeline.written_runs import write_proxy
+
+Make = Callable[..., ProxyConfig]
+HUGE = {"learning_rate": 1e20, "min_learning_rate": 0.0}
+
+
+def poison(patch: pytest.MonkeyPatch, domain: str, steps: Collection[int]) -> None:
+    """The loss of a domain is infinite in these steps, and its gradient is not finite."""
+    backward, compute = DoGETrainer._backward, DoGETrainer.compute_loss
+    poisoned = []
+
+    def told(self: Any, model: Any, name: str, *args: Any) -> Any:
+        poisoned[:] = [name == domain and self.state.global_step + 1 in steps]
+        return backward(self, model, name, *args)
+
+    def infinite(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = compute(self, *args, **kwargs)
+        return loss * math.inf if poisoned[0] else loss
+
+    patch.setattr(DoGETrainer, "_backward", told)
+    patch.setattr(ProxyTrainer, "compute_loss", infinite, raising=False)
+
+
+def run_of(stage: str, configured: Callable[..., Callable[..., Any]]) -> tuple[Any, Any]:
+    """A verb's function, and its config at a learning rate that no model survives."""
+    if stage == "proxy":
+        return learn_weights, configured(ProxyConfig, sequences_per_domain=2, **HUGE)()
+    if stage == "base":
+        return train_base, configured(BaseConfig, batch_size=8, **HUGE)()
+    if stage == "select":
+        return measure_cancellation, configured(
+            SelectConfig, batch_size=8, strategies=("low5",), **HUGE
+        )()
+    reference = train_base(configured(BaseConfig, batch_size=8)("reference"))
+    return learn_by_excess_loss, configured(
+        DoReMiConfig, batch_size=8, reference=reference, **HUGE
+    )()
+
+
+@pytest.mark.parametrize("stage", ["proxy", "base", "doremi", "select"])
+@pytest.mark.parametrize(
+    ("max_skipped_steps", "last_step", "why"),
+    [
+        # The first step is one of the warm-up, at a rate of zero; the second one ends it.
+        (3, 5, "up to step 5, 3 steps in a row were lost, for the loss or the gradient"),
+        (20, 8, "the held-out loss of code, prose, table and verse is not finite"),
+    ],
+    ids=["in a row", "at the end"],
+)
+def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
+    configured: Callable[..., Callable[..., Any]],
+    stage: str,
+    max_skipped_steps: int,
+    last_step: int,
+    why: str,
+) -> None:
+    call, config = run_of(stage, configured)
+    patience = replace(config.training, max_skipped_steps=max_skipped_steps)
+    with pytest.raises(Diverged) as error:
+        call(replace(config, training=patience, log_every=1))
+    said = str(error.value)
+    assert said.startswith(f"{config.out} has diverged: {why}")
+    assert said.endswith("or lengthen the warm-up (--warmup-steps).")
+    assert records.read_config(config.out)["stage"] == stage
+    assert records.read_metrics(config.out, kind="train")[-1]["step"] == last_step
+    left = {each.name for each in config.out.iterdir()}
+    assert left - {"checkpoints"} == {"config.json", "metrics.jsonl"} | (
+        # Of a base run these are what it was given.
+        {"weights.json"} if stage == "base" else set()
+    )
+    assert not training.is_finished(config.out)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "stacked"])
+def test_the_command_line_says_so_and_does_not_exit_with_zero(
+    proxy: Make, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = proxy(steps=30, **HUGE)
+    words = ["proxy", *words_of(config), "--sequences-per-domain", "2", "--mode", mode]
+    assert cli.main(words) not in (0, None)
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert "up to step 22, 20 steps in a row were lost" in said
+    assert "gradient of code, prose, table and verse is not finite" in said
+    assert "smaller mu" not in said
+    assert not (config.out / "weights.json").exists()
+
+
+def test_the_domain_is_named_and_a_second_try_ends_alike(
+    proxy: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, "table", range(6, 100))
+    config = proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=5)
+    expected = "up to step 10, 5 steps in a row were lost, .* the gradient of table is not finite"
+    for _ in range(2):
+        with pytest.raises(Diverged, match=expected):
+            learn_weights(config)
+        # None of a lost step, from which the count would begin anew.
+        found = sorted(each.name for each in (config.out / "checkpoints").glob("checkpoint-*"))
+        assert found == ["checkpoint-2", "checkpoint-4"]
+        lines = records.read_metrics(config.out, kind="train")
+        assert [line["step"] for line in lines] == list(range(11))
+        assert [line["skipped"] for line in lines[1:]] == [False] * 5 + [True] * 5
+    # Patience is no other run.
+    with pytest.raises(Diverged, match="up to step 13, 8 steps in a row"):
+        learn_weights(proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=8))
+
+
+@pytest.mark.parametrize(
+    ("lost", "steps", "is_lost"),
+    [((3,), 10, False), ((3, 6), 10, True), ((3, 6), 20, False), ((2, 4, 6), 20, True)],
+)
+def test_a_tenth_of_the_steps_may_be_lost(
+    proxy: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: tuple[int, ...],
+    steps: int,
+    is_lost: bool,
+) -> None:
+    poison(monkeypatch, "verse", lost)
+    config = proxy(mode="sequential", steps=steps)
+    if is_lost:
+        with pytest.raises(Diverged, match=f"{len(lost)} of its {steps} steps were lost"):
+            learn_weights(config)
+    else:
+        learn_weights(config)
+    assert (config.out / "weights.json").exists() is not is_lost
+    skipped = [line["step"] for line in records.read_metrics(config.out) if line.get("skipped")]
+    assert skipped == list(lost)
+
+
+def test_steps_are_counted_on_the_device_and_looked_at_now_and_then() -> None:
+    lost = LostSteps(3, torch.device("cpu"))
+    told = [True, True, False, True, True, True, False]
+    found = []
+    for step, is_lost in enumerate(told, start=1):
+        lost.add(torch.tensor(is_lost))
+        found.append((lost.in_a_row(), lost.too_many(step)))
+    assert found == [(1, 0), (2, 0), (0, 0), (1, 0), (2, 0), (3, 3), (0, 3)]
+    far = LostSteps(2, torch.device("meta"))
+    far.add(torch.tensor(True, device="meta"))
+    assert [far.too_many(step) for step in (1, 15)] == [0, 0]
+
+
+# What a model predicts.
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"), [(math.inf, r"losses: code nan"), (1e4, r"losses: code \d")]
+)
+def test_a_perplexity_that_is_not_finite_is_no_result(
+    base: Callable[..., BaseConfig],
+    factor: float,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = train_base(base(steps=2))
+    weights = run / "model" / "model.safetensors"
+    scaled = {name: value * factor for name, value in load_file(weights).items()}
+    save_file(scaled, weights, metadata={"format": "pt"})
+    records.write_manifest(run / "model")
+    with pytest.raises(Diverged, match=f"of code, prose, table and verse is not .*{words}"):
+        evaluate(EvaluateConfig(run=run, device="cpu"))
+    assert not (run / "evaluation.json").exists()
+    assert cli.main(["evaluate", str(run), "--device", "cpu"]) not in (0, None)
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert "has diverged" in said
+
+
+# Weights that mean little.
+
+EVEN = dict.fromkeys("abcd", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ({"alpha": EVEN}, {}),
+        ({"alpha": {"a": 1.0}}, {}),
+        ({"alpha": {"a": 0.94, "b": 0.06}}, {}),
+        ({"alpha": {"a": 0.96, "b": 0.04}}, {"collapsed": ["a"]}),
+        ({"alpha": {"a": 0.999, "b": 0.001}}, {"collapsed": ["a"]}),
+        ({"alpha": {"a": 0.5, "b": 0.499, "c": 0.001}}, {"vanished": ["c"]}),
+        ({"alpha": {"a": 0.5, "b": 0.5, "c": 0.0}}, {}),
+        ({"alpha": {"a": math.nan, "b": math.nan}}, {}),
+        ({"alpha": EVEN, "gain": {"a": 5.0, "b": 4.9}, "lr": 1e-3}, {"saturated": ["a"]}),
+        ({"alpha": EVEN, "gain": {"a": 4.0, "b": 1.0}, "lr": 0.2}, {}),
+        ({"alpha": EVEN, "gain": {"a": 4.0, "b": 1.0}, "lr": 0.24}, {"saturated": ["a"]}),
+        ({"alpha": EVEN, "gain": {"a": 4.0, "b": 4.0}, "lr": 9.0}, {}),
+    ],
+    ids=str,
+)
+def test_what_a_line_says_of_its_weights(line: dict[str, Any], found: dict[str, Any]) -> None:
+    # 0.24 * 3 / 0.1 = 7.2 is above log 1000 = 6.9, and 0.2 * 3 / 0.1 = 6 below.
+    assert warnings_of(line, mu=0.1, high=5.0) == found
+
+
+def test_collapse_is_told_on_the_terminal_in_metrics_and_in_the_report(
+    proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: Any
+) -> None:
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        run = learn_weights(proxy(mu=1e-6))
+    (said,) = [message for message in caplog.messages if health.TOLD["collapsed"] in message]
+    assert said.startswith(f"{run}, step 2: ")
+    (said,) = [message for message in caplog.messages if health.TOLD["saturated"] in message]
+    assert said.startswith(f"{run}, step 2: ")
+    lines = records.read_metrics(run, kind="train")
+    assert ["warnings" in line for line in lines] == [False, False] + [True] * 7
+    assert len(lines[-1]["warnings"]["collapsed"]) == 1
+    assert set(lines[-1]["warnings"]) == {"collapsed", "saturated"}
+    told = " ".join(" ".join(remarks_on(run)).split())
+    assert "in 7 of 8 logged steps" in told
+    assert health.TOLD["saturated"] in told
+    page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
+    assert health.TOLD["saturated"] in page
+    # Said once: the wrapper's own warning is for loops of one's own.
+    assert not [each for each in recwarn if "domain weights have collapsed" in str(each.message)]
+
+
+def test_a_report_does_not_believe_a_run_that_diverged(tmp_path: Path) -> None:
+    run = write_proxy(tmp_path / "run", steps=20, skipped=range(5, 21), is_finished=False)
+    told = " ".join(" ".join(remarks_on(run)).split())
+    assert "16 of 20 logged steps were skipped for a gradient" in told
+    assert "these weights mean nothing. Lower learning_rate." in told
+    assert "smaller mu" not in told
+    page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
+    assert "run: diverged, its records end at step 20 of 20 and it left no result" in page
+
+
+def test_domains_are_told_in_a_few_words() -> None:
+    assert health.domains_told(["a"]) == "a"
+    assert health.domains_told(["a", "b"]) == "a and b"
+    assert health.domains_told(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+def test_a_run_that_is_well_has_no_warnings(proxy: Make) -> None:
+    run = learn_weights(proxy())
+    assert "warnings" not in (run / "metrics.jsonl").read_text()
+    assert set(records.weights_by_name(records.read_weights(run))) == set(NAMES)
