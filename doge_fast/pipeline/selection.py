@@ -71,13 +71,19 @@ def is_selected(config: SelectConfig) -> bool:
     path = config.out / CANCELLATION
     if not path.exists():
         return False
-    listed = {entry["file"] for entry in records.read_json(path)["selections"]}
+    listed = {entry["file"] for entry in _read(config.out)["selections"]}
     return listed >= {_file_of(config, strategy) for strategy in config.strategies}
+
+
+def _read(run: Path) -> Json:
+    record = records.read_json(run / CANCELLATION)
+    records.check_shape(record, records.CancellationRecord, run / CANCELLATION)
+    return record
 
 
 def table(run: Path) -> str:
     """What a finished run has selected, as aligned plain text."""
-    selections = records.read_json(run / CANCELLATION)["selections"]
+    selections = _read(run)["selections"]
     rows = [
         (entry["file"], str(entry["parameters"]), f"{entry['share']:.2%}") for entry in selections
     ]
@@ -226,7 +232,7 @@ def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> 
 
 def _write_selections(config: SelectConfig) -> None:
     """A file for each strategy, and in cancellation.json what each of them holds."""
-    record = records.read_json(config.out / CANCELLATION)
+    record = _read(config.out)
     columns: dict[str, int] = record["columns"]
     _check_strategies(config, len(columns))
     scores = {

@@ -22,6 +22,8 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from doge_fast import atomic_file
+from doge_fast.failures import FileFailure
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, domains, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
@@ -31,6 +33,7 @@ from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.sampling import BlockSampler
+from doge_fast.pipeline.termination import StopWhenTold
 from doge_fast.pipeline.trainer import RecordedTrainer
 
 Config = TypeVar("Config", bound=StageConfig)
@@ -103,6 +106,7 @@ class Stage(Generic[Config]):
         model.config.use_cache = True
         model.save_pretrained(beside)
         self.corpus.tokenizer.save_pretrained(beside)
+        atomic_file.open_as_new(beside)
         os.replace(beside, self.out / training.MODEL)
 
     def write_weights(self, columns: Mapping[str, Mapping[str, float]], **fields: Any) -> None:
@@ -243,7 +247,7 @@ def _alone(stage: Stage[Any]) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ValueError(
+        raise FileFailure(
             f"Another process is at work in {stage.out}. Wait for its end, or name another "
             "directory."
         ) from None
@@ -251,7 +255,7 @@ def _alone(stage: Stage[Any]) -> Iterator[None]:
         _log.warning("%s: its file system has no locks; start one launch at a time", folder)
     try:
         if is_finished(stage):
-            raise ValueError(f"Another process has just completed {stage.out}.")
+            raise FileFailure(f"Another process has just completed {stage.out}.")
         yield
     finally:
         lock.release()
@@ -346,13 +350,15 @@ def train(
     set_seed(config.seed)
     # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+    stop = StopWhenTold()
     trainer = stage.trainer(
         model=model,
         args=arguments,
         train_dataset=stage.batches(start),
-        callbacks=list(callbacks),
+        callbacks=[*callbacks, stop],
         stage=stage,
         **stage.options,
     )
-    trainer.go_on(checkpoint)
+    with stop.watching():
+        trainer.go_on(checkpoint)
     return trainer

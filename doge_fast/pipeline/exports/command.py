@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast import atomic_file
+from doge_fast import atomic_file, failures
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.blend import Paths, Settings
@@ -47,13 +47,11 @@ def run(config: ExportConfig) -> list[str]:
     text = to_json(record) if config.to is None else _exported(config, record, paths, settings)
     if out is None:
         return [text.rstrip("\n")]
-    try:
+    with failures.writing(out, makes_directory=False):
         if config.to is None:
             records.write_weights(out, record)
         else:
             atomic_file.write(out, text)
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}.") from None
     return [f"{'weights' if config.to is None else 'written'}: {out}"]
 
 
@@ -164,7 +162,7 @@ def _parsed(file: Path) -> Any:
         return from_yaml(text, str(file))
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} must hold JSON and does not: {error}.") from None
 
 

@@ -45,11 +45,11 @@ from doge_fast.pipeline.records.runs import (
     read_json,
     versions,
 )
+from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, check_shape
 from doge_fast.pipeline.records.weights import (
     check_out,
     read_weights,
     weights_by_name,
     write_weights,
-    writing,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
