@@ -115,7 +115,7 @@ def _ending(error: Exception, words: list[str], directory: Path | None) -> failu
     if foreseen is not None:
         return foreseen
     # A directory that is no run yet stays empty, so that it can become one.
-    is_run = directory is not None and (directory / "config.json").exists()
+    is_run = directory is not None and os.path.exists(directory / "config.json")
     return failures.unforeseen(error, words, directory if is_run else None)
 
 
@@ -197,7 +197,8 @@ def _answer(config: Any, words: list[str]) -> list[str]:
 def _directory_of(config: Any) -> Path | None:
     """The directory that a verb writes in, where it is there."""
     out = getattr(config, "run", getattr(config, "out", None))
-    return out if out is not None and out.is_dir() else None
+    # Not Path's own, which raises where a name is too long.
+    return out if out is not None and os.path.isdir(out) else None
 
 
 def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -6,9 +6,12 @@ same dataclass with each help text on one line, so that it breaks where the term
 
 import argparse
 import dataclasses
+import io
 import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -25,6 +28,7 @@ from doge_fast.pipeline.config import (
     SelectionArmsConfig,
 )
 from doge_fast.pipeline.config.fields import Json, filled, read_file, texts_of
+from doge_fast.pipeline.named import visible
 
 _ABOUT_FILE = (
     "Fields may come from a file, --config FILE: YAML, JSON, or the config.json of a run. Flags "
@@ -62,14 +66,29 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
 def _parsed(words: Sequence[str], flags: type, default: Any, verb: str) -> Any:
     """Flags over a default, as an instance of the default's class."""
     config = type(default)
-    parsed = tyro.cli(
-        flags,
-        args=list(words),
-        prog=f"doge-fast {verb}",
-        description=_filled_lines(f"{_one_line(config.__doc__)}\n\n{_ABOUT_FILE}"),
-        default=_converted(default, flags),
-    )
+    with _visibly(words):
+        parsed = tyro.cli(
+            flags,
+            args=list(words),
+            prog=f"doge-fast {verb}",
+            description=_filled_lines(f"{_one_line(config.__doc__)}\n\n{_ABOUT_FILE}"),
+            default=_converted(default, flags),
+        )
     return _converted(parsed, config)
+
+
+@contextmanager
+def _visibly(words: Sequence[str]) -> Iterator[None]:
+    """tyro repeats words as they are, with what a terminal would obey."""
+    if all(visible(word) == word for word in words):
+        yield
+        return
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    finally:
+        print(visible(said.getvalue()), end="", file=sys.stderr)
 
 
 def _preset_of(words: Sequence[str], given: Json, flags: type, file: str) -> ExperimentConfig:

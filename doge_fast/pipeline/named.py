@@ -23,9 +23,9 @@ def visible(text: str) -> str:
 
 
 def check_visible(names: Iterable[str], where: str) -> None:
-    """Raise ValueError where a name that `where` gives has a character that is not written."""
+    """Raise ValueError where a name that `where` gives is empty, or cannot be seen whole."""
     for name in names:
-        if _INVISIBLE.search(name):
+        if not name or _INVISIBLE.search(name):
             raise ValueError(
                 f"A domain's name must be of characters that are written; {where} has {name!a}. "
                 "Rename it."

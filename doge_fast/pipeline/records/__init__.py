@@ -16,6 +16,7 @@ no word for NaN and infinity: in metrics they become null, in weights they are a
 """
 
 from doge_fast.pipeline.records.measures import (
+    check_experiment,
     evaluation,
     few_shot,
     read_evaluation,

@@ -138,15 +138,23 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
             they are made), groups (the runs behind each table) and versions.
 
     Raises:
-        ValueError: the directory holds another experiment, or something else.
+        ValueError: as `check_experiment`.
     """
-    record = dict(plain({"schema_version": SCHEMA_VERSION, **record}))
+    check_experiment(out, record)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / EXPERIMENT, _complete(record))
+
+
+def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
+    """Raise ValueError where a directory holds another experiment, or something else."""
     if not (out / EXPERIMENT).exists():
         check_empty(out)
-        out.mkdir(parents=True, exist_ok=True)
     elif any(entry.name not in (EXPERIMENT, QUEUE) for entry in out.iterdir()):
-        _check_same_experiment(read_experiment(out), record, out)
-    write_json(out / EXPERIMENT, record)
+        _check_same_experiment(read_experiment(out), _complete(record), out)
+
+
+def _complete(record: Mapping[str, Any]) -> Json:
+    return dict(plain({"schema_version": SCHEMA_VERSION, **record}))
 
 
 def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:

@@ -142,7 +142,11 @@ def open_run(
 
 
 def read_config(run: Path) -> Json:
-    """config.json of a run directory; ValueError where it is absent or damaged."""
+    """config.json of a run directory, settings that it lacks as their defaults.
+
+    Raises:
+        ValueError: it is absent or damaged.
+    """
     file = run / CONFIG
     record = read_record(
         file,
@@ -157,8 +161,17 @@ def read_config(run: Path) -> Json:
     check_shape(record, ConfigRecord, file)
     for name, sizes in (record["corpus"]["domains"] | record["corpus"]["targets"]).items():
         check_shape(sizes, DomainSizes, f"{file}, {name}")
-    check_shape(record["config"], STAGES[record["stage"]], f"{file}, config")
-    return record
+    told = check_shape(record["config"], STAGES[record["stage"]], f"{file}, config")
+    return record | {"config": _over(_kept(told), record["config"])}
+
+
+def _over(defaults: Json, recorded: Json) -> Json:
+    """What was recorded; a setting that came later counts as its default."""
+    both = {
+        name: _over(defaults[name], value) if isinstance(defaults.get(name), dict) else value
+        for name, value in recorded.items()
+    }
+    return defaults | both
 
 
 def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:

@@ -200,13 +200,16 @@ class CancellationRecord:
     selections: tuple[SelectionEntry, ...]
 
 
-def check_shape(value: Any, kind: type, where: str | Path) -> None:
+def check_shape(value: Any, kind: type, where: str | Path) -> Any:
     """See that a value that JSON holds has every field of a dataclass, of its type and range.
 
     Args:
         value: as `json.loads` returns it.
         kind: one of the classes here, or a stage's.
         where: what a refusal begins with; the file.
+
+    Returns:
+        The dataclass, with defaults for what the value lacks.
 
     Raises:
         FileFailure: it has not; the sentence names the field.
@@ -216,6 +219,7 @@ def check_shape(value: Any, kind: type, where: str | Path) -> None:
     try:
         found = _adapter(kind).validate_json(json.dumps(value), strict=True)
         check_ranges(found)
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the whole"

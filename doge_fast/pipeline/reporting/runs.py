@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -176,9 +178,7 @@ def _run_directories(path: Path) -> list[Path]:
         raise ValueError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
     if (path / records.CONFIG).exists():
         return [path]
-    # Models are saved with a config.json too; one of ours names its stage.
-    files = path.glob(f"*/{records.CONFIG}")
-    found = sorted(file.parent for file in files if "stage" in records.read_json(file))
+    found = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
     if not found:
         raise ValueError(
             f"{path} is not a run directory and holds none: neither it nor a folder in it has a "
@@ -187,12 +187,22 @@ def _run_directories(path: Path) -> list[Path]:
     return found
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether a run wrote in it; of models, which have a config.json too, none names a stage."""
+    if os.path.lexists(folder / records.METRICS):
+        return True
+    config = folder / records.CONFIG
+    return os.path.lexists(config) and "stage" in records.read_json(config)
+
+
 def _read_run(path: Path) -> Run:
     record = records.read_config(path)
-    lines = records.read_metrics(path) if (path / records.METRICS).exists() else []
 
-    def optional(file: str, read: Callable[[Path], Json]) -> Json | None:
-        return read(path) if (path / file).exists() else None
+    def optional(file: str, read: Callable[[Path], Any]) -> Any:
+        # A link to nothing is something that is lost.
+        return read(path) if os.path.lexists(path / file) else None
+
+    lines = optional(records.METRICS, records.read_metrics) or []
 
     weights = optional(records.WEIGHTS, records.read_weights)
     evaluation = optional(records.EVALUATION, records.read_evaluation)
