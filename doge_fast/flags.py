@@ -54,7 +54,7 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
         ValueError: the file is not what it should be.
         SystemExit: after help was asked for, or with tyro's message where a flag is wrong.
     """
-    file, words = _file_of(words)
+    file, words = _file_of(words, verb)
     given = {} if file is None else read_file(file, verb)
     flags = _flags_of(config, is_positional)
     default = _with_missing(config)
@@ -103,9 +103,10 @@ def _preset_of(words: Sequence[str], given: Json, flags: type, file: str) -> Exp
     return dataclasses.replace(preset, name=tyro.MISSING)
 
 
-def _file_of(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+def _file_of(words: Sequence[str], verb: str) -> tuple[Path | None, list[str]]:
     """The file that `--config` names, and the other words."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    prog = f"doge-fast {verb}"
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     known, others = parser.parse_known_args(list(words))
     return known.config, others

@@ -14,8 +14,8 @@ FLOORS = [
     doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
         doge_fast.tracing doge_fast.alternation doge_fast.atomic_file doge_fast.projection \
         doge_fast.scale
-    doge_fast.failures doge_fast.weights_file doge_fast.kernels doge_fast.wrapper doge_fast.group_dro \
-        doge_fast.sampling doge_fast.distributed.wrappers
+    doge_fast.failures doge_fast.weights_file doge_fast.kernels doge_fast.wrapper \
+        doge_fast.group_dro doge_fast.sampling doge_fast.distributed.wrappers
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
     doge_fast.layers.by_slices doge_fast.layers.token_sums

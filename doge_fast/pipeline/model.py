@@ -168,7 +168,9 @@ def load_architecture(name: str) -> Any:
         return AutoConfig.from_pretrained(name)
     except Exception as error:
         # Whatever it stumbles over is in the file.
-        reason, kind = one_line(error), FileFailure if Path(name).exists() else ValueError
+        reason, file = one_line(error), Path(name)
+        is_there = file.is_file() or (file / "config.json").exists()
+        kind = FileFailure if is_there else ValueError
         raise kind(
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
             f"config.json AutoConfig opens; got {name!r} ({reason})."

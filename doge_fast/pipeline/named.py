@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 _INVISIBLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_SHOWN = {"\n", "\t"}
+_BREAKS = {"\n", "\t"}
 
 
 def visible(text: str) -> str:
@@ -17,7 +17,7 @@ def visible(text: str) -> str:
 
     def escaped(found: re.Match[str]) -> str:
         character = found[0]
-        return character if character in _SHOWN else character.encode("unicode_escape").decode()
+        return character if character in _BREAKS else character.encode("unicode_escape").decode()
 
     return _INVISIBLE.sub(escaped, text)
 

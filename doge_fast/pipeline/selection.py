@@ -24,6 +24,7 @@ from doge_fast.cancellation import (
     select,
 )
 from doge_fast.example_norms import ExampleNorms
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline import baselines, ranks, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch, Corpus
@@ -78,6 +79,11 @@ def is_selected(config: SelectConfig) -> bool:
 def _read(run: Path) -> Json:
     record = records.read_json(run / CANCELLATION)
     records.check_shape(record, records.CancellationRecord, run / CANCELLATION)
+    if record["scores"].keys() != set(READINGS):
+        raise FileFailure(
+            f"{run / CANCELLATION} is damaged: scores must be of {', '.join(READINGS)}. "
+            f"{records.WAY_OUT}"
+        )
     return record
 
 

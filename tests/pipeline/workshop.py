@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,11 @@ class Answer(NamedTuple):
     err: str
 
 
+def said_in(text: str) -> str:
+    """A text on one line, without the frames that tyro draws."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]+|-{6,}", " ", text).split())
+
+
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> Answer:
     """Run a command in this process; what escapes it fails the test."""
     capsys.readouterr()
@@ -44,7 +50,7 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> Answer:
     return Answer(code, *capsys.readouterr())
 
 
-def make(capsys: pytest.CaptureFixture[str] | None = None) -> None:
+def make() -> None:
     """Fill the current directory."""
     _corpus(Path("corpus"))
     rows = {"text": texts("rows", 40), "source": ["a", "b"] * 20}
@@ -55,15 +61,17 @@ def make(capsys: pytest.CaptureFixture[str] | None = None) -> None:
             for text, source in zip(*rows.values(), strict=True)
         )
     )
-    trained = TRAINED.split()
+    trained, paths = TRAINED.split(), [f"{name}=/data/{name}" for name in CORPUS]
     for words in (
         ["proxy", "--out", "runs/proxy", "--steps", "3", "--sequences-per-domain", "1", *trained],
         ["base", "--out", "runs/base", "--steps", "3", "--batch-size", "4", *trained],
         ["evaluate", "runs/base", "--device", "cpu"],
-        ["select", "--out", "runs/select", "--steps", "2", "--batch-size", "5"]
-        + ["--strategies", "low2", *trained],
-        ["export", "runs/proxy", "--to", "megatron", "--out", "blend.txt", "--paths"]
-        + [f"{name}=/data/{name}" for name in CORPUS],
+        [
+            "select",
+            *["--out", "runs/select", "--steps", "2", "--batch-size", "5", "--strategies", "low2"],
+            *trained,
+        ],
+        [*["export", "runs/proxy", "--to", "megatron", "--out", "blend.txt", "--paths"], *paths],
     ):
         assert cli.main(words) == 0, words
     shutil.copytree("runs/proxy/model", "tokenizer")
@@ -132,7 +140,6 @@ class Damage(NamedTuple):
     def __call__(self, file: Path) -> None:
         kind, _, rest = self.words.partition(" ")
         getattr(self, f"_{kind}")(file, rest)
-        # A cache that knows a file by its time must not take it for the old one.
 
     def _delete(self, file: Path, _: str) -> None:
         shutil.rmtree(file) if file.is_dir() else file.unlink()

@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from doge_fast import failures
+from doge_fast.failures import one_line
 from doge_fast.pipeline.experiments.queue import EVENTS
 
 # What a worker runs; it is told who it is.
@@ -175,7 +176,13 @@ def _submitted(loop: Loop, count: int, folder: Path, words: Sequence[str]) -> li
 
     told = {"cluster": "slurm", "name": "doge-fast"}
     told |= {name: yaml.safe_load(value) for name, _, value in (w.partition("=") for w in words)}
-    executor = AutoExecutor(folder=folder / "jobs", cluster=told.pop("cluster"))
+    try:
+        executor = AutoExecutor(folder=folder / "jobs", cluster=told.pop("cluster"))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"submitit cannot start jobs here: {one_line(error)}. Start this where jobs are "
+            "submitted from, or give --workers."
+        ) from error
     try:
         executor.update_parameters(**told)
     except (NameError, AssertionError) as error:

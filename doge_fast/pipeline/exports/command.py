@@ -141,7 +141,7 @@ def _paths(words: Sequence[str], flag: str) -> dict[str, Any]:
     """Paths by domain: NAME=PATH, a name again for a further path; or a JSON or YAML file."""
     if len(words) == 1 and "=" not in words[0] and words[0].endswith(_FILES):
         value = _parsed(Path(words[0]))
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ValueError(f"{words[0]} must map domains to paths; it holds {value!r}.")
         return value
     found: dict[str, list[str]] = {}

@@ -185,18 +185,12 @@ class SelectionEntry:
     share: float
 
 
-# Every run of select measures all four.
-ScoresByReading = dict[
-    Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"], ByName
-]
-
-
 @dataclass(frozen=True)
 class CancellationRecord:
     """cancellation.json."""
 
     columns: dict[str, CountOrZero]
-    scores: ScoresByReading
+    scores: dict[str, ByName]
     selections: tuple[SelectionEntry, ...]
 
 
