@@ -18,6 +18,7 @@ from doge_fast.pipeline import named, records
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from tests.pipeline.stages import assert_same_run, words_of, write_weights
 from tests.pipeline.workshop import answer
+from tests.pipeline.written_runs import write_proxy
 
 SENTENCE = "doge-fast: "
 
@@ -333,3 +334,21 @@ def test_reading_and_writing_name_the_file(tmp_path: Path) -> None:
         failures.reading(tmp_path / "d", "Mend it."),
     ):
         raise KeyError(3)
+
+
+def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """weights.json refuses them; a config.json of elsewhere is shown as it is, but harmless."""
+    names = ("a\x1b[31mb", "\u202egnp", "plain")
+    tokens = dict.fromkeys(names, 100_000)
+    run = write_proxy(tmp_path / "run", domains=names, tokens=tokens, is_finished=False)
+    said = answer(["report", "--runs", str(run)], capsys)
+    assert said.code == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    figures = [file.read_text() for file in (run / "report-figures").glob("*.svg")]
+    assert figures
+    for text in (said.out, said.err, page, *figures):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "a\\x1b[31mb" in page

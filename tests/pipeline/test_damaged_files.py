@@ -74,6 +74,7 @@ def test_what_is_said_of_a_damaged_file(
     shop: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder, pristine = shop
     monkeypatch.chdir(folder)
@@ -83,7 +84,7 @@ def test_what_is_said_of_a_damaged_file(
         Damage(damage)(found)
         said = answer(words_of(words, file), capsys)
         is_begun = Path("new").exists()
-    told = " ".join(f"{said.err} {said.out}".split())
+    told = " ".join(f"{said.err} {said.out} {caplog.text}".split())
     assert said.code == int(code), told
     assert sentence in told
     assert "Traceback" not in told
