@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -37,11 +38,25 @@ def write(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
+    except BaseException as error:
+        with suppress(OSError):
             os.unlink(beside)
+        if isinstance(error, OSError) and error.errno:
+            # Not the name of the file beside it, or none.
+            error.filename = str(path)
         raise
     keep_names(path.parent)
+
+
+def open_as_new(folder: Path) -> None:
+    """Give every file in a folder the mode that a new one has; safetensors' are their owner's."""
+    probe = folder / f".{secrets.token_hex(8)}{_ENDING}"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
 
 
 def keep_names(directory: Path) -> None:

@@ -10,14 +10,18 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import doge_fast
-from doge_fast.pipeline import ranks
+from doge_fast import failures
+from doge_fast.pipeline import named, ranks
 from doge_fast.pipeline.config import (
     BaseConfig,
     DemoConfig,
@@ -42,8 +46,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.ranges import check as check_ranges
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
-EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
+EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
 # Of packages that a verb imports when it is asked for more than usual.
 _EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm"}
@@ -71,59 +74,132 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None: that of the process.
 
     Returns:
-        0; 2 when the stage refused, with one sentence on stderr; 130 when interrupted. With
-        DOGE_FAST_TRACEBACK=1 in the environment a refusal shows where it came from.
+        0; 2 where what was typed or given is wrong, 1 where the world is (a full disk, a damaged
+        file, another process, or what nobody foresaw), each with a sentence on stderr; 130 after
+        Ctrl-C, 143 after SIGTERM. With DOGE_FAST_TRACEBACK=1 in the environment an error shows
+        where it came from.
     """
+    _log_visibly()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    config = None
+    try:
+        with _terminable():
+            lines = _overviews(words)
+            if not lines:
+                config = _configured(words)
+                lines = _answer(config, words)
+    except KeyboardInterrupt:
+        return _refuse(
+            EXIT_INTERRUPTED,
+            "Interrupted. A training resumes from its last checkpoint with the same command.",
+        )
+    except failures.Terminated as end:
+        told = str(end) or "A training resumes from its last checkpoint with the same command."
+        return _refuse(failures.TERMINATED, f"Ended by SIGTERM. {told}")
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        return _refuse(*_ending(error, words, _directory_of(config)))
+    return _print(lines)
+
+
+def _ending(error: Exception, words: list[str], directory: Path | None) -> failures.Ending:
+    """The exit code and the sentence of whatever a verb raised."""
+    if isinstance(error, ModuleNotFoundError) and not _is_ours(error):
+        extra = _EXTRAS.get(str(error.name), "pipeline")
+        return failures.Ending(
+            failures.USAGE,
+            f"This verb needs {error.name}, which is not installed: pip install "
+            f"'doge-fast[{extra}]'.",
+        )
+    foreseen = failures.ending_of(error, directory)
+    if foreseen is not None:
+        return foreseen
+    # A directory that is no run yet stays empty, so that it can become one.
+    is_run = directory is not None and os.path.exists(directory / "config.json")
+    return failures.unforeseen(error, words, directory if is_run else None)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what is under way as Ctrl-C does, unless somebody else has a use for it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, failures.raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _log_visibly() -> None:
+    """What is logged goes to stderr, without characters that a terminal obeys."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_make_visible)
     # What all ranks of a run say, the first one says.
     level = logging.INFO if ranks.is_first() else logging.ERROR
     logging.getLogger("doge_fast").setLevel(level)
-    words = list(sys.argv[1:] if arguments is None else arguments)
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    record.msg, record.args = named.visible(record.getMessage()), None
+    return True
+
+
+def _print(lines: Sequence[str]) -> int:
+    """The verb's answer, from the first rank."""
     try:
-        for line in _answer(words):
-            if ranks.is_first():
-                print(line)
+        for line in lines if ranks.is_first() else ():
+            print(named.visible(line))
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _refuse(
-            "Interrupted. A training resumes from its last checkpoint with the same command.",
-            EXIT_INTERRUPTED,
-        )
-    except ModuleNotFoundError as error:
-        if _is_ours(error) or os.environ.get(TRACEBACK):
-            raise
-        extra = _EXTRAS.get(str(error.name), "pipeline")
-        return _refuse(
-            f"This verb needs {error.name}, which is not installed: pip install "
-            f"'doge-fast[{extra}]'."
-        )
-    except BrokenPipeError:
-        # The reader, `head` for example, has closed the pipe; closing ours at exit must not fail.
+    except OSError as error:
+        # Closing ours at exit must not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get(TRACEBACK):
-            raise
-        return _refuse(str(error))
+        if isinstance(error, BrokenPipeError):
+            # The reader, `head` for example, has closed the pipe.
+            return 0
+        error.filename = "The standard output"
+        return _refuse(*_ending(error, [], None))
     return 0
 
 
-def _answer(words: list[str]) -> list[str]:
-    """What the words ask for: help, the version, or a verb's lines."""
+def _overviews(words: list[str]) -> list[str]:
+    """Help, or the version, where that is what the words ask for."""
     if words in ([], ["-h"], ["--help"]):
         return [overview()]
     if words == ["--version"]:
         return [f"doge-fast {doge_fast.__version__}"]
     name, _ = _verb_of(words)
-    if name not in VERBS:
-        return [overview(f"{name} ")]
+    return [] if name in VERBS else [overview(f"{name} ")]
+
+
+def _configured(words: list[str]) -> Any:
+    """What a verb is told, every number in its range."""
+    name, _ = _verb_of(words)
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
     config = parse(words)
     check_ranges(config)
-    _load(VERBS[name].loads)
+    return config
+
+
+def _answer(config: Any, words: list[str]) -> list[str]:
+    """The verb's lines."""
+    verb = VERBS[_verb_of(words)[0]]
+    _load(verb.loads)
     if isinstance(config, ExperimentConfig) and config.plan:
         return _plan(config, words)
-    return VERBS[name].run(config)
+    return verb.run(config)
+
+
+def _directory_of(config: Any) -> Path | None:
+    """The directory that a verb writes in, where it is there."""
+    out = getattr(config, "run", getattr(config, "out", None))
+    # Not Path's own, which raises where a name is too long.
+    return out if out is not None and os.path.isdir(out) else None
 
 
 def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -366,7 +442,9 @@ def _is_ours(error: ModuleNotFoundError) -> bool:
     return error.name is None or error.name.split(".")[0] == "doge_fast"
 
 
-def _refuse(sentence: str, code: int = EXIT_REFUSED) -> int:
+def _refuse(code: int, sentence: str) -> int:
     where = "" if ranks.is_first() else f", rank {ranks.place()[0]}"
-    print(f"doge-fast{where}: {sentence}", file=sys.stderr)
+    # A terminal that is gone reads nothing.
+    with suppress(OSError):
+        print(f"doge-fast{where}: {named.visible(sentence)}", file=sys.stderr)
     return code

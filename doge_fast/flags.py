@@ -6,9 +6,12 @@ same dataclass with each help text on one line, so that it breaks where the term
 
 import argparse
 import dataclasses
+import io
 import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -25,6 +28,7 @@ from doge_fast.pipeline.config import (
     SelectionArmsConfig,
 )
 from doge_fast.pipeline.config.fields import Json, filled, read_file, texts_of
+from doge_fast.pipeline.named import visible
 
 _ABOUT_FILE = (
     "Fields may come from a file, --config FILE: YAML, JSON, or the config.json of a run. Flags "
@@ -50,7 +54,7 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
         ValueError: the file is not what it should be.
         SystemExit: after help was asked for, or with tyro's message where a flag is wrong.
     """
-    file, words = _file_of(words)
+    file, words = _file_of(words, verb)
     given = {} if file is None else read_file(file, verb)
     flags = _flags_of(config, is_positional)
     default = _with_missing(config)
@@ -62,14 +66,29 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
 def _parsed(words: Sequence[str], flags: type, default: Any, verb: str) -> Any:
     """Flags over a default, as an instance of the default's class."""
     config = type(default)
-    parsed = tyro.cli(
-        flags,
-        args=list(words),
-        prog=f"doge-fast {verb}",
-        description=_filled_lines(f"{_one_line(config.__doc__)}\n\n{_ABOUT_FILE}"),
-        default=_converted(default, flags),
-    )
+    with _visibly(words):
+        parsed = tyro.cli(
+            flags,
+            args=list(words),
+            prog=f"doge-fast {verb}",
+            description=_filled_lines(f"{_one_line(config.__doc__)}\n\n{_ABOUT_FILE}"),
+            default=_converted(default, flags),
+        )
     return _converted(parsed, config)
+
+
+@contextmanager
+def _visibly(words: Sequence[str]) -> Iterator[None]:
+    """tyro repeats words as they are, with what a terminal would obey."""
+    if all(visible(word) == word for word in words):
+        yield
+        return
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    finally:
+        print(visible(said.getvalue()), end="", file=sys.stderr)
 
 
 def _preset_of(words: Sequence[str], given: Json, flags: type, file: str) -> ExperimentConfig:
@@ -84,9 +103,10 @@ def _preset_of(words: Sequence[str], given: Json, flags: type, file: str) -> Exp
     return dataclasses.replace(preset, name=tyro.MISSING)
 
 
-def _file_of(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+def _file_of(words: Sequence[str], verb: str) -> tuple[Path | None, list[str]]:
     """The file that `--config` names, and the other words."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    prog = f"doge-fast {verb}"
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     known, others = parser.parse_known_args(list(words))
     return known.config, others

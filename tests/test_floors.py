@@ -14,8 +14,8 @@ FLOORS = [
     doge_fast._layout doge_fast.defaults doge_fast.simplex doge_fast.generalization \
         doge_fast.tracing doge_fast.alternation doge_fast.atomic_file doge_fast.projection \
         doge_fast.scale
-    doge_fast.weights_file doge_fast.kernels doge_fast.wrapper doge_fast.group_dro \
-        doge_fast.sampling doge_fast.distributed.wrappers
+    doge_fast.failures doge_fast.weights_file doge_fast.kernels doge_fast.wrapper \
+        doge_fast.group_dro doge_fast.sampling doge_fast.distributed.wrappers
     doge_fast.flat_buffer doge_fast.parameters doge_fast.objective doge_fast.info
     doge_fast.layers.batch
     doge_fast.layers.by_slices doge_fast.layers.token_sums
@@ -51,8 +51,10 @@ FLOORS = [
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
         doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
+    doge_fast.pipeline.corpus_files
     doge_fast.pipeline.sources
-    doge_fast.pipeline.packing doge_fast.pipeline.experiments.planner \
+    doge_fast.pipeline.packing doge_fast.pipeline.records.shapes \
+        doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.experiments.queue
     doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
     doge_fast.pipeline.records.weights doge_fast.pipeline.records.metrics \
@@ -68,7 +70,7 @@ FLOORS = [
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
     doge_fast.pipeline.reporting.study
-    doge_fast.pipeline.training doge_fast.pipeline.trainer \
+    doge_fast.pipeline.training doge_fast.pipeline.trainer doge_fast.pipeline.termination \
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
         doge_fast.pipeline.reporting.tables \
         doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures

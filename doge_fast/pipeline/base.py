@@ -139,7 +139,7 @@ def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
     phases = []
     for part in range(config.stages):
         first, end = (last * each // config.stages for each in (part, part + 1))
-        found = [line["alpha"] for line in lines if first < line["step"] <= end]
+        found = [line["alpha"] for line in lines if first < line["step"] <= end and "alpha" in line]
         if not found:
             raise ValueError(
                 f"A curriculum of {config.stages} stages needs weights logged in each; {run} has "

@@ -1,26 +1,34 @@
 """The folder in which finished things are kept, each under a digest of what it depends on.
 
 Whatever is dear to make is made in a scratch folder and moved to its name when it is whole, so
-a run that is killed leaves nothing half made. Processes that want the same thing at the same time,
+a run that is killed leaves nothing half made. Sizes and checksums are kept beside it, and what no
+longer agrees with them is made again. Processes that want the same thing at the same time,
 the ranks of a run for example, wait for the first of them.
 """
 
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
+from doge_fast.failures import FileFailure, one_line
 from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.weights_file import write_json
 
 _log = logging.getLogger("doge_fast")
+
+_SCRATCH = ".making-"
+_BLOCK_BYTES = 1 << 20
 
 
 def made(config: CorpusConfig, kind: str, key: str, make: Callable[[Path], object]) -> Path:
@@ -36,70 +44,127 @@ def made_together(
 ) -> dict[str, Path]:
     """{name: path} of the things with these {name: key}; `make` writes all that are absent.
 
+    A thing that is no longer what was written is taken for absent.
+
     Raises:
-        ValueError: the cache cannot be written.
+        FileFailure: the cache cannot be written.
     """
     folder = (Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()) / kind
     paths = {name: folder / key for name, key in keys.items()}
-    absent = [name for name, path in paths.items() if not path.exists()]
-    if not absent:
+    if all(map(_is_whole, paths.values())):
         return paths
     try:
         # By default for this user alone: compiled operators are loaded from there.
         mode = 0o777 if config.cache_dir else 0o700
         folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         folder.mkdir(exist_ok=True)
-        # On the file system that things are moved on.
-        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".making-"))
     except OSError as error:
-        raise ValueError(
-            f"The cache must be writable; {folder} is not: {one_line(error)}. "
-            "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
-        ) from error
-    try:
-        with _one_at_a_time(folder.parent / "locks", f"{kind}-{digest(dict(keys))}"):
-            absent = [name for name in absent if not paths[name].exists()]
-            if absent:
-                _log.info("Making %s in %s.", ", ".join(absent), folder)
+        raise _unwritable(folder, error) from error
+    lock = f"{kind}-{digest(dict(keys))}"
+    with _one_at_a_time(folder.parent / "locks", lock) as is_alone:
+        absent = [name for name in paths if not _is_whole(paths[name])]
+        if absent:
+            _log.info("Making %s in %s.", ", ".join(absent), folder)
+            if is_alone:
+                _sweep(folder, lock)
+            with _scratch(folder, lock) as scratch:
                 written = {name: scratch / str(index) for index, name in enumerate(absent)}
                 make(written)
                 for name, path in written.items():
-                    _keep(path, paths[name])
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+                    _keep(path, paths[name], scratch)
     return paths
 
 
+def _unwritable(folder: Path, error: OSError) -> FileFailure:
+    return FileFailure(
+        f"The cache must be writable; {folder} is not: {one_line(error)}. "
+        "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
+    )
+
+
+def _sweep(folder: Path, lock: str) -> None:
+    """Remove what killed processes were making: nobody holds the lock that it is named by."""
+    for left in folder.glob(f"{_SCRATCH}*"):
+        other = left.name.removeprefix(_SCRATCH).rpartition("-")[0]
+        with suppress(OSError, Timeout):
+            if other == lock:
+                shutil.rmtree(left)
+                continue
+            with FileLock(folder.parent / "locks" / other).acquire(timeout=0):
+                shutil.rmtree(left)
+
+
 @contextmanager
-def _one_at_a_time(folder: Path, name: str) -> Iterator[None]:
+def _scratch(folder: Path, lock: str) -> Iterator[Path]:
+    """A folder to make things in, on the file system that they are moved on."""
+    try:
+        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=f"{_SCRATCH}{lock}-"))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sums_of(path: Path) -> Path:
+    """The file that says what a thing holds."""
+    return path.parent.parent / "sums" / f"{path.parent.name}-{path.name}.json"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is there as it was written."""
+    try:
+        written = json.loads(_sums_of(path).read_text(encoding="utf-8"))
+        return bool(written == _described(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _described(path: Path) -> dict[str, list[int]]:
+    """{relative path: [bytes, CRC-32]} of a file, or of all in a folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    found = {}
+    for file in files:
+        crc = 0
+        with file.open("rb") as opened:
+            while block := opened.read(_BLOCK_BYTES):
+                crc = zlib.crc32(block, crc)
+        found[file.relative_to(path).as_posix()] = [file.stat().st_size, crc]
+    return found
+
+
+@contextmanager
+def _one_at_a_time(folder: Path, name: str) -> Iterator[bool]:
     """Whoever comes second waits for the first, and finds its work; a killed one is not waited for.
 
-    Where a file system has no locks, both make the same.
+    Where a file system has no locks, which is what is yielded, both make the same.
     """
     lock = FileLock(folder / name)
     with suppress(OSError, NotImplementedError):
         folder.mkdir(exist_ok=True)
         lock.acquire()
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 
 
-def _keep(written: Path, path: Path) -> None:
-    """Move it to its name, unless somebody was first: of the same key, that one is as good."""
-    try:
-        written.rename(path)
-    except OSError:
-        if not path.exists():
-            raise
+def _keep(written: Path, path: Path, scratch: Path) -> None:
+    """Move it to its name, unless the same is there already; what is damaged makes way."""
+    sums = _sums_of(path)
+    sums.parent.mkdir(exist_ok=True)
+    # First: what has a name and no sums is made again.
+    write_json(sums, _described(written))
+    if _is_whole(path):
+        return
+    if os.path.lexists(path):
+        _log.warning("%s is damaged, or without its checksums: it was made again.", path)
+        # Moved, not removed: who has it open reads on.
+        path.rename(scratch / f"old-{path.name}")
+    written.rename(path)
 
 
 def digest(value: Any) -> str:
     """SHA-256 of a value that JSON can hold, shortened to what names a folder."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's text, or its class where it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")

@@ -4,6 +4,9 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 `AutoModelForCausalLM` and everything built on it.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +18,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
+from doge_fast.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.config import ModelConfig
 from doge_fast.pipeline.sizes import SIZES
 
@@ -61,7 +66,7 @@ def build_model(
         for attribute, value in _asked_shape(config).items():
             setattr(architecture, attribute, value)
         num_heads, embed_dim = architecture.num_attention_heads, architecture.hidden_size
-        if embed_dim % num_heads:
+        if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(
                 "The embedding width must be a multiple of the number of heads; got "
                 f"{embed_dim} and {num_heads}. Change embed_dim (--embed-dim) or num_heads "
@@ -76,7 +81,8 @@ def build_model(
     if config.pretrained:
         model = open_model(config.model)
     else:
-        made = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
+        with reading(config.model, "Mend its config.json, or name another model."):
+            made = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
         model = _with_loss(made)
     if not is_family:
         _check_causal(config.model, model, block_size)
@@ -84,8 +90,40 @@ def build_model(
 
 
 def open_model(name: str | Path) -> PreTrainedModel:
-    """The causal language model of a folder or Hub id, with its weights, in float32."""
-    return _with_loss(AutoModelForCausalLM.from_pretrained(name, dtype="float32"))
+    """The causal language model of a folder or Hub id, with its weights, in float32.
+
+    Raises:
+        FileFailure: it does not open, or its files lack some of the weights.
+    """
+    with reading(name, "Name another model, or make it anew."), _quiet():
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        model, told = found
+    # Else drawn anew, and nobody would know.
+    lost = sorted(told["missing_keys"]) + sorted(key for key, *_ in told["mismatched_keys"])
+    if lost:
+        raise FileFailure(
+            f"{name} lacks weights of its model, or has them in another shape: "
+            f"{', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. Name another model, or make "
+            "it anew."
+        )
+    return _with_loss(model)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers tells of weights in a table; one sentence of ours does."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    loader = logging.getLogger("transformers.modeling_utils")
+    level = loader.level
+    loader.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        loader.setLevel(level)
+        transformers_logging.set_verbosity(before)
 
 
 def _with_loss(model: Any) -> PreTrainedModel:
@@ -129,9 +167,12 @@ def load_architecture(name: str) -> Any:
         if is_missing:
             raise OSError(f"{name} is not a folder or a file")
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
+    except Exception as error:
+        # Whatever it stumbles over is in the file.
+        reason, file = one_line(error), Path(name)
+        is_there = file.is_file() or (file / "config.json").exists()
+        kind = FileFailure if is_there else ValueError
+        raise kind(
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
             f"config.json AutoConfig opens; got {name!r} ({reason})."
         ) from error

@@ -1,7 +1,35 @@
-"""Domains that are named: NAME=NUMBER words of the command line, and whether they are known."""
+"""Domains that are named: what a name may hold, NAME=NUMBER words, and whether they are known."""
 
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
+
+# Control characters, line ends, what turns the direction of writing, halves of characters:
+# a terminal, a page or another framework's file would obey them.
+_INVISIBLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_BREAKS = {"\n", "\t"}
+
+
+def visible(text: str) -> str:
+    """The text with what a terminal would obey written as in Python: "a\\x1b[31mb"."""
+
+    def escaped(found: re.Match[str]) -> str:
+        character = found[0]
+        return character if character in _BREAKS else character.encode("unicode_escape").decode()
+
+    return _INVISIBLE.sub(escaped, text)
+
+
+def check_visible(names: Iterable[str], where: str) -> None:
+    """Raise ValueError where a name that `where` gives is empty, or cannot be seen whole."""
+    for name in names:
+        if not name or _INVISIBLE.search(name):
+            raise ValueError(
+                f"A domain's name must be of characters that are written; {where} has {name!a}. "
+                "Rename it."
+            )
 
 
 def check(what: str, names: Iterable[str], known: Collection[str], where: str) -> None:

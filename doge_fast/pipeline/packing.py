@@ -22,6 +22,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from doge_fast.failures import FileFailure, one_line
 from doge_fast.mixture.permutation import Ints
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
@@ -67,9 +68,11 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"The tokenizer {name} does not open: {cache.one_line(error)}. Give a folder with a "
+    except Exception as error:
+        # Whatever it stumbles over is in the file.
+        kind = FileFailure if Path(name).exists() else ValueError
+        raise kind(
+            f"The tokenizer {name} does not open: {one_line(error)}. Give a folder with a "
             'tokenizer.json, a Hub id, or "train".'
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -21,13 +21,13 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as operators_seen
 
-from doge_fast import atomic_file
+from doge_fast import atomic_file, failures
 from doge_fast.alternation import alternated, ratio_of, synchronize
 from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.roofline import Bandwidth, bandwidth
-from doge_fast.pipeline import records, tables
+from doge_fast.pipeline import tables
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.profile_steps import (
@@ -272,7 +272,7 @@ def _check(config: ProfileConfig) -> None:
     if len({path.absolute() for path in files}) < len(files):
         raise ValueError(f"json, trace and trace_operators must be different files; got {files}.")
     for path in files:
-        with records.writing(path):
+        with failures.writing(path):
             path.open("a").close()
 
 

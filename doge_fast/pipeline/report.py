@@ -18,6 +18,7 @@ from markupsafe import Markup
 from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.reporting.cautions import warnings_about
 from doge_fast.pipeline.reporting.findings import Part, parts_of, proxy_parts
 from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, drawing_of, style
@@ -69,7 +70,8 @@ def write_report(config: ReportConfig) -> Path:
         settings=_settings(study, config.token_budget),
         versions=_versions(study),
     )
-    atomic_file.write(page, html)
+    # Names in records of runs made elsewhere may hold anything.
+    atomic_file.write(page, visible(html))
     return page
 
 
@@ -127,7 +129,7 @@ def _drawn(part: Part, folder: Path) -> list[Drawing]:
     with style():
         drawings = [drawing_of(s.name, s.title, s.caption, s.make()) for s in part.sketches]
     for drawing in drawings:
-        atomic_file.write(folder / f"{drawing.name}.svg", drawing.svg)
+        atomic_file.write(folder / f"{drawing.name}.svg", visible(drawing.svg))
         atomic_file.write(folder / f"{drawing.name}.png", drawing.png)
     return drawings
 

@@ -24,6 +24,7 @@ from doge_fast.cancellation import (
     select,
 )
 from doge_fast.example_norms import ExampleNorms
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline import baselines, ranks, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch, Corpus
@@ -75,10 +76,14 @@ def is_selected(config: SelectConfig) -> bool:
 
 
 def _read(run: Path) -> Json:
-    """cancellation.json; ValueError where it is absent or lacks a part."""
-    keys = ("columns", "scores", "selections")
-    absent = f"{run} holds no {CANCELLATION}: its run is not complete."
-    return records.read_record(run / CANCELLATION, keys, absent=absent)
+    record = records.read_json(run / CANCELLATION)
+    records.check_shape(record, records.CancellationRecord, run / CANCELLATION)
+    if record["scores"].keys() != set(READINGS):
+        raise FileFailure(
+            f"{run / CANCELLATION} is damaged: scores must be of {', '.join(READINGS)}. "
+            f"{records.WAY_OUT}"
+        )
+    return record
 
 
 def table(run: Path) -> str:

@@ -10,21 +10,33 @@ import functools
 import itertools
 import json
 import logging
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from doge_fast.failures import FileFailure, one_line, reading
 from doge_fast.mixture.permutation import shuffled
-from doge_fast.pipeline import cache, local_corpus, progress
+from doge_fast.pipeline import cache, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.corpus_files import (
+    MEND,
+    SUFFIXES,
+    TEXT_DOCUMENT_CHARS,
+    data_files,
+    existing,
+    guarded,
+    is_empty,
+    kind_of,
+    stamp_of,
+    suffix_of,
+    text_document_chars,
+    text_documents,
+)
 
 _log = logging.getLogger("doge_fast")
 
@@ -32,24 +44,10 @@ _log = logging.getLogger("doge_fast")
 Documents = Callable[[], Iterator[tuple[str, str]]]
 Splits = Mapping[str, datasets.IterableDataset]
 
-_SUFFIXES = {
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".jsonl.gz": "json",
-    ".jsonl.zst": "json",
-    ".txt": "text",
-}
 _SPLIT = re.compile(
     r"(?:(?P<train>train(?:ing)?)|(?P<validation>validation|valid|val|dev)|(?P<test>test))(?![a-z])"
 )
 
-# A text file is cut at the first blank line past this many characters, so that it has
-# documents to hold out; and anywhere past sixteen times as many.
-_TEXT_DOCUMENT_CHARS = 16_384
-# Where documents have to be held out of less than a megabyte, it is cut past a smaller number:
-# else few documents would be held out, one of them perhaps most of the text.
-_TEXT_DOCUMENTS = 64
-_MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
 # Of a streamed data set so many files are read in turn: one file is often all of a kind.
 _FILES_IN_TURN = 10
@@ -75,7 +73,7 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     if not path.exists():
         return _hub_parts(config, targets)
     if config.domain_column is not None:
-        return _column_parts(config, _path_splits(path), _stamp(_data_files(path)), targets)
+        return _column_parts(config, _path_splits(path), stamp_of(data_files(path)), targets)
     if path.is_file():
         raise ValueError(
             f"{path} is one file: name the column that holds a row's domain with domain_column "
@@ -111,15 +109,15 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith("."):
             continue
-        files = _data_files(_existing(entry))
+        files = data_files(existing(entry))
         if not files and (entry.is_file() or config.domains):
             continue
         if not files:
             raise ValueError(
-                f"{entry} holds no file of {', '.join(_SUFFIXES)}. Remove it, or name the domains "
+                f"{entry} holds no file of {', '.join(SUFFIXES)}. Remove it, or name the domains "
                 "to train on with domains (--domains)."
             )
-        name = entry.name if entry.is_dir() else entry.name.removesuffix(_suffix(entry) or "")
+        name = entry.name if entry.is_dir() else entry.name.removesuffix(suffix_of(entry) or "")
         if name in files_of:
             raise ValueError(
                 f"A domain is one folder or one file; {directory} holds several named {name}."
@@ -130,9 +128,10 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
                 "row's domain with domain_column (--domain-column), or give every domain a folder."
             )
         files_of[name] = files
+    named.check_visible(files_of, str(directory))
     if not files_of:
         raise ValueError(
-            f"{directory} must hold a folder or file per domain, of {', '.join(_SUFFIXES)}; "
+            f"{directory} must hold a folder or file per domain, of {', '.join(SUFFIXES)}; "
             f"it holds {', '.join(sorted(e.name for e in directory.iterdir())) or 'nothing'}."
         )
     return {name: _files_part(name, directory, files, config) for name, files in files_of.items()}
@@ -151,10 +150,10 @@ def _files_part(name: str, directory: Path, files: Sequence[Path], config: Corpu
             f"{', '.join(file.name for file in files)}."
         )
     is_divided_here = list(splits) == ["train"]
-    chars = _text_document_chars(files) if is_divided_here else _TEXT_DOCUMENT_CHARS
-    stamp = _stamp(files)
+    chars = text_document_chars(files) if is_divided_here else TEXT_DOCUMENT_CHARS
+    stamp = stamp_of(files)
     # Another cut makes other documents of the same files.
-    fingerprint = stamp if chars == _TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars])
+    fingerprint = stamp if chars == TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars])
     return _part(splits, functools.partial(_file_documents, config, name, chars), fingerprint)
 
 
@@ -168,124 +167,30 @@ def _part(splits: Mapping[str, Any], read: Callable[..., Any], fingerprint: str)
     )
 
 
-def _text_document_chars(files: Iterable[Path]) -> int:
-    """Characters past which a domain's text files are cut at a blank line; see the constants."""
-    num_bytes = sum(file.stat().st_size for file in files if _kind(file) == "text")
-    chars = max(_MIN_TEXT_DOCUMENT_CHARS, num_bytes // _TEXT_DOCUMENTS)
-    return min(chars, _TEXT_DOCUMENT_CHARS) if num_bytes else _TEXT_DOCUMENT_CHARS
-
-
 def _split_of(name: str) -> str | None:
     """train, validation or test, where `name` begins with it or a usual short form."""
     found = _SPLIT.match(name.lower())
     return found.lastgroup if found else None
 
 
-def _data_files(path: Path) -> list[Path]:
-    """The file itself, or all below a directory, of a kind that is read; hidden ones are not."""
-    if path.is_file():
-        return [path] if _suffix(path) else []
-    found: list[Path] = []
-    for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for inside in (Path(folder, name) for name in folders):
-            if inside.is_symlink() and Path(folder).resolve().is_relative_to(inside.resolve()):
-                raise ValueError(f"{inside} is a link to a folder around it. Remove it.")
-            if _suffix(inside):
-                raise ValueError(f"{inside} has the name of a file and is a folder. Rename it.")
-        files = [Path(folder, name) for name in names if not name.startswith(".")]
-        found += [_existing(file) for file in files if _suffix(file)]
-    return sorted(found)
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _existing(path: Path) -> Path:
-    """The path, unless it is a link to nothing, or nothing that holds text."""
-    if not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is a link to nothing, or no file. Mend it, or remove it.")
-    return path
-
-
-def _suffix(path: Path) -> str | None:
-    """The ending that says how the file is read; None for other files."""
-    return next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), None)
-
-
-def _kind(path: Path) -> str:
-    """parquet, json or text."""
-    suffix = _suffix(path)
-    if suffix is None:
-        raise ValueError(f"A file of documents ends in {', '.join(_SUFFIXES)}; this is {path}.")
-    return _SUFFIXES[suffix]
-
-
-def _stamp(files: Iterable[Path]) -> str:
-    """Changes when a file does: paths, sizes, times of modification."""
-    facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return cache.digest(facts)
-
-
 def _file_documents(
     config: CorpusConfig, name: str, text_chars: int, files: Sequence[Path]
 ) -> Iterator[tuple[str, str]]:
     """The documents of one domain's files, kind after kind."""
-    filled = [file for file in files if not _is_empty(file)]
-    for kind, group in itertools.groupby(sorted(filled, key=_kind), key=_kind):
+    filled = [file for file in files if not is_empty(file)]
+    for kind, group in itertools.groupby(sorted(filled, key=kind_of), key=kind_of):
         paths = list(group)
         if kind == "text":
-            yield from ((name, text) for text in _text_documents(paths, text_chars))
+            yield from ((name, text) for text in text_documents(paths, text_chars))
         else:
-            yield from _row_documents(config, str(paths[0]), name, _open_files(kind, paths))
+            where = str(paths[0] if len(paths) == 1 else paths[0].parent)
+            yield from _row_documents(config, where, name, _open_files(kind, paths, where))
 
 
-def _is_empty(file: Path) -> bool:
-    """Whether there are no rows: `datasets` fails on files like that."""
-    if _kind(file) != "parquet":
-        return file.stat().st_size == 0
-    with _told(f"{file} cannot be read"):
-        return bool(pq.read_metadata(file).num_rows == 0)
-
-
-@contextlib.contextmanager
-def _told(sentence: str, *errors: type[Exception]) -> Iterator[None]:
-    """What goes wrong inside the readers ends a sentence of ours."""
-    try:
-        yield
-    except (datasets.exceptions.DatasetsError, pa.ArrowInvalid, OSError, *errors) as error:
-        raise ValueError(f"{sentence}: {cache.one_line(error)}.") from error
-
-
-def _text_documents(files: Iterable[Path], chars: int) -> Iterator[str]:
-    """Text files cut into documents; those of white space are left out."""
-    for file in files:
-        yield from filter(str.strip, _cut(file, chars))
-
-
-def _cut(file: Path, chars: int) -> Iterator[str]:
-    """The file, cut at blank lines past `chars`, anywhere past 16 times that."""
-    lines: list[str] = []
-    size = 0
-    try:
-        with file.open(encoding="utf-8") as handle:
-            for line in handle:
-                lines.append(line)
-                size += len(line)
-                is_blank = not line.strip()
-                if size >= (1 if is_blank else 16) * chars:
-                    yield "".join(lines)
-                    lines, size = [], 0
-    except UnicodeDecodeError as error:
-        raise ValueError(f"A text file must be UTF-8; {file} is not: {error}.") from None
-    yield "".join(lines)
-
-
-def _open_files(kind: str, files: Sequence[Path]) -> datasets.IterableDataset:
+def _open_files(kind: str, files: Sequence[Path], where: str) -> datasets.IterableDataset:
     """Rows of local files as they are read; nothing is copied."""
     data_files = {"train": [str(file) for file in files]}
-    with _without_bars():
+    with _without_bars(), reading(where, MEND):
         return datasets.load_dataset(kind, data_files=data_files, split="train", streaming=True)
 
 
@@ -308,27 +213,26 @@ def _row_documents(
     columns = {"text_column": config.text_column}
     if domain is None:
         columns["domain_column"] = str(config.domain_column).split(".")[0]
-    with _told(f"{where} cannot be read"):
-        first = next(iter(rows), None)
-        if first is None:
-            return
-        for option, column in columns.items():
-            if column not in first:
+    first = next(guarded(rows, where), None)
+    if first is None:
+        return
+    for option, column in columns.items():
+        if column not in first:
+            raise ValueError(
+                f'{where} has no column "{column}"; its columns are {", ".join(first)}. '
+                f"Name the right one with {option} (--{option.replace('_', '-')})."
+            )
+    for batch in guarded(_batches(rows.select_columns(list(columns.values())), config), where):
+        names = itertools.repeat(domain) if domain else _domains(batch, config)
+        for name, text in zip(names, batch[config.text_column], strict=False):
+            if not isinstance(text, str | None):
                 raise ValueError(
-                    f'{where} has no column "{column}"; its columns are {", ".join(first)}. '
-                    f"Name the right one with {option} (--{option.replace('_', '-')})."
+                    f'The column "{config.text_column}" of {where} must hold text; it holds '
+                    f"{type(text).__name__}. Name the right one with text_column "
+                    "(--text-column)."
                 )
-        for batch in _batches(rows.select_columns(list(columns.values())), config):
-            names = itertools.repeat(domain) if domain else _domains(batch, config)
-            for name, text in zip(names, batch[config.text_column], strict=False):
-                if not isinstance(text, str | None):
-                    raise ValueError(
-                        f'The column "{config.text_column}" of {where} must hold text; it holds '
-                        f"{type(text).__name__}. Name the right one with text_column "
-                        "(--text-column)."
-                    )
-                if name is not None and text and text.strip():
-                    yield str(name), text
+            if name is not None and text and text.strip():
+                yield str(name), text
 
 
 def _batches(
@@ -390,7 +294,9 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
 
     key = cache.digest([part.fingerprint, config.text_column])
     file = cache.made(config, "names", f"{key}.json", find)
-    return list(json.loads(file.read_text(encoding="utf-8")))
+    names = list(json.loads(file.read_text(encoding="utf-8")))
+    named.check_visible(names, f"the column {config.domain_column} of {config.data}")
+    return names
 
 
 def _path_splits(path: Path) -> Splits:
@@ -399,17 +305,19 @@ def _path_splits(path: Path) -> Splits:
         with _from_hub(str(path)), _without_bars():
             splits: Splits = datasets.load_dataset(str(path), streaming=True)
             return splits
-    if _kind(path) == "text":
+    if kind_of(path) == "text":
         raise ValueError(
             f"A text file has no columns, so no domain_column (--domain-column); this is {path}."
         )
-    return {"train": _open_files(_kind(path), [path])}
+    if is_empty(path):
+        raise ValueError(f"{path} is empty. Name a file with text.")
+    return {"train": _open_files(kind_of(path), [path], str(path))}
 
 
 def _hub_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """A Hub data set: its domain column's values or its configurations are the domains."""
     data = config.data
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data) or _suffix(Path(data)):
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data) or suffix_of(Path(data)):
         raise ValueError(
             f"{data} does not exist. Give a directory with one folder or file per domain, "
             'a file, a Hub id (owner/name), or "installed".'
@@ -435,5 +343,13 @@ def _open_hub(data: str, name: str | None) -> tuple[Splits, str]:
         return builder.as_streaming_dataset(), stamp
 
 
-def _from_hub(data: str) -> contextlib.AbstractContextManager[None]:
-    return _told(f"{data} is neither a path here nor a data set that could be opened", ValueError)
+@contextlib.contextmanager
+def _from_hub(data: str) -> Iterator[None]:
+    """What goes wrong while a data set is opened ends a sentence of ours."""
+    try:
+        yield
+    except Exception as error:
+        kind = FileFailure if Path(data).exists() else ValueError
+        raise kind(
+            f"{data} is neither a path here nor a data set that could be opened: {one_line(error)}."
+        ) from error

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from doge_fast import atomic_file
+from doge_fast.failures import FileFailure
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, domains, health, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
@@ -30,6 +31,7 @@ from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.sampling import BlockSampler
+from doge_fast.pipeline.termination import StopWhenTold
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 Config = TypeVar("Config", bound=StageConfig)
@@ -145,6 +147,7 @@ class Stage(Generic[Config]):
         model.config.use_cache = True
         model.save_pretrained(beside)
         self.corpus.tokenizer.save_pretrained(beside)
+        atomic_file.open_as_new(beside)
         records.write_manifest(beside)
         os.replace(beside, self.out / training.MODEL)
         atomic_file.keep_names(self.out)
@@ -285,10 +288,10 @@ def run(stage: Stage[Any]) -> Path:
 
 
 def _check_unchanged(stage: Stage[Any], recorded: Json | None) -> None:
-    """Raise ValueError where another process has made the run since this one read its state."""
+    """Raise FileFailure where another process has made the run since this one read its state."""
     is_begun = records.check_run(stage.out, stage=stage.name, config=stage.config) != recorded
     if is_begun or stage.is_finished():
-        raise ValueError(
+        raise FileFailure(
             f"Another process has just {'begun' if is_begun else 'completed'} {stage.out}. Repeat "
             "the command, or name another directory."
         )
@@ -376,13 +379,15 @@ def train(
     set_seed(config.seed)
     # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+    stop = StopWhenTold()
     trainer = stage.trainer(
         model=model,
         args=arguments,
         train_dataset=stage.batches(start),
-        callbacks=list(callbacks),
+        callbacks=[*callbacks, stop],
         stage=stage,
         **stage.options,
     )
-    trainer.go_on(checkpoint)
+    with stop.watching():
+        trainer.go_on(checkpoint)
     return trainer

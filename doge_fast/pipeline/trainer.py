@@ -29,6 +29,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from doge_fast import weights_file
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline import health, progress, ranks, records
 
 TENSORBOARD = "tensorboard"
@@ -44,7 +45,7 @@ def from_first(call: Callable[[], Value]) -> Value:
     """What `call` returns on the first process, on all; where it raises there, all raise.
 
     Raises:
-        ValueError: on the others, with the words of what was raised on the first.
+        FileFailure: on the others, with the words of what was raised on the first.
     """
     if ranks.number() == 1:
         return call()
@@ -60,7 +61,7 @@ def from_first(call: Callable[[], Value]) -> Value:
     if failure is not None:
         raise failure
     if told[1] is not None:
-        raise ValueError(told[1])
+        raise FileFailure(told[1])
     return cast(Value, told[0])
 
 

@@ -14,7 +14,7 @@ def test_two_at_once_both_find_it_packed(tmp_path):
     def make_while_another_does(folder):
         for each in (folder, tmp_path / "blocks" / "key"):
             each.mkdir()
-            (each / "file").write_text(each.name)
+            (each / "file").write_text("key")
 
     for _ in "ab":
         path = cache.made(config, "blocks", "key", make_while_another_does)

@@ -20,7 +20,7 @@ import yaml
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import ExportConfig
+from doge_fast.pipeline.config import BaseConfig, ExportConfig, TrainingConfig
 from doge_fast.pipeline.exports import (
     Target,
     by_document,
@@ -932,13 +932,17 @@ def test_the_verb_reads_back_and_translates(file: Path, capsys: pytest.CaptureFi
     assert stages[0]["data"]["dataset"]["dataset_weights"] == [0.25, 0.75]
 
 
+# Of a run's config.json, beside its domains.
+CORPUS = {"targets": {}, "tokenizer_sha256": "0" * 64, "block_size": 128, "vocab_size": 512}
+
+
 def test_a_run_directory_knows_the_length_of_its_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = {"train_tokens": 8000, "train_blocks": 10, "validation_blocks": 1, "documents": 10}
-    corpus = {"domains": {"web": held, "code": held | {"documents": 40}}, "targets": {}}
+    corpus = CORPUS | {"domains": {"web": held, "code": held | {"documents": 40}}}
     run = tmp_path / "run"
-    records.open_run(run, stage="base", config={}, corpus=corpus)
+    records.open_run(run, stage="base", config=BaseConfig(run), corpus=corpus)
     records.write_weights(run, record({"web": 0.5, "code": 0.5}))
     words = ["--to", "lingua", "--paths", "web=/data/web", "code=/data/code"]
     for file in (run, run / "weights.json"):
@@ -969,8 +973,9 @@ def test_the_phases_of_a_base_run_know_its_steps(
 ) -> None:
     run = tmp_path / "run"
     held = {"train_tokens": 8000, "train_blocks": 10, "validation_blocks": 1, "documents": 10}
-    corpus = {"domains": {name: held for name in NAMES}, "targets": {}}
-    records.open_run(run, stage="base", config={"training": {"steps": 2048}}, corpus=corpus)
+    corpus = CORPUS | {"domains": {name: held for name in NAMES}}
+    config = BaseConfig(run, training=TrainingConfig(steps=2048))
+    records.open_run(run, stage="base", config=config, corpus=corpus)
     records.write_weights(run, record(stages=PHASES))
     for words in ([str(run)], [str(run / "weights.json"), "--phases", str(run)]):
         assert cli.main(["export", *words, "--to", "json", "--steps", "4096"]) == 0

@@ -159,7 +159,8 @@ def test_what_a_run_begins_with_and_was_told_is_recorded(tmp_path):
 
 def test_nothing_is_recorded_where_there_is_nothing_to_say(tmp_path):
     nothing = {"initial": None, "resolved": {}, "warnings": ()}
-    records.open_run(tmp_path / "run", stage="base", config={}, corpus=CORPUS, **nothing)
+    config = proxy_config(tmp_path / "run")
+    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS, **nothing)
     assert not records.read_config(tmp_path / "run").keys() & nothing.keys()
 
 

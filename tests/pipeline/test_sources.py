@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from doge_fast.pipeline import sources
+from doge_fast.pipeline import corpus_files, sources
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import (
     answer_as_hub,
@@ -109,7 +109,7 @@ def test_text_files_are_cut_at_blank_lines(tmp_path, config):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "book.txt").write_text("".join(paragraphs))
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    found = list(sources._text_documents([tmp_path / "data" / "book.txt"], 16_384))
+    found = list(corpus_files.text_documents([tmp_path / "data" / "book.txt"], 16_384))
     assert "".join(found) == "".join(paragraphs)
     assert len(found) > 4
     assert all(text.endswith("\n\n") for text in found)
@@ -117,14 +117,14 @@ def test_text_files_are_cut_at_blank_lines(tmp_path, config):
     loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
     # About 64 documents of text of this size, a tenth of them held out.
     chars = sum(map(len, paragraphs)) // 64
-    cut = list(sources._text_documents([tmp_path / "data" / "book.txt"], chars))
+    cut = list(corpus_files.text_documents([tmp_path / "data" / "book.txt"], chars))
     assert 48 <= len(cut) <= 64
     assert loaded.documents["book"] == len(cut) - round(0.1 * len(cut))
 
 
 def test_text_without_blank_lines_is_cut_too(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789\n" * 100_000)
-    found = list(sources._text_documents([tmp_path / "a.txt"], 16_384))
+    found = list(corpus_files.text_documents([tmp_path / "a.txt"], 16_384))
     assert "".join(found) == "0123456789\n" * 100_000
     assert max(map(len, found)) < 16 * 16_384 + 11
 
@@ -149,14 +149,14 @@ def test_the_cut_of_text_follows_what_there_is_of_a_domain(tmp_path):
         files = [tmp_path / f"{index}.txt" for index in range(len(sizes))]
         for file, size in zip(files, sizes, strict=True):
             file.write_bytes(b"x" * size)
-        return sources._text_document_chars(files)
+        return corpus_files.text_document_chars(files)
 
     assert cut(100) == cut(512 * 64) == 512
     assert cut(640_000) == 10_000
     assert cut(2**20) == cut(2**24) == 16_384
     # Files of which each is a document stay whole where there are many.
     assert cut(*[2**14] * 64) == 16_384
-    assert sources._text_document_chars([tmp_path / "rows.jsonl"]) == 16_384
+    assert corpus_files.text_document_chars([tmp_path / "rows.jsonl"]) == 16_384
 
 
 def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
@@ -172,8 +172,8 @@ def test_another_cut_is_another_cache_entry(tmp_path, config):
     (tmp_path / "short.txt").write_bytes(b"x\n\n" * 2**9)
     parts = sources.find_parts(rename(config, data=str(tmp_path)), [])
     # What was packed of a megabyte or more is found again.
-    assert parts["long"].fingerprint == sources._stamp([tmp_path / "long.txt"])
-    assert parts["short"].fingerprint != sources._stamp([tmp_path / "short.txt"])
+    assert parts["long"].fingerprint == corpus_files.stamp_of([tmp_path / "long.txt"])
+    assert parts["short"].fingerprint != corpus_files.stamp_of([tmp_path / "short.txt"])
 
 
 @pytest.mark.parametrize(

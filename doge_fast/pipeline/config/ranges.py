@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -64,6 +65,8 @@ def check(config: Any) -> None:
 
 def _check(name: str, value: Any, hint: Any) -> None:
     kind, parts = get_origin(hint), get_args(hint)
+    if isinstance(value, str | Path) and "\0" in str(value):
+        raise ValueError(f"{name} must be text without a NUL, which no file has; got {value!r}.")
     if kind in (Union, UnionType):
         for part in parts:
             if value is not None and part is not type(None):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLease, Timeout
 
-from doge_fast.pipeline.cache import one_line
+from doge_fast.failures import one_line
 
 EVENTS = "events.log"
 _PAUSE_S = 1.0

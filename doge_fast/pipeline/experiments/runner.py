@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from doge_fast import weights_file
-from doge_fast.pipeline import records
+from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -21,6 +21,7 @@ from doge_fast.pipeline.config import (
     SelectConfig,
     StageConfig,
 )
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
@@ -39,7 +40,6 @@ from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
 from doge_fast.pipeline.sources import find_parts
-from doge_fast.pipeline.training import is_finished
 
 # Claimed by whoever reads and packs a corpus, so that workers do not do it side by side.
 _CORPUS = "corpus"
@@ -76,10 +76,10 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     out, names = _directory(config), _domains_of(config)
     plan = plan_of(config, names, out, _tasks_of(config))
     jobs = _chosen(plan, config.only)
-    records.write_experiment(out, _record(with_mu(config, names), plan))
-    for job in jobs:
-        if _is_there(job):
-            _check_unchanged(job)
+    record = _record(with_mu(config, names), plan)
+    records.check_experiment(out, record)
+    _check_jobs(jobs, config)
+    records.write_experiment(out, record)
     queue = Queue(out / records.QUEUE, config.lease)
     queue.forget_failures()
     loop = functools.partial(_work, queue, plan, jobs, config)
@@ -204,7 +204,7 @@ def _is_there(job: Job) -> bool:
     """Whether a run can be read by others."""
     if isinstance(job.config, SelectConfig):
         return is_selected(job.config)
-    return is_finished(job.config.out)
+    return training.is_finished(job.config.out)
 
 
 def _is_made(job: Job, plan: Plan, config: ExperimentConfig) -> bool:
@@ -240,6 +240,20 @@ def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
         return {"tasks": list(task_names(config.tasks.tasks)), "task_data_sha256": None}
     tasks = list(load_tasks(config.tasks))
     return {"tasks": tasks, "task_data_sha256": document_hashes(config.tasks)}
+
+
+def _check_jobs(jobs: Sequence[Job], config: ExperimentConfig) -> None:
+    """What would be refused by a run is refused before there is one."""
+    for job in jobs:
+        check_ranges(job.config)
+        needs_float64 = not isinstance(job.config, BaseConfig)
+        training.check(job.config.training, needs_float64=needs_float64)
+    for job in jobs:
+        if _is_there(job):
+            _check_unchanged(job)
+        elif config.submitit is None and config.lease is None:
+            # Workers of other machines pack there, one of them.
+            _described(*_corpus_of(job.config))
 
 
 def _check_unchanged(job: Job) -> None:

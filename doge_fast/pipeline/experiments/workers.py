@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
+from doge_fast import failures
+from doge_fast.failures import one_line
 from doge_fast.pipeline.experiments.queue import EVENTS
 
 # What a worker runs; it is told who it is.
@@ -101,8 +103,10 @@ def _watched(process: Any, number: int) -> Worker:
 
 def _process(loop: Loop, number: int, count: int, folder: Path) -> None:
     """The whole life of a worker of this machine."""
-    # Ctrl-C reaches all processes of a terminal; the one that started them ends them.
+    # Ctrl-C reaches all processes of a terminal; the one that started them ends them, and each
+    # leaves a checkpoint.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, failures.raise_terminated)
     threading.Thread(target=_follow_parent, daemon=True).start()
     log = os.open(folder / f"worker-{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (sys.stdout, sys.stderr):
@@ -113,7 +117,11 @@ def _process(loop: Loop, number: int, count: int, folder: Path) -> None:
     devices = devices_of(number, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    _begin(loop, f"worker {number} (process {os.getpid()})")
+    try:
+        _begin(loop, f"worker {number} (process {os.getpid()})")
+    except failures.Terminated as end:
+        _log.info("Ended by SIGTERM. %s", end)
+        sys.exit(failures.TERMINATED)
 
 
 def devices_of(number: int, there: int, visible: str | None) -> str | None:
@@ -168,7 +176,13 @@ def _submitted(loop: Loop, count: int, folder: Path, words: Sequence[str]) -> li
 
     told = {"cluster": "slurm", "name": "doge-fast"}
     told |= {name: yaml.safe_load(value) for name, _, value in (w.partition("=") for w in words)}
-    executor = AutoExecutor(folder=folder / "jobs", cluster=told.pop("cluster"))
+    try:
+        executor = AutoExecutor(folder=folder / "jobs", cluster=told.pop("cluster"))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"submitit cannot start jobs here: {one_line(error)}. Start this where jobs are "
+            "submitted from, or give --workers."
+        ) from error
     try:
         executor.update_parameters(**told)
     except (NameError, AssertionError) as error:

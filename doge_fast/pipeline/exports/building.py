@@ -17,6 +17,7 @@ from doge_fast.pipeline.exports.blend import (
     by_token,
     normalised,
 )
+from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records.weights import check_fields, is_weight
 
 Plan = list[tuple[int, dict[str, float]]]
@@ -218,6 +219,11 @@ def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
     is_listed = isinstance(paths, Sequence | Mapping) and len(paths) > 0
     if not is_listed or not all(isinstance(path, str) and path for path in paths):
         raise ValueError(f"A domain needs a path, or a list of them; {name} has {given!r}.")
+    for path in paths:
+        if visible(path) != path:
+            raise ValueError(
+                f"A path must be of characters that are written; {name} has {path!a}. Rename it."
+            )
     if isinstance(paths, Mapping):
         if not all(is_weight(part) and part for part in paths.values()):
             raise ValueError(f"The parts of {name}'s paths must be above 0; they are {paths}.")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast import atomic_file
+from doge_fast import atomic_file, failures
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.blend import Paths, Settings
@@ -47,13 +47,11 @@ def run(config: ExportConfig) -> list[str]:
     text = to_json(record) if config.to is None else _exported(config, record, paths, settings)
     if out is None:
         return [text.rstrip("\n")]
-    try:
+    with failures.writing(out, makes_directory=False):
         if config.to is None:
             records.write_weights(out, record)
         else:
             atomic_file.write(out, text)
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}.") from None
     return [f"{'weights' if config.to is None else 'written'}: {out}"]
 
 
@@ -143,7 +141,7 @@ def _paths(words: Sequence[str], flag: str) -> dict[str, Any]:
     """Paths by domain: NAME=PATH, a name again for a further path; or a JSON or YAML file."""
     if len(words) == 1 and "=" not in words[0] and words[0].endswith(_FILES):
         value = _parsed(Path(words[0]))
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ValueError(f"{words[0]} must map domains to paths; it holds {value!r}.")
         return value
     found: dict[str, list[str]] = {}

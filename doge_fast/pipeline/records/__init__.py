@@ -25,6 +25,7 @@ from doge_fast.pipeline.records.checkpoints import (
 )
 from doge_fast.pipeline.records.manifest import MANIFEST, read_manifest, write_manifest
 from doge_fast.pipeline.records.measures import (
+    check_experiment,
     evaluation,
     few_shot,
     read_evaluation,
@@ -49,7 +50,6 @@ from doge_fast.pipeline.records.runs import (
     WEIGHTS,
     WRITING,
     Json,
-    Stage,
     check_corpus,
     check_run,
     open_run,
@@ -58,11 +58,11 @@ from doge_fast.pipeline.records.runs import (
     read_record,
     versions,
 )
+from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, Stage, check_shape
 from doge_fast.pipeline.records.weights import (
     check_out,
     read_weights,
     weights_by_name,
     write_weights,
-    writing,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json

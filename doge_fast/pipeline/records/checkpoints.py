@@ -18,6 +18,7 @@ from platform import node
 from filelock import FileLock, Timeout
 
 from doge_fast import atomic_file
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
 from doge_fast.pipeline.records.metrics import keep_metrics, resume_metrics
 from doge_fast.pipeline.records.runs import CHECKPOINTS, METRICS, WRITING, read_json
@@ -37,7 +38,7 @@ def alone(run: Path) -> Iterator[None]:
     """Keep other launches out of the run directory; the end of this process lets them in.
 
     Raises:
-        ValueError: another launch has it.
+        FileFailure: another launch has it.
     """
     folder = run / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ def alone(run: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ValueError(
+        raise FileFailure(
             f"Another process is at work in {run}{_owner(folder)}. Wait for its end, or name "
             "another directory."
         ) from None
@@ -103,7 +104,7 @@ def resume_checkpoint(run: Path) -> Path | None:
         Its folder; None: the run begins at its first step.
 
     Raises:
-        ValueError: there are checkpoints, and none is whole.
+        FileFailure: there are checkpoints, and none is whole.
     """
     shutil.rmtree(run / CHECKPOINTS / WRITING, ignore_errors=True)
     found = _generations(run)
@@ -119,7 +120,7 @@ def resume_checkpoint(run: Path) -> Path | None:
             _log.warning("%s: %s. %s is used.", run, each, checkpoint.name)
         return checkpoint
     if damaged:
-        raise ValueError(
+        raise FileFailure(
             f"{run} cannot go on, for no checkpoint is whole ({'; '.join(damaged)}). Restore one, "
             f"or remove {run / CHECKPOINTS} to begin again at the first step."
         )

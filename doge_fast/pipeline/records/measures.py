@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline.records.runs import (
     EVALUATION,
     EXPERIMENT,
@@ -13,6 +14,13 @@ from doge_fast.pipeline.records.runs import (
     Json,
     check_empty,
     read_record,
+)
+from doge_fast.pipeline.records.shapes import (
+    WAY_OUT,
+    EvaluationRecord,
+    ExperimentRecord,
+    FewShotRecord,
+    check_shape,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
 
@@ -70,9 +78,16 @@ def exp_or_inf(value: float) -> float:
 
 
 def read_evaluation(run: Path) -> Json:
-    """evaluation.json of a run directory; ValueError where it is absent or lacks a part."""
+    """evaluation.json of a run directory; ValueError where it is absent or damaged."""
     absent = f"{run} holds no {EVALUATION}: run doge-fast evaluate on it."
-    return read_record(run / EVALUATION, _EVALUATION_KEYS, absent=absent, has_schema=False)
+    file = run / EVALUATION
+    record = read_record(file, _EVALUATION_KEYS, absent=absent, has_schema=False)
+    check_shape(record, EvaluationRecord, file)
+    if not record["loss"].keys() == record["blocks"].keys() == record["perplexity"].keys():
+        raise FileFailure(
+            f"{file} is damaged: loss, blocks and perplexity are not of the same domains. {WAY_OUT}"
+        )
+    return record
 
 
 def few_shot(
@@ -109,9 +124,9 @@ def few_shot(
 
 
 def read_few_shot(run: Path) -> Json:
-    """fewshot.json of a run directory; ValueError where it is absent or lacks a part."""
+    """fewshot.json of a run directory; ValueError where it is absent or damaged."""
     absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
-    return read_record(run / FEWSHOT, _FEWSHOT_KEYS, absent=absent)
+    return _shaped(run / FEWSHOT, _FEWSHOT_KEYS, absent, FewShotRecord)
 
 
 def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
@@ -123,15 +138,23 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
             they are made), groups (the runs behind each table) and versions.
 
     Raises:
-        ValueError: the directory holds another experiment, or something else.
+        ValueError: as `check_experiment`.
     """
-    record = dict(plain({"schema_version": SCHEMA_VERSION, **record}))
+    check_experiment(out, record)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / EXPERIMENT, _complete(record))
+
+
+def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
+    """Raise ValueError where a directory holds another experiment, or something else."""
     if not (out / EXPERIMENT).exists():
         check_empty(out)
-        out.mkdir(parents=True, exist_ok=True)
     elif any(entry.name not in (EXPERIMENT, QUEUE) for entry in out.iterdir()):
-        _check_same_experiment(read_experiment(out), record, out)
-    write_json(out / EXPERIMENT, record)
+        _check_same_experiment(read_experiment(out), _complete(record), out)
+
+
+def _complete(record: Mapping[str, Any]) -> Json:
+    return dict(plain({"schema_version": SCHEMA_VERSION, **record}))
 
 
 def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
@@ -155,6 +178,12 @@ def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
 
 
 def read_experiment(path: Path) -> Json:
-    """experiment.json of its directory; ValueError where it is absent or lacks a part."""
+    """experiment.json of its directory; ValueError where it is absent or damaged."""
     absent = f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there."
-    return read_record(path / EXPERIMENT, _EXPERIMENT_KEYS, absent=absent)
+    return _shaped(path / EXPERIMENT, _EXPERIMENT_KEYS, absent, ExperimentRecord)
+
+
+def _shaped(file: Path, keys: Sequence[str], absent: str, kind: type) -> Json:
+    record = read_record(file, keys, absent=absent)
+    check_shape(record, kind, file)
+    return record

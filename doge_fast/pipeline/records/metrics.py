@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from doge_fast import atomic_file
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline.records.runs import METRICS, Json
+from doge_fast.pipeline.records.shapes import WAY_OUT, MetricsLine, check_shape
 from doge_fast.weights_file import plain
 
 _log = logging.getLogger("doge_fast")
@@ -112,7 +114,21 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     path = run / METRICS
     if not path.exists():
         raise ValueError(f"{path} does not exist: the run in {run} has not logged a step.")
-    return [line for line in _parse_metrics(path) if kind in (None, line["kind"])]
+    lines = _parse_metrics(path)
+    for n, line in enumerate(lines, start=1):
+        check_shape(line, MetricsLine, f"{path}, line {n},")
+        _check_domains(line, lines[0], f"{path}, line {n},")
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+def _check_domains(line: Json, first: Json, where: str) -> None:
+    """All lines that have domain weights weigh the domains of the first one."""
+    for key in ("alpha", "alpha_mean"):
+        if key in line and key in first and line[key].keys() != first[key].keys():
+            raise FileFailure(
+                f"{where} is damaged: {key} is of {', '.join(line[key])}, and in line 1 of "
+                f"{', '.join(first[key])}. {WAY_OUT}"
+            )
 
 
 def _parse_metrics(path: Path) -> list[Json]:
@@ -124,7 +140,7 @@ def _parse_metrics(path: Path) -> list[Json]:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(
+            raise FileFailure(
                 f"{where}, must hold a JSON object and does not: {error}. The file was changed by "
                 "something other than a run; restore it, or start the run anew elsewhere."
             ) from None
@@ -136,7 +152,7 @@ def _parse_metrics(path: Path) -> list[Json]:
 def _check_line(line: Any, where: str) -> None:
     step, kind = (line.get("step"), line.get("kind")) if isinstance(line, dict) else (None, None)
     if not isinstance(step, int) or isinstance(step, bool) or kind not in ("train", "eval"):
-        raise ValueError(
+        raise FileFailure(
             f'{where} needs an integer "step" and a "kind" of "train" or "eval"; '
-            f"it has step {step!r} and kind {kind!r}."
+            f"it has step {step!r} and kind {kind!r}. {WAY_OUT}"
         )

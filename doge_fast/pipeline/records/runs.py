@@ -9,8 +9,17 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from doge_fast.failures import FileFailure
+from doge_fast.pipeline.records.shapes import (
+    STAGES,
+    WAY_OUT,
+    ConfigRecord,
+    DomainSizes,
+    Stage,
+    check_shape,
+)
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
 
 CONFIG = "config.json"
@@ -25,7 +34,6 @@ CHECKPOINTS = "checkpoints"
 WRITING = ".writing"
 
 Json = dict[str, Any]
-Stage = Literal["proxy", "base", "doremi", "select"]
 
 # What is asked of a select run's scores, once they are there.
 _READ_OFF = ("strategies", "reading")
@@ -141,18 +149,36 @@ def open_run(
 
 
 def read_config(run: Path) -> Json:
-    """config.json of a run directory; ValueError where it is absent or lacks a part."""
+    """config.json of a run directory, settings that it lacks as their defaults.
+
+    Raises:
+        ValueError: it is absent or damaged.
+    """
+    file = run / CONFIG
     record = read_record(
-        run / CONFIG,
+        file,
         ("stage", "config", "corpus"),
         absent=f"{run} is not a run directory: it holds no {CONFIG}.",
     )
     if record["stage"] not in get_args(Stage):
-        raise ValueError(
-            f"{run / CONFIG} must name a stage, one of {', '.join(get_args(Stage))}; it says "
+        raise FileFailure(
+            f"{file} must name a stage, one of {', '.join(get_args(Stage))}; it says "
             f"{record['stage']!r}."
         )
-    return record
+    check_shape(record, ConfigRecord, file)
+    for name, sizes in (record["corpus"]["domains"] | record["corpus"]["targets"]).items():
+        check_shape(sizes, DomainSizes, f"{file}, {name}")
+    told = check_shape(record["config"], STAGES[record["stage"]], f"{file}, config")
+    return record | {"config": _over(_kept(told), record["config"])}
+
+
+def _over(defaults: Json, recorded: Json) -> Json:
+    """What was recorded; a setting that came later counts as its default."""
+    both = {
+        name: _over(defaults[name], value) if isinstance(defaults.get(name), dict) else value
+        for name, value in recorded.items()
+    }
+    return defaults | both
 
 
 def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
@@ -206,10 +232,22 @@ def read_json(path: Path) -> Json:
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must hold JSON and does not: {error}.") from None
+        raise FileFailure(f"{path} must hold JSON and does not: {error}. {WAY_OUT}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; it holds a {type(value).__name__}.")
+        raise FileFailure(
+            f"{path} must hold a JSON object; it holds {_JSON_NAMES[type(value)]}. {WAY_OUT}"
+        )
     return value
+
+
+_JSON_NAMES = {
+    type(None): "null",
+    bool: "true or false",
+    list: "a list",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+}
 
 
 def read_record(path: Path, keys: Sequence[str], *, absent: str, has_schema: bool = True) -> Json:
@@ -228,7 +266,9 @@ def read_record(path: Path, keys: Sequence[str], *, absent: str, has_schema: boo
         check_schema(record, path)
     missing = [key for key in keys if key not in record]
     if missing:
-        raise ValueError(f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}.")
+        raise FileFailure(
+            f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}. {WAY_OUT}"
+        )
     return record
 
 
@@ -236,12 +276,12 @@ def check_schema(record: Json, path: Path, *, way_out: str = "") -> None:
     """A record of another schema is refused before any of it is believed."""
     version = record.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ValueError(
+        raise FileFailure(
             f"{path} must say which schema it follows, as an integer schema_version; "
             f"it says {version!r}.{way_out}"
         )
     if version > SCHEMA_VERSION:
-        raise ValueError(
+        raise FileFailure(
             f"{path} follows schema {version}; this version of doge_fast reads up to "
             f"{SCHEMA_VERSION}. Upgrade doge_fast to read it."
         )

@@ -7,12 +7,13 @@ field that is null is not known. docs/weights.md says what each means and who wr
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from doge_fast import weights_file
+from doge_fast.failures import FileFailure
+from doge_fast.pipeline import named
 from doge_fast.pipeline.records.runs import (
     CONFIG,
     EVALUATION,
@@ -134,16 +135,6 @@ def check_out(out: Path, read: Iterable[Path]) -> None:
         )
 
 
-@contextmanager
-def writing(file: Path) -> Iterator[None]:
-    """Write `file` within: its directory is there, and what fails is said in a sentence."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ValueError(f"{file} cannot be written: {error.strerror}.") from None
-
-
 def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
     """weights.json, checked.
 
@@ -187,25 +178,25 @@ def _check_weights(record: Json, path: Path) -> None:
     check_schema(record, path, way_out=_WAY_TO_WEIGHTS)
     entries = record.get("domains")
     if not isinstance(entries, list) or not entries:
-        raise ValueError(
+        raise FileFailure(
             f'{path} must hold "domains", a list of {{"name", "weight"}}; it holds {entries!r}.'
         )
     names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in entries]
     if not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"{path}: every entry of domains needs a name; the names are {names}.")
+        raise FileFailure(f"{path}: every entry of domains needs a name; the names are {names}.")
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{path}: a domain has one weight; {', '.join(twice)} occurs twice.")
+        raise FileFailure(f"{path}: a domain has one weight; {', '.join(twice)} occurs twice.")
     for entry in entries:
         if not is_weight(entry.get("weight")):
-            raise ValueError(
+            raise FileFailure(
                 f"{path}: a domain weight must be a finite number >= 0; that of {entry['name']} is "
                 f"{entry.get('weight')!r}. The run that wrote it has diverged, or the file was "
                 "edited."
             )
     total = math.fsum(entry["weight"] for entry in entries)
     if abs(total - 1) > _SUM_TOLERANCE:
-        raise ValueError(
+        raise FileFailure(
             f"{path}: domain weights must sum to 1; these sum to {total:.6g}. "
             "Divide each by the sum."
         )
@@ -222,6 +213,7 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
     Raises:
         ValueError: one does not; the sentence names it.
     """
+    named.check_visible([entry["name"] for entry in record["domains"]], where)
     _check_types(record, RECORD_FIELDS, where)
     for entry in record["domains"]:
         _check_types(entry, DOMAIN_FIELDS, where, f" of {entry['name']}")
@@ -237,7 +229,7 @@ def _check_types(
     for field, rule in rules.items():
         value = values.get(field)
         if value is not None and not rule.holds(value):
-            raise ValueError(
+            raise FileFailure(
                 f"{where}: {field}{whose} must be {rule.words}; it is {value!r}. Correct it, or "
                 "leave the field out."
             )
@@ -245,14 +237,14 @@ def _check_types(
 
 def _check_schedule(schedule: Any, names: Mapping[str, None], where: str) -> None:
     if not isinstance(schedule, Sequence) or isinstance(schedule, str) or not schedule:
-        raise ValueError(
+        raise FileFailure(
             f'{where} must be a list of {{"first_step", "weights"}}; it is {schedule!r}. Correct '
             "it, or leave the field out."
         )
     starts: list[Any] = [p.get("first_step") if isinstance(p, Mapping) else None for p in schedule]
     is_rising = all(map(_is_count, starts)) and all(a < b for a, b in itertools.pairwise(starts))
     if not is_rising or starts[0] != 0:
-        raise ValueError(
+        raise FileFailure(
             f"{where} must begin at step 0 and go on at later and later steps; their first_step "
             f"are {starts}."
         )
@@ -260,13 +252,13 @@ def _check_schedule(schedule: Any, names: Mapping[str, None], where: str) -> Non
         weights = phase.get("weights")
         if not isinstance(weights, Mapping) or weights.keys() != names.keys():
             found = sorted(weights) if isinstance(weights, Mapping) else weights
-            raise ValueError(
+            raise FileFailure(
                 f"{where}, from step {start}: weights must be those of exactly {', '.join(names)}; "
                 f"they are of {found}."
             )
         is_whole = all(map(is_weight, weights.values()))
         if not is_whole or abs(math.fsum(weights.values()) - 1) > _SUM_TOLERANCE:
-            raise ValueError(
+            raise FileFailure(
                 f"{where}, from step {start}: weights must be finite numbers >= 0 that sum to 1; "
                 f"they are {dict(weights)}."
             )

@@ -2,16 +2,19 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
+from doge_fast.failures import FileFailure, reading
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.wording import to_float, to_floats
+from doge_fast.pipeline.reporting.wording import listed, to_float, to_floats
 
 # Do not change what a run computes, or are what arms and seeds are allowed to differ in.
 _FREE_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
@@ -119,7 +122,10 @@ class Run:
             return self.parameters
         total = 0
         for file in sorted((self.path / "model").glob("*.safetensors")):
-            with safe_open(file, framework="np") as tensors:
+            with (
+                reading(file, "Train the model again, or take model/ away."),
+                safe_open(file, framework="np") as tensors,
+            ):
                 # Not a dictionary: it is no iterable itself.
                 names = list(tensors.keys())
                 total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
@@ -179,9 +185,7 @@ def _run_directories(path: Path) -> list[Path]:
         raise ValueError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
     if (path / records.CONFIG).exists():
         return [path]
-    # Models are saved with a config.json too; one of ours names its stage.
-    files = path.glob(f"*/{records.CONFIG}")
-    found = sorted(file.parent for file in files if "stage" in records.read_json(file))
+    found = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
     if not found:
         raise ValueError(
             f"{path} is not a run directory and holds none: neither it nor a folder in it has a "
@@ -190,13 +194,26 @@ def _run_directories(path: Path) -> list[Path]:
     return found
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether a run wrote in it; of models, which have a config.json too, none names a stage."""
+    if os.path.lexists(folder / records.METRICS):
+        return True
+    config = folder / records.CONFIG
+    return os.path.lexists(config) and "stage" in records.read_json(config)
+
+
 def _read_run(path: Path) -> Run:
     record = records.read_config(path)
-    lines = records.read_metrics(path) if (path / records.METRICS).exists() else []
 
-    def optional(file: str, read: Callable[[Path], Json]) -> Json | None:
-        return read(path) if (path / file).exists() else None
+    def optional(file: str, read: Callable[[Path], Any]) -> Any:
+        # A link to nothing is something that is lost.
+        return read(path) if os.path.lexists(path / file) else None
 
+    lines = optional(records.METRICS, records.read_metrics) or []
+
+    weights = optional(records.WEIGHTS, records.read_weights)
+    evaluation = optional(records.EVALUATION, records.read_evaluation)
+    _check_one_run(path, record["corpus"], lines, weights, evaluation)
     return Run(
         # A run named `.` has its name all the same.
         path=path.resolve(),
@@ -209,8 +226,34 @@ def _read_run(path: Path) -> Run:
         parameters=record.get("parameters"),
         train=[line for line in lines if line["kind"] == "train"],
         evals=[line for line in lines if line["kind"] == "eval"],
-        weights=optional(records.WEIGHTS, records.read_weights),
-        evaluation=optional(records.EVALUATION, records.read_evaluation),
+        weights=weights,
+        evaluation=evaluation,
         few_shot=optional(records.FEWSHOT, records.read_few_shot),
         warnings=record.get("warnings", ()),
     )
+
+
+def _check_one_run(
+    path: Path, corpus: Json, lines: Sequence[Json], weights: Json | None, evaluation: Json | None
+) -> None:
+    """The records of a directory are of one run: they name the domains that config.json does."""
+    domains, known = corpus["domains"].keys(), corpus["domains"].keys() | corpus["targets"].keys()
+    odd = {}
+    if weights is not None:
+        odd[records.WEIGHTS] = records.weights_by_name(weights).keys() ^ domains
+    if evaluation is not None:
+        odd[records.EVALUATION] = evaluation["loss"].keys() - known
+    for n, line in enumerate(lines, start=1):
+        where = f"{records.METRICS}, line {n}"
+        if "alpha_mean" in line:
+            odd[where] = line["alpha_mean"].keys() ^ domains
+        elif line["kind"] == "eval" and not isinstance(line.get("loss"), dict):
+            odd[where] = {"no loss by domain"}
+        if line["kind"] == "train" and line["step"] and not {"loss", "lr"} <= line.keys():
+            odd[where] = {"no loss or no lr"}
+    for file, found in odd.items():
+        if found:
+            raise FileFailure(
+                f"{path / file} is not of the run that {records.CONFIG} is of: "
+                f"{listed(sorted(found))}. {records.WAY_OUT}"
+            )

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from doge_fast.failures import reading
 from doge_fast.pipeline import baselines, records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, compared
@@ -129,9 +130,11 @@ class Study:
             if selection is not None and self.path is not None:
                 # Runs may have been moved since.
                 source = self.path / RUNS / Path(selection).parent.name
-                columns = records.read_json(source / "cancellation.json")["columns"]
-                chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
-                shares.append(1.0 - sum(columns[name] for name in chosen) / sum(columns.values()))
+                with reading(source, "Take the run of select away, or make it again."):
+                    columns = records.read_json(source / "cancellation.json")["columns"]
+                    chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
+                    left = sum(columns[name] for name in chosen) / sum(columns.values())
+                shares.append(1.0 - left)
         return math.fsum(shares) / len(shares) if shares else None
 
     def weights(self, arm: Json) -> dict[str, Stat]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from doge_fast import atomic_file
+from doge_fast import atomic_file, failures
 from doge_fast.pipeline import named, records, tables
 from doge_fast.pipeline.config import WeightsCardConfig, WeightsPlotConfig
 from doge_fast.pipeline.reporting.plotting import Drawing
@@ -61,7 +61,7 @@ def plot(config: WeightsPlotConfig) -> list[str]:
     lines = []
     for drawing in drawings:
         file = config.out.with_stem(config.out.stem + drawing.name)
-        with records.writing(file):
+        with failures.writing(file):
             atomic_file.write(file, drawing.png if file.suffix == ".png" else drawing.svg)
         lines.append(f"figure: {file}")
     return lines
@@ -88,7 +88,7 @@ def card(config: WeightsCardConfig) -> list[str]:
     drawings = [weights_drawing({str(config.file): record}), *steps_drawing(config.file)]
     figures = {f"weights{drawing.name}.png": drawing for drawing in drawings}
     text = _page(record, mixture, _provenance(record, config.file), figures, config.budget_tokens)
-    with records.writing(page):
+    with failures.writing(page):
         for file, drawing in figures.items():
             atomic_file.write(page.with_name(file), drawing.png)
         if is_copied:

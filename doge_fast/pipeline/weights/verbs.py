@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast import weights_file
+from doge_fast import failures, weights_file
 from doge_fast.pipeline import named, records, tables
 from doge_fast.pipeline.config import (
     WeightsAverageConfig,
@@ -191,7 +191,7 @@ def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
         return ["Nothing is written without --out FILE."]
     file = out / records.WEIGHTS if out.is_dir() else out
     records.check_out(file, read)
-    with records.writing(file):
+    with failures.writing(file):
         records.write_weights(file, record)
     return [f"weights: {file}"]
 

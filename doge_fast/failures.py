@@ -1,0 +1,214 @@
+"""What ends a verb: whose matter it is, in a sentence, with an exit code.
+
+Code raises what its docstrings say, and never asks who called. The command line asks here, once,
+what it shall print: for what was foreseen a sentence that names the file and the remedy; for
+everything else a sentence that asks for a report, and a log with the traceback.
+"""
+
+import dis
+import errno
+import os
+import re
+import secrets
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from doge_fast import atomic_file
+
+WORLD, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+"""Exit codes: what is wrong lies in the world (a full disk, a damaged file, another process); in
+what was typed or given; Ctrl-C; SIGTERM."""
+
+_SPACE = "Make room there, or name another place"
+_AGAIN = "Then repeat the command; a training goes on from its last checkpoint"
+# (what the system said is, what to do)
+_REMEDIES = {
+    errno.ENOSPC: f"{_SPACE}. {_AGAIN}.",
+    errno.EDQUOT: f"{_SPACE}. {_AGAIN}.",
+    errno.EFBIG: f"Raise the limit (ulimit -f). {_AGAIN}.",
+    errno.EROFS: "Name another place.",
+    errno.EACCES: "Change its permissions, or name another.",
+    errno.EPERM: "Change its permissions, or name another.",
+    errno.EMFILE: f"Raise the limit (ulimit -n). {_AGAIN}.",
+    errno.ENFILE: f"Close other programs. {_AGAIN}.",
+    errno.EIO: f"Look at the disk. {_AGAIN}.",
+    errno.ESTALE: f"Look at the file server. {_AGAIN}.",
+    errno.ENOMEM: f"Ask for less, or end other programs. {_AGAIN}.",
+    errno.ENOENT: "Name what is there.",
+    errno.ENOTDIR: "Name another place: a part of the path is a file.",
+    errno.EISDIR: "Name a file.",
+    errno.EEXIST: "Name another place.",
+    errno.ENAMETOOLONG: "Give it a shorter name.",
+    errno.ELOOP: "Remove the links that lead to one another.",
+}
+# What was named is not there, or is something else.
+_NAMED_WRONG = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+_IN_WORDS = re.compile(r"\(os error (\d+)\)")
+_MEMORY = ("OutOfMemoryError", "MemoryError")
+
+
+class FileFailure(ValueError):
+    """A file cannot be read or written, or is not what a program leaves there."""
+
+
+class Terminated(BaseException):
+    """SIGTERM has come. Not an Exception: nothing on the way may swallow it."""
+
+
+class Ending(NamedTuple):
+    """How a verb ends."""
+
+    code: int
+    sentence: str
+
+
+@contextmanager
+def reading(file: str | os.PathLike[str], way_out: str) -> Iterator[None]:
+    """Read a file with what others wrote: what that raises means that the file is damaged.
+
+    Args:
+        file: what is read within.
+        way_out: a sentence that says what to do.
+
+    Raises:
+        FileFailure: the reader failed.
+        OSError: the system did, with an error of its own.
+    """
+    try:
+        yield
+    except (FileFailure, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise FileFailure(f"{file} cannot be read: {one_line(error)}. {way_out}") from error
+
+
+@contextmanager
+def writing(file: Path, *, makes_directory: bool = True) -> Iterator[None]:
+    """Write a file that somebody named; what fails is said with its name.
+
+    Args:
+        file: what is written within.
+        makes_directory: make its directory where that is absent.
+
+    Raises:
+        ValueError: the name is no place for a file.
+        FileFailure: it cannot be written for another reason.
+    """
+    try:
+        if makes_directory:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        code, told = _system_ending(error.errno or errno.EIO)
+        kind = ValueError if code == USAGE else FileFailure
+        raise kind(f"{file} cannot be written: {told}") from error
+
+
+def ending_of(error: BaseException, directory: Path | None = None) -> Ending | None:
+    """What to say of an error, and the exit code; None where nobody foresaw it.
+
+    Args:
+        error: what a verb raised.
+        directory: that it writes in, for errors that name no file.
+    """
+    if isinstance(error, FileFailure):
+        return Ending(WORLD, str(error))
+    is_ours = _is_raised_here(error)
+    if is_ours and isinstance(error, ValueError):
+        return Ending(USAGE, str(error))
+    if is_ours and isinstance(error, RuntimeError):
+        return Ending(WORLD, str(error))
+    if type(error).__name__ in _MEMORY or "can't allocate memory" in str(error):
+        return Ending(
+            WORLD,
+            f"There is not enough memory: {one_line(error)}. Ask for less in a step (fewer "
+            "sequences, a shorter block_size, mode=sequential), or for a smaller model.",
+        )
+    return _of_the_system(error, directory)
+
+
+def _of_the_system(error: BaseException, directory: Path | None) -> Ending | None:
+    """What the operating system did not do, in whatever disguise."""
+    number = _error_number(error)
+    if number is None:
+        return None
+    file = getattr(error, "filename", None)
+    where = file if isinstance(file, str) else (directory or "A file")
+    code, told = _system_ending(number)
+    return Ending(code, f"{where}: {told}")
+
+
+def _system_ending(number: int) -> Ending:
+    code = USAGE if number in _NAMED_WRONG else WORLD
+    remedy = _REMEDIES.get(number, f"{_AGAIN.removeprefix('Then ').capitalize()}.")
+    return Ending(code, f"{os.strerror(number)}. {remedy}")
+
+
+def _error_number(error: BaseException) -> int | None:
+    """errno of a failure of the system; libraries that write files have their own words for it."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := _IN_WORDS.search(str(error)):
+        return int(found[1])
+    # torch.save does not say what the system said.
+    return errno.ENOSPC if "inline_container" in str(error) else None
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether a `raise` of this package made it, with a text for the user.
+
+    What float() or a library raises was written for a programmer.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or last.tb_frame.f_globals.get("__name__", "").split(".")[0] != "doge_fast":
+        return False
+    instruction = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return dis.opname[instruction] == "RAISE_VARARGS"
+
+
+def unforeseen(error: BaseException, words: list[str], directory: Path | None = None) -> Ending:
+    """The ending of what nobody foresaw: the traceback is in a log, which a sentence names.
+
+    Args:
+        error: what a verb raised.
+        words: the command line.
+        directory: of the run, where there is one already; else the log is a temporary file.
+    """
+    text = "".join(traceback.format_exception(error))
+    content = f"doge-fast {' '.join(map(repr, words))}\nPython {sys.version}\n\n{text}"
+    name = f"doge-fast-error-{secrets.token_hex(4)}.log"
+    told = f"{type(error).__name__}: {one_line(error)}"
+    for folder in (directory, Path(tempfile.gettempdir())):
+        if folder is None or not folder.is_dir():
+            continue
+        with suppress(OSError):
+            atomic_file.write(folder / name, content)
+            return Ending(
+                WORLD,
+                f"This was not foreseen: {told}. Please report it with {folder / name}, which "
+                "holds the traceback.",
+            )
+    return Ending(
+        WORLD,
+        f"This was not foreseen: {told}. Please report it; no log could be written, and "
+        "DOGE_FAST_TRACEBACK=1 in the environment shows where it came from.",
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's text, or its class where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
+def raise_terminated(signal: int, frame: object) -> None:
+    """A handler of SIGTERM: what is under way is left in order, as at Ctrl-C."""
+    raise Terminated

@@ -1,0 +1,354 @@
+"""Whatever goes wrong ends in one sentence and an exit code; what nobody foresaw, in a log too."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doge_fast import cli, failures
+from doge_fast.pipeline import named, records
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from tests.pipeline.stages import assert_same_run, words_of, write_weights
+from tests.pipeline.workshop import answer
+from tests.pipeline.written_runs import write_proxy
+
+SENTENCE = "doge-fast: "
+
+
+def fails(error: BaseException) -> Callable[[Any], list[str]]:
+    def run(config: Any) -> list[str]:
+        raise error
+
+    return run
+
+
+def fails_inside(config: Any) -> list[str]:
+    return [{}["nothing"]]
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Gives `info` another body."""
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+
+    def replace(run: Any) -> None:
+        monkeypatch.setitem(cli.VERBS, "info", cli.VERBS["info"]._replace(run=run, loads=()))
+
+    return replace
+
+
+def from_a_library() -> list[str]:
+    """What a library of another name raises."""
+    space: dict[str, Any] = {"__name__": "somebody.else"}
+    exec("def call(error):\n    raise error", space)
+    return space["call"]
+
+
+def from_here(error: BaseException) -> None:
+    """What this package raises, whose name the module has."""
+    space: dict[str, Any] = {"__name__": "doge_fast.somewhere"}
+    exec("def call(error):\n    raise error", space)
+    space["call"](error)
+
+
+CASES = [
+    # (whose, error, code, what is said)
+    ("ours", ValueError("A rule. A way out."), 2, "A rule. A way out."),
+    ("ours", RuntimeError("No worker came to its end."), 1, "No worker came"),
+    ("ours", failures.FileFailure("x.json is damaged."), 1, "x.json is damaged."),
+    ("theirs", failures.FileFailure("x.json is damaged."), 1, "x.json is damaged."),
+    ("theirs", ValueError("expected 3 got 4"), 1, "not foreseen: ValueError: expected 3 got 4."),
+    ("theirs", RuntimeError("mat1 and mat2"), 1, "not foreseen: RuntimeError: mat1 and mat2."),
+    ("theirs", KeyError("a"), 1, "not foreseen: KeyError: 'a'."),
+    ("ours", AssertionError(), 1, "not foreseen: AssertionError: AssertionError."),
+    ("theirs", OSError(errno.ENOSPC, "x", "a.bin"), 1, "a.bin: No space left on device. Make room"),
+    ("theirs", OSError(errno.ENOSPC, "x"), 1, "A file: No space left on device. Make room"),
+    ("theirs", OSError(errno.EDQUOT, "x", "a"), 1, "a: Disk quota exceeded. Make room"),
+    ("theirs", OSError(errno.EFBIG, "x", "a"), 1, "a: File too large. Raise the limit (ulimit -f)"),
+    ("theirs", OSError(errno.EROFS, "x", "a"), 1, "a: Read-only file system. Name another place."),
+    ("theirs", OSError(errno.EACCES, "x", "a"), 1, "a: Permission denied. Change its permissions"),
+    ("theirs", OSError(errno.EMFILE, "x", "a"), 1, "a: Too many open files. Raise the limit"),
+    ("theirs", OSError(errno.EIO, "x", "a"), 1, "a: Input/output error. Look at the disk."),
+    ("theirs", OSError(errno.ESTALE, "x", "a"), 1, "a: Stale file handle. Look at the file server"),
+    ("theirs", OSError(errno.ECHILD, "x", "a"), 1, "a: No child processes. Repeat the command"),
+    ("theirs", OSError(errno.ENOENT, "x", "a"), 2, "a: No such file or directory. Name what"),
+    ("theirs", OSError(errno.EISDIR, "x", "a"), 2, "a: Is a directory. Name a file."),
+    ("theirs", OSError(errno.ENAMETOOLONG, "x", "a"), 2, "a: File name too long. Give it a short"),
+    # As safetensors and torch.save say that a disk is full.
+    ("theirs", Exception("I/O error: x (os error 28)"), 1, "No space left on device. Make room"),
+    ("theirs", RuntimeError("[enforce fail at inline_container.cc:672]"), 1, "No space left"),
+    ("theirs", MemoryError(), 1, "There is not enough memory: MemoryError. Ask for less"),
+    ("theirs", RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "not enough memory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("whose", "error", "code", "told"), CASES, ids=lambda value: str(value)[:40]
+)
+def test_every_kind_of_failure_has_its_code_and_sentence(
+    verb: Callable[[Any], None],
+    whose: str,
+    error: Exception,
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verb(lambda config: from_here(error) if whose == "ours" else from_a_library()(error))
+    said = answer(["info"], capsys)
+    assert said.code == code
+    assert said.out == ""
+    assert said.err.startswith(SENTENCE)
+    assert told in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_what_nobody_foresaw_leaves_a_log(
+    verb: Callable[[Any], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(failures.tempfile, "gettempdir", lambda: str(tmp_path))
+    verb(fails_inside)
+    said = answer(["info"], capsys)
+    assert said.code == failures.WORLD
+    (log,) = tmp_path.iterdir()
+    assert said.err == (
+        f"doge-fast: This was not foreseen: KeyError: 'nothing'. Please report it with {log}, "
+        "which holds the traceback.\n"
+    )
+    text = log.read_text()
+    assert "doge-fast 'info'" in text
+    assert "in fails_inside" in text
+    assert "Traceback" not in said.err
+    # Where nothing can be written, it is said where the traceback is to be had.
+    monkeypatch.setattr(failures.tempfile, "gettempdir", lambda: str(tmp_path / "nowhere"))
+    assert "no log could be written, and DOGE_FAST_TRACEBACK=1" in answer(["info"], capsys).err
+    monkeypatch.setenv(cli.TRACEBACK, "1")
+    with pytest.raises(KeyError):
+        cli.main(["info"])
+
+
+def test_the_log_lies_in_the_run_that_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    monkeypatch.setitem(cli.VERBS, "proxy", cli.VERBS["proxy"]._replace(run=fails_inside, loads=()))
+    # A directory that is no run yet stays empty.
+    assert answer(["proxy", "--out", str(tmp_path)], capsys).code == failures.WORLD
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "config.json").write_text("{}")
+    assert f"{tmp_path}/doge-fast-error-" in answer(["proxy", "--out", str(tmp_path)], capsys).err
+
+
+def test_a_value_that_python_refuses_is_no_refusal_of_ours() -> None:
+    """float() has no frame: only a `raise` of ours is a sentence for the user."""
+    space: dict[str, Any] = {"__name__": "doge_fast.somewhere"}
+    exec("def call():\n    return float('x')", space)
+    with pytest.raises(ValueError, match="could not convert") as found:
+        space["call"]()
+    assert failures.ending_of(found.value) is None
+
+
+def test_a_full_standard_output_is_said() -> None:
+    command = f"{sys.executable} -m doge_fast export --list > /dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == failures.WORLD
+    assert done.stderr.startswith("doge-fast: The standard output: No space left on device.")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["a\x1b[31mb", "a\nb", "a\rb", "\u202egnp", "a\x00b", "a\u2028b", "\x9b31m", "\udcff"]
+)
+def test_names_that_a_terminal_would_obey(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = named.visible(name)
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    with pytest.raises(ValueError, match="must be of characters that are written"):
+        write_weights(tmp_path / "w.json", {name: 1.0})
+    said = answer(["weights", "show", name], capsys)
+    assert said.code == failures.USAGE
+    assert f"{shown} does not exist" in said.err or "without a NUL" in said.err
+    # Letters of any script, and what joins them, are as good as others.
+    named.check_visible(["naïve", "日本語", "فارسی", "می\u200cخواهم", "a b", "x/y"], "here")
+
+
+def sessions(config: Any, *more: str) -> list[str]:
+    return [sys.executable, "-m", "doge_fast", *more, *words_of(config)]
+
+
+LIMIT = 60_000
+
+
+def limited() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors"])
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
+    base: Callable[..., BaseConfig], file: str
+) -> None:
+    """A limit on the size of files is a full disk to whoever writes them."""
+    # The optimizer's state is larger than the model; both are larger than all other files.
+    width = 32 if file == "optimizer.pt" else 64
+    whole, config = base(out="whole", save_every=4), base(save_every=4, embed_dim=width)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    # The corpus is packed without the limit.
+    subprocess.run(sessions(whole, "base"), capture_output=True, env=environment, check=True)
+    done = subprocess.run(
+        sessions(config, "base"),
+        capture_output=True,
+        text=True,
+        env=environment,
+        preexec_fn=limited,
+        check=False,
+    )
+    assert done.returncode == failures.WORLD, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"doge-fast: {config.out}"), done.stderr
+    assert "repeat the command; a training goes on from its last checkpoint." in last
+    assert "Traceback" not in done.stderr
+    subprocess.run(sessions(config, "base"), capture_output=True, env=environment, check=True)
+    assert (config.out / "model").is_dir()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    for _ in range(2400):
+        if path.exists() and path.read_text().count("\n") > 1:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError(f"{path} was never written")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sigterm_leaves_a_checkpoint_and_loses_nothing(
+    proxy: Callable[..., ProxyConfig], num_ranks: int
+) -> None:
+    steps = {"steps": 60, "save_every": 0}
+    whole, config = proxy(out="whole", **steps), proxy(**steps)
+    more = ["proxy", "--sequences-per-domain", "2"]
+    # Each by itself: which process a signal reaches first is chance.
+    environments = [
+        os.environ | {"HF_HUB_OFFLINE": "1"}
+        if num_ranks == 1
+        else os.environ
+        | {
+            **{"HF_HUB_OFFLINE": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **{"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"},
+        }
+        for rank in range(num_ranks)
+    ]
+
+    def start(of: ProxyConfig) -> list[subprocess.Popen[str]]:
+        return [
+            subprocess.Popen(
+                sessions(of, *more),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for environment in environments
+        ]
+
+    for process in start(whole):
+        assert process.wait() == 0, process.communicate()
+    running = start(config)
+    wait_for(config.out / records.METRICS, running[0])
+    # One alone: the others hear of it.
+    running[-1].send_signal(signal.SIGTERM)
+    if num_ranks > 1:
+        running[0].send_signal(signal.SIGTERM)
+    said = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [failures.TERMINATED] * num_ranks, said
+    assert "Ended by SIGTERM. A checkpoint holds step" in said[0][1]
+    assert not (config.out / "model").exists()
+    for process in start(config):
+        assert process.wait() == 0, process.communicate()
+    assert_same_run(config.out, whole)
+
+
+def test_sigterm_before_a_training_ends_as_ctrl_c_does(
+    verb: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(config: Any) -> list[str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ["never"]
+
+    verb(told)
+    said = answer(["info"], capsys)
+    assert said.code == failures.TERMINATED
+    assert said.err.startswith("doge-fast: Ended by SIGTERM. A training resumes")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_files_of_a_model_are_open_as_records_are(
+    base: Callable[..., BaseConfig], mask: int
+) -> None:
+    before = os.umask(mask)
+    try:
+        config = base(steps=1, warmup_steps=0)
+        assert cli.main(["base", *words_of(config), "--batch-size", "4"]) == 0
+    finally:
+        os.umask(before)
+    files = [file for file in config.out.rglob("*") if file.is_file()]
+    assert len(files) > 5
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~mask}
+
+
+def test_a_link_to_no_record_is_a_record_that_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n')
+    said = answer(["report", "--runs", str(tmp_path / "runs")], capsys)
+    assert said.code == failures.USAGE
+    assert "one is not a run directory: it holds no config.json." in said.err
+
+
+def test_reading_and_writing_name_the_file(tmp_path: Path) -> None:
+    with failures.writing(tmp_path / "a" / "b.txt"):
+        (tmp_path / "a" / "b.txt").write_text("x")
+    with (
+        pytest.raises(failures.FileFailure, match=r"c.txt cannot be written: No space left"),
+        failures.writing(tmp_path / "c.txt"),
+    ):
+        raise OSError(errno.ENOSPC, "x")
+    with (
+        pytest.raises(failures.FileFailure, match=r"d cannot be read: 3\. Mend it\."),
+        failures.reading(tmp_path / "d", "Mend it."),
+    ):
+        raise KeyError(3)
+
+
+def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """weights.json refuses them; a config.json of elsewhere is shown as it is, but harmless."""
+    names = ("a\x1b[31mb", "\u202egnp", "plain")
+    tokens = dict.fromkeys(names, 100_000)
+    run = write_proxy(tmp_path / "run", domains=names, tokens=tokens, is_finished=False)
+    said = answer(["report", "--runs", str(run)], capsys)
+    assert said.code == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    figures = [file.read_text() for file in (run / "report-figures").glob("*.svg")]
+    assert figures
+    for text in (said.out, said.err, page, *figures):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "a\\x1b[31mb" in page

@@ -1,0 +1,212 @@
+"""A directory with everything that the verbs read, which is as it was after every command."""
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pytest
+
+from doge_fast import cli
+from tests.pipeline.corpora import texts, write_jsonl, write_parquet
+from tests.pipeline.stages import write_weights
+from tests.pipeline.written_runs import write_experiment
+
+CORPUS = ("code", "logs", "prose", "table", "verse")
+_WEIGHTS = {"code": 0.3, "logs": 0.1, "prose": 0.2, "table": 0.15, "verse": 0.25}
+TRAINED = (
+    "--data corpus --cache-dir cache --vocab-size 300 --block-size 16 --validation-fraction 0.2 "
+    "--model tiny --num-layers 1 --embed-dim 32 --num-heads 2 --device cpu --eval-blocks 4"
+)
+
+
+class Answer(NamedTuple):
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def said_in(text: str) -> str:
+    """A text on one line, without the frames that tyro draws."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]+|-{6,}", " ", text).split())
+
+
+def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> Answer:
+    """Run a command in this process; what escapes it fails the test."""
+    capsys.readouterr()
+    try:
+        code = cli.main(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    return Answer(code, *capsys.readouterr())
+
+
+def make() -> None:
+    """Fill the current directory."""
+    _corpus(Path("corpus"))
+    rows = {"text": texts("rows", 40), "source": ["a", "b"] * 20}
+    write_parquet(Path("rows.parquet"), **rows)
+    Path("rows.jsonl").write_text(
+        "".join(
+            json.dumps({"text": text, "source": source}) + "\n"
+            for text, source in zip(*rows.values(), strict=True)
+        )
+    )
+    trained, paths = TRAINED.split(), [f"{name}=/data/{name}" for name in CORPUS]
+    for words in (
+        ["proxy", "--out", "runs/proxy", "--steps", "3", "--sequences-per-domain", "1", *trained],
+        ["base", "--out", "runs/base", "--steps", "3", "--batch-size", "4", *trained],
+        ["evaluate", "runs/base", "--device", "cpu"],
+        [
+            "select",
+            *["--out", "runs/select", "--steps", "2", "--batch-size", "5", "--strategies", "low2"],
+            *trained,
+        ],
+        [*["export", "runs/proxy", "--to", "megatron", "--out", "blend.txt", "--paths"], *paths],
+    ):
+        assert cli.main(words) == 0, words
+    shutil.copytree("runs/proxy/model", "tokenizer")
+    write_weights(Path("own.json"), _WEIGHTS)
+    Path("fields.yaml").write_text("corpus: {data: corpus}\ntraining: {steps: 2}\n")
+    Path("paths.json").write_text(json.dumps({name: f"/data/{name}" for name in CORPUS}))
+    Path("paths.yaml").write_text("".join(f"{name}: /data/{name}\n" for name in CORPUS))
+    phases = [{"first_step": 0, "weights": _WEIGHTS}, {"first_step": 5, "weights": _WEIGHTS}]
+    Path("phases.json").write_text(json.dumps(phases))
+    write_experiment(Path("study"), [-0.1, -0.2])
+
+
+def _corpus(folder: Path) -> None:
+    """A domain in every form that is read."""
+    write_jsonl(folder / "code" / "train.jsonl", texts("code", 30))
+    write_jsonl(folder / "code" / "validation.jsonl", texts("held-out code", 9))
+    write_parquet(folder / "prose.parquet", text=texts("prose", 40), source=["x"] * 40)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts("verse", 40)).encode()
+    with gzip.open(folder / "verse.jsonl.gz", "wb") as packed:
+        packed.write(lines)
+    with pa.output_stream(str(folder / "table.jsonl.zst"), compression="zstd") as packed:
+        packed.write(lines.replace(b"verse", b"table"))
+    (folder / "logs.txt").write_text("\n\n".join(texts("logs", 60)))
+
+
+@contextmanager
+def restored(folder: Path, pristine: Path) -> Iterator[None]:
+    """Put the folder back to what the other one is, file by file, when the block ends."""
+    try:
+        yield
+    finally:
+        _restore(folder, pristine)
+
+
+def _restore(folder: Path, pristine: Path) -> None:
+    wanted = {entry.name: entry for entry in os.scandir(pristine)}
+    there = {entry.name: entry for entry in os.scandir(folder)}
+    for name, entry in there.items():
+        kept = wanted.get(name)
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if kept is None or is_folder != kept.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry) if is_folder else os.unlink(entry)
+    for name, entry in wanted.items():
+        own = folder / name
+        if entry.is_dir(follow_symlinks=False):
+            own.mkdir(exist_ok=True)
+            _restore(own, Path(entry))
+        elif not _is_same(own, Path(entry)):
+            shutil.copy2(entry, own)
+            os.chmod(own, 0o644)
+
+
+def _is_same(own: Path, other: Path) -> bool:
+    if own.is_symlink() or not own.is_file():
+        own.unlink(missing_ok=True)
+        return False
+    a, b = own.stat(), other.stat()
+    return (a.st_size, a.st_mtime_ns) == (b.st_size, b.st_mtime_ns)
+
+
+class Damage(NamedTuple):
+    """What is done to a file, and how it is written in a table."""
+
+    words: str
+
+    def __call__(self, file: Path) -> None:
+        kind, _, rest = self.words.partition(" ")
+        getattr(self, f"_{kind}")(file, rest)
+
+    def _delete(self, file: Path, _: str) -> None:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    def _empty(self, file: Path, _: str) -> None:
+        if file.is_dir():
+            shutil.rmtree(file)
+            file.mkdir()
+        else:
+            file.write_bytes(b"")
+
+    def _half(self, file: Path, _: str) -> None:
+        os.truncate(file, file.stat().st_size // 2)
+
+    def _noise(self, file: Path, _: str) -> None:
+        file.write_bytes(random.Random(0).randbytes(max(200, file.stat().st_size)))
+
+    def _zeros(self, file: Path, _: str) -> None:
+        file.write_bytes(bytes(file.stat().st_size))
+
+    def _flip(self, file: Path, place: str) -> None:
+        """One bit, at a share of the file's length."""
+        data = bytearray(file.read_bytes())
+        data[int(float(place) * (len(data) - 1))] ^= 1 << 4
+        file.write_bytes(data)
+
+    def _folder(self, file: Path, _: str) -> None:
+        self._delete(file, "")
+        file.mkdir()
+
+    def _file(self, folder: Path, text: str) -> None:
+        shutil.rmtree(folder)
+        folder.write_text(text)
+
+    def _dangling(self, file: Path, _: str) -> None:
+        self._delete(file, "")
+        file.symlink_to("nothing-there")
+
+    def _loop(self, file: Path, _: str) -> None:
+        self._delete(file, "")
+        file.symlink_to(file.name)
+
+    def _text(self, file: Path, text: str) -> None:
+        file.write_bytes(text.encode().decode("unicode_escape").encode("utf-8", "surrogateescape"))
+
+    def _add(self, file: Path, text: str) -> None:
+        with file.open("ab") as end:
+            end.write(text.encode().decode("unicode_escape").encode())
+
+    def _set(self, file: Path, text: str) -> None:
+        """`a.0.b JSON`: a place in the JSON that the file holds; without JSON it is taken out."""
+        path, _, value = text.partition(" ")
+        record = json.loads(file.read_text())
+        *parents, last = path.split(".")
+        inside = record
+        for key in parents:
+            inside = inside[int(key)] if isinstance(inside, list) else inside[key]
+        key = int(last) if isinstance(inside, list) else last
+        if value:
+            inside[key] = json.loads(value)
+        else:
+            del inside[key]
+        file.write_text(json.dumps(record))
+
+    def _line(self, file: Path, text: str) -> None:
+        """`N TEXT`: a line of the file, counted from 1."""
+        number, _, line = text.partition(" ")
+        lines = file.read_text().split("\n")
+        lines[int(number) - 1] = line
+        file.write_text("\n".join(lines))
