@@ -279,7 +279,7 @@ def _proxy(config: ProxyConfig) -> list[str]:
 
     if config.dry_run:
         return _rehearsed(ProxyStage(config))
-    return _learned(learn_weights(config))
+    return _learned(learn_weights(config).path)
 
 
 def _base(config: BaseConfig) -> list[str]:
@@ -287,7 +287,7 @@ def _base(config: BaseConfig) -> list[str]:
 
     if config.dry_run:
         return _rehearsed(BaseStage(config))
-    return [f"model: {train_base(config) / 'model'}"]
+    return [f"model: {train_base(config).path / 'model'}"]
 
 
 def _rehearsed(stage: Any) -> list[str]:
@@ -300,7 +300,7 @@ def _rehearsed(stage: Any) -> list[str]:
 def _doremi(config: DoReMiConfig) -> list[str]:
     from doge_fast.pipeline.doremi import learn_by_excess_loss
 
-    return _learned(learn_by_excess_loss(config))
+    return _learned(learn_by_excess_loss(config).path)
 
 
 def _learned(run: Path) -> list[str]:

@@ -59,6 +59,7 @@ class TrackedParameters:
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
+        self._selection = selection
         self._selected = (
             None if selection is None else resolve(selection, self.params, self._by_name())
         )
@@ -128,6 +129,7 @@ class TrackedParameters:
                     handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
             self._takes_at_once = at_once
+            self._select_again()
         return self.params
 
     @property
@@ -178,6 +180,13 @@ class TrackedParameters:
             for group in self.groups
             for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
         }
+
+    def _select_again(self) -> None:
+        """The parameters selected by name, of those that a host may have put in their place."""
+        by_name = self._by_name()
+        names = [name for name in self._selection or () if isinstance(name, str)]
+        if names:
+            self._selected = [by_name[name] for name in names if name in by_name]
 
     def _check_lr(self) -> None:
         lr = self.groups[0].get("lr")

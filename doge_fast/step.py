@@ -242,8 +242,9 @@ class Step:
             self.entries.refuse_once_more(name)
 
     def _begin(self) -> None:
+        params = self._hook()  # First: a host may have put shards in their place.
         self.entries.meet()
-        for param in self._hook():
+        for param in params:
             if param.grad is None:
                 continue
             if self.state is not StepState.ZEROED:

@@ -105,7 +105,7 @@ def test_a_page_that_shows_something_else_fails(tmp_path: Path) -> None:
 def test_every_example_is_on_the_site() -> None:
     shown = "".join((DOCS / "how-to" / name).read_text("utf-8") for name in _EXAMPLE_PAGES)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
-    assert there == set(re.findall(r"\.\./\.\./examples/(\S+)", shown))
+    assert there == set(re.findall(r"\.\./\.\./examples/(\w+\.\w+)", shown))
 
 
 def test_exporter_of_a_page_is_found_and_used(

@@ -72,7 +72,8 @@ FLOORS = [
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
         doge_fast.pipeline.reporting.tables \
         doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures
-    doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
+    doge_fast.pipeline.weights.drawings
+    doge_fast.pipeline.run doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
     doge_fast.pipeline.reporting.cautions
     doge_fast.pipeline.reporting.verdicts
     doge_fast.pipeline.reporting.findings

@@ -53,7 +53,30 @@ class Part(dict[str, Batch]):
         return part
 
 
-def part_of(batch: Mapping[str, Batch], rank: int, num_ranks: int) -> Part:
+Deal = Callable[[Mapping[str, int], int, int], dict[str, tuple[int, int]]]
+"""What a rank has of each domain, as `doge_fast.sampling.pieces` says it."""
+
+
+def of_every_domain(sizes: Mapping[str, int], rank: int, num_ranks: int) -> dict[str, Any]:
+    """What a rank has where all run every domain: an equal part of each, to one example.
+
+    Raises:
+        ValueError: a domain has fewer examples than there are ranks.
+    """
+    few = {name: size for name, size in sizes.items() if size < num_ranks}
+    if few:
+        raise ValueError(
+            f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} examples. Give "
+            f"each domain at least {num_ranks} in a step, and pass "
+            "TrainingArguments(dataloader_drop_last=True) where only the last one has fewer."
+        )
+    return {
+        name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
+        for name, size in sizes.items()
+    }
+
+
+def part_of(batch: Mapping[str, Batch], rank: int, num_ranks: int, deal: Deal = pieces) -> Part:
     """A rank's part of a batch that all ranks have.
 
     A domain that one rank has as a whole is left as it is; of one that is cut, everything holds
@@ -63,7 +86,7 @@ def part_of(batch: Mapping[str, Batch], rank: int, num_ranks: int) -> Part:
         ValueError: a domain is to be cut, and its tensors are not of one length.
     """
     sizes = {name: _num_examples(domain) for name, domain in batch.items()}
-    mine = pieces(sizes, rank, num_ranks)
+    mine = deal(sizes, rank, num_ranks)
     batches = {
         name: batch[name] if last - first == sizes[name] else _cut(name, batch[name], first, last)
         for name, (first, last) in mine.items()
@@ -369,17 +392,25 @@ class CollateByDomain:
         collate: makes a batch of a domain's examples.
         column: the key.
         place: (rank, number of ranks) if a rank is to have its part alone; None: all.
+        deal: which part that is.
     """
 
-    def __init__(self, collate: Collate, column: str, place: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        collate: Collate,
+        column: str,
+        place: tuple[int, int] | None = None,
+        deal: Deal = pieces,
+    ) -> None:
         self.collate = collate
         self.column = column
         self.place = place
+        self.deal = deal
 
     def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Batch]:
         """The examples' batches by domain; a `Part` where there is a `place`."""
         sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
-        mine = pieces(sizes, *(self.place or (0, 1)))
+        mine = self.deal(sizes, *(self.place or (0, 1)))
         batches = {
             name: self.collate([self._unnamed(each[name]) for each in examples[first:last]])
             for name, (first, last) in mine.items()

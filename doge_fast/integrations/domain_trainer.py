@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
+from doge_fast.distributed.exchanges import num_processes
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Part
+from doge_fast.sampling import pieces
 
 
 class DomainTrainer(Trainer):
@@ -39,6 +41,64 @@ class DomainTrainer(Trainer):
     def _left_out(self) -> set[str]:
         """The training domains that the step under way does not have."""
         raise NotImplementedError
+
+    def check_host(self) -> None:
+        """Refuse what Trainer may do with a model and this one cannot.
+
+        Raises:
+            RuntimeError: as the class says.
+        """
+        if self.is_deepspeed_enabled:
+            raise RuntimeError(
+                "DoGETrainer needs the gradient of each domain, and DeepSpeed reduces and keeps "
+                f"the gradients itself; got deepspeed={self.args.deepspeed!r}. Learn the weights "
+                "without it, with a smaller proxy if memory is short, and train with them there."
+            )
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise RuntimeError(
+                "DoGETrainer needs the gradient of each parameter, and FSDP1 cuts all of them into "
+                'flat pieces. Pass fsdp_config={"version": 2}, which is fully_shard.'
+            )
+        if getattr(self.accelerator, "parallelism_config", None) or getattr(
+            self, "is_distributed_loading_by_transformers", False
+        ):
+            raise RuntimeError(
+                "DoGETrainer takes a model that every rank has as a whole, or that fsdp=True cuts "
+                "over all ranks; a parallelism_config or distributed_config cuts it otherwise. "
+                "Leave it out; DoGEOptimizer in a loop of your own takes such models."
+            )
+        if self.args.world_size == 1 and num_processes() > 1:
+            raise RuntimeError(
+                f"Trainer would train by itself in each of the {num_processes()} processes that a "
+                "launcher has started, as it does on CPUs where it is not told so. Pass "
+                "TrainingArguments(use_cpu=True), or start one process."
+            )
+        if self.args.n_gpu > 1:
+            raise RuntimeError(
+                f"DoGETrainer takes one GPU in each process; got {self.args.n_gpu} in one. Start "
+                f"it with torchrun --nproc-per-node {self.args.n_gpu}, or set CUDA_VISIBLE_DEVICES "
+                "to one GPU."
+            )
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether ranks have shards of the model, and so run every domain of a step (FSDP2)."""
+        return bool(self.is_fsdp_enabled)
+
+    @property
+    def _deal(self) -> domain_data.Deal:
+        return domain_data.of_every_domain if self.cuts_model else pieces
+
+    def prepare_shards(self, model: Any, *, is_last_domain: bool) -> None:
+        """Have FSDP2 reduce the gradient of the next domain, also where micro-batches add up.
+
+        Parameters that it keeps after a forward pass stay until the step's last domain.
+        """
+        if not self.cuts_model:
+            return
+        model.set_requires_gradient_sync(True)
+        if not self.accelerator.state.fsdp_plugin.reshard_after_forward:
+            model.set_reshard_after_backward(is_last_domain and self.accelerator.sync_gradients)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of batches `{domain: batch}`; the class says what `train_dataset` may be."""
@@ -69,7 +129,7 @@ class DomainTrainer(Trainer):
             dataset,
             batch_size=batch_size,
             sampler=self._get_train_sampler(dataset),
-            collate_fn=domain_data.CollateByDomain(collate, column, place),
+            collate_fn=domain_data.CollateByDomain(collate, column, place, self._deal),
             drop_last=self.args.dataloader_drop_last,
             **options,
         )
@@ -105,6 +165,9 @@ class DomainTrainer(Trainer):
         """
         parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
         self.shares = domain_data.shares(parts)
+        if self.cuts_model:
+            # FSDP2 takes the mean of the ranks, and the parts of a loss add up.
+            self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return parts, None
         rows, is_shifted = self._rows(), self.shifts_labels()
@@ -121,7 +184,8 @@ class DomainTrainer(Trainer):
         left_out = self._left_out()
         whole = domain_data.checked_batch(batch)
         taken = {name: domain for name, domain in whole.items() if name not in left_out}
-        return domain_data.part_of(taken, self.args.process_index, self.args.world_size)
+        place = self.args.process_index, self.args.world_size
+        return domain_data.part_of(taken, *place, self._deal)
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""

@@ -17,7 +17,6 @@ from transformers import Trainer
 
 from doge_fast.combining import factor_of
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.distributed.exchanges import num_processes
 from doge_fast.integrations import causal_lm
 from doge_fast.integrations.domain_data import Batch, Part
 from doge_fast.integrations.domain_trainer import DomainTrainer
@@ -102,7 +101,8 @@ class DoGETrainer(DomainTrainer):
         ValueError: no domain is named, an unknown mode, a `DoGEOptimizer` that contradicts the
             arguments, or what `DoGEOptimizer` refuses.
         RuntimeError: several GPUs in one process, several processes that each train by themselves,
-            or a model that is cut between them: fsdp, parallelism_config, DeepSpeed.
+            or a model that is cut otherwise than by fsdp's version 2: FSDP1, parallelism_config,
+            DeepSpeed.
 
     Source: DoGE, Algorithms 1 and 2.
     """
@@ -158,33 +158,7 @@ class DoGETrainer(DomainTrainer):
         super().__init__(*args, **kwargs)
         # Trainer's own value misses GPT-2, whose evaluation losses would be too small.
         self._loss_shifts_labels = self.shifts_labels()
-        self._check_host()
-
-    def _check_host(self) -> None:
-        if self.is_deepspeed_enabled:
-            raise RuntimeError(
-                "DoGETrainer needs the gradient of each domain, and DeepSpeed reduces and keeps "
-                f"the gradients itself; got deepspeed={self.args.deepspeed!r}. Learn the weights "
-                "without it, with a smaller proxy if memory is short, and train with them there."
-            )
-        if self.is_fsdp_enabled or getattr(self.accelerator, "parallelism_config", None):
-            raise RuntimeError(
-                "DoGETrainer gives every rank whole domains of the batch and the whole model, and "
-                "an fsdp or parallelism_config cuts the model. Leave it out, for "
-                "DistributedDataParallel; DoGEOptimizer in a loop of your own takes fully_shard."
-            )
-        if self.args.world_size == 1 and num_processes() > 1:
-            raise RuntimeError(
-                f"Trainer would train by itself in each of the {num_processes()} processes that a "
-                "launcher has started, as it does on CPUs where it is not told so. Pass "
-                "TrainingArguments(use_cpu=True), or start one process."
-            )
-        if self.args.n_gpu > 1:
-            raise RuntimeError(
-                f"DoGETrainer takes one GPU in each process; got {self.args.n_gpu} in one. Start "
-                f"it with torchrun --nproc-per-node {self.args.n_gpu}, or set CUDA_VISIBLE_DEVICES "
-                "to one GPU."
-            )
+        self.check_host()
 
     def _check_ready(self, optimizer: DoGEOptimizer) -> None:
         """Refuse arguments that have no effect because the optimizer exists already."""
@@ -330,10 +304,11 @@ class DoGETrainer(DomainTrainer):
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
         if self._is_to_be_stacked(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
-        return {
-            name: self._backward(model, name, part, batch, num_targets.get(name))
-            for name, batch in inputs.items()
-        }
+        losses: dict[str, Tensor] = {}
+        for name, batch in inputs.items():
+            self.prepare_shards(model, is_last_domain=len(losses) == len(inputs) - 1)
+            losses[name] = self._backward(model, name, part, batch, num_targets.get(name))
+        return losses
 
     def _steps_of_mean(self, part: Part, name: str) -> float:
         """What a mean over the examples here is divided by, where micro-batches count alike."""
@@ -347,7 +322,8 @@ class DoGETrainer(DomainTrainer):
         if told is not None and self.args.average_tokens_across_devices:
             # Trainer multiplies the loss by it, for DistributedDataParallel takes means.
             told = told * self.args.world_size
-        with self.doge.domain(name, count=part.counts[name]):
+        # FSDP2 takes the mean of the ranks by itself.
+        with self.doge.domain(name, count=1 if self.cuts_model else part.counts[name]):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=told))
             if not self._is_scaled_by_targets(num_targets):
@@ -395,6 +371,8 @@ class DoGETrainer(DomainTrainer):
         return True
 
     def _obstacle_to_stacking(self, inputs: Mapping[str, Batch]) -> str | None:
+        if self.cuts_model:
+            return "takes a whole model, and fsdp cuts it."
         is_own_loss = type(self).compute_loss is Trainer.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."

@@ -15,10 +15,11 @@ from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import MixtureStage
 
 
-def train_base(config: BaseConfig) -> Path:
+def train_base(config: BaseConfig) -> Run:
     """Train a model on domains sampled with given weights; leave it in a run directory.
 
     The directory holds config.json, weights.json (what was used), metrics.jsonl and model/. A run
@@ -29,7 +30,7 @@ def train_base(config: BaseConfig) -> Path:
         config: which weights, which corpus, which model, for how long.
 
     Returns:
-        The run directory.
+        The run: its directory, weights and figures.
 
     Raises:
         ValueError: a setting is out of its range, the weights belong to other domains, the
@@ -38,7 +39,7 @@ def train_base(config: BaseConfig) -> Path:
 
     Source: DoGE, stage two of the method.
     """
-    return stage.run(BaseStage(config))
+    return Run(stage.run(BaseStage(config)))
 
 
 class BaseStage(MixtureStage[BaseConfig]):

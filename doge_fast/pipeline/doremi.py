@@ -25,6 +25,7 @@ from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 
@@ -33,7 +34,7 @@ _STATE = "doremi.safetensors"
 _SHA256 = "reference_sha256"
 
 
-def learn_by_excess_loss(config: DoReMiConfig) -> Path:
+def learn_by_excess_loss(config: DoReMiConfig) -> Run:
     """Learn domain weights as DoReMi does; leave them in a run directory.
 
     The directory holds config.json, metrics.jsonl (weights raw and averaged from step 0),
@@ -44,7 +45,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Path:
         config: against which reference, from what, with what, for how long.
 
     Returns:
-        The run directory.
+        The run: its directory, weights and figures.
 
     Raises:
         ValueError: a setting is out of its range; the reference is not a finished base run on
@@ -54,7 +55,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Path:
 
     Source: DoReMi (Xie et al., NeurIPS 2023), steps 1 and 2; DoGE, section 4, the baseline.
     """
-    return stage.run(DoReMiStage(config))
+    return Run(stage.run(DoReMiStage(config)))
 
 
 class DoReMiTrainer(RecordedTrainer):

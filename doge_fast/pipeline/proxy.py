@@ -22,6 +22,7 @@ from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed, to_floats
+from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
@@ -32,7 +33,7 @@ Target = str | dict[str, float]
 _log = logging.getLogger("doge_fast")
 
 
-def learn_weights(config: ProxyConfig) -> Path:
+def learn_weights(config: ProxyConfig) -> Run:
     """Learn domain weights with a proxy model; leave them in a run directory.
 
     The directory holds config.json, metrics.jsonl (weights raw and averaged from step 0),
@@ -43,7 +44,7 @@ def learn_weights(config: ProxyConfig) -> Path:
         config: what to learn from, with what, for how long.
 
     Returns:
-        The run directory.
+        The run: its directory, weights and figures.
 
     Raises:
         ValueError: a setting is out of its range, the corpus is not what it should be, or the
@@ -51,7 +52,7 @@ def learn_weights(config: ProxyConfig) -> Path:
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
-    return stage.run(ProxyStage(config))
+    return Run(stage.run(ProxyStage(config)))
 
 
 class ProxyTrainer(RecordedTrainer, DoGETrainer):

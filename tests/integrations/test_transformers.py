@@ -644,10 +644,13 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
     sharded = trainer_for(tmp_path)
     sharded.is_deepspeed_enabled = True
     with pytest.raises(RuntimeError, match="DeepSpeed reduces and keeps the gradients itself"):
-        sharded._check_host()
+        sharded.check_host()
     sharded.is_deepspeed_enabled, sharded.is_fsdp_enabled = False, True
-    with pytest.raises(RuntimeError, match="an fsdp or parallelism_config cuts the model"):
-        sharded._check_host()
+    with pytest.raises(RuntimeError, match="FSDP1 cuts all of them into flat pieces"):
+        sharded.check_host()
+    sharded.is_fsdp_enabled, sharded.is_distributed_loading_by_transformers = False, True
+    with pytest.raises(RuntimeError, match="a parallelism_config or distributed_config cuts it"):
+        sharded.check_host()
 
 
 class _Flat(IterableDataset[Any]):

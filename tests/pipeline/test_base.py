@@ -20,7 +20,7 @@ Make = Callable[..., BaseConfig]
 
 def test_a_run_leaves_records_the_weights_used_and_a_model(base: Make) -> None:
     config = base()
-    assert train_base(config) == config.out
+    assert train_base(config).path == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
     assert records.weights_by_name(records.read_weights(config.out)) == dict.fromkeys(NAMES, 0.25)
@@ -67,7 +67,7 @@ def test_tokens_follow_the_weights(base: Make, tmp_path: Path) -> None:
 def test_a_proxy_run_gives_its_average_weights(
     base: Make, proxy: Callable[..., ProxyConfig]
 ) -> None:
-    learned = learn_weights(proxy(target=("verse",)))
+    learned = learn_weights(proxy(target=("verse",))).path
     config = base(weights=str(learned), targets=("verse",))
     train_base(config)
     used = records.weights_by_name(records.read_weights(config.out))
@@ -78,8 +78,8 @@ def test_a_proxy_run_gives_its_average_weights(
 
 def test_the_seed_gives_the_run_and_the_weights_matter(base: Make, tmp_path: Path) -> None:
     skewed = write_weights(tmp_path / "w.json", dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
-    one, two = train_base(base("one")), train_base(base("two"))
-    other = train_base(base("other", weights=str(skewed)))
+    one, two = train_base(base("one")).path, train_base(base("two")).path
+    other = train_base(base("other", weights=str(skewed))).path
     assert lines_of(one) == lines_of(two)
     assert lines_of(one) != lines_of(other)
 
@@ -121,7 +121,7 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
         patch.setattr(RecordedTrainer, "training_step", launched_again)
         train_base(config)
     assert launches == list(range(len(launches)))
-    assert_same_run(config.out, train_base(base("single", save_every=3)))
+    assert_same_run(config.out, train_base(base("single", save_every=3)).path)
     assert not (config.out / training.CHECKPOINTS).exists()
 
 
@@ -140,7 +140,7 @@ def test_dropout_goes_on_where_it_stood(
 
 
 def test_pretraining_continues_from_a_run(base: Make, small_corpus: Path) -> None:
-    first = train_base(base("first"))
+    first = train_base(base("first")).path
     config = base(
         "second",
         model=str(first / "model"),
@@ -216,7 +216,7 @@ def test_more_steps_for_a_complete_run_are_refused_with_the_way_out(
         embed_dim=None,
         num_heads=None,
     )
-    last = records.read_metrics(train_base(further), kind="eval")[-1]["loss"]
+    last = records.read_metrics(train_base(further).path, kind="eval")[-1]["loss"]
     first = records.read_metrics(config.out, kind="eval")[-1]["loss"]
     assert sum(last.values()) < sum(first.values())
     for changes in ({"steps": 7}, {"steps": 11, "batch_size": 4}):

@@ -228,7 +228,7 @@ def reference(base: Callable[..., BaseConfig], trained: dict[str, Path]) -> Call
         if key not in trained:
             config = base(**{"steps": 30} | changes)
             out = trained["folder"] / str(len(trained))
-            trained[key] = train_base(BaseConfig(**vars(config) | {"out": out}))
+            trained[key] = train_base(BaseConfig(**vars(config) | {"out": out})).path
         return trained[key]
 
     return make
@@ -239,7 +239,7 @@ def test_a_run_leaves_weights_records_and_a_model(
 ) -> None:
     against = reference()
     config = doremi(reference=against)
-    assert learn_by_excess_loss(config) == config.out
+    assert learn_by_excess_loss(config).path == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
     assert records.read_config(config.out)["stage"] == "doremi"
@@ -384,7 +384,7 @@ def test_the_variants_and_their_settings_matter(
     ]
     against = reference()
     runs = [
-        learn_by_excess_loss(doremi(f"run{i}", reference=against, steps=3, **change))
+        learn_by_excess_loss(doremi(f"run{i}", reference=against, steps=3, **change)).path
         for i, change in enumerate(changes)
     ]
     weights = [records.weights_by_name(records.read_weights(run)) for run in runs]
@@ -493,11 +493,11 @@ def test_a_reference_is_a_finished_base_run_with_every_domain(
     shutil.copytree(reference(), cut)
     shutil.rmtree(cut / training.MODEL)
     assert "its run is not complete" in refusal(cut)
-    learned = learn_weights(proxy(steps=2))
+    learned = learn_weights(proxy(steps=2)).path
     assert "reference must be a base run" in refusal(learned)
     some = dict(zip(NAMES, (0.5, 0.3, 0.2, 0), strict=True))
     file = write_weights(tmp_path / "weights.json", some)
-    partial = train_base(base("partial", weights=str(file), steps=2))
+    partial = train_base(base("partial", weights=str(file), steps=2)).path
     assert "has none for verse" in refusal(partial)
 
 
@@ -505,8 +505,8 @@ def test_a_base_run_takes_the_weights_and_the_report_tells_of_them(
     doremi: Make, base: Callable[..., BaseConfig], reference: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = doremi(reference=reference())
-    learned = learn_by_excess_loss(config)
-    arms = [train_base(base("uniform")), train_base(base("arm", weights=str(learned)))]
+    learned = learn_by_excess_loss(config).path
+    arms = [train_base(base("uniform")).path, train_base(base("arm", weights=str(learned))).path]
     used = records.weights_by_name(records.read_weights(arms[1]))
     assert used == records.weights_by_name(records.read_weights(learned))
     page = report.write_report(ReportConfig(runs=(learned, *arms), out=tmp_path / "page.html"))

@@ -374,7 +374,7 @@ def test_the_verb_measures_both_or_one(
 ) -> None:
     from doge_fast.pipeline.base import train_base
 
-    out = train_base(base(block_size=64))
+    out = train_base(base(block_size=64)).path
     words = ["evaluate", str(out), "--device", "cpu", "--task-data", str(task_data)]
     assert cli.main([*words, "--tasks", "copa,wic", "--task-limit", "2"]) == 0
     printed = capsys.readouterr().out.splitlines()

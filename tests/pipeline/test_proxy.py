@@ -45,7 +45,7 @@ def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path)
         write_jsonl(folder / f"{name}.jsonl", texts(name))
     # Two documents of a length: one of them is half the domain.
     write_jsonl(folder / "few.jsonl", [" ".join(texts(f"few {half}")) for half in "12"])
-    run = learn_weights(proxy(data=str(folder), validation_fraction=0.05))
+    run = learn_weights(proxy(data=str(folder), validation_fraction=0.05)).path
     (warning,) = records.read_config(run)["warnings"]
     assert warning.startswith("few: ")
     assert open_runs([run])[0].warnings == [warning]
@@ -53,7 +53,7 @@ def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path)
 
 def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
     config = proxy()
-    assert learn_weights(config) == config.out
+    assert learn_weights(config).path == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
     record = records.read_weights(config.out, domains=NAMES)
@@ -110,7 +110,8 @@ def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> 
 def test_one_pass_for_all_domains_leaves_the_same_weights(proxy: Make) -> None:
     """To float32's rounding over 8 steps of AdamW; auto is one of the two, to the bit."""
     runs = {
-        mode: learn_weights(proxy(mode, mode=mode)) for mode in ("sequential", "stacked", "auto")
+        mode: learn_weights(proxy(mode, mode=mode)).path
+        for mode in ("sequential", "stacked", "auto")
     }
     weights = {
         mode: records.weights_by_name(records.read_weights(run)) for mode, run in runs.items()
@@ -155,7 +156,7 @@ def test_drift_is_how_far_the_average_moved_in_the_last_fifth(proxy: Make) -> No
 
 def test_the_seed_gives_the_run(proxy: Make) -> None:
     configs = [proxy("one"), proxy("two"), proxy("other", seed=1)]
-    one, two, other = (learn_weights(config) for config in configs)
+    one, two, other = (learn_weights(config).path for config in configs)
     assert_same_run(one, two)
     assert lines_of(one) != lines_of(other)
 
@@ -415,7 +416,7 @@ def test_the_default_mu_grows_with_the_learning_rate_and_the_targets(
     }
     for name, each in options.items():
         config = proxy(out=tmp_path / name, steps=2, **each)
-        record = records.read_weights(learn_weights(config))
+        record = records.read_weights(learn_weights(config).path)
         single = 20 * config.training.learning_rate
         num_domains = len(record["domains"])
         assert num_domains > 1
@@ -426,7 +427,7 @@ def test_the_default_mu_grows_with_the_learning_rate_and_the_targets(
             *(None, record["mu"]),
         )
         given = replace(config, out=tmp_path / f"{name}-given", mu=wanted)
-        again = records.read_weights(learn_weights(given))
+        again = records.read_weights(learn_weights(given).path)
         assert again["domains"] == record["domains"]
 
 
@@ -443,7 +444,7 @@ def test_a_run_resumes_at_the_default_that_it_began_with(
             learn_weights(config)
     began = records.read_config(config.out)["resolved"]["mu"]
     monkeypatch.setattr("doge_fast.reweighting.default_mu", lambda *_: 99.0)
-    assert records.read_weights(learn_weights(config))["mu"] == began
+    assert records.read_weights(learn_weights(config).path)["mu"] == began
 
 
 @pytest.mark.parametrize(
@@ -454,7 +455,7 @@ def test_the_default_mu_grows_with_the_weights_of_the_targets(
     proxy: Make, target: tuple[str, ...], factor: float
 ) -> None:
     config = proxy(steps=2, target=target)
-    mu = records.read_weights(learn_weights(config))["mu"]
+    mu = records.read_weights(learn_weights(config).path)["mu"]
     assert mu == pytest.approx(20 * config.training.learning_rate * factor, rel=1e-12)
 
 

@@ -25,7 +25,9 @@ def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
     config = proxy(target=("verse", "mix"), steps=1000, dry_run=True)
     told = flat(rehearse(ProxyStage(config)))
     assert not config.out.exists()
-    run = learn_weights(replace(config, training=replace(config.training, steps=2), dry_run=False))
+    run = learn_weights(
+        replace(config, training=replace(config.training, steps=2), dry_run=False)
+    ).path
     corpus, weights = records.read_config(run)["corpus"], records.read_weights(run)
     for name, entry in (corpus["domains"] | corpus["targets"]).items():
         # 2 blocks of 16 tokens a step.

@@ -185,8 +185,8 @@ def test_the_command_line_knows_every_reading() -> None:
 
 def test_a_proxy_takes_the_list(asked: Make, proxy: Callable[..., ProxyConfig]) -> None:
     run = measure_cancellation(asked(steps=3))
-    full = learn_weights(proxy("full"))
-    some = learn_weights(proxy("some", selection=run / "selection-high3.json"))
+    full = learn_weights(proxy("full")).path
+    some = learn_weights(proxy("some", selection=run / "selection-high3.json")).path
     weights = [records.weights_by_name(records.read_weights(each)) for each in (full, some)]
     assert weights[0] != weights[1]
 

@@ -103,7 +103,7 @@ def assert_near(ours: Any, theirs: Any, rtol: float, where: str = "") -> None:
 @pytest.fixture
 def base_run(settings: dict[str, Any], tmp_path: Path) -> Path:
     config = BaseConfig(out=tmp_path / "reference", weights="uniform", batch_size=8, **settings)
-    return train_base(config)
+    return train_base(config).path
 
 
 def stage_of(

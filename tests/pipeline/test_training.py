@@ -204,15 +204,15 @@ def test_tensorboard_holds_what_the_records_hold(
 ) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     config = proxy(report_to=("tensorboard",), steps=3, eval_every=2)
-    found = assert_told(learn_weights(config))
+    found = assert_told(learn_weights(config).path)
     # By name, so that a rename is noticed: dashboards are built on these.
     for field in ("loss", "alpha", "alpha_mean", "gain", "grad_norm", "tokens"):
         assert {f"train/{field}/code", f"train/{field}/verse"} <= found.keys()
     assert {"train/lr", "train/combined_norm", "train/skipped", "eval/loss/code"} <= found.keys()
     assert list(found["train/alpha_mean/code"]) == [0, 1, 2, 3]
     # Who is told does not make another run of it.
-    assert learn_weights(proxy(steps=3, eval_every=2)) == config.out
-    found = assert_told(train_base(base(report_to=("tensorboard",), steps=2)))
+    assert learn_weights(proxy(steps=3, eval_every=2)).path == config.out
+    found = assert_told(train_base(base(report_to=("tensorboard",), steps=2)).path)
     assert {"train/loss", "train/tokens/code", "eval/loss/code"} <= found.keys()
 
 

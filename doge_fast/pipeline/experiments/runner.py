@@ -279,11 +279,11 @@ def _domains_of(config: ExperimentConfig) -> tuple[str, ...]:
 
 def _run(config: StageConfig) -> Path:
     if isinstance(config, ProxyConfig):
-        return learn_weights(config)
+        return learn_weights(config).path
     if isinstance(config, BaseConfig):
-        return train_base(config)
+        return train_base(config).path
     if isinstance(config, DoReMiConfig):
-        return learn_by_excess_loss(config)
+        return learn_by_excess_loss(config).path
     return measure_cancellation(config)
 
 

@@ -15,7 +15,7 @@ from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.mixtures import effective_domains, epochs
-from doge_fast.pipeline.reporting.wording import as_ascii, count_text
+from doge_fast.pipeline.reporting.wording import as_ascii, count_text, plural
 from doge_fast.pipeline.tables import Table, table_of
 
 
@@ -102,6 +102,10 @@ class WeightsSummary:
         return f"Effective domains, exp of the entropy: {count}."
 
     def _repr_html_(self) -> str:
+        return self.as_html()
+
+    def as_html(self) -> str:
+        """The table with a bar for each weight."""
         table = self.table()
         most = max(share.weight for share in self.domains)
         lines = [_html_cells("th", [table.corner, *(label for label, _ in table.columns), ""])]
@@ -217,6 +221,34 @@ SETTINGS = (
     *("steps", "seed", "variant"),
 )
 """What a record says of how its weights came about."""
+
+
+def setting_text(value: Any) -> str:
+    """A setting in a sentence: a target by names, a long hash by its beginning."""
+    if value is None:
+        return "not said"
+    if isinstance(value, Mapping):
+        return " + ".join(name if tau == 1 else f"{tau:g} {name}" for name, tau in value.items())
+    words = str(value)
+    return words if len(words) <= 24 else f"{words[:12]}..."
+
+
+def story(record: Mapping[str, Any]) -> str:
+    """doge, target universal, 300 steps, seed 0."""
+    parts = [str(record.get("method") or "method not known")]
+    if record.get("score") not in (None, "paper"):
+        parts.append(f"score {record['score']}")
+    if record.get("target") is not None:
+        parts.append(f"target {setting_text(record['target'])}")
+    if record.get("steps") is not None:
+        parts.append(plural(record["steps"], "step"))
+    if record.get("seed") is not None:
+        parts.append(f"seed {record['seed']}")
+    if record.get("average"):
+        parts.append(f"mean of {plural(record['average']['count'], 'file')}")
+    if record.get("constraints"):
+        parts.append("constrained")
+    return ", ".join(parts)
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:

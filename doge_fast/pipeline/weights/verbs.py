@@ -22,7 +22,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
-from doge_fast.pipeline.reporting.wording import listed, plural
+from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.tables import text
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.summary import (
@@ -30,6 +30,8 @@ from doge_fast.pipeline.weights.summary import (
     WeightsSummary,
     by_domain,
     figure_text,
+    setting_text,
+    story,
     tokens_text,
     weight_text,
 )
@@ -307,34 +309,6 @@ def _total(mixture: WeightsSummary) -> str:
     zeros = [share.name for share in mixture.domains if share.weight == 0]
     zero = f" Weight zero: {listed(zeros)}." if zeros else ""
     return f"{mixture.effective_text}{zero}"
-
-
-def setting_text(value: Any) -> str:
-    """A setting in a sentence: a target by names, a long hash by its beginning."""
-    if value is None:
-        return "not said"
-    if isinstance(value, Mapping):
-        return " + ".join(name if tau == 1 else f"{tau:g} {name}" for name, tau in value.items())
-    words = str(value)
-    return words if len(words) <= 24 else f"{words[:12]}..."
-
-
-def story(record: Mapping[str, Any]) -> str:
-    """doge, target universal, 300 steps, seed 0."""
-    parts = [str(record.get("method") or "method not known")]
-    if record.get("score") not in (None, "paper"):
-        parts.append(f"score {record['score']}")
-    if record.get("target") is not None:
-        parts.append(f"target {setting_text(record['target'])}")
-    if record.get("steps") is not None:
-        parts.append(plural(record["steps"], "step"))
-    if record.get("seed") is not None:
-        parts.append(f"seed {record['seed']}")
-    if record.get("average"):
-        parts.append(f"mean of {plural(record['average']['count'], 'file')}")
-    if record.get("constraints"):
-        parts.append("constrained")
-    return ", ".join(parts)
 
 
 def _wrapped(words: str, indent: str = "") -> str:
