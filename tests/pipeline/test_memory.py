@@ -49,15 +49,18 @@ def test_stored_gradients_count_too(
 ) -> None:
     """The model fits, and its rows do not."""
     config = proxy(target=("universal",))
-    plan = rehearse(ProxyStage(config)).split()
+    stage = ProxyStage(config)
+    plan = rehearse(stage).split()
+    num_rows = len(stage.rows)
     size = int(plan[plan.index("parameters") - 1].replace(",", ""))
     assert sum(memory.needed(size).values()) == 16 * size
-    assert sum(memory.needed(size, 3).values()) == (16 + 12) * size
+    assert sum(memory.needed(size, num_rows).values()) == (16 + 4 * num_rows) * size
     # The parameters have been made by then.
-    free((16 + 12 - 4) * size)
+    enough = (16 + 4 * num_rows - 4) * size
+    free(enough)
     learn_weights(config)
-    free((16 + 12 - 4) * size - 1)
-    with pytest.raises(ValueError, match=r"gradients of 3 rows .*fewer domains"):
+    free(enough - 1)
+    with pytest.raises(ValueError, match=r"gradients of 4 rows .*fewer domains"):
         learn_weights(replace(config, out=config.out / "other"))
 
 
