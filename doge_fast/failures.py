@@ -129,7 +129,8 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
         return Ending(
             WORLD,
             f"There is not enough memory: {one_line(error)}. Ask for less in a step (fewer "
-            "sequences, a shorter block_size, mode=sequential), or for a smaller model.",
+            "sequences, a shorter block_size, mode=sequential), for a smaller model, or share it "
+            "among processes (torchrun); --dry-run says what is needed.",
         )
     return _of_the_system(error, directory)
 

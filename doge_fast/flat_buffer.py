@@ -134,12 +134,24 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
     return local_of(grad)
 
 
+OUT_OF_MEMORY = (
+    "doge_fast was about to store the gradients of {num_rows} domains. Less memory is needed with "
+    "buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, one domain after another "
+    "in the place of stacked(), or more ranks. docs/how-to/memory.md has what each changes."
+)
+"""Note on an error of an allocation that fails."""
+
+
 def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     num_columns = local_of(param).numel()
     stride = -(-num_columns // ALIGNMENT) * ALIGNMENT
     if stride * dtype.itemsize % PAGE_BYTES == 0:
         stride += ALIGNMENT
-    memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
+    try:
+        memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
+    except RuntimeError as error:
+        error.add_note(OUT_OF_MEMORY.format(num_rows=num_rows))
+        raise
     memory[:, num_columns:] = 0
     return memory[:, :num_columns]
 

@@ -46,7 +46,7 @@ FLOORS = [
     doge_fast.pipeline.config.ranges doge_fast.pipeline.ranks
     doge_fast.pipeline.config.components doge_fast.pipeline.config.fields \
         doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named \
-        doge_fast.pipeline.sizes
+        doge_fast.pipeline.sizes doge_fast.pipeline.memory
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \

@@ -5,7 +5,7 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,11 @@ _CHECKED_TOKENS = 8
 
 
 def build_model(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, block_size: int
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    block_size: int,
+    told_size: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
     """The causal language model that `config` describes, for this tokenizer and block size.
 
@@ -42,6 +46,7 @@ def build_model(
         config: a size of the family, or a folder or Hub id of any causal language model.
         tokenizer: gives the vocabulary and the end-of-text token.
         block_size: tokens in a training example; positions that the model needs.
+        told_size: called with the number of parameters before there are any; may refuse.
 
     Returns:
         The model, in float32 (a pretrained one too).
@@ -78,6 +83,8 @@ def build_model(
             f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
             f"block. Pass block_size={positions} (--block-size {positions}) or less."
         )
+    if told_size is not None and (size := _num_parameters(architecture)) is not None:
+        told_size(size)
     if config.pretrained:
         model = open_model(config.model)
     else:
@@ -87,6 +94,17 @@ def build_model(
     if not is_family:
         _check_causal(config.model, model, block_size)
     return model
+
+
+def _num_parameters(architecture: Any) -> int | None:
+    """Those that train, without memory for any; None where the model cannot be built so."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            model: Any = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
+        except Exception:
+            # Whoever builds it with memory says what is wrong with it.
+            return None
+    return int(model.num_parameters(only_trainable=True))
 
 
 def open_model(name: str | Path) -> PreTrainedModel:

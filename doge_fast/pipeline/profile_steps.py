@@ -9,15 +9,19 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from doge_fast import scale
 from doge_fast.kernels.roofline import Bandwidth
 from doge_fast.optimizer import DoGEOptimizer
+from doge_fast.pipeline import memory
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.sizes import SIZES
@@ -52,7 +56,9 @@ class PlainStep:
     def __init__(self, config: ProfileConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.model = _model(config).to(device)
+        # The plain side is built first.
+        check = partial(_check_memory, config, device) if self.name == "plain" else None
+        self.model = _model(config, check).to(device)
         kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
         fused = device.type == "cuda" or None
         self.inner = kind(self.model.named_parameters(), lr=1e-5, fused=fused)
@@ -243,11 +249,33 @@ class _Vocabulary(list[int]):
     eos_token_id = 0
 
 
-def _model(config: ProfileConfig) -> Any:
+def _check_memory(config: ProfileConfig, device: torch.device, num_parameters: int) -> None:
+    """Say what the two steps will take, and refuse what cannot fit.
+
+    Raises:
+        ValueError: the least that they keep is more than what is free.
+    """
+    # Both models are there at once.
+    parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
+    num_rows = config.domains + config.targets
+    dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
+    rows = scale.rows_bytes(num_parameters, num_rows, dtype.itemsize)
+    parts[f"gradients of {num_rows} rows"] = rows
+    if config.optimizer == "sgd":
+        del parts["AdamW"]
+    text = memory.size_text(sum(parts.values()))
+    _log.info("profile: both steps keep %s, and activations", text)
+    advice = "Take a smaller --model, fewer --domains, or --buffer-dtype bfloat16."
+    memory.refuse_what_cannot_fit(parts, device, advice=advice)
+
+
+def _model(config: ProfileConfig, told_size: Callable[[int], None] | None = None) -> Any:
     torch.manual_seed(0)
     vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
     architecture = ModelConfig(model=config.model)
-    model = build_model(architecture, vocabulary, block_size=config.sequence_length)
+    model = build_model(
+        architecture, vocabulary, block_size=config.sequence_length, told_size=told_size
+    )
     # Dropout would draw numbers, other ones for each side.
     model.train(False)
     return model

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainerCallback
 
-from doge_fast import scale
+from doge_fast.pipeline import memory, tables, training
 from doge_fast.pipeline import stage as stages
-from doge_fast.pipeline import tables
+from doge_fast.pipeline.memory import size_text
 from doge_fast.pipeline.stage import Stage
 
 # Of them the first is not counted: compilers and allocators take their time in it.
@@ -87,19 +86,21 @@ def _domains(stage: Stage[Any]) -> str:
 def _written(stage: Stage[Any], parameters: int, *, is_resumed: bool) -> Iterator[tuple[str, str]]:
     where = f"{stage.out}, which is resumed" if is_resumed else str(stage.out)
     yield "writes", f"{where}: config.json, metrics.jsonl, weights.json,"
-    yield "", f"model/ ({_size(4 * parameters)})"
+    yield "", f"model/ ({size_text(4 * parameters)})"
     if stage.config.training.save_every != 0:
-        yield "", f"and, until it is complete, two checkpoints ({_size(12 * parameters)} each)"
+        yield "", f"and, until it is complete, two checkpoints ({size_text(12 * parameters)} each)"
 
 
 def _memory(stage: Stage[Any], parameters: int) -> Iterator[tuple[str, str]]:
     """Of what has the model's size."""
-    num_rows = len(stage.rows)
-    parts = scale.training_bytes(parameters)
-    parts[f"gradients of {num_rows} rows"] = scale.rows_bytes(parameters, num_rows, scale.FLOAT32)
+    parts = memory.needed(parameters, len(stage.rows))
     known = {name: size for name, size in parts.items() if size}
-    yield "memory", f"{_size(sum(known.values()))} and activations, about:"
-    yield from (("", f"{_size(size)} {name}") for name, size in known.items())
+    yield "memory", f"{size_text(sum(known.values()))} and activations, about:"
+    yield from (("", f"{size_text(size)} {name}") for name, size in known.items())
+    config = stage.config.training
+    device = training.device_of(config.device, needs_float64=stage.needs_float64)
+    if (free := memory.free_bytes(device)) is not None:
+        yield "", f"of {size_text(free)} that are free on {device.type}"
 
 
 def _time(stage: Stage[Any], model: PreTrainedModel) -> Iterator[tuple[str, str]]:
@@ -122,11 +123,6 @@ def _time(stage: Stage[Any], model: PreTrainedModel) -> Iterator[tuple[str, str]
     step = statistics.median(after - before for before, after in itertools.pairwise(clock.times))
     total = timedelta(seconds=round(step * config.training.steps))
     if device == "cuda":
-        yield "", f"{_size(torch.cuda.max_memory_allocated())} at the most in the steps timed"
+        yield "", f"{size_text(torch.cuda.max_memory_allocated())} at the most in the steps timed"
     yield "time", f"{total} at {step:.3g} s a step on {device},"
     yield "", "and evaluations on held-out blocks"
-
-
-def _size(num_bytes: float) -> str:
-    """1.20MB."""
-    return str(tqdm.format_sizeof(num_bytes, "B"))

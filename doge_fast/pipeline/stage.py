@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
-from doge_fast import atomic_file
+from doge_fast import atomic_file, scale
 from doge_fast.failures import FileFailure
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import baselines, domains, health, ranks, records, training
+from doge_fast.pipeline import baselines, domains, health, memory, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import BaseBatches, Corpus
@@ -358,8 +358,29 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
     _log.info("%s: building the model %s", stage.out, config.model.model)
     # A run of this seed always begins with the same numbers.
     set_seed(config.training.seed)
-    model = build_model(config.model, corpus.tokenizer, block_size=corpus.block_size)
+    device = training.device_of(config.training.device, needs_float64=stage.needs_float64)
+
+    smaller = "Take a smaller model (--model, --num-layers, --embed-dim)"
+    fewer = ", fewer domains, or share them among processes (torchrun)"
+
+    def check_memory(num_parameters: int, num_there: int = 0) -> None:
+        memory.refuse_what_cannot_fit(
+            memory.needed(num_parameters, len(stage.rows)),
+            device,
+            is_there=scale.FLOAT32 * num_there if device.type == "cpu" else 0,
+            advice="Take a smaller model (--model, --num-layers, --embed-dim)"
+            + (
+                ", fewer domains, or share them among processes (torchrun)." * bool(stage.rows)
+                or "."
+            ),
+        )
+
+    model = build_model(
+        config.model, corpus.tokenizer, block_size=corpus.block_size, told_size=check_memory
+    )
     stage.prepare(corpus, model, recorded or {})
+    num_parameters = model.num_parameters(only_trainable=True)
+    check_memory(num_parameters, num_parameters)
     return model
 
 

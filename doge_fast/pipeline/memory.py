@@ -1,0 +1,78 @@
+"""Whether a run fits, before it begins: the least it needs, and what is free."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from doge_fast import scale
+from doge_fast.pipeline import ranks
+
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def size_text(num_bytes: float) -> str:
+    """1.20MB."""
+    return str(tqdm.format_sizeof(num_bytes, "B"))
+
+
+def needed(num_parameters: int, num_rows: int = 0) -> dict[str, int]:
+    """{what: bytes} of what has the model's size; with several processes, for each of them.
+
+    Args:
+        num_parameters: those that train.
+        num_rows: domains and targets of which a step keeps a gradient each.
+    """
+    parts = scale.training_bytes(num_parameters)
+    if num_rows:
+        here = scale.most_rows(num_rows, ranks.number())
+        size = scale.rows_bytes(num_parameters, here, scale.FLOAT32)
+        parts[f"gradients of {here} rows"] = size
+    return parts
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What is free for this process: of a GPU, or of the machine with its swap.
+
+    A container's limit counts for the machine. None: the device does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if device.type != "cpu":
+        return None
+    free: int = psutil.virtual_memory().available + psutil.swap_memory().free
+    for path in map(Path, _LIMITS):
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():
+            free = min(free, int(text))
+    return free
+
+
+def refuse_what_cannot_fit(
+    parts: Mapping[str, int], device: torch.device, *, advice: str, is_there: int = 0
+) -> None:
+    """Refuse a run whose least need is more than what is free.
+
+    Args:
+        parts: {what: bytes} that the run keeps at once; activations come on top.
+        device: that it trains on; processes of one machine share its memory, and have a GPU each.
+        advice: a sentence that says how to need less.
+        is_there: bytes of these that this process has taken already.
+
+    Raises:
+        ValueError: it cannot fit.
+    """
+    free = free_bytes(device)
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    needed = num_here * sum(parts.values())
+    if free is None or needed <= free + num_here * is_there:
+        return
+    told = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
+    where = f"{num_here} processes on this machine need" if num_here > 1 else "This run needs"
+    raise ValueError(
+        f"{where} at least {size_text(needed)} ({told}; activations come on top), and "
+        f"{size_text(free)} of {device.type} memory are free. {advice}"
+    )

@@ -1,0 +1,113 @@
+"""What cannot fit is refused before anything is made or written."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from doge_fast import cli, failures
+from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.pipeline import memory
+from doge_fast.pipeline import model as models
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.profiling import profile
+from doge_fast.pipeline.proxy import ProxyStage, learn_weights
+from doge_fast.pipeline.rehearsal import rehearse
+from tests.pipeline.stages import words_of
+from tests.pipeline.test_profiling import QUICK
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have so many bytes free."""
+    return lambda num_bytes: monkeypatch.setattr(memory, "free_bytes", lambda _: num_bytes)
+
+
+@pytest.mark.parametrize("run", [learn_weights, lambda config: rehearse(ProxyStage(config))])
+def test_a_run_that_cannot_fit_is_refused_before_its_model_is_made(
+    proxy: Callable[..., ProxyConfig],
+    free: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[[ProxyConfig], object],
+) -> None:
+    free(1000)
+    monkeypatch.setattr(models, "_with_loss", None)
+    config = proxy()
+    with pytest.raises(
+        ValueError, match=r"needs at least .*parameters .*1\.00kB of cpu memory are"
+    ):
+        run(config)
+    assert not config.out.exists()
+
+
+def test_stored_gradients_count_too(
+    proxy: Callable[..., ProxyConfig], free: Callable[[int], None]
+) -> None:
+    """The model fits, and its rows do not."""
+    config = proxy(target=("universal",))
+    stage = ProxyStage(config)
+    plan = rehearse(stage).split()
+    num_rows = len(stage.rows)
+    size = int(plan[plan.index("parameters") - 1].replace(",", ""))
+    assert sum(memory.needed(size).values()) == 16 * size
+    assert sum(memory.needed(size, num_rows).values()) == (16 + 4 * num_rows) * size
+    # The parameters have been made by then.
+    enough = (16 + 4 * num_rows - 4) * size
+    free(enough)
+    learn_weights(config)
+    free(enough - 1)
+    with pytest.raises(ValueError, match=r"gradients of 4 rows .*fewer domains"):
+        learn_weights(replace(config, out=config.out / "other"))
+
+
+def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 100)
+    parts = {"parameters": 60}
+    memory.refuse_what_cannot_fit(parts, CPU, advice="")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes on this machine need at least 120"):
+        memory.refuse_what_cannot_fit(parts, CPU, advice="")
+    memory.refuse_what_cannot_fit(parts, CPU, advice="", is_there=10)
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "max").write_text("12345\n")
+    (tmp_path / "none").write_text("max\n")
+    monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "absent")))
+    whole = memory.free_bytes(CPU)
+    assert whole is not None
+    assert whole > 10**6
+    monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "max"),))
+    assert memory.free_bytes(CPU) == 12345
+    assert memory.free_bytes(torch.device("meta")) is None
+
+
+def test_a_profile_that_cannot_fit_is_refused(free: Callable[[int], None]) -> None:
+    free(10**6)
+    with pytest.raises(ValueError, match=r"gradients of 2 rows .*--buffer-dtype bfloat16"):
+        profile(replace(QUICK, model="tiny"))
+
+
+def test_the_command_line_says_so_in_a_sentence(
+    base: Callable[..., BaseConfig], free: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    free(0)
+    assert cli.main(["base", *words_of(base())]) == failures.USAGE
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "This run needs at least" in last
+    assert last.endswith("Take a smaller model (--model, --num-layers, --embed-dim).")
+
+
+def test_an_allocation_that_fails_says_what_needs_less() -> None:
+    buffer = FlatBuffer(10**12)
+    weight = torch.nn.Parameter(torch.zeros(10**5))
+    with pytest.raises(RuntimeError, match="memory") as error:
+        buffer.receive(0, weight, torch.zeros(10**5))
+    (note,) = error.value.__notes__
+    assert "the gradients of 1000000000000 domains" in note
+    assert "buffer_dtype=torch.bfloat16" in note
+    assert failures.ending_of(error.value).code == failures.WORLD
