@@ -136,8 +136,8 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
 
 OUT_OF_MEMORY = (
     "doge_fast was about to store the gradients of {num_rows} domains. Less memory is needed with "
-    "buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, one domain after another "
-    "in the place of stacked(), or more ranks. docs/how-to/memory.md has what each changes."
+    "buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, domain() for stacked(), "
+    "or more ranks. docs/how-to/memory.md says what each changes."
 )
 """Note on an error of an allocation that fails."""
 

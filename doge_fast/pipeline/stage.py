@@ -368,11 +368,7 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
             memory.needed(num_parameters, len(stage.rows)),
             device,
             is_there=scale.FLOAT32 * num_there if device.type == "cpu" else 0,
-            advice="Take a smaller model (--model, --num-layers, --embed-dim)"
-            + (
-                ", fewer domains, or share them among processes (torchrun)." * bool(stage.rows)
-                or "."
-            ),
+            advice=f"{smaller}{fewer if stage.rows else ''}.",
         )
 
     model = build_model(
