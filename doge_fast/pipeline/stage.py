@@ -280,6 +280,8 @@ def run(stage: Stage[Any]) -> Path:
         stage.check_outcome(trainer)
 
         def end() -> None:
+            # On the disk before what says that the run is complete.
+            records.keep_metrics(out)
             stage.end(trainer)
             shutil.rmtree(out / records.CHECKPOINTS, ignore_errors=True)
 

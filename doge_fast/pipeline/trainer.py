@@ -238,6 +238,8 @@ class _Recorder(TrainerCallback):
         self._add_line(step)
         self._flush(force=True)
         self.bar.close()
+        # A launcher ends the others as soon as one has ended.
+        self.trainer.accelerator.wait_for_everyone()
         stage = self.trainer.stage
         names = stage.lost_domains(self.trainer)
         whose = f" of {health.domains_told(names)}" if names else ""

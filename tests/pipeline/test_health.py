@@ -1,5 +1,6 @@
 """A training that computes no numbers ends as one that failed, and says where and whose."""
 
+import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -258,6 +259,26 @@ def test_a_report_does_not_believe_a_run_that_diverged(tmp_path: Path) -> None:
     assert "smaller mu" not in told
     page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
     assert "run: diverged, its records end at step 20 of 20 and it left no result" in page
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "is_told"),
+    [("vanished", 2, True), ("vanished", 1, False), ("collapsed", 2, True), ("saturated", 2, True)],
+)
+def test_a_report_tells_what_happened_in_many_steps(
+    tmp_path: Path, what: str, number: int, is_told: bool
+) -> None:
+    """In more than a twentieth of them."""
+    run = write_proxy(tmp_path / "run", steps=20)
+    file = run / "metrics.jsonl"
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    for line in lines[5 : 5 + number]:
+        line["warnings"] = {what: ["tests"]}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = f"in {number} of 20 logged steps tests {health.TOLD[what]}"
+    page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
+    for text in (" ".join(" ".join(remarks_on(run)).split()), page):
+        assert (told in text) is is_told
 
 
 def test_domains_are_told_in_a_few_words() -> None:

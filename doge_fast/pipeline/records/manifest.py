@@ -56,7 +56,7 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
     Raises:
         ValueError: what is wrong with which file.
     """
-    absent = f"{MANIFEST} is missing, so that it was not written to its end"
+    absent = f"{MANIFEST} is missing: it was not written to its end, or by an earlier version"
     try:
         record = read_record(folder / MANIFEST, ["files"], absent=absent)
         files = record["files"]
