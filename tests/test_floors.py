@@ -43,9 +43,9 @@ FLOORS = [
     doge_fast.integrations.causal_lm
     doge_fast.integrations.domain_trainer
     doge_fast.integrations.transformers
-    doge_fast.pipeline.config.ranges doge_fast.pipeline.ranks
+    doge_fast.pipeline.config.ranges doge_fast.pipeline.ranks doge_fast.pipeline.named
     doge_fast.pipeline.config.components doge_fast.pipeline.config.fields \
-        doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named \
+        doge_fast.pipeline.tables doge_fast.pipeline.progress \
         doge_fast.pipeline.sizes doge_fast.pipeline.memory
     doge_fast.pipeline.config
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \

@@ -12,19 +12,24 @@ from doge_fast.layers.rule import LayerRule
 from doge_fast.layers.token_sums import Outer, Sum, TokenSum
 
 
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator]
+def _has_autocast(kind: str) -> bool:
+    # torch 2.11 cannot trace it.
+    return torch.amp.is_autocast_available(kind)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype of products on the device of `x`; None where autocast is off, or not known."""
     kind = x.device.type
     # "meta" has none, and torch raises when asked whether it is on.
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_on = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context in which operators on the device of `x` leave dtypes alone."""
     kind = x.device.type
-    has_autocast = torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if has_autocast else nullcontext()
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 
 
 class LinearRule(LayerRule):

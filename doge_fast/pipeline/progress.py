@@ -6,6 +6,7 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from doge_fast.pipeline import ranks
+from doge_fast.pipeline.named import visible
 
 # None: no bar where stderr is no terminal, and none is left of a bar below another.
 _STYLE: dict[str, Any] = {
@@ -24,10 +25,10 @@ def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
         unit: in the singular.
         initial: units that are done already.
     """
-    options = {"total": total, "initial": initial, "desc": what, "unit": unit}
+    options = {"total": total, "initial": initial, "desc": visible(what), "unit": unit}
     return tqdm(**options, **_STYLE)
 
 
 def over(items: Iterable[Any], what: str, unit: str) -> Iterator[Any]:
     """`items`, with a bar once they have taken a second."""
-    yield from tqdm(items, desc=what, unit=f" {unit}s", delay=1, **_STYLE)
+    yield from tqdm(items, desc=visible(what), unit=f" {unit}s", delay=1, **_STYLE)

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 
 from doge_fast import cli, failures
 from doge_fast.pipeline import named, records
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.config import BaseConfig, ExperimentConfig, ProxyConfig
+from doge_fast.pipeline.experiments.runner import run_experiment
 from tests.pipeline.stages import assert_same_run, words_of, write_weights
 from tests.pipeline.workshop import answer
 from tests.pipeline.written_runs import write_proxy
@@ -352,3 +354,15 @@ def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(
         assert "\x1b" not in text
         assert "\u202e" not in text
     assert "a\\x1b[31mb" in page
+
+
+def test_an_experiment_that_is_refused_leaves_nothing(
+    experiment: Callable[..., ExperimentConfig], small_corpus: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(small_corpus, data)
+    (data / "nothing.jsonl").touch()
+    config = experiment("proxy_vs_base", corpus={"data": str(data)})
+    with pytest.raises(ValueError, match="A domain needs text"):
+        run_experiment(config)
+    assert not config.out.exists()  # type: ignore[union-attr]

@@ -1,6 +1,7 @@
 """The cache is found, keeps what came first, and says so when it cannot be written."""
 
 import pytest
+from filelock import FileLock
 
 from doge_fast.pipeline import cache
 from doge_fast.pipeline.config import CorpusConfig
@@ -32,3 +33,43 @@ def test_the_cache_is_found_through_the_environment(tmp_path, config, monkeypatc
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "elsewhere"))
     load_corpus(rename(config, cache_dir=None))
     assert len(list((tmp_path / "elsewhere" / "blocks").iterdir())) == 3
+
+
+def test_what_no_longer_agrees_with_its_checksums_is_made_again(tmp_path, caplog):
+    config = CorpusConfig(cache_dir=tmp_path)
+
+    def make(folder):
+        folder.mkdir()
+        (folder / "file").write_bytes(bytes(100))
+
+    path = cache.made(config, "blocks", "key", make)
+    with (path / "file").open("rb") as reader:
+        for is_said, damage in (
+            (True, lambda: (path / "file").write_bytes(bytes(99))),
+            (True, lambda: (path / "file").write_bytes(bytes(99) + b"x")),
+            (True, lambda: (path / "more").touch()),
+            (True, lambda: (path / "file").unlink()),
+            # What is made is what is there.
+            (False, lambda: (tmp_path / "sums" / "blocks-key.json").unlink()),
+            (False, lambda: (tmp_path / "sums" / "blocks-key.json").write_text("{")),
+        ):
+            caplog.clear()
+            damage()
+            assert cache.made(config, "blocks", "key", make) == path
+            assert (path / "file").read_bytes() == bytes(100)
+            assert ("key is damaged, or without its checksums" in caplog.text) == is_said
+            cache.made(config, "blocks", "key", lambda _: pytest.fail("it is whole"))
+        # Whoever has it open reads on.
+        reader.read()
+    assert [entry.name for entry in (tmp_path / "blocks").iterdir()] == ["key"]
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    config = CorpusConfig(cache_dir=tmp_path)
+    for left in ("dead", "live"):
+        (tmp_path / "blocks" / f".making-blocks-{left}-x1" / "0").mkdir(parents=True)
+    (tmp_path / "locks").mkdir()
+    with FileLock(tmp_path / "locks" / "blocks-live"):
+        cache.made(config, "blocks", "key", lambda path: path.write_text("x"))
+    left = {entry.name for entry in (tmp_path / "blocks").iterdir()}
+    assert left == {"key", ".making-blocks-live-x1"}
