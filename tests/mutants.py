@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import libcst as cst
 import pytest
@@ -204,11 +204,21 @@ def _run(module: str, workspace: Path) -> None:
     os._exit(int(code))
 
 
+class Outcome(NamedTuple):
+    """What became of a mutant."""
+
+    mutant: Mutant
+    is_killed: bool
+    by: str
+    seconds: float
+
+
 @dataclass
 class _Running:
     mutant: Mutant
     workspace: Path
     process: Any
+    began: float
     deadline: float
 
     @classmethod
@@ -219,7 +229,8 @@ class _Running:
             stale.unlink()
         process = FORK.Process(target=_run, args=(mutant.module, workspace))
         process.start()
-        return cls(mutant, workspace, process, time.monotonic() + allowed_s)
+        now = time.monotonic()
+        return cls(mutant, workspace, process, now, now + allowed_s)
 
     def end(self) -> None:
         """With all that its tests have started; its workspace is as it was."""
@@ -231,8 +242,8 @@ class _Running:
 
 def outcomes(
     mutants: Sequence[Mutant], jobs: int, allowed_s: dict[str, float]
-) -> Iterator[tuple[Mutant, bool, str]]:
-    """Each mutant, whether it was killed, and what by, as they end."""
+) -> Iterator[Outcome]:
+    """What became of each, as they end."""
     waiting, running = list(reversed(mutants)), list[_Running]()
     with tempfile.TemporaryDirectory() as folder:
         free = [_workspace(Path(folder, str(job))) for job in range(jobs)]
@@ -249,7 +260,8 @@ def outcomes(
                 running.remove(each)
                 free.append(each.workspace)
                 by = "it did not end" if is_late else _killer(each.workspace / "log")
-                yield each.mutant, is_late or each.process.exitcode != 0, by
+                is_killed = is_late or each.process.exitcode != 0
+                yield Outcome(each.mutant, is_killed, by, time.monotonic() - each.began)
 
 
 def _killer(log: Path) -> str:
@@ -258,14 +270,16 @@ def _killer(log: Path) -> str:
     return lines[-1] if lines else text[-200:].strip()
 
 
-def unchanged_s(module: str) -> float:
-    """Seconds of the module's tests as it stands; they pass."""
-    start = time.monotonic()
-    whole = Mutant(module, "", "", path_of(module).read_text("utf-8"), 0)
-    for _, has_failed, by in outcomes([whole], 1, {module: 600.0}):
-        if has_failed:
-            raise SystemExit(f"the tests of {module} fail as it stands: {by}")
-    return time.monotonic() - start
+def allowed(modules: Sequence[str], jobs: int) -> dict[str, float]:
+    """Seconds that the tests of each module may take; as it stands they pass."""
+    whole = [Mutant(name, "", "", path_of(name).read_text("utf-8"), 0) for name in modules]
+    found = {}
+    for outcome in outcomes(whole, jobs, dict.fromkeys(modules, 1800.0)):
+        name = outcome.mutant.module
+        if outcome.is_killed:
+            raise SystemExit(f"the tests of {name} fail as it stands: {outcome.by}")
+        found[name] = PATIENCE_S + PATIENCE * outcome.seconds
+    return found
 
 
 def _prepare() -> None:
@@ -293,7 +307,7 @@ def main() -> int:
     given = parser.parse_args()
     _prepare()
     start = time.monotonic()
-    allowed_s = {m: PATIENCE_S + PATIENCE * unchanged_s(m) for m in given.modules}
+    allowed_s = allowed(given.modules, given.jobs)
     made, chosen, counts = {}, [], Counter[tuple[str, str]]()
     for module in given.modules:
         made[module], mutants = mutants_of(module, given.sample)
@@ -303,7 +317,7 @@ def main() -> int:
             elif given.only in mutant.old:
                 chosen.append(mutant)
     print(f"{len(chosen)} of {sum(made.values())} mutants run.", flush=True)
-    for mutant, is_killed, by in outcomes(chosen, given.jobs, allowed_s):
+    for mutant, is_killed, by, _ in outcomes(chosen, given.jobs, allowed_s):
         counts[mutant.module, "killed" if is_killed else "survived"] += 1
         if not is_killed:
             print(f"survived: {mutant}", flush=True)

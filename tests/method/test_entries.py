@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from doge_fast import DoGEOptimizer
-from doge_fast.combining import factor_of, scale_of
+from doge_fast.combining import checked_scaler, factor_of, scale_of
 from doge_fast.step import StepState
 
 
@@ -265,6 +265,10 @@ def test_the_factor_is_the_loops_or_the_scalers_or_one() -> None:
     cpu = torch.device("cpu")
     assert factor_of(None, cpu) == scale_of(None, None, cpu) == 1.0
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert checked_scaler(scaler) is scaler
+    assert checked_scaler(None) is None
+    with pytest.raises(TypeError, match=r"must be a torch\.amp\.GradScaler or None; got 8\.0"):
+        checked_scaler(8.0)
     assert float(factor_of(scaler, cpu)) == float(scale_of(None, scaler, cpu)) == 8.0
     assert scale_of(2.0, scaler, cpu) == 2.0
     # A tensor is not looked at.
@@ -349,3 +353,37 @@ def test_selected_columns_are_scored_and_all_are_cut() -> None:
     # Cut to length 1 the selected column is 0.6: W = 0.36 + 0.36.
     torch.testing.assert_close(last.gain, torch.tensor([0.72, 0.72]).double(), rtol=1e-5, atol=0)
     torch.testing.assert_close(one.grad, torch.tensor([0.6]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
+    selects: bool, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a selection that is after the sum: the norm of all columns may overflow."""
+    one, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    inner = torch.optim.SGD([one, other], lr=0.1)
+    chosen = [one] if selects else None
+    optimizer = DoGEOptimizer(
+        inner, domains=["a", "b"], mu=1.0, selection=chosen, domain_max_grad_norm=None
+    )
+    sent: list[bool] = []
+    monkeypatch.setattr(
+        optimizer._step.flag, "send", lambda skipped, inner: sent.append(bool(skipped))
+    )
+    exchange = optimizer._step.entries.exchange
+    asked: dict[str, tuple[Any, ...]] = {}
+    for verb in ("complete", "deliver"):
+        real = getattr(exchange, verb)
+        monkeypatch.setattr(
+            exchange,
+            verb,
+            lambda *words, verb=verb, real=real: asked.update({verb: words}) or real(*words),
+        )
+    for name in "ab":
+        with optimizer.domain(name):
+            (one + value * other).sum().backward()
+    assert sent == [value == math.inf]
+    # What ranks would be told.
+    assert asked["complete"][1] == ({id(one)} if selects else ())
+    assert asked["deliver"][2] is optimizer._weights.shared_state

@@ -183,6 +183,8 @@ def test_objective_orders_rows_and_names_the_target() -> None:
     assert Objective.of(["a", "b"]).target == "universal"
     assert Objective.of(["a", "b"]).tau == (1.0, 1.0)
     assert Objective.of(["a", "b"], "b").tau == (0.0, 1.0)
+    assert Objective.of(["a", "b"], ("x", "a")).tau == (1.0, 0.0, 1.0)
+    assert Objective.of(["a", "b"], "x").tau == (0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
