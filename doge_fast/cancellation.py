@@ -203,7 +203,7 @@ class CancellationEffect:
         """
         if state["scores"].shape != self._scores_RP.shape:
             raise ValueError(
-                f"The state scores {state['scores'].shape[-1]} parameters in "
+                f"The state has scores of {state['scores'].shape[-1]} parameters in "
                 f"{len(state['scores'])} readings; here are {len(self._params)} in "
                 f"{len(READINGS)}. Load it into the model that it was saved from."
             )
@@ -237,8 +237,8 @@ class CancellationEffect:
             raise ValueError(f"weight must be a number greater than zero; got {weight}.")
         if self._watched is not None and self._watched.weight != weight:
             raise ValueError(
-                "All examples of a step must have one weight in its loss; this micro-batch gives "
-                f"them {weight} and those before {self._watched.weight}. Pass weight."
+                "All examples of a step must have the same weight in its loss; this micro-batch "
+                f"has {weight}, those before it {self._watched.weight}. Pass weight."
             )
         if num_examples > 1 and self.without_rule:
             raise ValueError(
@@ -378,5 +378,5 @@ def check_coupling(model: nn.Module) -> None:
         if couples_examples(module):
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
-                "examples of a batch: none has a gradient of its own. Put it in eval mode."
+                "examples of a batch, so no example has its own gradient. Put it in eval mode."
             )

@@ -257,6 +257,6 @@ def _check_names(ours: Mapping[str, Any], objective: Objective) -> None:
         )
     if tuple(ours["rows"]) != objective.rows:
         raise ValueError(
-            f"the checkpoint measured the rows {list(ours['rows'])}; this optimizer has "
+            f"the checkpoint has the domains and targets {list(ours['rows'])}; this optimizer has "
             f"{list(objective.rows)}. Build it with the same target."
         )

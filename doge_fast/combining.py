@@ -151,8 +151,8 @@ def scale_of(
         simplex.is_number(grad_scale) and 0 < grad_scale < float("inf")
     ):
         raise ValueError(
-            f"grad_scale must be positive and finite; got {grad_scale!r}. Pass what the losses "
-            "were multiplied by, scaler.get_scale()."
+            f"grad_scale must be positive and finite; got {grad_scale!r}. Pass the factor that the "
+            "losses were multiplied by, scaler.get_scale()."
         )
     return grad_scale
 

@@ -21,7 +21,7 @@ def default_mu(learning_rate: float, sum_of_targets: float) -> float:
     """
     if not 0 < learning_rate < float("inf"):
         raise ValueError(
-            "mu=None follows the learning rate, so that must be positive when the optimizer is "
-            f"built; it is {learning_rate!r}. Pass mu=."
+            "mu=None is computed from the learning rate, which must be positive when the optimizer "
+            f"is built; it is {learning_rate!r}. Pass mu=."
         )
     return 20 * learning_rate * (sum_of_targets + 1) / 2

@@ -198,8 +198,8 @@ class Entries:
         with self.told_on_failure():
             if partial and self._absent == "error":
                 raise RuntimeError(
-                    f"step() needs every domain micro_batches={most} times; {partial} came less "
-                    "often. Call combine() where a step ends early, as the last of an epoch may, "
+                    f"step() needs every domain micro_batches={most} times; {partial} were entered "
+                    "less often. If a step ends early, as at the end of an epoch, call combine(), "
                     "or pass micro_batches=None."
                 )
 
@@ -210,8 +210,8 @@ class Entries:
         if missing and (self._absent == "error" or not self.seen):
             raise RuntimeError(
                 f"step() needs a gradient from every domain; missing {missing} of "
-                f"{list(self._subset.rows)}. Run backward for them inside "
-                "optimizer.domain(name), or pass absent='keep' if an absent domain is intended."
+                f"{list(self._subset.rows)}. Run backward for them inside optimizer.domain(name), "
+                "or pass absent='keep' to allow a step without some domains."
             )
 
     # With the other ranks.

@@ -36,8 +36,9 @@ class ExampleNorms:
         unknown = without_rule(model, params)
         if unknown:
             raise ValueError(
-                "Norms per example are known for modules with a rule: Linear, Conv1D, Embedding, "
-                "LayerNorm, RMSNorm and what doge_fast.layers.register was told of; not for "
+                "Gradient norms per example can be computed for modules with a rule: Linear, "
+                "Conv1D, Embedding, LayerNorm, RMSNorm and those given to "
+                "doge_fast.layers.register; not for "
                 f"{', '.join(unknown[:3])}{', ...' * (len(unknown) > 3)}. Run one example after "
                 "another."
             )
@@ -120,8 +121,8 @@ class ExampleNorms:
     def _add(self, name: str, use: Outer | Tensor, dtype: torch.dtype) -> None:
         if name in self.squared or not self._num_uses:
             raise RuntimeError(
-                f"Norms per example are those of one backward pass; {name} got a gradient after "
-                "its own was complete. Run one example after another."
+                f"Gradient norms per example need a single backward pass; {name} received another "
+                "gradient after it. Run one example after another."
             )
         if self._probes is not None:
             self._probes[name].add(use, dtype)

@@ -315,7 +315,7 @@ class DoGEOptimizer(OptimizerWrapper):
         if step.has_combined_by_itself:
             if grad_scale is not None:
                 raise RuntimeError(
-                    "the gradients were combined when the last domain was left, without this "
+                    "the gradients were combined at the end of the last domain, without this "
                     "grad_scale. Pass scaler=scaler to DoGEOptimizer, or micro_batches=None."
                 )
             return
@@ -433,8 +433,8 @@ class DoGEOptimizer(OptimizerWrapper):
         self._step.clear()
         if ours is None:
             warnings.warn(
-                "the checkpoint is the wrapped optimizer's alone and holds no domain weights; "
-                "they stay as they are. Load it before wrapping the optimizer if that is meant.",
+                "the checkpoint holds the wrapped optimizer's state and no domain weights; they "
+                "stay as they are. If this is intended, load it before wrapping the optimizer.",
                 stacklevel=2,
             )
         else:

@@ -109,8 +109,8 @@ class TrackedParameters:
         if is_known and lr is not used and lr != used:
             raise RuntimeError(
                 f"the learning rate has changed from {used} to {lr} since the domain weights moved "
-                "by it. Set it before the last domain of the step is left, or pass "
-                "micro_batches=None, with which step() combines."
+                "by it. Set it before the end of the last domain of the step, or pass "
+                "micro_batches=None, so that step() combines."
             )
 
     def scan(self) -> list[Tensor]:
@@ -195,7 +195,7 @@ class TrackedParameters:
                 "the lr of the wrapped optimizer's first parameter group is the eta by which "
                 "domain weights move, so it must be a number or a tensor; "
                 f"{type(self._optimizer).__name__} has {lr!r} there. Give it a learning rate, and "
-                "switch off one that it chooses by itself."
+                "switch off its own choice of one."
             )
 
     def _check_params(self) -> None:

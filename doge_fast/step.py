@@ -59,9 +59,9 @@ class OpenDomain:
         """The row of what autograd has put into `param.grad`."""
         if self.row is None:
             raise RuntimeError(
-                f"{parameters.name_of(param)} got a gradient of the whole batch: it is used "
-                "past the forward of the module that owns it, where domains cannot be told apart. "
-                "Run one domain after another, with optimizer.domain(name)."
+                f"{parameters.name_of(param)} received a gradient of the whole batch: it is used "
+                "outside of the forward of the module that owns it, where domains cannot be "
+                "separated. Run one domain after another, with optimizer.domain(name)."
             )
         return self.row
 
@@ -211,8 +211,8 @@ class Step:
             return
         if name in self.subset.all_rows:
             raise ValueError(
-                f"domain {name!r} is not one of this step's, {list(self.subset.domains)}: "
-                "domains_per_step draws them anew for each. Run those of "
+                f"domain {name!r} is not one of this step's domains, {list(self.subset.domains)}: "
+                "domains_per_step draws new ones for every step. Run those in "
                 "optimizer.domains_of_step."
             )
         raise ValueError(
@@ -282,8 +282,8 @@ class Step:
     def _refuse_shards(self) -> None:
         if self.entries.exchange.has_shards:
             raise RuntimeError(
-                "stacked() needs whole parameters, and those of a sharded model exist in parts. "
-                "Run one domain after another, with optimizer.domain(name)."
+                "stacked() needs whole parameters, and those of a sharded model are divided over "
+                "ranks. Run one domain after another, with optimizer.domain(name)."
             )
 
     def _refuse_reduced(self) -> None:
@@ -292,11 +292,11 @@ class Step:
             param.grad is not None for param in self.parameters.params
         ):
             raise RuntimeError(
-                "something has put a p.grad back inside a domain, as wrappers do that reduce "
-                "gradients over ranks by themselves: torch's replicate(), for one, and "
-                "DistributedDataParallel where its forward pass ran before the domain. The "
-                "optimizer reduces them. Run forward and backward inside the domain, on a model "
-                "in DistributedDataParallel or in no wrapper."
+                "something has set p.grad inside a domain, as wrappers do that reduce gradients "
+                "over ranks themselves: torch's replicate(), and DistributedDataParallel if its "
+                "forward pass ran before the domain. The optimizer reduces the gradients. Run "
+                "forward and backward inside the domain, on a bare model or one in "
+                "DistributedDataParallel."
             )
 
     @property
@@ -328,9 +328,9 @@ class Step:
     def _refuse_given(self, params: Sequence[Tensor]) -> None:
         if (param := next((p for p in params if p.grad is not None), None)) is not None:
             raise RuntimeError(
-                f"{self.parameters.name_of(param)} has a p.grad that no domain gave it, which "
-                "would be stepped on unweighted or be replaced. Run that backward pass inside a "
-                "domain as well, or step on it before the domains of this step."
+                f"{self.parameters.name_of(param)} has a p.grad from outside the domains, which "
+                "would be used unweighted or be replaced. Run that backward pass inside a domain "
+                "as well, or take a step with it before the domains of this step."
             )
 
     def is_of_others(self) -> bool:
@@ -351,8 +351,9 @@ class Step:
             is_of_others = not all(map(self.buffer.is_combined, given))
             if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
                 raise RuntimeError(
-                    "with shard_optimizer=True a gradient that no domain gave cannot be stepped "
-                    "on: the optimizer's state is in pieces. Run it inside a domain."
+                    "with shard_optimizer=True a gradient from outside the domains cannot be used: "
+                    "the optimizer's state is divided over ranks. Run that backward pass inside a "
+                    "domain."
                 )
             return is_of_others
 

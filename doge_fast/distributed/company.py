@@ -146,8 +146,8 @@ class Company:
             yield
         except RuntimeError as error:
             raise LostRank(
-                f"{self._missing()} did not answer, so this step cannot be combined. See what was "
-                "printed there, and start the run again from its last checkpoint. (torch: "
+                f"{self._missing()} did not answer, so this step cannot be combined. See the "
+                "output there, and resume the run from its last checkpoint. (torch: "
                 f"{str(error).splitlines()[0]})"
             ) from error
 
@@ -171,7 +171,7 @@ class Company:
             ranks = [rank for rank, state in enumerate(states) if state == _FAILED]
             raise RuntimeError(
                 f"this step was dropped on all ranks, since {_named(ranks)} raised an exception "
-                "inside a domain or before combine(); see what is printed there. Call "
+                "inside a domain or before combine(); see the output there. Call "
                 "optimizer.zero_grad() on all ranks and run the domains of the step again."
             )
         if _HAS_CHANGED in states:
@@ -254,7 +254,8 @@ def refuse_others(values: Sequence[float], what: str) -> None:
     if others:
         raise RuntimeError(
             f"the ranks differ in {what}: {_named(others)} from rank 0. Every rank must build the "
-            "same model and the same DoGEOptimizer, from the same seed, and step as often."
+            "same model and the same DoGEOptimizer, from the same seed, and take equally many "
+            "steps."
         )
 
 

@@ -48,9 +48,9 @@ class Ranks(NamedTuple):
             who = name if scaler is None else "GradScaler"
             why = "looks at the shapes of parameters" if scaler is None else "reads p.grad"
             raise ValueError(
-                f"shard_optimizer=True cuts parameters into vectors and leaves p.grad None; {who} "
-                f"{why}. Take an optimizer that treats elements alike, such as torch.optim.AdamW, "
-                "without a GradScaler, or leave shard_optimizer out."
+                "shard_optimizer=True divides parameters into vectors and leaves p.grad None; "
+                f"{who} {why}. Use an optimizer that treats all elements alike, such as "
+                "torch.optim.AdamW, without a GradScaler, or leave shard_optimizer out."
             )
         return self
 
@@ -80,14 +80,14 @@ def exchange_of(ranks: Ranks, params: Sequence[Any]) -> Exchange:
         return ShardedStep(Company(group)) if shard_optimizer else DataParallel(Company(group))
     if shard_optimizer:
         raise RuntimeError(
-            "shard_optimizer=True is for whole parameters; those of fully_shard(model) are sharded "
-            "already, and their optimizer's state with them. Leave it out."
+            "shard_optimizer=True needs whole parameters; fully_shard(model) has sharded these "
+            "already, and so the optimizer's state. Leave shard_optimizer out."
         )
     mesh = _ranks_of(params)
     if fragments is not None and any(param.device_mesh.ndim > 1 for param in params):
         raise RuntimeError(
-            "Fragments need parameters that are sharded over all ranks alike; these have a mesh of "
-            "several dimensions. Leave Fragments out, and run the same domains on all ranks."
+            "Fragments need parameters on a mesh of one dimension; these have a mesh of several "
+            "dimensions. Leave Fragments out, and run the same domains on all ranks."
         )
     return Sharded(Company(dist.new_group(mesh, use_local_synchronization=True)), fragments)
 
@@ -103,7 +103,7 @@ def _ranks_of(params: Sequence[Any]) -> list[int]:
             return list(ranks.pop())
     raise RuntimeError(
         "the optimizer's parameters must all be sharded or replicated over the same ranks, as "
-        "fully_shard(model) leaves them; some are plain tensors or lie on another mesh. Shard the "
-        "whole model, with tensor parallelism also what it replicates (distribute_module), or give "
-        "what is left out an optimizer of its own."
+        "fully_shard(model) leaves them; some are plain tensors or on another mesh. Shard the "
+        "whole model (with tensor parallelism use distribute_module for replicated parameters), or "
+        "give the other parameters an optimizer of their own."
     )

@@ -99,9 +99,9 @@ class Fragments:
         local = local_of(grad)
         if not self._received or self._received[0][1].device != local.device:
             raise RuntimeError(
-                "a gradient did not come through the reduction of Fragments, or was moved to "
-                "another device since (CPUOffloadPolicy does so). Call Fragments(model) on the "
-                "model that is trained, after fully_shard, and leave gradients on their device."
+                "a gradient was not reduced by Fragments, or was moved to another device "
+                "afterwards (CPUOffloadPolicy does so). Call Fragments(model) after fully_shard, "
+                "on the model that you train, and leave gradients on their device."
             )
         for row, part_C in self._received:
             # FSDP2 cuts a parameter's gradient out of what it has reduced; the parts are alike.

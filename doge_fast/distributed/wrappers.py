@@ -67,7 +67,7 @@ def without_reduction() -> Iterator[None]:
         if module.static_graph:
             raise RuntimeError(
                 "DistributedDataParallel(static_graph=True) reduces gradients in every backward "
-                "pass; inside a domain they must stay where they are. Leave static_graph out."
+                "pass; inside a domain they must not be reduced. Leave static_graph out."
             )
         before[module] = module.require_backward_grad_sync
         module.require_backward_grad_sync = False

@@ -174,8 +174,8 @@ class DomainZip(Dataset[Mapping[str, Any]]):
         if empty or not datasets:
             raise ValueError(
                 "A mapping of training datasets needs at least one example for every domain; got "
-                f"{list(datasets)} of which {empty} hold none. Leave the empty ones out of both "
-                "train_dataset and domains."
+                f"{list(datasets)} of which {empty} have none. Leave these out of train_dataset "
+                "and domains."
             )
         self.datasets = dict(datasets)
 
@@ -366,9 +366,9 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
     def _refuse(self, waiting: Mapping[str, list[Any]], count: int) -> None:
         lacking = [name for name, rows in waiting.items() if len(rows) < self.batch_size]
         raise ValueError(
-            f"a step takes {self.batch_size} examples of every domain, and {count} examples of the "
-            f"stream did not have them for {lacking}. Leave out the domains it lacks, shuffle the "
-            "stream, or pass train_dataset as a mapping from domains to datasets."
+            f"a step needs {self.batch_size} examples of every domain; {count} examples of the "
+            f"stream had too few of {lacking}. Leave out the domains it lacks, shuffle the stream, "
+            "or pass train_dataset as a mapping from domains to datasets."
         )
 
 

@@ -52,25 +52,26 @@ class DomainTrainer(Trainer):
             raise RuntimeError(
                 "DoGETrainer needs the gradient of each domain, and DeepSpeed reduces and keeps "
                 f"the gradients itself; got deepspeed={self.args.deepspeed!r}. Learn the weights "
-                "without it, with a smaller proxy if memory is short, and train with them there."
+                "without it, with a smaller proxy if memory is short, and use DeepSpeed for the "
+                "large model."
             )
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise RuntimeError(
-                "DoGETrainer needs the gradient of each parameter, and FSDP1 cuts all of them into "
-                'flat pieces. Pass fsdp_config={"version": 2}, which is fully_shard.'
+                "DoGETrainer needs the gradient of each parameter, and FSDP1 flattens parameters "
+                'into one vector. Pass fsdp_config={"version": 2}, which is fully_shard.'
             )
         if getattr(self.accelerator, "parallelism_config", None) or getattr(
             self, "is_distributed_loading_by_transformers", False
         ):
             raise RuntimeError(
-                "DoGETrainer takes a model that every rank has as a whole, or that fsdp=True cuts "
-                "over all ranks; a parallelism_config or distributed_config cuts it otherwise. "
-                "Leave it out; DoGEOptimizer in a loop of your own takes such models."
+                "DoGETrainer takes a model that is whole on every rank, or that fsdp=True shards "
+                "over all ranks; a parallelism_config or distributed_config shards it in another "
+                "way. Leave it out, or use DoGEOptimizer in a loop of your own."
             )
         if self.args.world_size == 1 and num_processes() > 1:
             raise RuntimeError(
-                f"Trainer would train by itself in each of the {num_processes()} processes that a "
-                "launcher has started, as it does on CPUs where it is not told so. Pass "
+                f"Trainer would train a separate model in each of the {num_processes()} processes "
+                "that a launcher has started, as it does on CPUs by default. Pass "
                 "TrainingArguments(use_cpu=True), or start one process."
             )
         if self.args.n_gpu > 1:
@@ -146,8 +147,8 @@ class DomainTrainer(Trainer):
         strategy = getattr(self.args, "train_sampling_strategy", "random")
         if strategy not in ("random", "sequential"):
             raise ValueError(
-                f"train_sampling_strategy={strategy!r} orders single examples, and a step of "
-                'DoGETrainer has some of every domain. Pass "random" or "sequential".'
+                f"train_sampling_strategy={strategy!r} orders single examples, but a step of "
+                'DoGETrainer has examples of every domain. Pass "random" or "sequential".'
             )
         return super()._get_train_sampler(train_dataset)
 

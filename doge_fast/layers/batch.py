@@ -185,8 +185,8 @@ def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     values = (*args, *kwargs.values())
     if len(values) != 1 or not isinstance(values[0], Tensor):
         raise RuntimeError(
-            f"a rule is for modules of one tensor; a {type(module).__name__} got {len(values)} "
-            "arguments. Register no rule for its class."
+            f"a rule is for modules with one tensor argument; a {type(module).__name__} got "
+            f"{len(values)} arguments. Do not register a rule for its class."
         )
     return values[0]
 

@@ -79,8 +79,8 @@ def _cut(module: nn.Module, segment: Segment, num_examples: int, values: Any) ->
     if not num_cut:
         raise RuntimeError(
             f"stacked mode runs {type(module).__name__} once per domain and found no argument "
-            f"with the {num_examples} examples of the batch in front. Run one domain after "
-            "another, with optimizer.domain(name)."
+            f"whose first dimension is the {num_examples} examples of the batch. Run one domain "
+            "after another, with optimizer.domain(name)."
         )
     return of_domain
 
@@ -135,8 +135,8 @@ def _joined(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> 
         if per_example == 0 or lengths != [per_example * size for size in sizes]:
             raise RuntimeError(
                 f"stacked mode runs {type(module).__name__} once per domain and cannot join its "
-                f"output of shape {list(first.shape)}, which has not the {sizes[0]} examples of "
-                "the domain in front. Run one domain after another, with optimizer.domain(name)."
+                f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "
+                "examples of the domain. Run one domain after another, with optimizer.domain(name)."
             )
         joined.append(torch.cat(leaves, dim))
     return pytree.tree_unflatten(joined, specs[0])

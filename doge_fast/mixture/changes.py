@@ -97,7 +97,7 @@ class Changes:
         if fcntl is None:
             raise RuntimeError(
                 "Workers of a stream learn new weights through a locked file, which this system "
-                "does not have. Use DataLoader(num_workers=0) or DomainMixture.batches()."
+                "does not support. Use DataLoader(num_workers=0) or DomainMixture.batches()."
             )
         with self.locked() as file:
             progress = self.progress_in(file)

@@ -56,8 +56,8 @@ class Phase:
         """
         if set(self.weights) != set(names):
             raise ValueError(
-                f"A mixture weighs exactly the domains {', '.join(names)}; from step "
-                f"{self.first_step} on it weighs {', '.join(self.weights)}."
+                f"The weights of a mixture must name exactly the domains {', '.join(names)}; from "
+                f"step {self.first_step} on they name {', '.join(self.weights)}."
             )
         return checked_weights([self.weights[name] for name in names])
 
@@ -84,7 +84,8 @@ class BatchCounts:
         first_steps = [phase.first_step for phase in phases]
         if first_steps[:1] != [0] or first_steps != sorted(set(first_steps)):
             raise ValueError(
-                f"The phases of a mixture begin at step 0 and go up; they begin at {first_steps}."
+                "The phases of a mixture must begin at step 0 and go on at increasing steps; they "
+                f"begin at {first_steps}."
             )
         self.seed = seed
         self.batch_size = batch_size

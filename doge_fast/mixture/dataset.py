@@ -136,8 +136,8 @@ class DomainMixture(Dataset[Any]):
         if not self._has_warned and not all(isinstance(index, tuple) for index in indices):
             self._has_warned = True
             warnings.warn(
-                "A loader reads this mixture by row numbers, all rows alike, and its weights "
-                "decide nothing. Pass batch_sampler=mixture.batches() to the DataLoader, or "
+                "A loader reads this mixture by row numbers, so the weights of the mixture have no "
+                "effect. Pass batch_sampler=mixture.batches() to the DataLoader, or "
                 "mixture.stream() where no sampler can be passed, as to Trainer.",
                 stacklevel=2,
             )
@@ -199,9 +199,9 @@ class DomainMixture(Dataset[Any]):
             first_step = earliest if from_step is None else from_step
             if first_step < earliest:
                 raise ValueError(
-                    f"New weights can hold from step {earliest} on; got from_step={from_step}. "
-                    "Loaders take batches before the loop does: name a later step, or take fewer "
-                    "ahead (num_workers * prefetch_factor)."
+                    f"New weights can apply from step {earliest} on; got from_step={from_step}. "
+                    "Loaders take batches ahead of the loop: pass a later step, or let them take "
+                    "fewer (num_workers * prefetch_factor)."
                 )
             weights_K = self._checked(first_step, weights)
             self._counts.set_weights(first_step, weights_K)
@@ -217,9 +217,9 @@ class DomainMixture(Dataset[Any]):
     def _check_is_one_rank(self, earliest: int) -> None:
         if any(stream.world_size > 1 for stream in self._streams):
             raise ValueError(
-                "The workers of a stream run ahead by another number of batches on every rank. So "
-                "that all ranks change at one step, set_weights needs from_step, later than what "
-                f"their loaders have taken (here: {earliest})."
+                "The workers of a stream take a different number of batches ahead on every rank. "
+                "So that all ranks change at the same step, set_weights needs from_step, later "
+                f"than the batches that their loaders have taken (here: {earliest})."
             )
 
     # What is drawn.
@@ -341,7 +341,7 @@ class DomainMixture(Dataset[Any]):
         if not is_copy and (has_workers or self._progress.num_ahead):
             raise ValueError(
                 f"Loaders have taken the batches up to step {self.step}, and only the loop knows "
-                "how many of them it has finished: say state_dict(step=...)."
+                "how many of them it has finished: call state_dict(step=...)."
             )
 
     def __getstate__(self) -> dict[str, Any]:

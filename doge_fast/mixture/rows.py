@@ -105,8 +105,8 @@ class DomainRows:
         if len(sizes) < len(self._domains):
             streams = [name for name, size in self.sizes.items() if size is None]
             raise TypeError(
-                f"a mixture with streams has no length, and no rows by number; {', '.join(streams)}"
-                " cannot be counted. Draw batches with batches() or stream()."
+                "a mixture with streams has no length and cannot be indexed; its streams are "
+                f"{', '.join(streams)}. Draw batches with batches() or stream()."
             )
         return list(itertools.accumulate(sizes))
 
@@ -119,9 +119,8 @@ def _rows_of(name: str, domain: Any) -> "SizedRows | StreamRows":
     if is_stream and not isinstance(domain, Iterator):
         return StreamRows(name, domain)
     raise ValueError(
-        f"A domain must have rows by number (a list, a Dataset) or be readable from its beginning "
-        f"again and again (an IterableDataset, not an iterator); {name} is a "
-        f"{type(domain).__name__}."
+        "A domain must be indexable (a list, a Dataset) or be an iterable that restarts from its "
+        f"beginning (an IterableDataset, not an iterator); {name} is a {type(domain).__name__}."
     )
 
 
@@ -196,8 +195,8 @@ class StreamRows:
                 yield row
             if is_empty:
                 raise ValueError(
-                    f"A stream must have rows; {self.name} has none in epoch {epoch}. It must be "
-                    "readable from its beginning again and again."
+                    f"A stream must yield rows in every epoch; {self.name} yields none in epoch "
+                    f"{epoch}. Pass an iterable that restarts from its beginning."
                 )
 
     def _all_rows(self) -> Iterable[Any]:

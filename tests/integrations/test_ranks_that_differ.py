@@ -230,7 +230,7 @@ def of_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> str:
     ("wrap", "said"),
     [
         (static_graph, "DistributedDataParallel(static_graph=True) reduces gradients"),
-        (replicated, "something has put a p.grad back inside a domain"),
+        (replicated, "something has set p.grad inside a domain"),
         (fsdp1, "FullyShardedDataParallel (FSDP1) cuts parameters"),
         (deepspeed, "DeepSpeed's engine reduces and keeps the gradients by itself"),
         (megatron, "Megatron's wrappers collect the gradients in buffers of their own"),

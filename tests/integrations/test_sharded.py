@@ -266,9 +266,9 @@ def some_left_out() -> str:
     [
         (2, unequal_rounds, "the ranks differ in how many domains they enter in a step"),
         (2, with_count, "with Fragments a domain's gradient is the sum over ranks; got count=4."),
-        (4, of_copies, "Fragments need parameters that are sharded over all ranks alike"),
-        (2, of_whole_copies, "a gradient did not come through the reduction of Fragments"),
-        (2, of_another_model, "a gradient did not come through the reduction of Fragments"),
+        (4, of_copies, "Fragments need parameters on a mesh of one dimension"),
+        (2, of_whole_copies, "a gradient was not reduced by Fragments"),
+        (2, of_another_model, "a gradient was not reduced by Fragments"),
         (2, without_shards, "Fragments need a model that torch.distributed.fsdp.fully_shard has"),
         (2, other_counts, "the ranks differ in how often or with which count they entered 'a'"),
         (2, other_domains, "the ranks differ in the order of their domains"),

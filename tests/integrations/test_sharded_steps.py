@@ -300,4 +300,4 @@ def test_what_would_be_lost_is_refused(ranks: Ranks) -> None:
     for copied, entered, given in ranks.run(2, misused):
         assert copied.startswith("an optimizer with shard_optimizer=True cannot be copied")
         assert "micro_batches=1 times in this step" in entered
-        assert given.startswith("with shard_optimizer=True a gradient that no domain gave")
+        assert given.startswith("with shard_optimizer=True a gradient from outside the domains")

@@ -214,7 +214,7 @@ def by_itself(folder: str) -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Trainer joins the processes")
 def test_processes_that_do_not_know_of_each_other_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.run(2, by_itself, str(tmp_path)):
-        assert "by itself in each of the 2 processes" in said
+        assert "a separate model in each of the 2 processes" in said
 
 
 @pytest.mark.exhaustive

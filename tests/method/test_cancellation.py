@@ -198,7 +198,7 @@ def backward_twice(loss: Tensor) -> None:
 def test_two_passes_are_refused() -> None:
     model = nn.Linear(3, 1)
     recorder = ExampleNorms(model, dict(model.named_parameters()))
-    with pytest.raises(RuntimeError, match="those of one backward pass"), recorder.recording(2):
+    with pytest.raises(RuntimeError, match="need a single backward pass"), recorder.recording(2):
         backward_twice(model(torch.randn(2, 3)).mean())
 
 
@@ -341,7 +341,7 @@ def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
         assert second.terms(reading) == whole.terms(reading)
     other = nn.Linear(2, 2)
     effect = CancellationEffect(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(ValueError, match="scores 28 parameters in 4 readings; here are 2 in 4"):
+    with pytest.raises(ValueError, match="scores of 28 parameters in 4 readings; here are 2 in 4"):
         effect.load_state_dict(first.state_dict())
 
 
@@ -387,7 +387,7 @@ def test_misuse_speaks() -> None:
         enter(effect, 1, weight=-1)
     with effect.watching(2):
         model(torch.randn(2, 2)).mean().backward()
-    with pytest.raises(ValueError, match=r"gives them 0\.25 and those before 0\.5"):
+    with pytest.raises(ValueError, match=r"has 0\.25, those before it 0\.5"):
         enter(effect, 4)
     optimizer.step()
     with pytest.raises(ValueError, match=r"reading must be one of norms-over-change, .*'words'"):

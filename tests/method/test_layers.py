@@ -287,7 +287,7 @@ def test_a_module_of_several_inputs_has_no_rule_to_follow() -> None:
     register(Bilinear, ScaledLinearRule())
     model = Bilinear(WIDTH, 1, 1.0).double()
     optimizer = optimizer_of(model)
-    message = "for modules of one tensor; a Bilinear got 2 arguments"
+    message = "for modules with one tensor argument; a Bilinear got 2 arguments"
     with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
         model(batch(), batch())
 

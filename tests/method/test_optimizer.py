@@ -143,7 +143,7 @@ class TestBadArguments:
 
     def test_mu_follows_a_learning_rate_that_is_there(self) -> None:
         inner = torch.optim.SGD(tied_transformer().parameters(), lr=0.0)
-        with pytest.raises(ValueError, match=r"mu=None follows the learning rate.*Pass mu="):
+        with pytest.raises(ValueError, match=r"mu=None is computed from.*Pass mu="):
             DoGEOptimizer(inner, domains=DOMAINS)
 
     def test_needs_parameters(self) -> None:
@@ -637,7 +637,7 @@ class TestGradients:
             with optimizer.domain(name):
                 model(x).sum().backward()
             model.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"\[1\] has a p.grad that no domain gave it"):
+        with pytest.raises(RuntimeError, match=r"\[1\] has a p.grad from outside the domains"):
             optimizer.combine()
         optimizer.zero_grad()
         for name in DOMAINS:
@@ -786,7 +786,7 @@ class TestTorchOptimizer:
         optimizer.step()
         plain = optimizer.inner.state_dict()
         alpha = optimizer.alpha.clone()
-        with pytest.warns(UserWarning, match="holds no domain weights; they stay as they are"):
+        with pytest.warns(UserWarning, match="and no domain weights; they stay as they are"):
             optimizer.load_state_dict(plain)
         assert torch.equal(optimizer.alpha, alpha)
         optimizer.inner.load_state_dict(optimizer.state_dict())
@@ -802,7 +802,7 @@ class TestTorchOptimizer:
     def test_other_target_in_a_checkpoint(self) -> None:
         _, optimizer = build(target="x")
         _, other = build()
-        with pytest.raises(ValueError, match=r"measured the rows .*'x'\].*the same target"):
+        with pytest.raises(ValueError, match=r"the domains and targets .*'x'\].*the same target"):
             other.load_state_dict(optimizer.state_dict())
 
     @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ def test_batch_statistics_are_refused() -> None:
 def test_a_parameter_used_past_its_module_is_named() -> None:
     model = Tiny(tied=False)
     optimizer = optimizer_of(model)
-    message = r"the parameter up\.weight got a gradient of the whole"
+    message = r"the parameter up\.weight received a gradient of the whole"
     with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
         model.up.weight.square().sum().backward()
     with pytest.raises(RuntimeError, match="dropped this step's gradients"):
@@ -499,7 +499,7 @@ def test_a_module_that_changed_since_the_last_step_is_seen(
 
 def test_a_weight_that_became_a_product_since_is_refused_by_name() -> None:
     """A hook computes it before the forward, where domains cannot be told apart."""
-    with pytest.raises(RuntimeError, match="got a gradient of the whole batch"):
+    with pytest.raises(RuntimeError, match="received a gradient of the whole batch"):
         rows_of_one_optimizer(
             Tiny().double(),
             ids_of(),

@@ -150,7 +150,9 @@ class TestWhenTheDomainIsLeft:
                 # Past the forward of the module that owns the weight.
                 (hidden @ model["other"].weight).square().sum().backward()
 
-        with pytest.raises(RuntimeError, match=r"other\.weight got a gradient of the whole batch"):
+        with pytest.raises(
+            RuntimeError, match=r"other\.weight received a gradient of the whole batch"
+        ):
             run()
         assert all(param.grad is None for param in model.parameters())
 

@@ -252,7 +252,7 @@ def test_endless_batches_go_on(corpus):
         (base_batches, {"batch_size": 0}, "batch_size must be > 0; it is 0"),
         (base_batches, {"start_step": 13}, "asked for 13 to 12"),
         (proxy_batches, {"start_step": -1}, "asked for -1 to 12"),
-        (base_batches, {"weights": {"code": 1.0}}, "weighs exactly the domains"),
+        (base_batches, {"weights": {"code": 1.0}}, "must name exactly the domains"),
     ],
 )
 def test_batches_refuse(corpus, make, options, message):

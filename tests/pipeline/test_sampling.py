@@ -136,11 +136,11 @@ def test_a_curriculum_changes_weights_and_keeps_positions():
         (lambda: domain_blocks(0, 0, domain="a", num_blocks=0, size=1), "a has no blocks"),
         (
             lambda: BlockSampler(0, {"a": 1.0}, 1, {"b": 1}),
-            "weighs exactly the domains b; from step 0 on it weighs a",
+            "must name exactly the domains b; from step 0 on they name a",
         ),
         (
             lambda: BlockSampler(0, [Phase(1, {"a": 1.0})], 1, {"a": 1}),
-            "begin at step 0 and go up; they begin at \\[1\\]",
+            "begin at step 0 and go on at increasing steps; they begin at \\[1\\]",
         ),
     ],
 )
