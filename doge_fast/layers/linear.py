@@ -12,7 +12,7 @@ from doge_fast.layers.rule import LayerRule
 from doge_fast.layers.token_sums import Outer, Sum, TokenSum
 
 
-@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_autocast(kind: str) -> bool:
     # torch 2.11 cannot trace it.
     return torch.amp.is_autocast_available(kind)
