@@ -123,7 +123,7 @@ def plan(config: PlanConfig) -> list[str]:
 def _check(config: PlanConfig) -> None:
     check_ranges(config)
     if not config.gpus:
-        raise ValueError("gpus must name a number, or several.")
+        raise ValueError("gpus must be one number or more.")
     if config.domains_per_step is not None and config.domains_per_step > config.domains:
         raise ValueError(
             f"domains_per_step must be at most domains ({config.domains}); got "

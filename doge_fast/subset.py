@@ -60,7 +60,10 @@ class Subset:
             raise ValueError(
                 f"domains_per_step must be an integer between {least} and the "
                 f"{len(objective.domains)} training domains; got {num_domains!r}."
-                + (" One alone says nothing of what it does for the others." * (num_domains == 1))
+                + (
+                    " With one domain alone its effect on the others cannot be measured."
+                    * (num_domains == 1)
+                )
             )
         return cls(objective, num_domains, seed)
 

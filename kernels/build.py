@@ -311,7 +311,9 @@ def compile_into(folder: Path, recipe: Recipe) -> Path:
     _run_ninja(folder, recipe.compiler[0])
     library = folder / "library.so"
     if not library.is_file():
-        raise BuildError(f"The compiler {recipe.compiler[0]} ended well and wrote no library.")
+        raise BuildError(
+            f"The compiler {recipe.compiler[0]} reported success but wrote no library."
+        )
     return library
 
 

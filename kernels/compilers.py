@@ -171,7 +171,7 @@ def find_compiler() -> tuple[str, ...]:
     try:
         chosen = shlex.split(wanted)
     except ValueError as error:
-        raise BuildError(f"CXX is {wanted!r}, which no shell reads: {error}.") from error
+        raise BuildError(f"CXX is {wanted!r}, which is not valid in a shell: {error}.") from error
     for name, *arguments in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
         path = shutil.which(name)
         if path is not None:

@@ -223,7 +223,7 @@ def _warn_of_better_than(chosen_name: str, operator: str, device: torch.device) 
             warnings.warn(
                 f"doge_fast runs {operator} on {device} with {chosen_name}, which is slower: "
                 f"{name} cannot run. {_obstacle(name, device)} DOGE_FAST_BACKEND={chosen_name} "
-                "asks for this and says nothing.",
+                "chooses it without this warning.",
                 RuntimeWarning,
                 stacklevel=2,
             )

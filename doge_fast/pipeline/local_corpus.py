@@ -110,7 +110,7 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, L
     if len(found) < 2:
         raise RuntimeError(
             f"A mixture needs two domains; this Python environment has text for {len(found)} "
-            f"({', '.join(found)}). Point the corpus's data at a directory of your own."
+            f"({', '.join(found)}). Pass a directory of your own as data (--data)."
         )
     return found
 

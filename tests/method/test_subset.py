@@ -281,7 +281,7 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
     ("options", "message"),
     [
         ({"domains_per_step": 0}, "between 2 and the 5 training domains; got 0"),
-        ({"domains_per_step": 1}, "got 1. One alone says nothing"),
+        ({"domains_per_step": 1}, "got 1. With one domain alone"),
         ({"domains_per_step": 6}, "between 2 and the 5 training domains; got 6"),
         ({"domains_per_step": 0, "target": "far"}, "between 1 and the 5"),
         ({"domains_per_step": "2"}, "an integer between 2 and the 5 training domains; got '2'"),

@@ -257,7 +257,10 @@ def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) ->
     seen = {"web": [str(tmp_path / "a"), str(tmp_path / "b")]}
     words = export({"web": 1.0}, to="megatron-file", decimals=3, paths=seen).text.split()
     assert words[::2] == ["0.750", "0.250"]
-    with pytest.raises(ValueError, match=r"web has 2 paths and one weight.*\{'web': \{path"):
+    with pytest.raises(
+        ValueError,
+        match=r"web has 2 paths, and this target needs a weight for each.*\{'web': \{path",
+    ):
         export({"web": 1.0}, to="megatron-file", paths={"web": ["/nowhere/a", "/nowhere/b"]})
     with pytest.raises(ValueError, match=r"share of /data/b rounds to 0 at 2 decimals"):
         export(
@@ -526,7 +529,8 @@ def test_phases_that_no_consumer_would_take_are_refused() -> None:
     weights = record(phases=PHASES)
     early = record(phases=[PHASES[0], PHASES[1] | {"first_step": 1}])
     with pytest.raises(
-        ValueError, match=r"blocks of 2048.*at 8 in a step that is every 256 steps.*\[0, 1\]"
+        ValueError,
+        match=r"blocks of 2048.*with 8 sequences in a step that is every 256 steps.*\[0, 1\]",
     ):
         made("levanter", early, batch_size=8)
     with pytest.raises(ValueError, match=r"needs seq_length and batch_size and budget_tokens"):
@@ -569,7 +573,7 @@ def test_levanter_gets_a_block_that_holds_every_domain() -> None:
     data = yaml.safe_load(export(rarer, to="levanter").text)["data"]
     assert data["mixture_block_size"] == 65535
     assert counts_of_levanter(data)["code"] == 1
-    with pytest.raises(ValueError, match=r"block, 65535 here, and would draw none of code"):
+    with pytest.raises(ValueError, match=r"blocks of 65535, and would draw none of code"):
         export({"web": 0.99999, "code": 0.00001}, to="levanter")
     # Of many domains each loses half a sequence.
     many = {f"d{i}": 1 / 299 for i in range(299)}
@@ -584,7 +588,9 @@ def test_levanter_gets_no_longer_block_than_the_phases() -> None:
     data = yaml.safe_load(export(weights, to="levanter", batch_size=32).text)["data"]
     assert data["mixture_block_size"] == 16384
     for batch in (16, None):
-        with pytest.raises(ValueError, match=r"would draw none of code: each has less than 1/"):
+        with pytest.raises(
+            ValueError, match=r"would draw none of code: their weights are below 1/"
+        ):
             export(weights, to="levanter", batch_size=batch)
 
 

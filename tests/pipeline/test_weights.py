@@ -155,11 +155,11 @@ def test_an_average_is_of_the_same_thing() -> None:
     with pytest.raises(ValueError, match=r"compared with a, b lacks verse and adds table\."):
         summary.average({"a": record(), "b": other})
     targets = {"a": record(), "b": record(target={"ca": 1.0})}
-    with pytest.raises(ValueError, match=r"one target; it is 'universal' in a and \{'ca': 1.0\}"):
+    with pytest.raises(ValueError, match=r"same target; it is 'universal' in a and \{'ca': 1.0\}"):
         summary.average(targets)
     assert "target" not in summary.average(targets, different=["target"])
     tokenizers = {"a": record(tokenizer_sha256="aa"), "b": record(tokenizer_sha256="bb")}
-    with pytest.raises(ValueError, match=r"one tokenizer_sha256; .* different=tokenizer_sha256"):
+    with pytest.raises(ValueError, match=r"same tokenizer_sha256; .* different=tokenizer_sha256"):
         summary.average(tokenizers)
     # One that does not say is not another.
     summary.average({"a": record(tokenizer_sha256="aa"), "b": record()})
@@ -244,7 +244,7 @@ def test_a_zero_is_lifted_by_a_floor_alone() -> None:
         ({"cap": 1.5}, "cap must be between 0 and 1; that of code is 1.5"),
         ({"floor": {"prose": math.nan}}, "floor must be between 0 and 1; that of prose is nan"),
         ({"max_epochs": 0, "budget_tokens": 1e7}, "max_epochs must be greater than zero"),
-        ({"max_epochs": 4}, "needs to know how long the training is; pass budget_tokens"),
+        ({"max_epochs": 4}, "needs the length of the training; pass its tokens as budget_tokens"),
         ({"budget_tokens": -1}, "budget_tokens must be"),
     ],
 )
@@ -255,7 +255,7 @@ def test_constrain_refuses(options: dict[str, Any], message: str) -> None:
 
 def test_epochs_need_tokens() -> None:
     content = record(tokens=None)
-    with pytest.raises(ValueError, match="those of code, prose and verse are not in the file"):
+    with pytest.raises(ValueError, match="the file has none for code, prose and verse"):
         bounds.constrain(content, max_epochs=4, budget_tokens=1e7)
     bounds.constrain(content, max_epochs=4, budget_tokens=1e7, tokens=TOKENS)
 
@@ -306,14 +306,14 @@ def test_a_start_sums_to_one_and_says_its_zeros() -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        (("table",), {}, "needs domains that the file gives weight to"),
+        (("table",), {}, "needs a domain of the corpus that has a weight in the file"),
         (("code",), {"split": {"poetry": ["code"]}}, "domain of the file, .* poetry is not"),
         (("code",), {"split": {"prose": ["novels"]}}, "of the corpus, .* novels is not among"),
-        (("code", "verse"), {"split": {"prose": ["verse"]}}, "no other weight; verse, named as"),
+        (("code", "verse"), {"split": {"prose": ["verse"]}}, "a new domain; verse, named as"),
         (
             ("code", "a", "b"),
             {"split": {"prose": ["a", "b"], "verse": ["b"]}},
-            "no other weight; b, named as a part of verse",
+            "a new domain; b, named as a part of verse",
         ),
         (("code", "a"), {"split": {"prose": ["a", "a"]}}, "Name every new domain once"),
         (("code", "a", "b"), {"added_share": 0.5}, "got 0.5 for 2 added domains"),

@@ -58,7 +58,7 @@ def largest_remainder(weights: Mapping[Key, float | Fraction], decimals: int) ->
     """
     if not 1 <= decimals <= MAX_DECIMALS:
         raise ValueError(
-            f"decimals must be 1 to {MAX_DECIMALS}, which float64 can repeat; got {decimals}."
+            f"decimals must be 1 to {MAX_DECIMALS}, the precision of float64; got {decimals}."
         )
     scale = 10**decimals
     scaled = {key: part * scale for key, part in normalised(weights).items()}
@@ -250,9 +250,9 @@ def _known(name: str, paths: Mapping[str, Fraction | None]) -> list[tuple[str, F
     unseen = [path for path, size in sizes.items() if not size]
     if unseen:
         raise ValueError(
-            f"{name} has {len(paths)} paths and one weight, and this target weighs each path; how "
-            f"much each holds is not known ({', '.join(unseen)} cannot be seen from here). Give "
-            f"their parts in the paths file: {{{name!r}: {{path: tokens, ...}}}}."
+            f"{name} has {len(paths)} paths, and this target needs a weight for each; the number "
+            f"of tokens in each is not known ({', '.join(unseen)} cannot be read here). Give the "
+            f"tokens of each path in the paths file: {{{name!r}: {{path: tokens, ...}}}}."
         )
     return list(normalised({path: Fraction(size or 0) for path, size in sizes.items()}).items())
 

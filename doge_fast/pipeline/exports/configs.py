@@ -116,8 +116,8 @@ def _levanter_block(blend: Blend) -> int:
             return block
     if lost:
         raise ValueError(
-            f"Levanter deals out whole sequences of a block, {block} here, and would draw none of "
-            f"{', '.join(sorted(lost))}: each has less than 1/{block}. Lift them (doge-fast "
+            f"Levanter draws whole sequences from blocks of {block}, and would draw none of "
+            f"{', '.join(sorted(lost))}: their weights are below 1/{block}. Raise them (doge-fast "
             "weights constrain --floor), or leave them out (fewer decimals)."
         )
     return block
@@ -134,9 +134,9 @@ def _levanter_blocks(blend: Blend) -> list[int]:
     if not longest:
         every = _LEVANTER_BLOCK // math.gcd(batch or 1, _LEVANTER_BLOCK)
         raise ValueError(
-            f"Levanter changes weights between blocks of {_LEVANTER_BLOCK} sequences; at {batch} "
-            f"in a step that is every {every} steps, and phases begin at {[0, *firsts]}. Let them "
-            "begin at multiples of that, or nearly."
+            f"Levanter changes weights between blocks of {_LEVANTER_BLOCK} sequences; with {batch} "
+            f"sequences in a step that is every {every} steps, but phases begin at {[0, *firsts]}. "
+            f"Let them begin at or near multiples of {every}."
         )
     return [*(block for block in usual if end % block == 0), longest]
 
@@ -243,7 +243,7 @@ def _maxtext(blend: Blend) -> str:
     if lost:
         raise ValueError(
             f"MaxText rounds weights to 4 decimals and would draw none of {', '.join(lost)}. Leave "
-            "them out (decimals=4), or lift them (doge-fast weights constrain --floor)."
+            "them out (decimals=4), or raise them (doge-fast weights constrain --floor)."
         )
     unreadable = [path for _, path in weighted if "," in path or ";" in path]
     if unreadable:
@@ -276,7 +276,7 @@ def _datasets(blend: Blend) -> dict[str, Decimal]:
     if split:
         raise ValueError(
             f"LLaMA-Factory splits the names of data sets at commas; {', '.join(split)} holds one. "
-            "Name it otherwise in dataset_info.json, and here as --paths NAME=DATASET."
+            "Give it another name in dataset_info.json, and here as --paths NAME=DATASET."
         )
     return found
 

@@ -47,8 +47,8 @@ def _prefix_of(path: str) -> str:
     """A path without .bin or .idx; ValueError where it holds white space."""
     if re.search(r"\s", path):
         raise ValueError(
-            f"Megatron splits its lists at white space, and then reads none of the weights; "
-            f"{path!r} holds some. Rename it, or link to it from a path without."
+            "Megatron splits its lists at white space, and then reads none of the weights; "
+            f"{path!r} has white space. Rename it, or link to it from a path without white space."
         )
     return path.removesuffix(".bin").removesuffix(".idx")
 

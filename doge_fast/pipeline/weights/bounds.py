@@ -123,14 +123,14 @@ def _epoch_caps(
         return dict.fromkeys(limits, 1.0)
     if budget_tokens is None:
         raise ValueError(
-            "max_epochs needs to know how long the training is; pass budget_tokens "
-            "(--budget-tokens), its tokens."
+            "max_epochs needs the length of the training; pass its tokens as budget_tokens "
+            "(--budget-tokens)."
         )
     unknown = [name for name in limited if available[name] is None]
     if unknown:
         raise ValueError(
-            "max_epochs needs the tokens there are of each domain; those of "
-            f"{listed(unknown)} are not in the file. Pass tokens (--tokens NAME=NUMBER)."
+            "max_epochs needs the number of tokens of each domain; the file has none for "
+            f"{listed(unknown)}. Pass tokens (--tokens NAME=NUMBER)."
         )
     shares = {name: limit * available[name] / budget_tokens for name, limit in limited.items()}
     return {name: min(1.0, shares.get(name, 1.0)) for name in limits}

@@ -353,7 +353,7 @@ def _check_comparable(
         for source, value in known:
             if value != known[0][1]:
                 raise ValueError(
-                    f"An average is over weights learned for one {field}; it is {known[0][1]!r} in "
-                    f"{known[0][0]} and {value!r} in {source}. Average those that agree, or say "
-                    f"that it is meant with different={field}."
+                    f"An average needs weights with the same {field}; it is {known[0][1]!r} in "
+                    f"{known[0][0]} and {value!r} in {source}. Average those that agree, or allow "
+                    f"the difference with different={field}."
                 )

@@ -68,9 +68,9 @@ def warm_start(
     total = math.fsum(carried.values())
     if not total > 0:
         raise ValueError(
-            f"A start needs domains that the file gives weight to; it knows {', '.join(old)}, the "
-            f"corpus is {', '.join(tokens)}. Name the files' domains alike, or say with split what "
-            "became of them."
+            "A start needs a domain of the corpus that has a weight in the file; the file has "
+            f"{', '.join(old)}, the corpus {', '.join(tokens)}. Use the same names in both, or "
+            "pass split for domains that were divided."
         )
     rest = 1 - math.fsum(added.values())
     weights = {
@@ -99,8 +99,8 @@ def _check_split(
         own = [part for part in into if part in taken or (part in old and part != name)]
         if own or len(set(into)) < len(into):
             raise ValueError(
-                f"A part of a split domain has no other weight; {', '.join(own) or into[0]}, named "
-                f"as a part of {name}, has one already. Name every new domain once."
+                f"A part of a split domain must be a new domain; {', '.join(own) or into[0]}, "
+                f"named as a part of {name}, has a weight already. Name every new domain once."
             )
         taken |= set(into)
 
