@@ -96,9 +96,10 @@ def open_model(name: str | Path) -> PreTrainedModel:
         FileFailure: it does not open, or its files lack some of the weights.
     """
     with reading(name, "Name another model, or make it anew."), _quiet():
-        model, told = AutoModelForCausalLM.from_pretrained(
+        opened: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True
         )
+    model, told = opened
     # Else drawn anew, and nobody would know.
     lost = sorted(told["missing_keys"]) + sorted(key for key, *_ in told["mismatched_keys"])
     if lost:
@@ -114,7 +115,7 @@ def open_model(name: str | Path) -> PreTrainedModel:
 def _quiet() -> Iterator[None]:
     """transformers tells of weights in a table; one sentence of ours does."""
     before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     loader = logging.getLogger("transformers.modeling_utils")
     level = loader.level
     loader.setLevel(logging.CRITICAL)

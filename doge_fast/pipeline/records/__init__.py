@@ -38,7 +38,6 @@ from doge_fast.pipeline.records.runs import (
     QUEUE,
     WEIGHTS,
     Json,
-    Stage,
     check_corpus,
     check_run,
     open_run,
@@ -46,7 +45,7 @@ from doge_fast.pipeline.records.runs import (
     read_json,
     versions,
 )
-from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, check_shape
+from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, Stage, check_shape
 from doge_fast.pipeline.records.weights import (
     check_out,
     read_weights,
