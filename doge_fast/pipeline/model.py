@@ -114,10 +114,10 @@ def open_model(name: str | Path) -> PreTrainedModel:
         FileFailure: it does not open, or its files lack some of the weights.
     """
     with reading(name, "Name another model, or make it anew."), _quiet():
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        opened: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True
         )
-        model, told = found
+    model, told = opened
     # Else drawn anew, and nobody would know.
     lost = sorted(told["missing_keys"]) + sorted(key for key, *_ in told["mismatched_keys"])
     if lost:

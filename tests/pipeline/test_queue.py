@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from filelock import Timeout
 
-from doge_fast import cli
+from doge_fast import cli, failures
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments import runner, workers
@@ -287,7 +287,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
         patch.setattr(runner, "_run", failing)
         patch.setitem(cli.VERBS, "experiment", cli.Verb(ExperimentConfig, runner.run_experiment))
         patch.setattr(cli, "parse", lambda _: config)
-        assert cli.main(["experiment", "proxy_vs_base"]) == cli.EXIT_REFUSED
+        assert cli.main(["experiment", "proxy_vs_base"]) == failures.WORLD
     told = capsys.readouterr().err
     assert "of 3 runs are not complete; the same command tries them again" in told
     assert f"\n{FIRST}: The domains are at odds\n" in told

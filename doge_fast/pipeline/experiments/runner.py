@@ -78,7 +78,7 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     jobs = _chosen(plan, config.only)
     record = _record(with_mu(config, names), plan)
     records.check_experiment(out, record)
-    _check_jobs(jobs, config)
+    _check_jobs(plan, jobs, config)
     records.write_experiment(out, record)
     queue = Queue(out / records.QUEUE, config.lease)
     queue.forget_failures()
@@ -242,7 +242,7 @@ def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
     return {"tasks": tasks, "task_data_sha256": document_hashes(config.tasks)}
 
 
-def _check_jobs(jobs: Sequence[Job], config: ExperimentConfig) -> None:
+def _check_jobs(plan: Plan, jobs: Sequence[Job], config: ExperimentConfig) -> None:
     """What would be refused by a run is refused before there is one."""
     for job in jobs:
         check_ranges(job.config)
@@ -251,8 +251,8 @@ def _check_jobs(jobs: Sequence[Job], config: ExperimentConfig) -> None:
     for job in jobs:
         if _is_there(job):
             _check_unchanged(job)
-        elif config.submitit is None and config.lease is None:
-            # Workers of other machines pack there, one of them.
+        elif config.submitit is None and config.lease is None and not plan.needed_by(job):
+            # Else a worker of another machine packs; and what reads runs may take their tokenizer.
             _described(*_corpus_of(job.config))
 
 
