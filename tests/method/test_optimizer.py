@@ -184,8 +184,10 @@ class TestMisuse:
             fill(model, optimizer, step, skip="cB")
             optimizer.step()
             optimizer.zero_grad()
-        with pytest.warns(match=r"learned nothing in 3 steps: .* of the target \['B'\]"):
+        with pytest.warns(match=r"learned nothing in 3 steps: .* of the target \['B'\]") as told:
             assert optimizer.weights == dict.fromkeys("abc", 1 / 3)
+        # The line that reads them.
+        assert [each.filename for each in told] == [__file__]
         # Once is enough: a second warning would be an error here.
         assert optimizer.weights
 
