@@ -45,7 +45,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
 # Of packages that a verb imports when it is asked for more than usual.
-_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm"}
+_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm", "sklearn": "regret"}
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -265,7 +265,7 @@ def _report(config: ReportConfig) -> list[str]:
     from doge_fast.pipeline.report import terminal_table, write_report
 
     page = write_report(config)
-    return [terminal_table(config.runs), f"report: {page}"]
+    return [terminal_table(config.runs, config.weights), f"report: {page}"]
 
 
 def _experiment(config: ExperimentConfig) -> list[str]:

@@ -56,12 +56,12 @@ FLOORS = [
         doge_fast.pipeline.experiments.queue
     doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
     doge_fast.pipeline.records.weights
-    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
+    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.experiments.regret doge_fast.pipeline.model \
         doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
-    doge_fast.pipeline.reporting.wording
+    doge_fast.pipeline.reporting.wording doge_fast.pipeline.swarm
     doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
@@ -73,9 +73,10 @@ FLOORS = [
     doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
     doge_fast.pipeline.reporting.cautions
     doge_fast.pipeline.reporting.verdicts
+    doge_fast.pipeline.reporting.regret
     doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.weights.pages
+    doge_fast.pipeline.weights.pages doge_fast.pipeline.experiments.mixtures
     doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
     doge_fast.__main__

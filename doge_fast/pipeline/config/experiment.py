@@ -2,11 +2,18 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.pipeline.config.components import CorpusConfig, TasksConfig
-from doge_fast.pipeline.config.ranges import Count, CountOrZero, Positive, PositiveOrZero, Seed
+from doge_fast.pipeline.config.ranges import (
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Range,
+    Seed,
+)
 
 Experiment = Literal[
     "demo",
@@ -20,8 +27,10 @@ Experiment = Literal[
     "early",
     "proxy_vs_base",
     "sensitivity",
+    "regret",
+    "known",
 ]
-Preset = Literal["smoke", "demo", "small", "paper"]
+Preset = Literal["smoke", "demo", "tiny", "small", "paper"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,18 @@ class SelectionArmsConfig:
 
 
 @dataclass(frozen=True)
+class SwarmArmsConfig:
+    """The swarm of the experiment regret: base models at mixtures that are drawn."""
+
+    # Below this there is nothing to cross-validate.
+    mixtures: Annotated[int, Range(8)] = 24
+    """How many; two thirds around uniform and natural weights, a third around learned ones."""
+    concentration: Positive = 3.0
+    """Of the Dirichlet draws, times the number of domains; around learned weights four times that.
+    Larger: nearer to what they are drawn around."""
+
+
+@dataclass(frozen=True)
 class ExperimentConfig:
     """All arms of an experiment, a table and a report. The same command resumes.
 
@@ -114,15 +135,21 @@ class ExperimentConfig:
     wiki40b: languages as targets of others. scales: weights from proxies of three sizes.
     selection: gradients of some parameters alone. curriculum: weights that follow the proxy's.
     early: the first quarter of training. proxy_vs_base: the proxy as a model. sensitivity: one
-    setting of the proxy changed at a time. demo: the story of the first two in minutes."""
+    setting of the proxy changed at a time. regret: how far each method's weights are from the best
+    ones, by a regression over a swarm of base models. known: corpora whose best mixture is known.
+    demo: the story of the first two in minutes."""
     out: Path | None = None
     """Where runs and report go; None: experiments/NAME."""
     preset: Preset = "small"
-    """smoke: seconds a run, to see that it works. demo: minutes in all. small: for a small corpus
-    on two cores. paper: the paper's models, steps, batches and Hub data."""
+    """smoke: seconds a run, to see that it works. demo: minutes in all. tiny: a minute or two a run,
+    for experiments of many runs. small: for a small corpus on two cores. paper: the paper's models,
+    steps, batches and Hub data."""
     targets: tuple[str, ...] = ()
     """ood, wiki40b, demo: domains to be the target, each in its turn; empty: all, ca and nl, or
     reference."""
+    weights: tuple[str, ...] = ()
+    """regret: NAME=FILE, a weights.json or the run directory of a proxy: further arms. Those of an
+    experiment that is done are judged by its swarm, and base models trained at them alone."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """Each arm is run with each; arms of one seed start alike and see their data in one order."""
     plan: bool = False
@@ -145,6 +172,7 @@ class ExperimentConfig:
     base: BaseArmsConfig = field(default_factory=BaseArmsConfig)
     doremi: DoReMiArmsConfig = field(default_factory=DoReMiArmsConfig)
     selection: SelectionArmsConfig = field(default_factory=SelectionArmsConfig)
+    swarm: SwarmArmsConfig = field(default_factory=SwarmArmsConfig)
 
 
 @dataclass(frozen=True)

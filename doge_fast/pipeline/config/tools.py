@@ -61,6 +61,9 @@ class ReportConfig:
     token_budget: Count | None = None
     """Tokens of the training the weights are meant for, for the implied epochs; None: those of
     the longest base run."""
+    weights: tuple[str, ...] = ()
+    """Of an experiment regret: NAME=FILE, a weights.json or the run directory of a proxy: other
+    weights, judged by the regression over its swarm without training."""
 
 
 @dataclass(frozen=True)

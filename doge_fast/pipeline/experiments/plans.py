@@ -16,6 +16,7 @@ from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGES,
     doremi_steps,
 )
+from doge_fast.pipeline.experiments.regret import regret
 from doge_fast.pipeline.experiments.sensitivity import sensitivity
 
 # Stages of the paper's curricula; one stage is the global average.
@@ -368,4 +369,5 @@ _PLANS: dict[str, Callable[[Planner], Plan]] = {
     "early": _early,
     "proxy_vs_base": _proxy_vs_base,
     "sensitivity": sensitivity,
+    "regret": regret,
 }

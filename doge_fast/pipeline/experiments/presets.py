@@ -159,6 +159,8 @@ def settings_of(config: ExperimentConfig) -> dict[str, Any]:
         "eval_blocks": rates.eval_blocks,
         "eval_points": base.eval_points,
         "strategies": config.selection.strategies,
+        "mixtures": config.swarm.mixtures,
+        "concentration": config.swarm.concentration,
         "dtype": rates.dtype,
     }
     recorded: dict[str, Any] = plain(settings)

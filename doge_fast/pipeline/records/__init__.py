@@ -47,6 +47,7 @@ from doge_fast.pipeline.records.runs import (
 )
 from doge_fast.pipeline.records.weights import (
     check_out,
+    read_named,
     read_weights,
     weights_by_name,
     write_weights,
