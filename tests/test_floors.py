@@ -48,6 +48,7 @@ FLOORS = [
         doge_fast.pipeline.tables doge_fast.pipeline.progress doge_fast.pipeline.named \
         doge_fast.pipeline.sizes
     doge_fast.pipeline.config
+    doge_fast.pipeline.generated_corpus
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
         doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
@@ -56,8 +57,9 @@ FLOORS = [
         doge_fast.pipeline.experiments.queue
     doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
     doge_fast.pipeline.records.weights
-    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.experiments.regret doge_fast.pipeline.model \
-        doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
+    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.experiments.regret \
+        doge_fast.pipeline.experiments.known doge_fast.pipeline.model doge_fast.pipeline.domains \
+        doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps

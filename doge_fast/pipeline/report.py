@@ -42,8 +42,8 @@ def write_report(config: ReportConfig) -> Path:
     settings, or where an experiment's plan says so.
 
     Args:
-        config: which runs, where to, for which token budget epochs are told, and which other weights
-            an experiment's swarm shall judge.
+        config: which runs, where to, for which token budget epochs are told, and which other
+            weights an experiment's swarm shall judge.
 
     Returns:
         The page; `<its name>-figures/` beside it holds every figure as PNG and SVG.

@@ -136,17 +136,18 @@ class ExperimentConfig:
     selection: gradients of some parameters alone. curriculum: weights that follow the proxy's.
     early: the first quarter of training. proxy_vs_base: the proxy as a model. sensitivity: one
     setting of the proxy changed at a time. regret: how far each method's weights are from the best
-    ones, by a regression over a swarm of base models. known: corpora whose best mixture is known.
-    demo: the story of the first two in minutes."""
+    ones, by a regression over a swarm of base models. known: corpora whose best mixture is known,
+    made of the data or, where none is named, of generated text. demo: the story of the first two in
+    minutes."""
     out: Path | None = None
     """Where runs and report go; None: experiments/NAME."""
     preset: Preset = "small"
-    """smoke: seconds a run, to see that it works. demo: minutes in all. tiny: a minute or two a run,
-    for experiments of many runs. small: for a small corpus on two cores. paper: the paper's models,
-    steps, batches and Hub data."""
+    """smoke: seconds a run, to see that it works. demo: minutes in all. tiny: minutes a run, for
+    experiments of many. small: for a small corpus on two cores. paper: the paper's models, steps,
+    batches and Hub data."""
     targets: tuple[str, ...] = ()
     """ood, wiki40b, demo: domains to be the target, each in its turn; empty: all, ca and nl, or
-    reference."""
+    reference. known: the one that another hides; empty: the last."""
     weights: tuple[str, ...] = ()
     """regret: NAME=FILE, a weights.json or the run directory of a proxy: further arms. Those of an
     experiment that is done are judged by its swarm, and base models trained at them alone."""

@@ -79,6 +79,8 @@ class Plan:
     question: str
     jobs: list[Job] = field(default_factory=list)
     groups: list[Json] = field(default_factory=list)
+    corpora: list[Callable[[], None]] = field(default_factory=list)
+    """What makes the corpora that the runs read, each unless it is there."""
 
     def needed_by(self, job: Job) -> list[str]:
         """Names of the runs that a run reads."""

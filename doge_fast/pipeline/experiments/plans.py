@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.pipeline.experiments.known import known
 from doge_fast.pipeline.experiments.planner import Json, Plan, Planner, Source, at
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
@@ -370,4 +371,5 @@ _PLANS: dict[str, Callable[[Planner], Plan]] = {
     "proxy_vs_base": _proxy_vs_base,
     "sensitivity": sensitivity,
     "regret": regret,
+    "known": known,
 }

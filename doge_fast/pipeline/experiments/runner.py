@@ -79,11 +79,14 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     plan = plan_of(config, names, out, _tasks_of(config))
     jobs = _chosen(plan, config.only)
     records.write_experiment(out, _record(with_mu(config, names), plan))
+    queue = Queue(out / records.QUEUE, config.lease)
+    queue.forget_failures()
+    for make in plan.corpora:
+        with queue.lock(_CORPUS):
+            make()
     for job in jobs:
         if _is_there(job):
             _check_unchanged(job)
-    queue = Queue(out / records.QUEUE, config.lease)
-    queue.forget_failures()
     loop = functools.partial(_work, queue, plan, jobs, config)
     if config.workers == 1 and config.submitit is None:
         loop()

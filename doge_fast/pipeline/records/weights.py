@@ -189,8 +189,8 @@ def read_named(items: Sequence[str], *, domains: Sequence[str]) -> dict[str, Pat
         name, _, file = item.partition("=")
         if not name or not file or name in found:
             raise ValueError(
-                "weights must be NAME=FILE, each with a name of its own, the file a weights.json or "
-                f"a run directory that holds one; got {item!r}."
+                "weights must be NAME=FILE, each with a name of its own, the file a weights.json "
+                f"or a run directory that holds one; got {item!r}."
             )
         found[name] = Path(file)
         read_weights(found[name], domains=domains)

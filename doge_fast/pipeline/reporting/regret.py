@@ -78,6 +78,11 @@ class Regrets:
             return NO_PAIR
         return found[arm["label"]].against(lowest, self.comparison.aim)
 
+    def share(self, arm: Json) -> float:
+        """What the domains that the question is about get together."""
+        weights = self.study.weights(arm)
+        return sum(weights[name].mean for name in self.group["special"])
+
     def tokens(self, arm: Json) -> float:
         """What finding the weights took, mean over the times it was done."""
         runs = self.study.runs
@@ -119,15 +124,14 @@ def regret_table(found: Regrets) -> Table:
     columns = [("predicted", "above the best"), *columns] if has_swarm else columns[:1]
     special = found.group.get("special", ())
     if special:
-        columns.insert(0, (f"share of {listed(special)}", "mean over seeds"))
+        columns.insert(0, ("share", f"of {listed(special)}"))
     rows = []
     for arm in found.arms:
         tokens = found.tokens(arm)
         cells = [Cell(_told(found.measured(arm))), Cell(count_text(tokens) if tokens else "none")]
         cells = [Cell(_told(found.predicted(arm))), *cells] if has_swarm else cells[:1]
         if special:
-            weights = found.study.weights(arm)
-            cells.insert(0, Cell(f"{sum(weights[name].mean for name in special):.3f}"))
+            cells.insert(0, Cell(f"{found.share(arm):.3f}"))
         rows.append(Row(arm["label"], cells))
     note = (
         "Mean loss above the best, as a change of perplexity. Measured: base models at these "
@@ -239,9 +243,27 @@ def _sentences(found: Regrets) -> Iterator[str]:
             f"{arm['label']} {percent_text(change_of(found.measured(arm))[0])}" for arm in known
         )
         yield f"Measured regret: {told}."
-    expected = found.group.get("expected")
-    if expected:
-        yield expected
+    if found.group.get("special"):
+        yield from _share_sentences(found)
+
+
+def _share_sentences(found: Regrets) -> Iterator[str]:
+    """Whether what is learned goes to the side of uniform that it must, and where the best is."""
+    special, focus = found.group["special"], found.group["focus"]
+    shares = {arm["label"]: found.share(arm) for arm in found.arms}
+    if focus not in shares or "uniform" not in shares:
+        return
+    side = "more" if found.group["is_more"] else "less"
+    is_right = (shares[focus] > shares["uniform"]) == found.group["is_more"]
+    yield (
+        f"{listed(special)} must get {side} than uniform weights give, {shares['uniform']:.3f}; "
+        f"{focus} gives {shares[focus]:.3f}, {'as it must' if is_right else 'the wrong way'}."
+    )
+    if found.lowest is not None:
+        yield (
+            f"The lowest loss is that of {found.lowest.label}, where the share is "
+            f"{shares[found.lowest.label]:.3f}."
+        )
 
 
 def min_error(regression: Regression) -> float:
