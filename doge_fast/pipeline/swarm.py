@@ -9,8 +9,8 @@ with a term for the seed of each run, which runs of one seed share. The regresso
 ridge regression; its penalty, f and c_d are chosen by cross-validation within the runs that it is
 fitted to, and the law by the error on runs that were left out of all that.
 
-Source: RegMix (Liu et al., 2024): small models at drawn mixtures, a regression, its best mixture.
-Data Mixing Laws (Ye et al., 2024): the second law.
+Source: RegMix (Liu et al., 2024): small models at drawn mixtures, a regression, the mean of the
+mixtures that it finds best. Data Mixing Laws (Ye et al., 2024): the second law.
 """
 
 import functools
@@ -34,6 +34,9 @@ _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _FLOORS = (0.03, 0.1, 0.3, 1.0)
 # c_d, as shares of the domain's lowest loss in the swarm.
 _ASYMPTOTES = (0.0, 0.5, 0.8, 0.95)
+# Simple laws hold nearby alone, so runs whose mean loss is so much above the lowest of their seed
+# are left out; never more than half of all.
+_REACH = 0.1
 # Of a weight, for slopes.
 _NUDGE = 1e-6
 _BOOTSTRAPS = 200
@@ -71,6 +74,7 @@ class Regression:
     """
 
     swarm: Swarm
+    """What it is fitted to."""
     errors: dict[str, Error]
     """Of each law."""
     law: str
@@ -78,10 +82,11 @@ class Regression:
     model: Any
     refits: tuple[Any, ...]
     best_K: Floats
-    """The mixture that is predicted to be best, of those whose weights all lie between the least
-    and the greatest that the swarm has of a domain: nothing is known beyond."""
+    """The mean of `best_BK`: where refits disagree, for a law hardly curves there, a single one
+    would end in a corner."""
     best_BK: Floats
-    """Likewise by each refit."""
+    """The mixture that each refit predicts to be best, of those whose weights all lie between the
+    least and the greatest that the swarm has of a domain: nothing is known beyond."""
 
     def loss(self, weights_RK: Floats) -> Floats:
         """[R]: mean loss over the domains, at weights."""
@@ -102,43 +107,63 @@ class Regression:
 
 def read(runs: Sequence[Path], aim: Sequence[str]) -> Swarm:
     """The swarm that lies in run directories, all measured on the domains of `aim`."""
-    weights, losses, seeds = [], [], []
+    weights: list[tuple[float, ...]] = []
+    losses: list[tuple[float, ...]] = []
+    seeds: list[int] = []
     names: tuple[str, ...] = ()
     for run in runs:
         config = records.read_config(run)
         names = names or tuple(config["corpus"]["domains"])
         found = records.weights_by_name(records.read_weights(run, domains=names))
+        own, seed = tuple(found.values()), int(config["config"]["training"]["seed"])
+        if (own, seed) in zip(weights, seeds, strict=True):
+            # One run under two names.
+            continue
         measured = records.read_evaluation(run)["loss"]
-        weights.append(tuple(found.values()))
+        weights.append(own)
         losses.append(tuple(float(measured[name]) for name in aim))
-        seeds.append(int(config["config"]["training"]["seed"]))
+        seeds.append(seed)
     return Swarm(names, tuple(weights), tuple(losses), tuple(seeds))
 
 
 @functools.lru_cache(maxsize=8)
 def fitted(swarm: Swarm) -> Regression:
-    """Fit both laws, and keep the better one.
+    """Fit both laws to the runs that are not far from the best, and keep the better one.
 
     Raises:
         ValueError: there are fewer than `LEAST_RUNS` runs, or a loss is not finite.
     """
     from sklearn import config_context
 
-    inputs_RX, losses_RD = _inputs(swarm), np.array(swarm.losses)
-    if len(losses_RD) < LEAST_RUNS or not np.isfinite(losses_RD).all():
+    if len(swarm.losses) < LEAST_RUNS or not np.isfinite(swarm.losses).all():
         raise ValueError(
             f"A regression over mixtures needs {LEAST_RUNS} runs and more, with finite losses; got "
-            f"{len(losses_RD)}."
+            f"{len(swarm.losses)}."
         )
     # Checked above; thousands of small fits spend most of their time on checks.
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        return _fitted(swarm, inputs_RX, losses_RD)
+        return _fitted(_near(swarm))
 
 
-def _fitted(swarm: Swarm, inputs_RX: Floats, losses_RD: Floats) -> Regression:
+def _near(swarm: Swarm) -> Swarm:
+    """Without the runs that are far from the best of their seed."""
+    above_R, seeds_R = np.mean(swarm.losses, axis=1), np.array(swarm.seeds)
+    for seed in set(swarm.seeds):
+        above_R[seeds_R == seed] -= above_R[seeds_R == seed].min()
+    kept = max(LEAST_RUNS, -(-len(above_R) // 2))
+    is_near_R = above_R <= max(_REACH, np.sort(above_R)[kept - 1])
+
+    def near(rows: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(row for row, is_near in zip(rows, is_near_R, strict=True) if is_near)
+
+    return Swarm(swarm.names, near(swarm.weights), near(swarm.losses), near(swarm.seeds))
+
+
+def _fitted(swarm: Swarm) -> Regression:
     from sklearn.base import clone
     from sklearn.model_selection import KFold, cross_val_predict
 
+    inputs_RX, losses_RD = _inputs(swarm), np.array(swarm.losses)
     laws = {LINEAR: _linear(swarm), MIXING: _mixing(swarm)}
     errors = {}
     for name, law in laws.items():
@@ -152,8 +177,8 @@ def _fitted(swarm: Swarm, inputs_RX: Floats, losses_RD: Floats) -> Regression:
     for _ in range(_BOOTSTRAPS):
         drawn_R = draw.integers(len(losses_RD), size=len(losses_RD))
         refits.append(clone(model).fit(inputs_RX[drawn_R], losses_RD[drawn_R]))
-    best_K, *best_BK = (_best_of(each, swarm) for each in (model, *refits))
-    return Regression(swarm, errors, law, model, tuple(refits), best_K, np.stack(best_BK))
+    best_BK = np.stack([_best_of(each, swarm) for each in refits])
+    return Regression(swarm, errors, law, model, tuple(refits), best_BK.mean(0), best_BK)
 
 
 def _error_of(differences_RD: Floats) -> Error:

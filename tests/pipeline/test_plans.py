@@ -243,7 +243,8 @@ def needs(job: Job) -> Iterator[Path]:
         if isinstance(job.recipe, Best):
             yield from job.recipe.swarm
         weights = job.recipe.around if isinstance(job.recipe, Drawn) else config.weights
-        if weights not in ("uniform", "natural") and not isinstance(job.recipe, Best):
+        is_run = Path(weights).suffix != ".json"
+        if weights not in ("uniform", "natural") and is_run:
             yield Path(weights)
         if config.model.pretrained:
             yield Path(config.model.model).parent

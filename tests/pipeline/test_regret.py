@@ -1,17 +1,20 @@
 """How far from the best mixture: the swarm, its regression, and who is judged by it."""
 
-import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import evidence
 from doge_fast import cli
 from doge_fast.pipeline import records, stage, swarm
 from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting import regret
 from doge_fast.pipeline.reporting.study import open_study
@@ -26,6 +29,11 @@ NAMES = tuple("abcde")
 HELP = 0.1 * np.eye(5) + 0.01 + 0.04 * (np.arange(5) == 0)
 
 
+@pytest.fixture(autouse=True)
+def few_refits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm, "_BOOTSTRAPS", 20)
+
+
 def swarm_of(
     loss: Callable[[Matrix], Matrix], count: int = 30, noise: float = 0.0, shift: float = 0.3
 ) -> Swarm:
@@ -37,6 +45,11 @@ def swarm_of(
     losses = losses + noise * draw.standard_normal(losses.shape)
     rows = (tuple(map(tuple, array.tolist())) for array in (weights, losses))
     return Swarm(NAMES, *rows, seeds=tuple(seeds.tolist()))
+
+
+def entries_of(weights: dict[str, float]) -> dict[str, Any]:
+    entries = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    return {"method": "given", "domains": entries}
 
 
 def log_loss(weights: Matrix) -> Matrix:
@@ -78,6 +91,20 @@ def test_noise_is_told_as_error_and_as_width() -> None:
     assert (noisy.best_BK <= tried.max(0) + 1e-12).all()
 
 
+def test_runs_far_from_the_best_are_left_out() -> None:
+    """A law that holds nearby is not bent by a mixture that nobody would take."""
+    near = swarm_of(log_loss)
+    far = replace(
+        near,
+        weights=(*near.weights, (0.96, 0.01, 0.01, 0.01, 0.01)),
+        losses=(*near.losses, tuple(9.0 + place for place in range(5))),
+        seeds=(*near.seeds, 0),
+    )
+    assert swarm.fitted(far).swarm == swarm.fitted(near).swarm == near
+    wide = swarm_of(lambda weights: 10 * log_loss(weights))
+    assert len(swarm.fitted(wide).swarm.losses) == 15
+
+
 def test_too_few_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="needs 8 runs and more, with finite losses; got 7"):
         swarm.fitted(swarm_of(log_loss, count=7))
@@ -89,7 +116,6 @@ def test_every_method_is_judged_by_the_swarm(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(swarm, "_BOOTSTRAPS", 20)
     config = experiment("regret", doremi={"steps": (2,)}, proxy={"steps": 2}, base={"steps": 2})
     assert config.out is not None
     table, _ = run_experiment(config)
@@ -98,7 +124,11 @@ def test_every_method_is_judged_by_the_swarm(
     (group, *_) = study.groups
     found = regret.regrets_of(study, group)
     assert found.regression is not None
-    assert len(found.regression.swarm.losses) == len(group["swarm"]) == 8 + 4
+    # DoReMi's reference is a base model at uniform weights.
+    own = {*group["swarm"], "base-reference-2-seed0"}
+    assert {run.name for run in found.swarm} == own
+    assert len(group["swarm"]) == 8 + 4
+    assert 8 <= len(found.regression.swarm.losses) <= 12
     labels = [arm["label"] for arm in found.arms]
     assert labels == ["uniform", "natural", "DoGE", "DoReMi, 2 steps", "regression"]
     # The best has no regret, and the others are set against it; a seed has no interval.
@@ -123,10 +153,28 @@ def test_every_method_is_judged_by_the_swarm(
     spent = [0, 0, proxy, 2 * reference, 12 * reference + proxy + 2 * reference]
     assert [found.tokens(arm) for arm in group["arms"]] == spent
 
+    # A base model from elsewhere counts, unless it is the same run or differs in a setting.
+    runs = config.out / "runs"
+    for name, weight, size in (("same", None, 4), ("other", 0.4, 4), ("larger", 0.4, 5)):
+        copy = shutil.copytree(runs / "base-uniform-seed0", runs / f"base-{name}")
+        record = records.read_config(copy)
+        record["config"]["batch_size"] = size
+        records.write_json(copy / records.CONFIG, record)
+        if weight is not None:
+            weights = dict.fromkeys(study.groups[0]["aim"], (1 - weight) / 3) | {"code": weight}
+            records.write_weights(copy, entries_of(weights))
+    more = regret.regrets_of(open_study([config.out]), group)
+    assert {run.name for run in more.swarm} - own == {"base-same", "base-other"}
+    swarm_read = swarm.read([run.path for run in more.swarm], group["aim"])
+    assert len(swarm_read.losses) == 13
+    kept = evidence.packed(config.out)["runs"]
+    assert {"base-other", "base-larger"} < set(kept)
+    for name in ("same", "other", "larger"):
+        shutil.rmtree(runs / f"base-{name}")
+
     # Other weights are judged without a step of training.
     given = tmp_path / "given.json"
-    uniform = [{"name": name, "weight": 0.25} for name in found.regression.swarm.names]
-    records.write_weights(given, {"method": "given", "domains": uniform})
+    records.write_weights(given, entries_of(dict.fromkeys(group["aim"], 0.25)))
     monkeypatch.setattr(stage, "train", None)
     capsys.readouterr()
     words = ["report", "--runs", str(config.out), "--weights"]
@@ -141,16 +189,23 @@ def test_every_method_is_judged_by_the_swarm(
     assert "weights must be NAME=FILE" in capsys.readouterr().err
     assert run_experiment(config)[0] == table
 
+    # The swarm may grow, and then has another best mixture; it may not shrink.
+    monkeypatch.undo()
+    grown = filled(config, {"swarm": {"mixtures": 9}})
+    run_experiment(replace(grown, only=("base-drawn-8-seed0",)))
+    assert "base-best-of-9-seed0" in records.read_experiment(config.out)["runs"]
+    with pytest.raises(ValueError, match="holds the experiment regret with other runs"):
+        run_experiment(config)
+
 
 def test_given_weights_are_arms_of_a_plan(experiment: Make, tmp_path: Path) -> None:
     file = tmp_path / "given.json"
-    entries = [{"name": name, "weight": 0.25} for name in ("code", "prose", "table", "verse")]
-    records.write_weights(file, {"method": "given", "domains": entries})
+    names = ("code", "prose", "table", "verse")
+    records.write_weights(file, entries_of(dict.fromkeys(names, 0.25)))
     config = experiment("regret", weights=(f"mine={file}",))
     lines = "\n".join(run_experiment(replace(config, plan=True)))
     assert "--only base-given-mine-seed0" in lines
-    record = json.loads(file.read_text(encoding="utf-8"))
-    records.write_weights(file, record | {"domains": [{"name": "code", "weight": 1.0}]})
+    records.write_weights(file, entries_of({"code": 1.0}))
     with pytest.raises(ValueError, match="it has no weight for"):
         run_experiment(config)
     assert config.out is not None

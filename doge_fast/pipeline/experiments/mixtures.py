@@ -12,6 +12,8 @@ from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.experiments.planner import Best, Drawn
 from doge_fast.pipeline.records.movement import Floats
+from doge_fast.pipeline.reporting.regret import swarm_of
+from doge_fast.pipeline.reporting.runs import open_runs
 
 # Of every drawn mixture this share is uniform: nothing is known of domains without any text.
 _SMOOTHING = 0.02
@@ -29,7 +31,10 @@ def write(recipe: Drawn | Best, config: BaseConfig) -> None:
         return
     if isinstance(recipe, Best):
         names: Sequence[str] = config.corpus.domains
-        weights_K = swarm.fitted(swarm.read(recipe.swarm, names)).best_K
+        runs = swarm_of(
+            open_runs([config.out.parent]), recipe.apart, open_runs(recipe.swarm[:1])[0]
+        )
+        weights_K = swarm.fitted(swarm.read([run.path for run in runs], names)).best_K
     else:
         names, weights_K = _drawn(recipe, config)
     entries = [

@@ -49,6 +49,8 @@ class Best:
     """The weights that are best by the regression over a swarm, in the file that a run reads."""
 
     swarm: tuple[Path, ...]
+    apart: tuple[str, ...]
+    """Names of runs that are judged by it, and not part of it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Plan:
     question: str
     jobs: list[Job] = field(default_factory=list)
     groups: list[Json] = field(default_factory=list)
-    corpora: list[Callable[[], None]] = field(default_factory=list)
+    corpora: Sequence[Callable[[], None]] = ()
     """What makes the corpora that the runs read, each unless it is there."""
 
     def needed_by(self, job: Job) -> list[str]:

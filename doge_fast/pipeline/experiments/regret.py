@@ -37,20 +37,25 @@ def regret(plan: Planner) -> Plan:
     swarm = [*_swarm(plan), *(name for arm in arms for name in arm["runs"])]
     # Draws around learned weights cost what learning these does.
     learned = [name for arm in arms for names in arm.get("spent", ()) for name in names]
+    given = _given_arms(plan)
     own = f"best-of-{plan.config.swarm.mixtures}"
     best = plan.as_base(
         own,
         at(str(plan.out / MIXTURES / f"{own}.json")),
-        recipe=Best(tuple(plan.out / RUNS / name for name in swarm)),
+        recipe=Best(
+            tuple(plan.out / RUNS / name for name in swarm),
+            tuple(name for arm in given for name in arm["runs"]),
+        ),
     )
-    arms += _given_arms(plan)
-    arms.append(plan.arm("regression", "best by it", best, spent=[[*swarm, *learned]]))
+    judged = [*given, plan.arm("regression", "best by it", best, spent=[learned])]
+    arms += judged
     group = {
         "kind": "regret",
         "title": "Regret",
         "aim": list(plan.domains),
         "arms": arms,
         "swarm": swarm,
+        "apart": [name for arm in judged for name in arm["runs"]],
         "focus": "regression",
     }
     return plan.finish(

@@ -164,10 +164,12 @@ def _regret_part(study: Study, group: Json, prefix: str) -> Part:
     shown = [regret.regret_table(found)] if found.arms else []
     if found.regression is not None:
         shown += [regret.best_table(found), regret.laws_table(found.regression)]
-    labels = [arm["label"] for arm in found.arms][::-1]
-    marks = regret.marks(found, labels)
-    sketches = []
+    arms, sketches = found.arms[::-1], []
+    marks = {"measured": [found.measured(arm) for arm in arms]}
+    if found.regression is not None:
+        marks["predicted"] = [found.predicted(arm) for arm in arms]
     if any(each.is_known for differences in marks.values() for each in differences):
+        labels = [arm["label"] for arm in arms]
         make = partial(figures.change_figure, marks, labels, "the best")
         sketches.append(_sketch("regret", f"{prefix}-regret", make, title=group["title"]))
     return Part(group["title"], [regret.regret_verdict(found)], shown, sketches)

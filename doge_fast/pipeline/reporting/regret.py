@@ -3,7 +3,7 @@
 A regret is a difference of mean losses, told as a change of perplexity like every other difference.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from doge_fast.pipeline import swarm
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.reporting.arms import Arm, Comparison
+from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.statistics import (
     CONFIDENCE,
     NO_PAIR,
@@ -32,6 +33,8 @@ from doge_fast.pipeline.reporting.wording import (
 from doge_fast.pipeline.swarm import Regression
 from doge_fast.pipeline.tables import Cell, Row, Table
 
+# What runs at a regression's best mixture are called, whatever it was fitted to.
+BEST = "base-best-of-"
 # Marginal values are those of a weight multiplied by its e-th power.
 _PUSH = 0.5
 
@@ -45,6 +48,8 @@ class Regrets:
     regression: Regression | None
     """None: the group has no swarm, or too little of it has been measured."""
     comparison: Comparison
+    swarm: Sequence[Run] = ()
+    """What the regression was fitted to."""
 
     @property
     def arms(self) -> list[Json]:
@@ -85,9 +90,11 @@ class Regrets:
 
     def tokens(self, arm: Json) -> float:
         """What finding the weights took, mean over the times it was done."""
+        is_fitted = self.regression is not None and arm["label"] == self.group["focus"]
+        fitted = {run.name for run in self.swarm} if is_fitted else set()
         runs = self.study.runs
         each = [
-            sum(runs[name].tokens_seen for name in names if name in runs)
+            sum(runs[name].tokens_seen for name in {*names, *fitted} if name in runs)
             for names in arm.get("spent", ())
         ]
         return sum(each) / len(each) if each else 0.0
@@ -95,12 +102,36 @@ class Regrets:
 
 def regrets_of(study: Study, group: Json) -> Regrets:
     """Fit the regression to those runs of the swarm that have been measured."""
-    runs = study.runs_of({"runs": group.get("swarm", ())})
-    done = [run.path for run in runs if run.name not in study.unmeasured]
-    fitted = None
-    if len(done) >= swarm.LEAST_RUNS:
-        fitted = swarm.fitted(swarm.read(done, group["aim"]))
-    return Regrets(study, group, fitted, study.comparison(group))
+    planned = study.runs_of({"runs": group.get("swarm", ())})
+    measured = [run for run in planned if run.name not in study.unmeasured]
+    comparison = study.comparison(group)
+    if len(measured) < swarm.LEAST_RUNS:
+        return Regrets(study, group, None, comparison)
+    runs = swarm_of(study.runs.values(), group["apart"], measured[0])
+    fitted = swarm.fitted(swarm.read([run.path for run in runs], group["aim"]))
+    return Regrets(study, group, fitted, comparison, runs)
+
+
+def swarm_of(runs: Iterable[Run], apart: Collection[str], like: Run) -> list[Run]:
+    """Measured base models that differ from one of them in nothing but weights and seed.
+
+    So base models of another experiment that are copied beside those of this one count too.
+
+    Args:
+        runs: all that there are.
+        apart: names of runs that are judged by the swarm, and of what came of it.
+        like: one of the swarm.
+    """
+    return [
+        run
+        for run in runs
+        if run.stage == "base"
+        and run.name not in apart
+        and not run.name.startswith(BEST)
+        and run.evaluation is not None
+        and run.measured_blocks() == like.measured_blocks()
+        and run.settings() == like.settings()
+    ]
 
 
 def _against(regression: Regression, own_K: Floats, other_K: Floats) -> Difference:
@@ -142,7 +173,8 @@ def regret_table(found: Regrets) -> Table:
         note += (
             f" Predicted: by the {found.regression.law} over "
             f"{plural(len(found.regression.swarm.losses), 'base model')}, at the mean weights over "
-            "seeds; intervals of a bootstrap over these models, the best mixture held fixed."
+            "seeds; intervals of a bootstrap over these models, the best mixture held fixed. "
+            "Models far from the best are left out."
         )
     return Table(f"{found.group['title']}: distance from the best", note, "method", columns, rows)
 
@@ -230,12 +262,12 @@ def regret_verdict(found: Regrets) -> Verdict:
 def _sentences(found: Regrets) -> Iterator[str]:
     regression = found.regression
     if regression is not None:
-        number = len(regression.swarm.names)
+        number, error = len(regression.swarm.names), regression.errors[regression.law].average
         won = _against(regression, regression.best_K, np.full(number, 1 / number))
         yield (
             f"By the regression the best mixture is {change_text(won)} against uniform weights; "
-            f"it predicts the average of models left out to {_percent(min_error(regression))}, of "
-            f"a spread of {_percent(regression.spread.average)}."
+            f"it predicts the average of models left out to {_percent(error)}, of a spread of "
+            f"{_percent(regression.spread.average)}."
         )
     known = [arm for arm in found.arms if found.measured(arm).is_known]
     if known:
@@ -264,17 +296,3 @@ def _share_sentences(found: Regrets) -> Iterator[str]:
             f"The lowest loss is that of {found.lowest.label}, where the share is "
             f"{shares[found.lowest.label]:.3f}."
         )
-
-
-def min_error(regression: Regression) -> float:
-    """That of the law that was kept."""
-    return regression.errors[regression.law].average
-
-
-def marks(found: Regrets, labels: Sequence[str]) -> dict[str, list[Difference]]:
-    """{measured or predicted: regrets}, of the methods in this order, for a figure."""
-    by_label = {arm["label"]: arm for arm in found.arms}
-    rows = {"measured": [found.measured(by_label[label]) for label in labels]}
-    if found.regression is not None:
-        rows["predicted"] = [found.predicted(by_label[label]) for label in labels]
-    return rows
