@@ -36,7 +36,9 @@ def packed(experiment: Path) -> Record:
         ValueError: the directory is no experiment's.
     """
     record = records.read_experiment(experiment)
-    folders = (experiment / "runs" / name for name in record["runs"])
+    # Those of the plan in its order, then what lies beside them.
+    beside = sorted(path.name for path in (experiment / "runs").iterdir())
+    folders = (experiment / "runs" / name for name in dict.fromkeys((*record["runs"], *beside)))
     runs = {path.name: _files_of(path) for path in folders if (path / records.CONFIG).exists()}
     return {"benchmark": "evidence", "experiment": record, "runs": runs}
 

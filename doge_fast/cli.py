@@ -49,7 +49,7 @@ TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
 # Of packages that a verb imports when it is asked for more than usual.
-_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm"}
+_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm", "sklearn": "regret"}
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -348,7 +348,7 @@ def _report(config: ReportConfig) -> list[str]:
     from doge_fast.pipeline.report import terminal_table, write_report
 
     page = write_report(config)
-    return [terminal_table(config.runs), f"report: {page}"]
+    return [terminal_table(config.runs, config.weights), f"report: {page}"]
 
 
 def _experiment(config: ExperimentConfig) -> list[str]:

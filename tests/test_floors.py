@@ -48,6 +48,7 @@ FLOORS = [
         doge_fast.pipeline.tables doge_fast.pipeline.progress \
         doge_fast.pipeline.sizes doge_fast.pipeline.memory
     doge_fast.pipeline.config
+    doge_fast.pipeline.generated_corpus
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
         doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
@@ -59,12 +60,13 @@ FLOORS = [
     doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
     doge_fast.pipeline.records.weights doge_fast.pipeline.records.metrics \
         doge_fast.pipeline.records.manifest
-    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.model \
-        doge_fast.pipeline.domains doge_fast.pipeline.records doge_fast.pipeline.baselines \
+    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.experiments.regret \
+        doge_fast.pipeline.experiments.known doge_fast.pipeline.model doge_fast.pipeline.domains \
+        doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
-    doge_fast.pipeline.reporting.wording
+    doge_fast.pipeline.reporting.wording doge_fast.pipeline.swarm
     doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures \
         doge_fast.pipeline.health
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
@@ -78,9 +80,11 @@ FLOORS = [
     doge_fast.pipeline.run doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
     doge_fast.pipeline.reporting.cautions
     doge_fast.pipeline.reporting.verdicts
+    doge_fast.pipeline.reporting.regret
     doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.weights.pages doge_fast.pipeline.task_target
+    doge_fast.pipeline.weights.pages doge_fast.pipeline.task_target \
+        doge_fast.pipeline.experiments.mixtures
     doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
     doge_fast.__main__

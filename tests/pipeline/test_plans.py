@@ -19,7 +19,7 @@ from doge_fast.pipeline.config import (
     SelectConfig,
 )
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.experiments.planner import Plan
+from doge_fast.pipeline.experiments.planner import Best, Drawn, Job, Plan
 from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
 from doge_fast.pipeline.experiments.presets import demo_of, known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
@@ -222,7 +222,7 @@ def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
         names = (DEMO_TARGET, *SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
     seen: set[Path] = set()
     for job in planned(config, names).jobs:
-        for needed in needs(job.config):
+        for needed in needs(job):
             assert needed in seen, (job.config.out, needed)
         seen.add(job.config.out)
     assert seen
@@ -237,10 +237,15 @@ def test_the_papers_languages() -> None:
     assert len(corpora) == 4
 
 
-def needs(config: Any) -> Iterator[Path]:
+def needs(job: Job) -> Iterator[Path]:
+    config = job.config
     if isinstance(config, BaseConfig):
-        if config.weights not in ("uniform", "natural"):
-            yield Path(config.weights)
+        if isinstance(job.recipe, Best):
+            yield from job.recipe.swarm
+        weights = job.recipe.around if isinstance(job.recipe, Drawn) else config.weights
+        is_run = Path(weights).suffix != ".json"
+        if weights not in ("uniform", "natural") and is_run:
+            yield Path(weights)
         if config.model.pretrained:
             yield Path(config.model.model).parent
     if isinstance(config, DoReMiConfig):

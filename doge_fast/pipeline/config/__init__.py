@@ -22,6 +22,7 @@ from doge_fast.pipeline.config.experiment import (
     ProxyArmsConfig,
     RatesConfig,
     SelectionArmsConfig,
+    SwarmArmsConfig,
 )
 from doge_fast.pipeline.config.stages import (
     BaseConfig,

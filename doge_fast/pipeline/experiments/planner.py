@@ -33,11 +33,34 @@ RUNS = "runs"
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """Weights to be drawn from a Dirichlet distribution, in the file that a base run reads."""
+
+    around: str | Path
+    """As `BaseConfig.weights`: a baseline, or a run that learns weights."""
+    concentration: float
+    """Times the number of domains."""
+    number: int
+    """Of the draw."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The weights that are best by the regression over a swarm, in the file that a run reads."""
+
+    swarm: tuple[Path, ...]
+    apart: tuple[str, ...]
+    """Names of runs that are judged by it, and not part of it."""
+
+
+@dataclass(frozen=True)
 class Job:
     """A run, and whether its model is measured on held-out text afterwards."""
 
     config: StageConfig
     is_measured: bool
+    recipe: Drawn | Best | None = None
+    """Of the weights, where they are made when the run begins."""
 
     @property
     def name(self) -> str:
@@ -58,10 +81,12 @@ class Plan:
     question: str
     jobs: list[Job] = field(default_factory=list)
     groups: list[Json] = field(default_factory=list)
+    corpora: Sequence[Callable[[], None]] = ()
+    """What makes the corpora that the runs read, each unless it is there."""
 
     def needed_by(self, job: Job) -> list[str]:
         """Names of the runs that a run reads."""
-        read = {part for path in _paths_of(job.config) for part in path.parts}
+        read = {part for path in _paths_of(job) for part in path.parts}
         return [each.name for each in self.jobs if each.name in read]
 
     def waves(self) -> list[list[Job]]:
@@ -75,8 +100,9 @@ class Plan:
         ]
 
 
-def _paths_of(config: StageConfig) -> list[Path]:
+def _paths_of(job: Job) -> list[Path]:
     """What a run may read of other runs."""
+    config = job.config
     read: list[str | Path | None] = [config.model.model, config.corpus.tokenizer]
     if isinstance(config, BaseConfig):
         read.append(config.weights)
@@ -84,6 +110,10 @@ def _paths_of(config: StageConfig) -> list[Path]:
         read.append(config.reference)
     if isinstance(config, ProxyConfig):
         read.append(config.selection)
+    if isinstance(job.recipe, Drawn):
+        read.append(job.recipe.around)
+    if isinstance(job.recipe, Best):
+        read.extend(job.recipe.swarm)
     return [Path(each) for each in read if each is not None]
 
 
@@ -204,8 +234,9 @@ class Planner:
         targets: tuple[str, ...] = (),
         stages: int = 1,
         steps: int | None = None,
+        recipe: Drawn | Best | None = None,
     ) -> Path:
-        """Train at weights."""
+        """Train at weights; those of a recipe are made in the file that they name."""
         told = self.config.base
         model = model or told.models[0]
         config = BaseConfig(
@@ -218,7 +249,7 @@ class Planner:
             targets=targets,
             batch_size=told.batch_size,
         )
-        return self._add(config, True)
+        return self._add(config, True, recipe)
 
     def as_base(self, name: str, source: Source, **more: Any) -> Callable[[int], Path]:
         """`base` of a seed still to come, at the weights that `source` gives for it."""
@@ -329,9 +360,11 @@ class Planner:
             device=rates.device,
         )
 
-    def _add(self, config: StageConfig, is_measured: bool) -> Path:
+    def _add(
+        self, config: StageConfig, is_measured: bool, recipe: Drawn | Best | None = None
+    ) -> Path:
         known = self.jobs.get(config.out)
         assert known is None or known.config == config, f"two plans for {config.out}"
         is_measured = is_measured or (known is not None and known.is_measured)
-        self.jobs[config.out] = Job(config, is_measured)
+        self.jobs[config.out] = Job(config, is_measured, recipe)
         return config.out

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.pipeline.experiments.known import known
 from doge_fast.pipeline.experiments.planner import Json, Plan, Planner, Source, at
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
     PAPER_LANGUAGES,
     doremi_steps,
 )
+from doge_fast.pipeline.experiments.regret import regret
 from doge_fast.pipeline.experiments.sensitivity import sensitivity
 
 # Stages of the paper's curricula; one stage is the global average.
@@ -368,4 +370,6 @@ _PLANS: dict[str, Callable[[Planner], Plan]] = {
     "early": _early,
     "proxy_vs_base": _proxy_vs_base,
     "sensitivity": sensitivity,
+    "regret": regret,
+    "known": known,
 }

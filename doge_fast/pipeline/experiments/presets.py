@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from doge_fast.defaults import default_mu
-from doge_fast.pipeline.config import DemoConfig, Experiment, ExperimentConfig, Preset
+from doge_fast.pipeline import generated_corpus
+from doge_fast.pipeline.config import CorpusConfig, DemoConfig, Experiment, ExperimentConfig, Preset
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.weights_file import plain
@@ -73,10 +74,18 @@ def check(config: ExperimentConfig) -> None:
 
 
 def known_domains(config: ExperimentConfig) -> tuple[str, ...] | None:
-    """The domains of the paper's corpora; None of others, which must be looked into."""
+    """The domains of the paper's corpora and of generated text; None of others, which must be
+    looked into."""
+    if is_generated(config):
+        return config.corpus.domains or generated_corpus.DOMAINS
     if config.corpus.data == WIKI40B:
         return (*PAPER_LANGUAGES, *(config.targets or PAPER_LANGUAGE_TARGETS))
     return config.corpus.domains if config.corpus.data == SLIMPAJAMA else None
+
+
+def is_generated(config: ExperimentConfig) -> bool:
+    """Whether the experiment makes its text itself, for no corpus was named."""
+    return config.name == "known" and config.corpus.data == CorpusConfig().data
 
 
 def with_mu(config: ExperimentConfig, names: Sequence[str]) -> ExperimentConfig:
@@ -159,6 +168,8 @@ def settings_of(config: ExperimentConfig) -> dict[str, Any]:
         "eval_blocks": rates.eval_blocks,
         "eval_points": base.eval_points,
         "strategies": config.selection.strategies,
+        "mixtures": config.swarm.mixtures,
+        "concentration": config.swarm.concentration,
         "dtype": rates.dtype,
     }
     recorded: dict[str, Any] = plain(settings)

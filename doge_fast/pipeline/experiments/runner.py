@@ -25,7 +25,7 @@ from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.experiments import workers
+from doge_fast.pipeline.experiments import mixtures, workers
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import (
@@ -70,17 +70,22 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     if config.plan:
         return plan_lines(config, f"doge-fast experiment {config.name}")
     check(config)
+    # Missed before anything is written.
     if config.submitit is not None:
-        # Missed before anything is written.
         import_module("submitit")
+    if config.name == "regret":
+        import_module("sklearn")
     out, names = _directory(config), _domains_of(config)
     plan = plan_of(config, names, out, _tasks_of(config))
     jobs = _chosen(plan, config.only)
     record = _record(with_mu(config, names), plan)
     records.check_experiment(out, record)
+    queue = Queue(out / records.QUEUE, config.lease)
+    for make in plan.corpora:
+        with queue.lock(_CORPUS):
+            make()
     _check_jobs(plan, jobs, config)
     records.write_experiment(out, record)
-    queue = Queue(out / records.QUEUE, config.lease)
     queue.forget_failures()
     loop = functools.partial(_work, queue, plan, jobs, config)
     if config.workers == 1 and config.submitit is None:
@@ -189,6 +194,9 @@ def _check_made(queue: Queue, plan: Plan, jobs: Sequence[Job], config: Experimen
 def _make(job: Job, plan: Plan, config: ExperimentConfig) -> None:
     """One run, trained, measured and scored as far as it is not."""
     out = job.config.out
+    if job.recipe is not None:
+        assert isinstance(job.config, BaseConfig)
+        mixtures.write(job.recipe, job.config)
     _run(job.config)
     if not _is_measured(job, config):
         evaluate(

@@ -61,6 +61,7 @@ from doge_fast.pipeline.records.runs import (
 from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, Stage, check_shape
 from doge_fast.pipeline.records.weights import (
     check_out,
+    read_named,
     read_weights,
     weights_by_name,
     write_weights,

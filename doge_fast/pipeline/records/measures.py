@@ -158,7 +158,11 @@ def _complete(record: Mapping[str, Any]) -> Json:
 
 
 def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
-    """Runs may be added to an experiment, by more seeds; nothing else may change."""
+    """Runs may be added to an experiment, by more seeds and mixtures; nothing else may change.
+
+    What is judged by a swarm, `apart` in its group, comes and goes.
+    """
+    apart = {name for group in known["groups"] for name in group.get("apart", ())}
     for key in _EXPERIMENT_KEYS:
         was, now = known[key], asked[key]
         if key in ("versions", "groups"):
@@ -166,9 +170,9 @@ def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
             continue
         if key == "settings":
             # Of an earlier version a setting may be gone or not have been there.
-            shared = (was.keys() & now.keys()) - {"seeds"}
+            shared = (was.keys() & now.keys()) - {"seeds", "mixtures"}
             was, now = ({name: each[name] for name in shared} for each in (was, now))
-        is_same = set(was) <= set(now) if key == "runs" else was == now
+        is_same = set(was) - apart <= set(now) if key == "runs" else was == now
         if not is_same:
             raise ValueError(
                 f"{out} holds the experiment {known['name']} with "

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import MOST_DRIFT
-from doge_fast.pipeline.reporting import figures, tables, verdicts
+from doge_fast.pipeline.reporting import figures, regret, tables, verdicts
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, Curve, curves_of
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
 from doge_fast.pipeline.reporting.proxies import UNIVERSAL, Proxy
@@ -158,6 +158,23 @@ def _weights_part(study: Study, group: Json, prefix: str) -> Part:
     return Part(group["title"], answer, [table], sketches)
 
 
+def _regret_part(study: Study, group: Json, prefix: str) -> Part:
+    """How far each method is from the best mixture."""
+    found = regret.regrets_of(study, group)
+    shown = [regret.regret_table(found)] if found.arms else []
+    if found.regression is not None:
+        shown += [regret.best_table(found), regret.laws_table(found.regression)]
+    arms, sketches = found.arms[::-1], []
+    marks = {"measured": [found.measured(arm) for arm in arms]}
+    if found.regression is not None:
+        marks["predicted"] = [found.predicted(arm) for arm in arms]
+    if any(each.is_known for differences in marks.values() for each in differences):
+        labels = [arm["label"] for arm in arms]
+        make = partial(figures.change_figure, marks, labels, "the best")
+        sketches.append(_sketch("regret", f"{prefix}-regret", make, title=group["title"]))
+    return Part(group["title"], [regret.regret_verdict(found)], shown, sketches)
+
+
 def _cost_part(study: Study, group: Json, prefix: str) -> Part:
     table = cost_table(study, group)
     return Part(group["title"], tables=[table] if table else [])
@@ -185,6 +202,7 @@ _PARTS = {
     "targets": _targets_part,
     "weights": _weights_part,
     "cost": _cost_part,
+    "regret": _regret_part,
     "tasks": _tasks_part,
 }
 

@@ -66,7 +66,9 @@ class Study:
         if not self.is_experiment:
             return []
         compared = {
-            name for group in self.groups for name in _planned(group, "perplexity", "targets")
+            name
+            for group in self.groups
+            for name in _planned(group, "perplexity", "targets", "regret")
         }
         blocks = self.record["settings"].get("eval_blocks")
         return [
@@ -149,6 +151,7 @@ def _planned(group: Json, *kinds: str) -> Iterator[str]:
     if group["kind"] in kinds:
         for part in (group, *group.get("rows", ())):
             yield from (name for arm in part.get("arms", ()) for name in arm["runs"])
+        yield from group.get("swarm", ())
 
 
 def is_measured(run: Path, blocks: int | None) -> bool:
@@ -173,15 +176,16 @@ def is_scored(run: Path, group: Json) -> bool:
     )
 
 
-def open_study(runs: Sequence[Path]) -> Study:
+def open_study(runs: Sequence[Path], weights: Sequence[str] = ()) -> Study:
     """Read an experiment's directory, or runs that lie anywhere.
 
     Args:
         runs: run directories, or one directory that holds them or is an experiment's.
+        weights: NAME=FILE: other weights, to be judged by an experiment's swarm.
 
     Raises:
         ValueError: none is named, one is not a run and holds none, none learns weights or trains
-            at them, or a record is not what it should be.
+            at them, a record is not what it should be, or there are weights and no swarm.
     """
     is_experiment = len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
     path = Path(runs[0]) if is_experiment else None
@@ -198,7 +202,24 @@ def open_study(runs: Sequence[Path]) -> Study:
         )
     proxies = _proxies_of(list(told.values()))
     record = _record_of(told, proxies) if path is None else records.read_experiment(path)
+    if weights:
+        _judge(record, weights)
     return Study(record, opened, proxies, path)
+
+
+def _judge(record: Json, weights: Sequence[str]) -> None:
+    """Weights that no run of the experiment has learned or used are arms without runs."""
+    groups = [group for group in record["groups"] if group.get("swarm")]
+    if not groups:
+        raise ValueError(
+            "weights (--weights) are judged by a swarm of base models: name the directory of a "
+            "doge-fast experiment regret."
+        )
+    for group in groups:
+        for label, file in records.read_named(weights, domains=group["aim"]).items():
+            found = records.weights_by_name(records.read_weights(file, domains=group["aim"]))
+            arm = {"label": label, "about": "given", "weights": found, "runs": []}
+            group["arms"].append(arm)
 
 
 # Loose runs are put into the groups that an experiment's record has. Base models are one comparison
