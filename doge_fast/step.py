@@ -352,8 +352,7 @@ class Step:
             if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
                 raise RuntimeError(
                     "with shard_optimizer=True a gradient from outside the domains cannot be used: "
-                    "the optimizer's state is divided over ranks. Run that backward pass inside a "
-                    "domain."
+                    "the optimizer's state is divided over ranks. Run its backward in a domain."
                 )
             return is_of_others
 
