@@ -297,6 +297,13 @@ def test_rates_may_live_on_the_device() -> None:
     for rate in (0.01, 0.01, 0.02, 0.5, 0.02):
         expected = other.move(gram_RR, full_RR=None, seen="abcxy", lr=rate, grad_scale=1.0)
     assert torch.equal(new.alpha, expected.alpha)
+    # Nor is one that is changed in its place, as schedulers do.
+    inside = DomainWeights(objective, rule, torch.device("cpu"))
+    changing = torch.tensor(0.0, dtype=torch.float64)
+    for rate in (0.01, 0.01, 0.02, 0.5, 0.02):
+        changing.fill_(rate)
+        new = inside.move(gram_RR, full_RR=None, seen="abcxy", lr=changing, grad_scale=1.0)
+    assert torch.equal(new.alpha, expected.alpha)
     # Not below zero: nobody looks.
     minus = torch.tensor(-1.0, dtype=torch.float64)
     weights.move(gram_RR, full_RR=None, seen=objective.rows, lr=minus, grad_scale=1.0)
