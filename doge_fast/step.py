@@ -60,8 +60,8 @@ class OpenDomain:
         if self.row is None:
             raise RuntimeError(
                 f"{parameters.name_of(param)} received a gradient of the whole batch: it is used "
-                "outside of the forward of the module that owns it, where domains cannot be "
-                "separated. Run one domain after another, with optimizer.domain(name)."
+                "outside of the forward of the module that owns it, where domains are not "
+                "separate. Run one domain after another, with optimizer.domain(name)."
             )
         return self.row
 
@@ -294,9 +294,8 @@ class Step:
             raise RuntimeError(
                 "something has set p.grad inside a domain, as wrappers do that reduce gradients "
                 "over ranks themselves: torch's replicate(), and DistributedDataParallel if its "
-                "forward pass ran before the domain. The optimizer reduces the gradients. Run "
-                "forward and backward inside the domain, on a bare model or one in "
-                "DistributedDataParallel."
+                "forward pass ran before the domain. Run forward and backward inside the domain, "
+                "on a model in DistributedDataParallel or in no wrapper."
             )
 
     @property
