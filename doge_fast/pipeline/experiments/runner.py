@@ -80,13 +80,17 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     jobs = _chosen(plan, config.only)
     record = _record(with_mu(config, names), plan)
     records.check_experiment(out, record)
+    # Corpora that are made are sound, and made under a lock in the directory.
+    if not plan.corpora:
+        _check_jobs(plan, jobs, config)
+    records.write_experiment(out, record)
     queue = Queue(out / records.QUEUE, config.lease)
+    queue.forget_failures()
     for make in plan.corpora:
         with queue.lock(_CORPUS):
             make()
-    _check_jobs(plan, jobs, config)
-    records.write_experiment(out, record)
-    queue.forget_failures()
+    if plan.corpora:
+        _check_jobs(plan, jobs, config)
     loop = functools.partial(_work, queue, plan, jobs, config)
     if config.workers == 1 and config.submitit is None:
         loop()
