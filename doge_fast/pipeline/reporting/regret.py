@@ -33,6 +33,8 @@ from doge_fast.pipeline.reporting.wording import (
 from doge_fast.pipeline.swarm import Regression
 from doge_fast.pipeline.tables import Cell, Row, Table
 
+# Half of the last digit of a change.
+_SHOWN = 0.0005
 # What runs at a regression's best mixture are called, whatever it was fitted to.
 BEST = "base-best-of-"
 # Marginal values are those of a weight multiplied by its e-th power.
@@ -180,8 +182,11 @@ def regret_table(found: Regrets) -> Table:
 
 
 def _told(difference: Difference) -> str:
-    """The best itself has nothing above it."""
-    is_best = difference.pairs and difference.mean == difference.low == difference.high == 0
+    """The best itself has nothing above it, as far as is printed."""
+    values = [
+        each for each in (difference.mean, difference.low, difference.high) if each is not None
+    ]
+    is_best = difference.pairs and max(map(abs, values)) < _SHOWN
     return "the lowest" if is_best else change_text(difference)
 
 
