@@ -1,0 +1,182 @@
+"""SIGKILL at every change of a file, and at random moments: what comes after has the same bits.
+
+The verb runs in a process of its own, which counts what it does to files below the test's folder
+(Python's audit events) and kills itself at the number it was told. Then the verb is run again.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doge_fast.pipeline.config import EvaluateConfig
+from tests.pipeline.stages import assert_same_run
+
+_CONTEXT = get_context("forkserver")
+_PRELOADED = ["torch", "doge_fast.cli", "doge_fast.pipeline.proxy", "doge_fast.pipeline.base"]
+_CONTEXT.set_forkserver_preload([*_PRELOADED, "doge_fast.pipeline.evaluation", "pytest"])
+
+_CHANGES = (
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+VERBS = ("proxy", "base", "evaluate")
+# Of each verb: in `make test-all`, and at random moments in `make soak`.
+SAMPLE, AT_RANDOM = 4, 60
+
+
+def run_verb(verb: str, config: Any, root: str, at: int | None, after: float | None) -> None:
+    """Run it, and die at the change `at` or after so many seconds; else leave their number."""
+    import torch
+
+    from doge_fast.pipeline.base import train_base
+    from doge_fast.pipeline.evaluation import evaluate
+    from doge_fast.pipeline.proxy import learn_weights
+
+    torch.set_num_threads(1)
+    count = 0
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event == "open":
+            path, _, flags = arguments
+            if not isinstance(flags, int) or not flags & _WRITING:
+                return
+        elif event in _CHANGES:
+            path = arguments[0]
+        else:
+            return
+        if not os.fsdecode(path if isinstance(path, (str, bytes)) else b"").startswith(root):
+            return
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+    sys.addaudithook(watch)
+    if after is not None:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    verbs: dict[str, Callable[[Any], object]] = {
+        "proxy": learn_weights,
+        "base": train_base,
+        "evaluate": evaluate,
+    }
+    verbs[verb](config)
+    os.write(int(os.environ["DOGE_TEST_COUNT"]), str(count).encode())
+    os._exit(0)
+
+
+def in_a_process(
+    verb: str, config: Any, root: Path, at: int | None = None, after: float | None = None
+) -> int | None:
+    """The number of changes; None: it was killed."""
+    told = root.parent / f"{root.name}-count"
+    told.unlink(missing_ok=True)
+    process = _CONTEXT.Process(target=_child, args=(str(told), verb, config, str(root), at, after))
+    process.start()
+    process.join(120)
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return int(told.read_text()) if process.exitcode == 0 else None
+
+
+def _child(told: str, *arguments: Any) -> None:
+    # Outside of the folder that is watched.
+    os.environ["DOGE_TEST_COUNT"] = str(os.open(told, os.O_WRONLY | os.O_CREAT))
+    run_verb(*arguments)
+
+
+class Bench:
+    """A verb with a folder of its own for what it writes, its cache included."""
+
+    def __init__(self, verb: str, make: Callable[..., Any], base: Any, tmp_path: Path) -> None:
+        self.verb, self.make, self.base, self.tmp_path = verb, make, base, tmp_path
+        self.whole = tmp_path / "whole"
+        self.seconds = -time.monotonic()
+        self.num_changes = in_a_process(verb, self.config(self.whole), self.whole)
+        self.seconds += time.monotonic()
+        assert self.num_changes is not None
+
+    def config(self, root: Path) -> Any:
+        """Of the verb, below this folder."""
+        root.mkdir()
+        if self.verb == "evaluate":
+            shutil.copytree(self.base, root / "run")
+            return EvaluateConfig(run=root / "run", blocks=4, device="cpu")
+        config = self.make()
+        corpus = replace(config.corpus, cache_dir=root / "cache")
+        training = replace(config.training, steps=4, save_every=2)
+        return replace(config, out=root / "run", corpus=corpus, training=training)
+
+    def check(self, *, at: int | None = None, after: float | None = None) -> bool:
+        """Whether it was killed; run again, it comes to the bits of the whole one."""
+        root = self.tmp_path / "killed"
+        shutil.rmtree(root, ignore_errors=True)
+        config = self.config(root)
+        was_killed = in_a_process(self.verb, config, root, at, after) is None
+        assert in_a_process(self.verb, config, root) is not None, (at, after)
+        if self.verb == "evaluate":
+            found = [each / "run" / "evaluation.json" for each in (root, self.whole)]
+            assert found[0].read_bytes() == found[1].read_bytes(), (at, after)
+        else:
+            assert_same_run(root / "run", self.whole / "run")
+        strays = [each.name for each in (root / "run").iterdir() if each.name.endswith(".tmp")]
+        assert not strays, (at, after)
+        return was_killed
+
+
+@pytest.fixture
+def bench(
+    request: pytest.FixtureRequest,
+    proxy: Callable[..., Any],
+    base: Callable[..., Any],
+    tmp_path: Path,
+) -> Bench:
+    """Of the verb that the test names."""
+    verb = request.param
+    trained = None
+    if verb == "evaluate":
+        config = base("trained", steps=2)
+        assert in_a_process("base", config, tmp_path / "trained") is not None
+        trained = config.out
+    return Bench(verb, base if verb == "base" else proxy, trained, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bench", VERBS, indirect=True)
+def test_a_kill_at_some_changes_of_files_costs_no_bit(bench: Bench) -> None:
+    assert bench.num_changes is not None
+    drawn = random.Random(0).sample(range(bench.num_changes), min(SAMPLE, bench.num_changes))
+    assert all(bench.check(at=number) for number in drawn)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("bench", VERBS, indirect=True)
+def test_a_kill_at_any_change_of_a_file_costs_no_bit(bench: Bench) -> None:
+    assert bench.num_changes is not None
+    assert all(bench.check(at=number) for number in range(bench.num_changes))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("bench", VERBS, indirect=True)
+def test_a_kill_at_any_moment_costs_no_bit(bench: Bench) -> None:
+    draw = random.Random(1)
+    for _ in range(AT_RANDOM):
+        bench.check(after=draw.uniform(0, bench.seconds))
