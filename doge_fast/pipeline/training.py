@@ -12,6 +12,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline import ranks, records
 from doge_fast.pipeline.config import TrainingConfig
 
@@ -49,7 +50,7 @@ def check_model(out: Path, *, is_hashed: bool = True) -> bool:
         is_hashed: read all of it; False: what takes no time.
 
     Raises:
-        ValueError: it has left one that is damaged.
+        FileFailure: it has left one that is damaged.
     """
     folder = out / MODEL
     if not any(folder.glob("*")):
@@ -60,7 +61,7 @@ def check_model(out: Path, *, is_hashed: bool = True) -> bool:
         else:
             _check_unlisted(folder)
     except ValueError as error:
-        raise ValueError(
+        raise FileFailure(
             f"{folder} is damaged: {str(error).rstrip('.')}. Restore it, or remove the folder and "
             "repeat the command that began the run."
         ) from None
