@@ -1,13 +1,13 @@
 """What every test runs on: a device, a seed, memory that starts as NaN, quiet operators."""
 
 import gc
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
 
 # Nothing a test asks for is on the Hub; a wrong name need not wait for it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,10 +19,13 @@ if not torch.cuda.is_available():
 
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, choose
-from tests import properties as properties  # Its profiles.
 from tests.ranks import Ranks
 
-settings.load_profile("few")
+# Absent where operators and method are tested with few packages.
+if importlib.util.find_spec("hypothesis") is not None:
+    from tests import properties
+
+    properties.settings.load_profile("few")
 
 
 def pytest_configure() -> None:

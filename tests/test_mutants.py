@@ -61,5 +61,6 @@ def test_a_change_that_matters_is_killed(changed: str, found: str) -> None:
         check=False,
     )
     assert ("killed: " in ended.stdout) == bool(found), ended.stdout + ended.stderr
-    assert "survived: " not in ended.stdout
+    # The same lines have a device, whose absence means the CPU that the tests run on.
+    assert found or "survived: " not in ended.stdout
     assert re.search(r"^simplex +\d+", ended.stdout, re.MULTILINE)

@@ -116,7 +116,7 @@ def test_a_weight_may_be_zero_and_not_less() -> None:
         ({"version": 1.0}, "version must be a count; it is 1.0"),
         ({"draws": None}, "draws must be a count; it is None"),
         ({"rows": "abc"}, "rows must be names; it is 'abc'"),
-        ({"rows": ["a", "b"]}, r"measured the rows \['a', 'b'\]; this optimizer has"),
+        ({"rows": ["a", "b"]}, r"has the domains and targets \['a', 'b'\]; this optimizer has"),
         ({"domains": ["b", "a"]}, r"weights of domains \['b', 'a'\]; this optimizer has"),
         ({"num_steps": torch.ones(2)}, "num_steps must be a count"),
         ({"num_skipped": torch.tensor(-1)}, "num_skipped must be a count"),

@@ -126,7 +126,7 @@ def test_domains_may_be_entered_in_any_order_and_often() -> None:
 def test_a_step_that_is_cut_short_is_refused_or_kept() -> None:
     weight, optimizer = made(micro_batches=2)
     enter(weight, optimizer, "aabc")
-    said = r"every domain micro_batches=2 times; \['b', 'c'\] came less often"
+    said = r"every domain micro_batches=2 times; \['b', 'c'\] were entered less often"
     with pytest.raises(RuntimeError, match=said):
         optimizer.step()
     optimizer.combine()
@@ -224,7 +224,9 @@ def test_a_gradient_that_no_domain_gave_is_refused_by_name() -> None:
     optimizer = DoGEOptimizer(inner, domains=["a", "b"], mu=1.0)
     enter(weight, optimizer, "a")
     other.grad = torch.ones(3)
-    with pytest.raises(RuntimeError, match=r"the parameter other has a p\.grad that no domain"):
+    with pytest.raises(
+        RuntimeError, match=r"the parameter other has a p\.grad from outside the domains"
+    ):
         enter(weight, optimizer, "b")
 
 

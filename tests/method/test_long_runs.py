@@ -2,11 +2,12 @@
 
 import gc
 
-import psutil
 import pytest
 import torch
 
 from doge_fast import DoGEOptimizer
+
+psutil = pytest.importorskip("psutil")
 
 DOMAINS = ("web", "code", "books")
 STEPS, WARM_UP, PIECE = 20_000, 2_000, 1_000

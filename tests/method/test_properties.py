@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis")
+
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor

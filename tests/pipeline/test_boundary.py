@@ -225,6 +225,11 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
     assert (config.out / "model").is_dir()
 
 
+def ended(processes: list[subprocess.Popen[str]]) -> None:
+    said = [process.communicate() for process in processes]
+    assert all(process.returncode == 0 for process in processes), said
+
+
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     for _ in range(2400):
         if path.exists() and path.read_text().count("\n") > 1:
@@ -266,8 +271,7 @@ def test_sigterm_leaves_a_checkpoint_and_loses_nothing(
             for environment in environments
         ]
 
-    for process in start(whole):
-        assert process.wait() == 0, process.communicate()
+    ended(start(whole))
     running = start(config)
     wait_for(config.out / records.METRICS, running[0])
     # One alone: the others hear of it.
@@ -278,9 +282,8 @@ def test_sigterm_leaves_a_checkpoint_and_loses_nothing(
     assert [process.returncode for process in running] == [failures.TERMINATED] * num_ranks, said
     assert "Ended by SIGTERM. A checkpoint holds step" in said[0][1]
     assert not (config.out / "model").exists()
-    for process in start(config):
-        assert process.wait() == 0, process.communicate()
-    assert_same_run(config.out, whole)
+    ended(start(config))
+    assert_same_run(config.out, whole.out)
 
 
 def test_sigterm_before_a_training_ends_as_ctrl_c_does(

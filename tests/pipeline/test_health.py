@@ -64,7 +64,7 @@ def run_of(stage: str, configured: Callable[..., Callable[..., Any]]) -> tuple[A
         return measure_cancellation, configured(
             SelectConfig, batch_size=8, strategies=("low5",), **HUGE
         )()
-    reference = train_base(configured(BaseConfig, batch_size=8)("reference"))
+    reference = train_base(configured(BaseConfig, batch_size=8)("reference")).path
     return learn_by_excess_loss, configured(
         DoReMiConfig, batch_size=8, reference=reference, **HUGE
     )()
@@ -187,7 +187,7 @@ def test_a_perplexity_that_is_not_finite_is_no_result(
     words: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = train_base(base(steps=2))
+    run = train_base(base(steps=2)).path
     weights = run / "model" / "model.safetensors"
     scaled = {name: value * factor for name, value in load_file(weights).items()}
     save_file(scaled, weights, metadata={"format": "pt"})
@@ -233,7 +233,7 @@ def test_collapse_is_told_on_the_terminal_in_metrics_and_in_the_report(
     proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: Any
 ) -> None:
     with caplog.at_level("WARNING", logger="doge_fast"):
-        run = learn_weights(proxy(mu=1e-6))
+        run = learn_weights(proxy(mu=1e-6)).path
     (said,) = [message for message in caplog.messages if health.TOLD["collapsed"] in message]
     assert said.startswith(f"{run}, step 2: ")
     (said,) = [message for message in caplog.messages if health.TOLD["saturated"] in message]
@@ -288,6 +288,6 @@ def test_domains_are_told_in_a_few_words() -> None:
 
 
 def test_a_run_that_is_well_has_no_warnings(proxy: Make) -> None:
-    run = learn_weights(proxy())
+    run = learn_weights(proxy()).path
     assert "warnings" not in (run / "metrics.jsonl").read_text()
     assert set(records.weights_by_name(records.read_weights(run))) == set(NAMES)
