@@ -45,9 +45,8 @@ def make_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def make(positions: int) -> Path:
         out = tmp_path_factory.mktemp("runs") / "base"
-        records.open_run(
-            out, stage="base", config=BaseConfig(out=out), corpus={"domains": {}, "targets": {}}
-        )
+        described = corpus.describe()
+        records.open_run(out, stage="base", config=BaseConfig(out=out), corpus=described)
         torch.manual_seed(7)
         shape = {"n_positions": positions, "n_layer": 1, "n_head": 2, "n_embd": 32}
         vocabulary = padded_vocab_size(corpus.tokenizer)
