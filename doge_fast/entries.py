@@ -82,7 +82,7 @@ class Entries:
         self._ranks = ranks
         # They last until the next ones come.
         parameters.are_taken_at_once = isinstance(ranks.group, Fragments)
-        # With the default group that it was settled for.
+        # With the default group and the kind of parameters that it was settled for.
         self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
         # In the order of the rows of the buffer.
@@ -99,9 +99,9 @@ class Entries:
         return self._exchange[1]
 
     def meet(self) -> None:
-        """Settle who the ranks are, at the begin of a step: a group may be there only now."""
-        world = default_group()
-        if self._exchange is None or self._exchange[0] is not world:
+        """Settle who the ranks are, at the begin of a step: a group, or shards, may be new."""
+        world = default_group(), type(self._trained.params[0])
+        if self._exchange is None or self._exchange[0] != world:
             exchange = exchange_of(self._ranks, self._trained.params)
             self._exchange = world, exchange
             # Of its own domains alone where a rank has whole gradients.
