@@ -420,7 +420,7 @@ print(build.build_library(build.CPP, build.CSRC_DIR / "cpu", build.compilers.cpp
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @needs_compiler
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("killed", [0, 1], ids=["all live", "the first is killed"])
