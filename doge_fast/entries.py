@@ -100,7 +100,7 @@ class Entries:
 
     def meet(self) -> None:
         """Settle who the ranks are, at the begin of a step: a group, or shards, may be new."""
-        world = default_group(), type(self._trained.params[0])
+        world = default_group(), frozenset(map(type, self._trained.params))
         if self._exchange is None or self._exchange[0] != world:
             exchange = exchange_of(self._ranks, self._trained.params)
             self._exchange = world, exchange
