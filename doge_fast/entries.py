@@ -100,9 +100,11 @@ class Entries:
 
     def meet(self) -> None:
         """Settle who the ranks are, at the begin of a step: a group, or shards, may be new."""
-        world = default_group(), frozenset(map(type, self._trained.params))
+        # Before the first step a host may have replaced those that are known.
+        params = self._trained.look_up() if self._exchange is None else self._trained.params
+        world = default_group(), frozenset(map(type, params))
         if self._exchange is None or self._exchange[0] != world:
-            exchange = exchange_of(self._ranks, self._trained.params)
+            exchange = exchange_of(self._ranks, params)
             self._exchange = world, exchange
             # Of its own domains alone where a rank has whole gradients.
             self._buffer.num_rows = 0 if exchange.has_own_rows else self._subset.num_rows

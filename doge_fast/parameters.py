@@ -59,10 +59,12 @@ class TrackedParameters:
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
-        self._selection = selection
         self._selected = (
             None if selection is None else resolve(selection, self.params, self._by_name())
         )
+        # By name where there is one: a host may put others in the place of the tensors.
+        names = {id(param): name for name, param in self._by_name().items()}
+        self._selection = [names.get(id(param), param) for param in self._selected or ()]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which do not travel."""
@@ -182,11 +184,17 @@ class TrackedParameters:
         }
 
     def _select_again(self) -> None:
-        """The parameters selected by name, of those that a host may have put in their place."""
-        by_name = self._by_name()
-        names = [name for name in self._selection or () if isinstance(name, str)]
-        if names:
-            self._selected = [by_name[name] for name in names if name in by_name]
+        if self._selected is None:
+            return
+        by_name, trained = self._by_name(), {id(param) for param in self.params}
+        found = [by_name.get(each) if isinstance(each, str) else each for each in self._selection]
+        self._selected = [param for param in found if id(param) in trained and param is not None]
+        if self.params and not self._selected:
+            raise RuntimeError(
+                "the optimizer trains none of the parameters of the selection any more: they were "
+                "frozen, or replaced by others. Build the wrapped optimizer from "
+                "model.named_parameters(), so that the selection is found by name."
+            )
 
     def _check_lr(self) -> None:
         lr = self.groups[0].get("lr")

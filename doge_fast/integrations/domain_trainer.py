@@ -123,6 +123,10 @@ class DomainTrainer(Trainer):
             dataset = domain_data.DomainZip(
                 {name: self._without_unused_columns(part) for name, part in dataset.items()}
             )
+        left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
+        if self.cuts_model and left:
+            # Now, not after an epoch.
+            self._deal({"the last batch of an epoch": left}, 0, num_ranks)
         # Which domains a step leaves out is not known yet when examples are read.
         is_cut_later = num_ranks == 1 or self._draws_domains()
         place = None if is_cut_later else (self.args.process_index, num_ranks)

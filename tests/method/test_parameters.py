@@ -30,6 +30,20 @@ def test_eta_is_the_rate_of_the_first_group() -> None:
     assert ours.lr == 0.5
 
 
+@pytest.mark.parametrize("kind", ["names", "tensors of groups with names", "tensors"])
+def test_a_selection_is_found_again_where_a_host_replaces_parameters(kind: str) -> None:
+    one, other, later = param(2), param(3), param(3)
+    groups: Any = [one, other] if kind == "tensors" else [("one", one), ("other", other)]
+    ours = tracked(groups, selection=["other"] if kind == "names" else [other])
+    ours.groups[0]["params"] = [one, later]
+    if kind == "tensors":
+        with pytest.raises(RuntimeError, match="none of the parameters of the selection any more"):
+            ours.scan()
+    else:
+        ours.scan()
+        assert ours.selected_ids() == {id(later)}
+
+
 def test_the_weights_move_by_the_rate_of_the_first_group() -> None:
     """And by no other: a second group that trains ten times as fast changes no weight."""
     alphas = []
