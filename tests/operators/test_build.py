@@ -420,7 +420,7 @@ print(build.build_library(build.CPP, build.CSRC_DIR / "cpu", build.compilers.cpp
 """
 
 
-@pytest.mark.soak
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("killed", [0, 1], ids=["all live", "the first is killed"])
@@ -453,7 +453,7 @@ def test_eight_builders_with_a_real_compiler(tmp_path, killed):
         while not list(cache.glob(".doge*/*.o")):
             time.sleep(0.05)
         os.killpg(racer.pid, signal.SIGKILL)
-        racer.wait()
+        racer.communicate()
     for racer in racers[killed:]:
         go(racer)
     printed = {racer.communicate(timeout=1500)[0].strip() for racer in racers[killed:]}
