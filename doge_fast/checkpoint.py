@@ -3,7 +3,8 @@
 As a dict of tensors and names it stands under a key of its own in the optimizer's state dict.
 torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
 `param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
-floats: version, fingerprint of the names, number of the draw, the parts one after another, mu.
+floats: version, fingerprint of the names, number of the draw, the parts one after another, mu; the
+weights of the targets stand before mu, where they move.
 Where both are there the dict is read: its parts are named, and people may edit it.
 
 The groups of a living optimizer hold an empty tuple in that place. It has to be there, since a
@@ -13,6 +14,7 @@ the weights are on the device and a copy would be out of date after one step.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +34,8 @@ VERSION = 2
 # version, fingerprint, draws
 _HEAD = 3
 _COUNTS = ("num_steps", "num_skipped")
+# The targets' weights, where they move.
+_TAU = "tau"
 
 
 class DomainState:
@@ -82,7 +86,7 @@ def named(
     """The dict: tensors, numbers and names only, so that `weights_only=True` reads it.
 
     Args:
-        parts: as `DomainWeights.state`: vectors [K] float64 and counts.
+        parts: as `DomainWeights.state`: vectors [K] float64 and counts; "tau" [R], where it moves.
         objective: whose names go with them.
         draws: number of the draw, `Subset.draws`.
         mu: the Bregman coefficient; None: not known.
@@ -98,9 +102,10 @@ def named(
 
 
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
-    """The tuple of what `named` gave; [3 + 3 K + 2 + 1] floats, exact. Waits for the device."""
+    """The tuple of what `named` gave; [6 + 3 K (+ R)] floats, exact. Waits for the device."""
+    names = (*State._fields, *([_TAU] if _TAU in state else []))
     # One vector, so that the device is waited for once.
-    values_S = torch.cat([state[name].double().view(-1) for name in State._fields])
+    values_S = torch.cat([state[name].double().view(-1) for name in names])
     head = (state["version"], fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
@@ -117,6 +122,9 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     num_domains = len(objective.domains)
     vectors = len(State._fields) - len(_COUNTS)
     sizes = [num_domains] * vectors + [1] * len(_COUNTS)
+    names = State._fields
+    if len(numbers) > sum(sizes):
+        sizes, names = [*sizes, len(objective.rows)], (*names, _TAU)
     if head[1:2] != (fingerprint(objective),) or len(numbers) != sum(sizes):
         raise ValueError(
             "the parameter groups of the checkpoint hold weights of other domains or another "
@@ -124,7 +132,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
             f"{list(objective.rows)}. Build it with the same ones in the same order."
         )
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
-    parts = dict(zip(State._fields, pieces, strict=True))
+    parts = dict(zip(names, pieces, strict=True))
     counts = {name: parts[name].long().view(()) for name in _COUNTS}
     return named(parts | counts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
 
@@ -180,6 +188,15 @@ def taken_from(
     return ours, rest
 
 
+def warn_of_none() -> None:
+    """Warn the caller of `load_state_dict` of a state dict that `taken_from` found nothing in."""
+    warnings.warn(
+        "the checkpoint holds the wrapped optimizer's state and no domain weights; they stay as "
+        "they are. If this is intended, load it before wrapping the optimizer.",
+        stacklevel=3,
+    )
+
+
 def check_version(version: float) -> None:
     """Refuse what a later version has written."""
     if version > VERSION:
@@ -215,6 +232,14 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
             )
     if "mu" in ours:
         simplex.check_mu(ours["mu"])
+    tau_R = ours.get(_TAU)
+    if tau_R is not None and not (
+        tau_R.shape == (len(objective.rows),) and bool((tau_R.isfinite() & (tau_R >= 0)).all())
+    ):
+        raise ValueError(
+            f"the checkpoint's {_TAU} must be {len(objective.rows)} weights >= 0; it is "
+            f"{tau_R.tolist()}."
+        )
     gain_K = ours["gain"]
     if gain_K.shape != shape or not bool(gain_K.isfinite().all()):
         raise ValueError(
@@ -241,7 +266,7 @@ def _check_kinds(ours: Mapping[str, Any]) -> None:
     for name in ("domains", "rows"):
         if not isinstance(ours[name], list | tuple):
             raise ValueError(f"the checkpoint's {name} must be names; it is {ours[name]!r}.")
-    for name in State._fields:
+    for name in (*State._fields, *([_TAU] if _TAU in ours else [])):
         if not isinstance(ours[name], Tensor):
             raise ValueError(f"the checkpoint's {name} must be a tensor; it is {ours[name]!r}.")
     for name in _COUNTS:

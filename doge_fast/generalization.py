@@ -82,6 +82,41 @@ def difficulty(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
     return (tau_R * gram_RR.diagonal())[:num_domains]
 
 
+def improvement(gram_RR: Tensor, alpha_K: Tensor) -> Tensor:
+    """< g_r , sum_j alpha_j g_j >, [R]: how much a step with the combined gradient helps row r."""
+    return gram_RR[:, : len(alpha_K)] @ alpha_K
+
+
+def target_step(
+    tau_R: Tensor,
+    improvement_R: Tensor,
+    present_R: Tensor,
+    *,
+    lr: float | Tensor,
+    mu: float,
+) -> Tensor:
+    """Move the weights of the targets to those that the step helps least; their sum stays.
+
+    tau'_r  ~  tau_r exp(-lr d_r / mu),    d_r = < g_r , sum_j alpha_j g_j >
+
+    A target that this step has no gradient of counts as improving as the mean of the others.
+
+    Args:
+        tau_R: [R] >= 0; a weight of zero stays zero.
+        improvement_R: [R] d.
+        present_R: [R] bool; rows with a gradient.
+        lr: >= 0; eta of this step.
+        mu: > 0; Bregman coefficient of the targets.
+
+    Source: GRAPE (Fan, Glarou, Jaggi, 2025), without its division by the targets' losses; the
+    mirror step of group DRO.
+    """
+    counted_R = tau_R * present_R
+    mean = (counted_R @ improvement_R) / counted_R.sum().clamp(min=torch.finfo(tau_R.dtype).tiny)
+    helped_R = torch.where(present_R, improvement_R, mean)
+    return tau_R.sum() * torch.softmax(tau_R.log() - lr / mu * helped_R, dim=0)
+
+
 def clip_factors(norms_R: Tensor, max_norm: float | Tensor | None) -> Tensor:
     """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones when `max_norm` is None or infinite.
 

@@ -7,7 +7,6 @@ it. `doge_fast.step` keeps what has been collected, `doge_fast.combining` comput
 """
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -49,21 +48,19 @@ class DoGEOptimizer(OptimizerWrapper):
     for a float64 model) and the K x K algebra in float64. Micro-batches of a domain add up in the
     type of the rows: for many of them in 16 bits, set `buffer_dtype`.
 
-    With a GradScaler, name it: `DoGEOptimizer(..., scaler=scaler)`, or let the loop call
-    `combine(grad_scale=...)`. Otherwise the scores are too large by the square of its factor.
-
     Args:
         optimizer: of the proxy model. Schedulers may be given either; groups are shared.
         domains: names of the training domains; their order is the order of `alpha`.
         target: whose loss is to become small. "universal": all training domains, each with
-            weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}:
-            a name that is not in `domains` is a row that is measured and never trained on
-            (Alg. 2, held-out mixtures) and needs its own `with optimizer.domain(name)`.
+            weight one (Alg. 1). "worst": likewise, and then more for those that improve least. A
+            name, several names (weight one each), or {name: weight >= 0}: a name that is not in
+            `domains` is a row that is measured and never trained on (Alg. 2, held-out mixtures)
+            and needs its own `with optimizer.domain(name)`.
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
             `defaults.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
             largest rate that the first group has noted. Checkpoints keep it.
-        score: "paper" (W), "published" (the published code's: W over the mean norm of the
-            training rows, cut to [0, 5]), or a `Score` with those parts chosen one by one.
+        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]) or
+            a `Score` with those parts chosen one by one.
         max_grad_norm: norm to which the combined gradient is cut; None leaves that to the loop.
         domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored and
             combined. The default follows the published code (5.0 universal, else 1.0); None, with
@@ -74,17 +71,20 @@ class DoGEOptimizer(OptimizerWrapper):
         buffer_dtype: of the stored domain gradients; None: that of each gradient.
         absent: what a step does about a domain that was not entered. "error": refuse. "keep":
             its gradient is zero and its last score is used again; without a measured-only
-            target row that the objective needs, all scores are. The combined gradient is not
-            renormalised. A step with domains missing is combined by `combine()` or `step()`.
+            target row that the objective needs, all scores are. A step with domains missing is
+            combined, not renormalised, by `combine()` or `step()`.
         domains_per_step: S, the training domains of a step, drawn anew for each
             (`domains_of_step`); None: all. For many domains: memory is that of S domains and of
             the M measured targets, (S + M) N elements. `doge_fast.subset` says what is estimated.
         seed: of the draws.
         initial: {domain: weight} that the weights start from, of all `domains`, summing to one;
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
+        target_mu: > 0: the targets' weights tau move too, to those that steps help least, more
+            slowly the larger it is. None: they stay; for "worst" 2 mu / (T + 1).
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
-        scaler: the GradScaler of the losses, read when a step is combined. Copy or pickle both.
+        scaler: the GradScaler of the losses, read when a step is combined; without it, and without
+            `combine(grad_scale=...)`, scores are its factor squared too large. Copy or pickle both.
         process_group: the ranks that learn together; None: the default group once there is one, or
             the mesh of DTensors; `distributed.Fragments`: shards, each rank with its own domains.
         shard_optimizer: each of n ranks steps its columns alone, with 1 / n of the wrapped
@@ -116,6 +116,7 @@ class DoGEOptimizer(OptimizerWrapper):
         domains_per_step: int | None = None,
         seed: int = 0,
         initial: Mapping[str, float] | None = None,
+        target_mu: float | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
         process_group: Group | None = None,
@@ -135,6 +136,7 @@ class DoGEOptimizer(OptimizerWrapper):
             domain_max_grad_norm=domain_max_grad_norm,
             smoothing=smoothing,
             initial=initial,
+            target_mu=target_mu,
             device=parameters.params[0].device,
         )
         self.objective = self._weights.objective
@@ -182,10 +184,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
     @property
     def domains_of_step(self) -> tuple[str, ...]:
-        """Names of the training domains of this step; all, unless `domains_per_step` is given.
-
-        The same until `step()`; a function of the seed and of the steps before.
-        """
+        """Names of the training domains of this step; a function of the seed and its number."""
         return self._step.subset.domains
 
     @property
@@ -197,6 +196,11 @@ class DoGEOptimizer(OptimizerWrapper):
     def alpha_mean(self) -> Tensor:
         """[K] float64: their mean over the steps that were taken: stage one's result."""
         return self._weights.read("alpha_mean")
+
+    @property
+    def tau(self) -> Tensor:
+        """[R] float64: a copy of the targets' weights, in the order of `rows`, on the device."""
+        return self._weights.read("tau")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -432,11 +436,7 @@ class DoGEOptimizer(OptimizerWrapper):
         checkpoint.mark(self.param_groups)
         self._step.clear()
         if ours is None:
-            warnings.warn(
-                "the checkpoint holds the wrapped optimizer's state and no domain weights; they "
-                "stay as they are. If this is intended, load it before wrapping the optimizer.",
-                stacklevel=2,
-            )
+            checkpoint.warn_of_none()
         else:
             self.doge.load_state_dict(ours)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -76,6 +76,16 @@ def mirror_step(alpha_K: Tensor, gain_K: Tensor, lr: float, mu: float) -> Tensor
     return alpha_hat_K / alpha_hat_K.sum()
 
 
+def target_step(tau_R: Tensor, grads_RN: Tensor, alpha_K: Tensor, lr: float, mu: float) -> Tensor:
+    """tau'_r ~ tau_r exp(-lr < g_r , sum_j alpha_j g_j > / mu), with the sum of tau; [R].
+
+    Source: GRAPE (Fan, Glarou, Jaggi, 2025), without its division by the targets' losses.
+    """
+    improvement_R = grads_RN @ (alpha_K @ grads_RN[: len(alpha_K)])
+    tau_hat_R = tau_R * torch.exp(-lr * (improvement_R - improvement_R.min()) / mu)
+    return tau_R.sum() * tau_hat_R / tau_hat_R.sum()
+
+
 def smooth(alpha_K: Tensor, smoothing: float) -> Tensor:
     """(1 - eps) alpha + eps / K."""
     return (1 - smoothing) * alpha_K + smoothing / len(alpha_K)

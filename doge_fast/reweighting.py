@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doge_fast import simplex
+from doge_fast import generalization, simplex
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM, default_mu
 from doge_fast.generalization import Score, score_of
 from doge_fast.kernels import reweight
 from doge_fast.kernels.reweight.packing import LastStep, Settings, State, new_state, state_views
-from doge_fast.objective import UNIVERSAL, Objective, Target
+from doge_fast.objective import UNIVERSAL, WORST, Objective, Target
 
 # Share of the domains beyond the first that are in use, under which a run has collapsed.
 COLLAPSED = 0.1
@@ -39,6 +39,7 @@ class UpdateRule:
         domain_max_grad_norm: > 0, norm to which every row is cut first; None: not cut.
         max_grad_norm: > 0, norm to which the combined gradient is cut; None: not cut.
         smoothing: in [0, 1), mixture with uniform.
+        target_mu: > 0, Bregman coefficient of the targets' weights; None: these stay.
 
     Raises:
         ValueError: an argument outside its range.
@@ -49,11 +50,14 @@ class UpdateRule:
     domain_max_grad_norm: float | None
     max_grad_norm: float | None
     smoothing: float
+    target_mu: float | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         simplex.check_mu(self.mu)
         simplex.check_smoothing(self.smoothing)
+        if self.target_mu is not None:
+            simplex.check_mu(self.target_mu, "target_mu")
         for name in ("max_grad_norm", "domain_max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not (simplex.is_number(value) and value > 0):
@@ -91,8 +95,9 @@ class DomainWeights:
         """What the last step saw and did."""
         self._start_K = _start(objective.domains, initial)
         self._warned: set[str] = set()
-        self._state_S: Tensor = new_state(self._start_K.to(device))
-        self._tau_R = _Written(len(objective.rows), torch.float64)
+        tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
+        # What the operator moves, and behind it the targets' weights.
+        self._state_S: Tensor = torch.cat([new_state(self._start_K.to(device)), tau_R])
         self._present_R = _Written(len(objective.rows), torch.bool)
         self._settings_C = _Written(len(Settings._fields), torch.float64)
 
@@ -109,14 +114,15 @@ class DomainWeights:
         domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
         initial: Mapping[str, float] | None = None,
+        target_mu: float | None = None,
         device: torch.device | str = "cpu",
     ) -> "DomainWeights":
         """The weights that `DoGEOptimizer` starts with for these arguments, all of them checked.
 
         Args:
             lr: the peak learning rate, which the default of `mu` follows; not needed beside `mu`.
-            domains, target, mu, score, max_grad_norm, domain_max_grad_norm, smoothing, initial: as
-                `DoGEOptimizer` takes them.
+            domains, target, mu, score, max_grad_norm, domain_max_grad_norm, smoothing, initial,
+                target_mu: as `DoGEOptimizer` takes them.
             device: where they start.
 
         Raises:
@@ -126,34 +132,50 @@ class DomainWeights:
         if mu is None:
             assert lr is not None, "the default of mu follows the learning rate"
             mu = default_mu(lr, sum(objective.tau))
+        if target_mu is None and objective.named == WORST:
+            # 20 lr where mu has its default: a target improves by what one target adds to a score.
+            target_mu = 2 * mu / (sum(objective.tau) + 1)
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),
             domain_max_grad_norm=domain_max_grad_norm,
             max_grad_norm=max_grad_norm,
             smoothing=smoothing,
+            target_mu=target_mu,
         )
         return cls(objective, rule, torch.device(device), initial)
 
     def read(self, name: str) -> Tensor:
-        """A copy of one part of the state: "alpha", "alpha_mean", "gain" or a count."""
-        value: Tensor = getattr(state_views(self._state_S), name).clone()
-        return value
+        """A copy of one part of the state: "alpha", "alpha_mean", "gain", "tau" or a count."""
+        return self._views()[name].clone()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all parts; counts as int64."""
-        parts = {name: view.clone() for name, view in state_views(self._state_S)._asdict().items()}
+        """Copies of all parts; counts as int64; "tau" only where it moves."""
+        parts = {name: view.clone() for name, view in self._views().items()}
+        if self.rule.target_mu is None:
+            del parts["tau"]
         return parts | {name: parts[name].long() for name in COUNTS}
+
+    def _views(self) -> dict[str, Tensor]:
+        steps_S, tau_R = self._split(self._state_S)
+        return {**state_views(steps_S)._asdict(), "tau": tau_R}
+
+    def _split(self, state_S: Tensor) -> tuple[Tensor, Tensor]:
+        """What the operator moves, and the targets' weights."""
+        num_rows = len(self.objective.rows)
+        return state_S[:-num_rows], state_S[-num_rows:]
 
     def record(self) -> dict[str, Any]:
         """What weights.json says of them (docs/weights.md). Waits for the device."""
         values = (self.read(name).tolist() for name in ("alpha_mean", "alpha"))
+        adapted = {} if self.rule.target_mu is None else {"target_mu": self.rule.target_mu}
         columns = zip(self.objective.domains, *values, strict=True)
         return {
             "method": "doge",
             "score": self.rule.score.name,
             "target": self.objective.target,
             "mu": self.rule.mu,
+            **adapted,
             "domains": [{"name": n, "weight": w, "weight_last": last} for n, w, last in columns],
             "steps": int(self.read("num_steps")),
             "versions": {"torch": torch.__version__},
@@ -168,8 +190,10 @@ class DomainWeights:
 
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Continue from what `state` gave."""
-        for name, view in state_views(self._state_S)._asdict().items():
-            view.copy_(parts[name])
+        for name, view in self._views().items():
+            # Targets that stay, here or there, keep the weights that they have here.
+            if name != "tau" or (name in parts and self.rule.target_mu is not None):
+                view.copy_(parts[name])
 
     def move(
         self,
@@ -215,14 +239,24 @@ class DomainWeights:
             max_grad_norm=math.inf if full_RR is None else share * (rule.max_grad_norm or math.inf),
             smoothing=rule.smoothing,
         )
+        steps_S, tau_R = self._split(self._state_S)
+        present_R = self._present_R.of([n in seen for n in self.objective.rows], device)
         step: LastStep = reweight(
             gram_RR,
-            self._state_S,
+            steps_S,
             full_RR=full_RR,
-            tau_R=self._tau_R.of(self.objective.tau, device),
-            present_R=self._present_R.of([n in seen for n in self.objective.rows], device),
+            tau_R=tau_R,
+            present_R=present_R,
             settings_C=self._settings_C.of(settings, device),
         )
+        if rule.target_mu is not None:
+            improvement_R = generalization.improvement(step.gram, step.alpha)
+            # Between training domains the Gram matrix makes up for those that the step lacks.
+            improvement_R[len(step.alpha) :] /= share
+            moved_R = generalization.target_step(
+                tau_R, improvement_R, present_R, lr=lr, mu=rule.target_mu
+            )
+            tau_R.copy_(torch.where(step.skipped, tau_R, moved_R))
         return step
 
     def set_mu(self, mu: float) -> None:
@@ -231,7 +265,7 @@ class DomainWeights:
 
     def warn_of_failure(self) -> None:
         """Warn, once each, of weights that never had a score or have collapsed; waits for them."""
-        state = state_views(self._state_S.cpu())
+        state = state_views(self._split(self._state_S.cpu())[0])
         for kind, message in (("unmoved", self._unmoved(state)), ("few", self._collapsed(state))):
             if message and kind not in self._warned:
                 self._warned.add(kind)
@@ -276,9 +310,10 @@ class DomainWeights:
 
     def retract(self, before: Tensor, overflow: Tensor) -> None:
         """Undo the move since `before` where `overflow`, and count it as skipped. No host read."""
-        moved = state_views(self._state_S).num_skipped == state_views(before).num_skipped
         undone = before.to(self._state_S)
-        state_views(undone).num_skipped.add_(1)
+        now, then = (state_views(self._split(each)[0]) for each in (self._state_S, undone))
+        moved = now.num_skipped == then.num_skipped
+        then.num_skipped.add_(1)
         self._state_S.copy_(torch.where(overflow & moved, undone, self._state_S))
 
 

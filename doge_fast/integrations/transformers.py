@@ -90,9 +90,9 @@ class DoGETrainer(DomainTrainer):
             `optimizers` holds a `DoGEOptimizer`, which knows them.
         domain_column: the column, or the key of an example, that names its domain.
         target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent,
-        domains_per_step, initial: as `DoGEOptimizer` takes them. `selection` holds names of
-            `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds of
-            the others is left out.
+        domains_per_step, initial, target_mu: as `DoGEOptimizer` takes them. `selection` holds names
+            of `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds
+            of the others is left out.
         mode: "auto", "sequential" or "stacked", as above. "stacked" refuses a batch or a loss
             that it cannot take.
         *args, **kwargs: as `Trainer` takes them.
@@ -122,6 +122,7 @@ class DoGETrainer(DomainTrainer):
         absent: Literal["error", "keep"] = "error",
         domains_per_step: int | None = None,
         initial: Mapping[str, float] | None = None,
+        target_mu: float | None = None,
         mode: Mode = "auto",
         **kwargs: Any,
     ) -> None:
@@ -147,6 +148,7 @@ class DoGETrainer(DomainTrainer):
             "absent": absent,
             "domains_per_step": domains_per_step,
             "initial": initial,
+            "target_mu": target_mu,
         }
         if isinstance(ready, DoGEOptimizer):
             self._check_ready(ready)

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from doge_fast import generalization, parameters
 from doge_fast.integrations.transformers import DoGETrainer
+from doge_fast.objective import UNIVERSAL, WORST
 from doge_fast.pipeline import health, records, stage
 from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
+from doge_fast.pipeline.domains import Corpus, ProxyBatches
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed, to_floats
 from doge_fast.pipeline.run import Run
@@ -77,6 +78,7 @@ class ProxyStage(Stage[ProxyConfig]):
             domain_max_grad_norm=config.domain_max_grad_norm or None,
             max_grad_norm=config.training.max_grad_norm,
             smoothing=config.smoothing,
+            target_mu=config.target_mu,
         )
         self.target = parse_target(config.target)
         self.targets = () if isinstance(self.target, str) else tuple(self.target)
@@ -102,9 +104,11 @@ class ProxyStage(Stage[ProxyConfig]):
             "domain_max_grad_norm": config.domain_max_grad_norm or None,
             "smoothing": config.smoothing,
             "initial": initial and initial["weights"],
+            "target_mu": config.target_mu,
         }
         moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
         self.mu, self.rows = moved.rule.mu, moved.objective.rows
+        self.target_mu = moved.rule.target_mu
         uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}
@@ -135,6 +139,7 @@ class ProxyStage(Stage[ProxyConfig]):
             "loss": ByName(doge.rows, losses_R),
             "alpha": ByName(doge.domains, last.alpha),
             "alpha_mean": ByName(doge.domains, doge.alpha_mean),
+            **({"tau": ByName(doge.rows, doge.tau)} if self.target_mu else {}),
             "gain": ByName(doge.domains, last.gain),
             "influence": ByName(doge.domains, last.influence),
             "difficulty": ByName(doge.domains, last.difficulty),
@@ -183,6 +188,7 @@ class ProxyStage(Stage[ProxyConfig]):
             score=config.score,
             target=self.target,
             mu=self.mu,
+            **({"target_mu": self.target_mu} if self.target_mu else {}),
             average_from=config.average_from,
             **({"initial": initial} if initial else {}),
         )
@@ -204,23 +210,23 @@ class ProxyStage(Stage[ProxyConfig]):
 
 
 def parse_target(names: Sequence[str]) -> Target:
-    """What `target` on the command line means: "universal" or {name: tau}.
+    """What `target` on the command line means: "universal", "worst" or {name: tau}.
 
-    `names` is ("universal",); or "mix" and held-out domains, each NAME or NAME=WEIGHT.
+    `names` is one of these words alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
 
     Raises:
-        ValueError: no name, one twice, "universal" with others, or a weight that is no number
+        ValueError: no name, one twice, such a word with others, or a weight that is no number
             greater than zero.
     """
-    if tuple(names) == (UNIVERSAL,):
-        return UNIVERSAL
+    if tuple(names) in ((UNIVERSAL,), (WORST,)):
+        return names[0]
     tau: dict[str, float] = {}
     for item in names:
         name, _, weight = item.partition("=")
-        if name in tau or name in ("", UNIVERSAL):
+        if name in tau or name in ("", UNIVERSAL, WORST):
             raise ValueError(
-                "target must be universal alone, or distinct names, each NAME or NAME=WEIGHT; "
-                f"got {' '.join(names)}."
+                "target must be universal or worst alone, or distinct names, each NAME or "
+                f"NAME=WEIGHT; got {' '.join(names)}."
             )
         try:
             tau[name] = float(weight or 1)
@@ -229,7 +235,7 @@ def parse_target(names: Sequence[str]) -> Target:
         if not 0 < tau[name] < math.inf:
             raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
     if not tau:
-        raise ValueError("target must name something: universal, mix, or held-out domains.")
+        raise ValueError("target must name something: universal, worst, mix, or held-out domains.")
     return tau
 
 

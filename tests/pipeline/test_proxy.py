@@ -177,6 +177,21 @@ def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
     assert list(records.read_config(config.out)["corpus"]["targets"]) == ["verse"]
 
 
+def test_the_worst_target_is_followed(proxy: Make) -> None:
+    """Its weights are in the records, and a run that was killed goes on with them."""
+    config = proxy(target=("worst",), mu=0.02)
+    learn_weights(config)
+    record = records.read_weights(config.out)
+    assert record["target"] == "worst"
+    # 2 mu / (T + 1) of four domains.
+    assert record["target_mu"] == pytest.approx(0.008)
+    lines = [line for line in records.read_metrics(config.out, kind="train") if "tau" in line]
+    assert [sum(line["tau"].values()) for line in lines] == pytest.approx([4.0] * len(lines))
+    assert list(lines[-1]["tau"]) == NAMES
+    # A target weighs more where the steps have helped it less than the others.
+    assert min(lines[-1]["tau"].values()) < 1 < max(lines[-1]["tau"].values())
+
+
 def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
     config = proxy(target=("verse=0.5", "table=2"), domains=("prose", "code"))
     learn_weights(config)
@@ -357,7 +372,7 @@ def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureF
     ("changes", "text"),
     [
         ({"target": ("nowhere",)}, "nowhere"),
-        ({"target": ("universal", "verse")}, "universal alone, or distinct names"),
+        ({"target": ("universal", "verse")}, "universal or worst alone, or distinct names"),
         ({"target": ("verse", "verse")}, "distinct names"),
         ({"target": ("verse=much",)}, "a number greater than zero; got 'verse=much'"),
         ({"target": ("verse=0",)}, "a number greater than zero; got 'verse=0'"),
@@ -471,6 +486,7 @@ def test_a_selection_is_a_list_of_names(proxy: Make, tmp_path: Path) -> None:
 
 def test_targets_read_as_they_are_written() -> None:
     assert parse_target(("universal",)) == "universal"
+    assert parse_target(("worst",)) == "worst"
     assert parse_target(("mix",)) == {"mix": 1.0}
     assert parse_target(("ca", "nl=0.3")) == {"ca": 1.0, "nl": 0.3}
 

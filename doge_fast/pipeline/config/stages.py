@@ -19,14 +19,18 @@ class ProxyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     target: tuple[str, ...] = ("universal",)
-    """universal (the loss on all training domains); mix (held-out blocks of all training domains);
-    or held-out domains, each NAME or NAME=WEIGHT."""
+    """universal (the loss on all training domains); worst (likewise, and then more and more on
+    those that improve least); mix (held-out blocks of all training domains); or held-out domains,
+    each NAME or NAME=WEIGHT."""
     sequences_per_domain: Count = 4
     """Blocks of every domain in every step."""
     mu: Positive | None = None
     """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
     mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
     where the weights of the targets sum to T, which is K for universal."""
+    target_mu: Positive | None = None
+    """The weights of the targets move to those that improve least, more slowly for a larger number.
+    None: they stay; for target worst 2 mu / (T + 1)."""
     score: Literal["paper", "published"] = "paper"
     """paper: the score W as in the paper. published: as in the published code, W over the mean norm
     of the domains' gradients, clipped to [0, 5]."""

@@ -84,6 +84,7 @@ class MetricsLine:
     excess: ByName = field(default_factory=dict)
     reference_loss: ByName = field(default_factory=dict)
     tokens: ByName = field(default_factory=dict)
+    tau: ByName = field(default_factory=dict)
     rows: tuple[str, ...] = ()
     cosine: tuple[tuple[Number, ...], ...] = ()
     lr: Number = None

@@ -50,7 +50,7 @@ def _is_count(value: Any) -> bool:
 
 def _is_target(value: Any) -> bool:
     is_object = isinstance(value, Mapping) and bool(value)
-    return value == "universal" or (is_object and all(map(is_weight, value.values())))
+    return value in ("universal", "worst") or (is_object and all(map(is_weight, value.values())))
 
 
 class FieldType(NamedTuple):
@@ -82,11 +82,11 @@ RECORD_FIELDS: Mapping[str, FieldType] = {
     **dict.fromkeys(("reference", "initial", "constraints", "versions"), _OBJECT),
     **dict.fromkeys(("parameters", "steps", "tokens"), _COUNT),
     **dict.fromkeys(("block_size", "batch_size"), _POSITIVE_COUNT),
-    **dict.fromkeys(("mu", "step_size"), _POSITIVE),
+    **dict.fromkeys(("mu", "step_size", "target_mu"), _POSITIVE),
     **dict.fromkeys(("average_from", "smoothing"), _SHARE),
     "drift": _AMOUNT,
     "seed": FieldType("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool)),
-    "target": FieldType('"universal" or an object {name: weight >= 0}', _is_target),
+    "target": FieldType('"universal", "worst" or an object {name: weight >= 0}', _is_target),
     "average": FieldType(
         "an object with a count of files, a whole number",
         lambda v: isinstance(v, Mapping) and _is_count(v.get("count")),

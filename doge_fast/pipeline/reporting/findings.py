@@ -15,7 +15,7 @@ from doge_fast.pipeline.records.movement import MOST_DRIFT
 from doge_fast.pipeline.reporting import figures, regret, tables, verdicts
 from doge_fast.pipeline.reporting.arms import Arm, Comparison, Curve, curves_of
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
-from doge_fast.pipeline.reporting.proxies import UNIVERSAL, Proxy
+from doge_fast.pipeline.reporting.proxies import UNIVERSAL, WORST, Proxy
 from doge_fast.pipeline.reporting.run_tables import cost_table
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.verdicts import Verdict
@@ -261,5 +261,6 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]
 
 def _parts_note(proxy: Proxy) -> str:
     parts = _TEXTS["gain"]["parts"]
-    note: str = parts["universal" if UNIVERSAL in proxy.first.config["target"] else "target"]
+    is_for_all = {UNIVERSAL, WORST} & set(proxy.first.config["target"])
+    note: str = parts["universal" if is_for_all else "target"]
     return note + (parts["published"] if proxy.first.config["score"] == "published" else "")

@@ -13,7 +13,7 @@ from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.statistics import nan_mean, stat_of
 from doge_fast.pipeline.reporting.wording import Stat, listed, to_floats
 
-UNIVERSAL, MIX = "universal", "mix"
+UNIVERSAL, WORST, MIX = "universal", "worst", "mix"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Proxy:
     @property
     def is_for_all_domains(self) -> bool:
         """Whether every training domain is to get better."""
-        return self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, MIX}
+        return self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, WORST, MIX}
 
     @property
     def about(self) -> str:
@@ -54,6 +54,8 @@ class Proxy:
         names = [UNIVERSAL] if self.is_doremi else list(self.first.config["target"])
         if names == [UNIVERSAL]:
             return "all domains"
+        if names == [WORST]:
+            return "the domains that improve least"
         return listed(_target_word(name, alone=len(names) == 1) for name in names)
 
     @cached_property

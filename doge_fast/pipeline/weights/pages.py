@@ -185,9 +185,12 @@ def _provenance(record: Mapping[str, Any], path: Path) -> dict[str, str]:
     return found
 
 
+_TARGETS = {"universal": "all domains alike", "worst": "the domains that improve least"}
+
+
 def _value(field: str, value: Any) -> str:
     if field == "target":
-        return "all domains alike" if value == "universal" else setting_text(value)
+        return _TARGETS[value] if isinstance(value, str) else setting_text(value)
     if field == "model":
         # A checkpoint of one's own is named, and not where it lies.
         return Path(value).name if Path(value).is_absolute() else str(value)
