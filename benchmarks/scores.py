@@ -1,0 +1,290 @@
+"""Other scores than the paper's, tried where the truth is known: which weights would they learn?
+
+    python -m benchmarks.evidence unpack benchmarks/results/evidence-universal-mu.json universal-mu
+    python -m benchmarks.scores learn universal-mu/runs/proxy-doge-seed0 --out scores
+    python -m benchmarks.evidence unpack benchmarks/results/evidence-regret.json regret
+    python -m benchmarks.scores judge scores --swarm regret
+
+`learn` trains the proxy of a run again, for every score and seed, in a plain loop: every domain's
+batch in two halves, one gradient each, all inner products in float64, everything K x K in NumPy.
+So nothing of a score has to be in an operator before it is known to be worth it, and the loop with
+the paper's score checks the library: its weights are those of the run.
+
+`judge` asks the regression over a swarm of base models what base models would come to at these
+weights, and whether what a score says of a domain is what the swarm says that it is worth.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from transformers import Trainer, set_seed
+
+from doge_fast.pipeline import records, swarm, training
+from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.config.fields import filled, read_file
+from doge_fast.pipeline.domains import ProxyBatches, load_corpus
+from doge_fast.pipeline.model import build_model
+from doge_fast.pipeline.reporting.regret import swarm_of
+from doge_fast.pipeline.reporting.runs import open_runs
+from doge_fast.pipeline.reporting.statistics import Difference, change_text
+from doge_fast.pipeline.tables import table_of, text
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+# Steps that a running norm looks back.
+_NORM_MEMORY = 20
+# A gradient is cut to so many times its domain's running norm.
+_SPIKE = 2.0
+_NORM_FLOOR = 1e-6
+# Shares of the way from uniform weights to the learned ones, in logarithms.
+_WAY = (0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A score: what becomes of the inner products of a step before their rows are summed."""
+
+    is_common: bool = False
+    """All rows are divided by the mean of the domains' running norms, and a row is cut to twice its
+    own; False: every row is cut to the run's `domain_max_grad_norm`."""
+    is_unbiased: bool = False
+    """||g_j||^2 is the inner product of the gradients of the batch's two halves, which do not share
+    their noise; False: that of the whole batch with itself."""
+    has_difficulty: bool = True
+    """Whether ||g_j||^2 counts at all."""
+    memory: int = 1
+    """Steps of which the Gram matrix is a running mean; 1: of this step."""
+
+
+VARIANTS = {
+    "paper": Variant(),
+    "common": Variant(is_common=True),
+    "unbiased": Variant(is_unbiased=True),
+    "common, unbiased": Variant(is_common=True, is_unbiased=True),
+    "influence": Variant(has_difficulty=False),
+    "averaged": Variant(memory=20),
+    "all three": Variant(is_common=True, is_unbiased=True, memory=20),
+}
+
+
+class Score:
+    """A variant and what it remembers."""
+
+    def __init__(self, variant: Variant, max_norm: float) -> None:
+        self.variant = variant
+        self.max_norm = max_norm
+        self._norms_K: Floats | None = None
+        self._gram_KK: Floats | None = None
+        self._step = 0
+
+    def of(self, halves_HH: Floats) -> tuple[Floats, Floats, Floats]:
+        """(W, the difficulty in it, cut factors of the rows), [K] each.
+
+        Args:
+            halves_HH: [2 K, 2 K] inner products, the halves of a domain side by side.
+        """
+        self._step += 1
+        number = len(halves_HH) // 2
+        of_pairs = halves_HH.reshape(number, 2, number, 2)
+        gram_KK = of_pairs.mean((1, 3))
+        norms_K = np.sqrt(gram_KK.diagonal())
+        factors_K, scale = self._factors(norms_K)
+        if self.variant.is_unbiased:
+            np.fill_diagonal(gram_KK, of_pairs[range(number), 0, range(number), 1])
+        if not self.variant.has_difficulty:
+            np.fill_diagonal(gram_KK, 0.0)
+        gram_KK = self._remembered(gram_KK * np.outer(factors_K, factors_K) / scale**2)
+        return gram_KK.sum(1), gram_KK.diagonal().copy(), factors_K
+
+    def _factors(self, norms_K: Floats) -> tuple[Floats, float]:
+        if not self.variant.is_common:
+            return np.minimum(1, self.max_norm / (norms_K + _NORM_FLOOR)), 1.0
+        if self._norms_K is None:
+            self._norms_K = norms_K
+        factors_K = np.minimum(1, _SPIKE * self._norms_K / (norms_K + _NORM_FLOOR))
+        share = 1 / min(self._step, _NORM_MEMORY)
+        self._norms_K = self._norms_K + share * (factors_K * norms_K - self._norms_K)
+        return factors_K, float(self._norms_K.mean())
+
+    def _remembered(self, gram_KK: Floats) -> Floats:
+        if self._gram_KK is None:
+            self._gram_KK = gram_KK
+        share = 1 / min(self._step, self.variant.memory)
+        self._gram_KK = self._gram_KK + share * (gram_KK - self._gram_KK)
+        return self._gram_KK
+
+
+def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
+    """Train the proxy of a configuration with a score.
+
+    Returns:
+        {"weights": {domain: average}, "gain" and "difficulty": {domain: mean of each quarter}}.
+    """
+    told = config.training
+    corpus = load_corpus(config.corpus)
+    set_seed(told.seed)
+    model = build_model(config.model, corpus.tokenizer, block_size=corpus.block_size)
+    trainer = Trainer(model=model, args=training.training_arguments(told, config.out))
+    trainer.create_optimizer_and_scheduler(told.steps)
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    assert optimizer is not None
+    assert scheduler is not None
+    assert config.mu is not None
+    batches = ProxyBatches(corpus, sequences_per_domain=config.sequences_per_domain, seed=told.seed)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    number = len(corpus.names)
+    rows_HN = torch.empty(2 * number, sum(each.numel() for each in parameters))
+    score = Score(variant, config.domain_max_grad_norm or np.inf)
+    logs_K, sum_K = np.zeros(number), np.zeros(number)
+    seen: list[tuple[Floats, Floats]] = []
+    set_seed(told.seed)
+    for step in range(told.steps):
+        batch = batches.batch(step)
+        for row_N, half in zip(rows_HN, _halves(batch, corpus.names), strict=True):
+            model.zero_grad()
+            model(**half).loss.backward()
+            torch.cat([each.grad.flatten() for each in parameters], out=row_N)
+        halves_HH = (rows_HN @ rows_HN.T).double().numpy()
+        gain_K, difficulty_K, factors_K = score.of(halves_HH)
+        seen.append((gain_K, difficulty_K))
+        logs_K = logs_K + optimizer.param_groups[0]["lr"] * gain_K / config.mu
+        alpha_K = _softmax(logs_K)
+        sum_K += alpha_K
+        coefficients_H = torch.from_numpy(np.repeat(alpha_K * factors_K / 2, 2)).float()
+        start = 0
+        for each in parameters:
+            columns = rows_HN[:, start : start + each.numel()]
+            each.grad = (coefficients_H @ columns).view_as(each)
+            start += each.numel()
+        torch.nn.utils.clip_grad_norm_(parameters, told.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+    quarters_TQK = np.array_split(np.array(seen), 4)
+    of_quarters_QSK = np.array([quarter.mean(0) for quarter in quarters_TQK])
+    named = {
+        what: {name: of_quarters_QSK[:, place, k].tolist() for k, name in enumerate(corpus.names)}
+        for place, what in enumerate(("gain", "difficulty"))
+    }
+    average = dict(zip(corpus.names, (sum_K / told.steps).tolist(), strict=True))
+    return {"weights": average, **named}
+
+
+def _halves(batch: Any, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+    for name in names:
+        half = len(batch[name]["input_ids"]) // 2
+        for part in (slice(0, half), slice(half, 2 * half)):
+            yield {key: rows[part] for key, rows in batch[name].items()}
+
+
+def _softmax(logs_K: Floats) -> Floats:
+    raised_K: Floats = np.exp(logs_K - logs_K.max())
+    return raised_K / raised_K.sum()
+
+
+def _learn_all(run: Path, out: Path, seeds: Sequence[int], names: Sequence[str]) -> None:
+    config = filled(ProxyConfig(out), read_file(run / records.CONFIG, "proxy"))
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        for name in names:
+            file = out / f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
+            if file.exists():
+                continue
+            began = time.monotonic()
+            told = replace(config, out=out, training=replace(config.training, seed=seed))
+            found = learn(told, VARIANTS[name])
+            record = {"variant": name, "seed": seed, **found}
+            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            weights = ", ".join(f"{each} {w:.4f}" for each, w in found["weights"].items())
+            print(f"{name}, seed {seed}: {weights} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def _judge(folder: Path, experiment: Path) -> None:
+    """What the swarm says of the weights of each score, and of what it says of a domain."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*-seed*.json")):
+        record = records.read_json(file)
+        found.setdefault(record["variant"], []).append(record)
+    (group,) = (g for g in records.read_experiment(experiment)["groups"] if g.get("swarm"))
+    runs = {run.name: run for run in open_runs([experiment / "runs"])}
+    members = swarm_of(runs.values(), group["apart"], runs[group["swarm"][0]])
+    regression = swarm.fitted(swarm.read([run.path for run in members], group["aim"]))
+    names = regression.swarm.names
+    mean_K = {
+        variant: np.mean([[each["weights"][name] for name in names] for each in seeds], axis=0)
+        for variant, seeds in found.items()
+    }
+    lines = [
+        [variant, str(len(seeds)), *(f"{w:.3f}" for w in mean_K[variant])]
+        + [_predicted(regression, _part_of(mean_K[variant], share)) for share in _WAY]
+        for variant, seeds in found.items()
+    ]
+    way = [f"at {share:g}" for share in _WAY]
+    print(text(table_of(["score", "seeds", *names, *way], lines, title="Weights, and loss")))
+    worth_K = np.array(
+        [_change(regression, _pushed(place, len(names)))[0] for place in range(len(names))]
+    )
+    lines = []
+    for variant, seeds in found.items():
+        for what in ("gain", "difficulty"):
+            gains_SKQ = np.array([[each[what][name] for name in names] for each in seeds])
+            for quarter, gain_K in enumerate(gains_SKQ.mean(0).T):
+                rank = stats.spearmanr(gain_K, -worth_K).statistic
+                cells = [f"{gain:.3f}" for gain in gain_K]
+                lines.append([f"{variant}: {what}, quarter {quarter + 1}", *cells, f"{rank:+.2f}"])
+    lines.append(["worth in the swarm", *(f"{100 * w:+.2f} %" for w in worth_K), ""])
+    print(text(table_of(["score", *names, "rank correlation"], lines, title="What a score says")))
+
+
+def _part_of(weights_K: Floats, share: float) -> Floats:
+    """w^s, normalised: part of the way from uniform weights."""
+    return _softmax(share * np.log(weights_K))
+
+
+def _pushed(place: int, number: int) -> Floats:
+    """Uniform weights, one of them times e^0.5."""
+    return _softmax(np.where(np.arange(number) == place, 0.5, 0.0))
+
+
+def _change(regression: swarm.Regression, weights_K: Floats) -> tuple[float, float, float]:
+    """Of the predicted mean loss against uniform weights, with the interval of the bootstrap."""
+    pair = np.stack([weights_K, np.full(len(weights_K), 1 / len(weights_K))])
+    own, uniform = regression.loss(pair)
+    refits_B2 = regression.loss_B(pair)
+    low, high = np.percentile(refits_B2[:, 0] - refits_B2[:, 1], [2.5, 97.5])
+    return float(own - uniform), float(low), float(high)
+
+
+def _predicted(regression: swarm.Regression, weights_K: Floats) -> str:
+    return change_text(Difference(*_change(regression, weights_K), 1))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Learn, or judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    learner = verbs.add_parser("learn")
+    learner.add_argument("run", type=Path, help="directory of a proxy run")
+    learner.add_argument("--out", type=Path, required=True)
+    learner.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    learner.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    judge = verbs.add_parser("judge")
+    judge.add_argument("folder", type=Path, help="what `learn` left")
+    judge.add_argument("--swarm", type=Path, required=True, help="an experiment `regret`")
+    args = parser.parse_args(arguments)
+    if args.verb == "judge":
+        _judge(args.folder, args.swarm)
+        return 0
+    _learn_all(args.run, args.out, args.seeds, args.only)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
