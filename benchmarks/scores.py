@@ -1,9 +1,9 @@
 """Other scores than the paper's, tried where the truth is known: which weights would they learn?
 
     python -m benchmarks.evidence unpack benchmarks/results/evidence-universal-mu.json universal-mu
-    python -m benchmarks.scores learn universal-mu/runs/proxy-doge-seed0 --out scores
+    python -m benchmarks.scores learn universal-mu/runs/proxy-doge-seed0 --out scores.json
     python -m benchmarks.evidence unpack benchmarks/results/evidence-regret.json regret
-    python -m benchmarks.scores judge scores --swarm regret
+    python -m benchmarks.scores judge scores.json --swarm regret
 
 `learn` trains the proxy of a run again, for every score and seed, in a plain loop: every domain's
 batch in two halves, one gradient each, all inner products in float64, everything K x K in NumPy.
@@ -15,7 +15,6 @@ weights, and whether what a score says of a domain is what the swarm says that i
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.reporting.regret import swarm_of
 from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.reporting.statistics import Difference, change_text
-from doge_fast.pipeline.tables import table_of, text
+from doge_fast.pipeline.tables import PIPE_WIDTH, Table, table_of, text
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -46,6 +45,9 @@ _SPIKE = 2.0
 _NORM_FLOOR = 1e-6
 # Shares of the way from uniform weights to the learned ones, in logarithms.
 _WAY = (0.25, 0.5, 1.0)
+_QUARTERS = ("first", "second", "third", "last")
+
+Learned = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -191,56 +193,86 @@ def _softmax(logs_K: Floats) -> Floats:
 
 def _learn_all(run: Path, out: Path, seeds: Sequence[int], names: Sequence[str]) -> None:
     config = filled(ProxyConfig(out), read_file(run / records.CONFIG, "proxy"))
-    out.mkdir(parents=True, exist_ok=True)
+    learned = records.read_json(out)["learned"] if out.exists() else []
     for seed in seeds:
         for name in names:
-            file = out / f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
-            if file.exists():
+            if any((each["score"], each["seed"]) == (name, seed) for each in learned):
                 continue
             began = time.monotonic()
-            told = replace(config, out=out, training=replace(config.training, seed=seed))
+            told = replace(config, training=replace(config.training, seed=seed))
             found = learn(told, VARIANTS[name])
-            record = {"variant": name, "seed": seed, **found}
-            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            learned.append({"score": name, "seed": seed, **found})
+            records.write_json(out, {"benchmark": "scores", "learned": learned})
             weights = ", ".join(f"{each} {w:.4f}" for each, w in found["weights"].items())
             print(f"{name}, seed {seed}: {weights} ({time.monotonic() - began:.0f} s)", flush=True)
 
 
-def _judge(folder: Path, experiment: Path) -> None:
-    """What the swarm says of the weights of each score, and of what it says of a domain."""
+def judged(file: Path, experiment: Path) -> str:
+    """Tables: what the swarm says of the weights of each score, and of what it says of a domain.
+
+    Args:
+        file: what `learn` left.
+        experiment: of `doge-fast experiment regret`, or what was unpacked of it.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
-    for file in sorted(folder.glob("*-seed*.json")):
-        record = records.read_json(file)
-        found.setdefault(record["variant"], []).append(record)
+    for each in records.read_json(file)["learned"]:
+        found.setdefault(each["score"], []).append(each)
     (group,) = (g for g in records.read_experiment(experiment)["groups"] if g.get("swarm"))
     runs = {run.name: run for run in open_runs([experiment / "runs"])}
     members = swarm_of(runs.values(), group["apart"], runs[group["swarm"][0]])
     regression = swarm.fitted(swarm.read([run.path for run in members], group["aim"]))
-    names = regression.swarm.names
-    mean_K = {
-        variant: np.mean([[each["weights"][name] for name in names] for each in seeds], axis=0)
-        for variant, seeds in found.items()
-    }
-    lines = [
-        [variant, str(len(seeds)), *(f"{w:.3f}" for w in mean_K[variant])]
-        + [_predicted(regression, _part_of(mean_K[variant], share)) for share in _WAY]
-        for variant, seeds in found.items()
-    ]
-    way = [f"at {share:g}" for share in _WAY]
-    print(text(table_of(["score", "seeds", *names, *way], lines, title="Weights, and loss")))
-    worth_K = np.array(
-        [_change(regression, _pushed(place, len(names)))[0] for place in range(len(names))]
+    tables = (
+        _weights_table(found, regression),
+        _ranks_table(found, regression),
+        *_agreement_tables(found, regression.swarm.names),
     )
+    return "\n".join(text(table, width=PIPE_WIDTH) for table in tables)
+
+
+def _weights_table(found: Learned, regression: swarm.Regression) -> Table:
+    names, lines = regression.swarm.names, []
+    for score, seeds in found.items():
+        weights_K = np.mean([[each["weights"][name] for name in names] for each in seeds], axis=0)
+        predicted = [
+            change_text(Difference(*_change(regression, _part_of(weights_K, share)), 1))
+            for share in _WAY
+        ]
+        lines.append([score, str(len(seeds)), *(f"{w:.3f}" for w in weights_K), *predicted])
+    way = [f"at {share:g} of the way" for share in _WAY]
+    return table_of(["score", "seeds", *names, *way], lines, title="Weights, and what they predict")
+
+
+def _ranks_table(found: Learned, regression: swarm.Regression) -> Table:
+    """Whether domains that are worth more in the swarm have the higher W."""
+    names = regression.swarm.names
+    pushed_KK = [_pushed(place, len(names)) for place in range(len(names))]
+    gained_K = [-_change(regression, pushed_K)[0] for pushed_K in pushed_KK]
     lines = []
-    for variant, seeds in found.items():
-        for what in ("gain", "difficulty"):
-            gains_SKQ = np.array([[each[what][name] for name in names] for each in seeds])
-            for quarter, gain_K in enumerate(gains_SKQ.mean(0).T):
-                rank = stats.spearmanr(gain_K, -worth_K).statistic
-                cells = [f"{gain:.3f}" for gain in gain_K]
-                lines.append([f"{variant}: {what}, quarter {quarter + 1}", *cells, f"{rank:+.2f}"])
-    lines.append(["worth in the swarm", *(f"{100 * w:+.2f} %" for w in worth_K), ""])
-    print(text(table_of(["score", *names, "rank correlation"], lines, title="What a score says")))
+    for score, seeds in found.items():
+        gains_QK = _of_quarters(seeds, "gain", names)
+        ranks = [stats.spearmanr(gain_K, gained_K).statistic for gain_K in gains_QK]
+        lines.append([score, *(f"{rank:+.2f}" for rank in ranks)])
+    title = "Rank correlation of W with a domain's worth in the swarm, by quarter of the proxy"
+    return table_of(["score", *_QUARTERS], lines, title=title)
+
+
+def _agreement_tables(found: Learned, names: Sequence[str]) -> Iterator[Table]:
+    """Of a gradient's squared norm, the share that is not noise of the batch."""
+    if not {"paper", "unbiased"} <= found.keys():
+        return
+    whole_QK = _of_quarters(found["paper"], "difficulty", names)
+    shares_KQ = (_of_quarters(found["unbiased"], "difficulty", names) / whole_QK).T
+    lines = [
+        [name, *(f"{share:.2f}" for share in shares_Q)]
+        for name, shares_Q in zip(names, shares_KQ, strict=True)
+    ]
+    title = "Share of a squared norm that two halves of a batch agree on"
+    yield table_of(["domain", *_QUARTERS], lines, title=title)
+
+
+def _of_quarters(seeds: Sequence[dict[str, Any]], what: str, names: Sequence[str]) -> Floats:
+    """[4, K]: mean over seeds."""
+    return np.mean([[each[what][name] for name in names] for each in seeds], axis=0).T
 
 
 def _part_of(weights_K: Floats, share: float) -> Floats:
@@ -262,27 +294,23 @@ def _change(regression: swarm.Regression, weights_K: Floats) -> tuple[float, flo
     return float(own - uniform), float(low), float(high)
 
 
-def _predicted(regression: swarm.Regression, weights_K: Floats) -> str:
-    return change_text(Difference(*_change(regression, weights_K), 1))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Learn, or judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     learner = verbs.add_parser("learn")
     learner.add_argument("run", type=Path, help="directory of a proxy run")
-    learner.add_argument("--out", type=Path, required=True)
+    learner.add_argument("--out", type=Path, required=True, help="JSON; what it has is kept")
     learner.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     learner.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     judge = verbs.add_parser("judge")
-    judge.add_argument("folder", type=Path, help="what `learn` left")
-    judge.add_argument("--swarm", type=Path, required=True, help="an experiment `regret`")
+    judge.add_argument("file", type=Path, help="what learn left")
+    judge.add_argument("--swarm", type=Path, required=True, help="an experiment regret")
     args = parser.parse_args(arguments)
     if args.verb == "judge":
-        _judge(args.folder, args.swarm)
-        return 0
-    _learn_all(args.run, args.out, args.seeds, args.only)
+        print(judged(args.file, args.swarm), end="")
+    else:
+        _learn_all(args.run, args.out, args.seeds, args.only)
     return 0
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import evidence
+from benchmarks import evidence, scores
 from doge_fast import cli
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.runs import open_runs
@@ -17,7 +17,8 @@ from doge_fast.pipeline.tables import PIPE_WIDTH
 from tests.pages import ROOT, blocks_of
 from tests.pipeline.written_runs import write_experiment
 
-PAGE = ROOT / "docs" / "evidence.md"
+PAGES = (ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence-tables.md")
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_the_kept_records_make_the_same_tables_and_the_page(
@@ -52,14 +53,16 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(PIPE_WIDTH))
-        for file in sorted((ROOT / "benchmarks" / "results").glob("evidence-*.json")):
+        for file in sorted(RESULTS.glob("evidence-*.json")):
             record = json.loads(file.read_text(encoding="utf-8"))
             found[file.stem] = terminal_table([evidence.unpack(record, folder / file.stem)])
+        found["scores"] = scores.judged(RESULTS / "scores.json", folder / "evidence-regret")
     return found
 
 
-def test_the_page_shows_what_the_kept_records_say(told: dict[str, str]) -> None:
-    shown = [block.text.strip() for block in blocks_of(PAGE) if block.language == "none"]
+def test_the_pages_show_what_the_kept_records_say(told: dict[str, str]) -> None:
+    blocks = [block for page in PAGES for block in blocks_of(page)]
+    shown = [block.text.strip() for block in blocks if block.language == "none"]
     assert len(shown) >= len(told) > 0
     for block in shown:
         assert any(block in each for each in told.values()), block
@@ -68,8 +71,9 @@ def test_the_page_shows_what_the_kept_records_say(told: dict[str, str]) -> None:
 def test_percentages_in_running_text_stand_in_a_table(told: dict[str, str]) -> None:
     numbers = set(re.findall(r"\d+\.\d+", "\n".join(told.values())))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    page = re.sub(r"^```.*?^```$", "", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for text in (readme, page):
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    pages = [re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S) for text in texts]
+    for text in (readme, *pages):
         percent = re.findall(r"(\d+\.\d+)\s%", text)
         assert percent
         assert set(percent) <= numbers
