@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,8 +28,6 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 
-# What a checkpoint holds beside Trainer's own files.
-_STATE = "doremi.safetensors"
 _SHA256 = "reference_sha256"
 
 
@@ -61,6 +57,8 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
 class DoReMiTrainer(RecordedTrainer):
     """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
+
+    state_file = "doremi.safetensors"
 
     def __init__(self, *args: Any, stage: "DoReMiStage", **kwargs: Any) -> None:
         super().__init__(*args, stage=stage, **kwargs)
@@ -123,28 +121,20 @@ class DoReMiTrainer(RecordedTrainer):
             excess_K, step_size=self.rule.step_size, smoothing=self.rule.smoothing
         )
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            folder = Path(output_dir or str(self.args.output_dir))
-            state = {key: value.cpu() for key, value in self.weights._asdict().items()}
-            save_file(state, folder / _STATE, metadata={_SHA256: self.reference_sha256})
+    def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The weights, and which reference they follow from."""
+        return self.weights._asdict(), {_SHA256: self.reference_sha256}
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path, device = Path(resume_from_checkpoint) / _STATE, str(self.args.device)
-        with safe_open(path, framework="pt", device=device) as file:
-            began_with = file.metadata()[_SHA256]
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        if began_with != self.reference_sha256:
+    def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
+        """Raises ValueError where the reference is another model now."""
+        if text[_SHA256] != self.reference_sha256:
             raise ValueError(
-                f"{self.stage.config.out} began with a reference model of hash {began_with[:12]}; "
-                f"that run's model has {self.reference_sha256[:12]} now. Restore it, or start anew "
-                "in another directory."
+                f"{self.stage.config.out} began with a reference model of hash "
+                f"{text[_SHA256][:12]}; that run's model has {self.reference_sha256[:12]} now. "
+                "Restore it, or start anew in another directory."
             )
-        self.weights = DomainWeights(**state)
+        device = self.args.device
+        self.weights = DomainWeights(**{key: value.to(device) for key, value in state.items()})
 
 
 class DoReMiStage(MixtureStage[DoReMiConfig]):
@@ -160,11 +150,10 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
         config = self.config
         self.rule = WeightUpdate.of(config.variant, config.step_size, config.smoothing)
 
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+    def prepare(self, recorded: Json) -> None:
         """The reference, whose weights are where the learned ones start."""
-        self.corpus = corpus
         run = self.config.reference
-        self.weights = self.start = _reference_weights(run, corpus)
+        self.weights = self.start = _reference_weights(run, self.corpus)
         self.reference = open_model(run / training.MODEL)
         config = records.read_config(run)["config"]
         steps = config["training"]["steps"]
@@ -174,7 +163,7 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
             "model_sha256": _sha256(run / training.MODEL),
             "parameters": self.reference.num_parameters(),
             "steps": steps,
-            "tokens": steps * config["batch_size"] * corpus.block_size,
+            "tokens": steps * config["batch_size"] * self.corpus.block_size,
             "seed": config["training"]["seed"],
         }
 

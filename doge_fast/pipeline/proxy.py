@@ -88,9 +88,9 @@ class ProxyStage(Stage[ProxyConfig]):
                 "(--init-weights)."
             )
 
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+    def prepare(self, recorded: Json) -> None:
         """Where the weights start and how they move: everything that the optimizer would refuse."""
-        self.corpus, config = corpus, self.config
+        corpus, config = self.corpus, self.config
         # A resumed run keeps the weights and the mu it began with, whatever became of the file.
         initial = recorded.get("initial") or _initial(config, corpus)
         mu = recorded.get("resolved", {}).get("mu", config.mu)
@@ -108,11 +108,14 @@ class ProxyStage(Stage[ProxyConfig]):
         uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}
-        if config.selection is not None:
-            self.options["selection"] = _read_selection(config.selection, model)
         resolved = {} if config.mu is not None else {"mu": self.mu}
         self.resolved = {"initial": initial, "resolved": resolved}
         self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
+
+    def fit(self, model: PreTrainedModel) -> None:
+        """The parameters that are selected."""
+        if self.config.selection is not None:
+            self.options["selection"] = _read_selection(self.config.selection, model)
 
     def batches(self, start_step: int) -> ProxyBatches:
         """As many blocks of every domain."""
