@@ -7,7 +7,7 @@ the seed and the step.
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,105 +332,68 @@ class BlockSampler(BatchCounts):
         }
 
 
-class _Batches(IterableDataset[Any]):
-    """The batches of a run, endless, from `start_step` on."""
+class Batches(IterableDataset[Any]):
+    """The batches of a run, each whole: use `DataLoader(..., batch_size=None)`.
 
-    start_step: int
+    Args:
+        batch: the batch of a step, whatever was asked for before.
+        start_step: batches that an earlier run has used; the first one yielded is that many steps
+            in, bit for bit what an uninterrupted run would see.
+    """
+
+    def __init__(self, batch: Callable[[int], Any], start_step: int = 0) -> None:
+        self.batch, self.start_step = batch, start_step
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches from `start_step` on."""
+        """Without an end."""
         return map(self.batch, itertools.count(self.start_step))
 
-    def batch(self, step: int) -> Any:
-        """Batch `step`, whatever was asked for before."""
-        raise NotImplementedError
+
+def mix_sampler(corpus: Corpus, *, size: int, seed: int) -> BlockSampler | None:
+    """Draws blocks of "mix", from all domains alike; None: the corpus has not reserved any."""
+    if corpus.mix is None:
+        return None
+    num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
+    uniform = dict.fromkeys(num_blocks, 1 / len(num_blocks))
+    return BlockSampler(seed, uniform, size, num_blocks, stream=MIX)
 
 
-class ProxyBatches(_Batches):
-    """Batches of stage one: blocks of every domain, of every target, and of "mix".
+def proxy_batch(
+    corpus: Corpus, step: int, *, size: int, seed: int, mix: BlockSampler | None
+) -> dict[str, Batch]:
+    """Blocks of every domain, of every target, and of "mix" where it has a sampler.
 
-    Yields {name: {"input_ids": [b, L] int64, "labels": the same}} for the corpus's names, then
-    its targets, then "mix" where the corpus reserved it, b being `sequences_per_domain`. Each
-    is a whole batch: use `DataLoader(..., batch_size=None)`.
+    {name: {"input_ids": [size, L] int64, "labels": the same}}; `seed` decides their order.
+    """
+    batches = {}
+    for name in (*corpus.names, *corpus.targets):
+        num_blocks = len(corpus.train[name])
+        rows = domain_blocks(seed, step, domain=name, num_blocks=num_blocks, size=size)
+        batches[name] = _mixed_batch(corpus.train, {name: rows})
+    if mix is not None and corpus.mix is not None:
+        batches[MIX] = _mixed_batch(corpus.mix, mix.blocks(step))
+    return batches
+
+
+def mixed_batch(
+    corpus: Corpus, drawn: Mapping[str, Ints], place: tuple[int, int] = (0, 1)
+) -> Batch:
+    """Blocks that a `BlockSampler` has drawn, in the order of the corpus's names.
 
     Args:
         corpus: the blocks.
-        sequences_per_domain: > 0; blocks of every row in every batch.
-        seed: decides the order of the blocks.
-        start_step: batches that an earlier run has used; the first one yielded is that many
-            steps in, bit for bit what an uninterrupted run would see.
+        drawn: {domain: indices}.
+        place: (rank, number of ranks) that share a batch; each gets its own rows alone.
+
+    Returns:
+        {"input_ids": [B, L] int64, "labels": the same, "domain_ids": [B] int64}, the last of them
+        positions in the names.
     """
-
-    def __init__(
-        self, corpus: Corpus, *, sequences_per_domain: int, seed: int, start_step: int = 0
-    ) -> None:
-        self.corpus, self.seed, self.start_step = corpus, seed, start_step
-        self.size = sequences_per_domain
-        self.mixture = None
-        if corpus.mix is not None:
-            num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
-            uniform = dict.fromkeys(num_blocks, 1 / len(num_blocks))
-            self.mixture = BlockSampler(seed, uniform, self.size, num_blocks, stream=MIX)
-
-    def batch(self, step: int) -> dict[str, Batch]:
-        """Batch `step`, whatever was asked for before."""
-        train, mix = self.corpus.train, self.corpus.mix
-        batches = {}
-        for name in (*self.corpus.names, *self.corpus.targets):
-            size = {"num_blocks": len(train[name]), "size": self.size}
-            rows = domain_blocks(self.seed, step, domain=name, **size)
-            batches[name] = _mixed_batch(train, {name: rows})
-        if mix is not None and self.mixture is not None:
-            batches[MIX] = _mixed_batch(mix, self.mixture.blocks(step))
-        return batches
-
-
-class BaseBatches(_Batches):
-    """Batches of stage two: blocks drawn at given domain weights.
-
-    Yields {"input_ids": [B, L] int64, "labels": the same}, rows in the order of the corpus's
-    names; with `domain_ids`, also {"domain_ids": [B] int64}, positions in those names. Each is
-    a whole batch: use `DataLoader(..., batch_size=None)`.
-
-    Args:
-        corpus: the blocks.
-        weights: {domain: weight} of the corpus's names, or a curriculum of `Phase`s.
-        batch_size: > 0; blocks in a batch.
-        seed: decides the mixture's rounding and the order of the blocks.
-        start_step: as for `ProxyBatches`.
-        domain_ids: yield which domain each row is of.
-        place: (rank, number of ranks) that share a batch; each yields its own rows alone.
-
-    Raises:
-        ValueError: weights of other domains or off the simplex.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        weights: Mapping[str, float] | Sequence[Phase],
-        batch_size: int,
-        seed: int,
-        start_step: int = 0,
-        domain_ids: bool = False,
-        place: tuple[int, int] = (0, 1),
-    ) -> None:
-        self.corpus, self.start_step = corpus, start_step
-        self.domain_ids, self.place = domain_ids, place
-        num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
-        self.mixture = BlockSampler(seed, weights, batch_size, num_blocks)
-
-    def batch(self, step: int) -> Batch:
-        """Batch `step`, whatever was asked for before."""
-        drawn = self.mixture.blocks(step)
-        mine = pieces({name: len(rows) for name, rows in drawn.items()}, *self.place)
-        rows = {name: drawn[name][slice(*mine.get(name, (0, 0)))] for name in drawn}
-        batch = _mixed_batch(self.corpus.train, rows)
-        if self.domain_ids:
-            sizes = [len(indices) for indices in rows.values()]
-            batch["domain_ids"] = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
-        return batch
+    mine = pieces({name: len(rows) for name, rows in drawn.items()}, *place)
+    rows = {name: drawn[name][slice(*mine.get(name, (0, 0)))] for name in drawn}
+    sizes = [len(indices) for indices in rows.values()]
+    ids = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    return _mixed_batch(corpus.train, rows) | {"domain_ids": ids}
 
 
 def _mixed_batch(blocks: Mapping[str, datasets.Dataset], rows: Mapping[str, Ints]) -> Batch:

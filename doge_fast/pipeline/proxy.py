@@ -20,14 +20,14 @@ from doge_fast import generalization, parameters
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import health, records, stage
 from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.domains import UNIVERSAL, Corpus, ProxyBatches
+from doge_fast.pipeline.domains import UNIVERSAL, Batch, Corpus, mix_sampler, proxy_batch
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed, to_floats
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
-from doge_fast.reweighting import DomainWeights, UpdateRule
+from doge_fast.reweighting import DomainWeights
 
 Target = str | dict[str, float]
 
@@ -71,15 +71,7 @@ class ProxyStage(Stage[ProxyConfig]):
     def check(self) -> None:
         """Beside its own settings, words that say how to read others."""
         config = self.config
-        UpdateRule(
-            mu=1.0 if config.mu is None else config.mu,
-            score=generalization.score_of(config.score),
-            domain_max_grad_norm=config.domain_max_grad_norm or None,
-            max_grad_norm=config.training.max_grad_norm,
-            smoothing=config.smoothing,
-        )
         self.target = parse_target(config.target)
-        self.targets = () if isinstance(self.target, str) else tuple(self.target)
         parse_split(config.split)
         if config.init_weights is None and (config.split or config.added_share != "uniform"):
             name = "split" if config.split else "added_share"
@@ -108,6 +100,8 @@ class ProxyStage(Stage[ProxyConfig]):
         uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}
+        size, seed = config.sequences_per_domain, config.training.seed
+        self.mix = mix_sampler(corpus, size=size, seed=seed)
         resolved = {} if config.mu is not None else {"mu": self.mu}
         self.resolved = {"initial": initial, "resolved": resolved}
         self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
@@ -117,12 +111,10 @@ class ProxyStage(Stage[ProxyConfig]):
         if self.config.selection is not None:
             self.options["selection"] = _read_selection(self.config.selection, model)
 
-    def batches(self, start_step: int) -> ProxyBatches:
+    def batch(self, step: int) -> dict[str, Batch]:
         """As many blocks of every domain."""
         size, seed = self.config.sequences_per_domain, self.config.training.seed
-        return ProxyBatches(
-            self.corpus, sequences_per_domain=size, seed=seed, start_step=start_step
-        )
+        return proxy_batch(self.corpus, step, size=size, seed=seed, mix=self.mix)
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As many of every row, targets and "mix" among them."""

@@ -182,7 +182,7 @@ class SelectStage(MixtureStage[SelectConfig]):
         """Whether the examples of a batch can go through the model at once."""
         _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
         check_coupling(model)
-        self.is_together = _is_together(self.config, model, self.batches(0).batch(0))
+        self.is_together = _is_together(self.config, model, self.batch(0))
 
     def is_finished(self) -> bool:
         """Whether the scores are there."""

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from doge_fast import atomic_file
@@ -26,7 +25,7 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, domains, health, memory, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.pipeline.domains import BaseBatches, BlockSampler, Corpus
+from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
@@ -52,8 +51,6 @@ class Stage(Generic[Config]):
     def __init__(self, config: Config) -> None:
         self.config: Config = config
         self.out: Path = config.out
-        self.targets: Sequence[str] = ()
-        """Domains that are measured and never trained on, as `load_corpus` takes them."""
         self.rows: Sequence[str] = ()
         """Domains and targets of which a step keeps a gradient each."""
         self.start: Mapping[str, float] | None = None
@@ -82,8 +79,8 @@ class Stage(Generic[Config]):
     def begin(self) -> None:
         """Write what stands in the run directory before the first step."""
 
-    def batches(self, start_step: int) -> IterableDataset[Any]:
-        """The batches from a step on (0 is the first)."""
+    def batch(self, step: int) -> Any:
+        """The batch of a step (0 is the first), whatever was asked for before."""
         raise NotImplementedError
 
     def tokens(self, steps: int) -> dict[str, int]:
@@ -201,25 +198,18 @@ class MixtureStage(Stage[Mixed]):
     domain_ids: ClassVar[bool] = False
     """Whether a batch says which domain each of its rows is of."""
 
-    def __init__(self, config: Mixed) -> None:
-        super().__init__(config)
-        self.targets = config.targets
-
-    def batches(self, start_step: int) -> BaseBatches:
-        """Blocks drawn at the weights."""
-        return BaseBatches(
-            self.corpus,
-            weights=self.weights,
-            batch_size=self.config.batch_size,
-            seed=self.config.training.seed,
-            start_step=start_step,
-            domain_ids=self.domain_ids,
-            place=ranks.place(),
-        )
+    def batch(self, step: int) -> Batch:
+        """Blocks drawn at the weights, of which each rank has its own."""
+        batch = domains.mixed_batch(self.corpus, self._mixture.blocks(step), ranks.place())
+        if not self.domain_ids:
+            del batch["domain_ids"]
+        return batch
 
     @functools.cached_property
     def _mixture(self) -> BlockSampler:
-        return self.batches(0).mixture
+        num_blocks = {name: len(self.corpus.train[name]) for name in self.corpus.names}
+        seed = self.config.training.seed
+        return BlockSampler(seed, self.weights, self.config.batch_size, num_blocks)
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As the mixture rounds them."""
@@ -352,7 +342,7 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
     """
     config = stage.config
     _log.info("%s: reading %s", stage.out, config.corpus.data)
-    stage.corpus = domains.load_corpus(config.corpus, targets=stage.targets)
+    stage.corpus = domains.load_corpus(config.corpus, targets=config.targets)
     stage.prepare(recorded or {})
     _log.info("%s: building the model %s", stage.out, config.model.model)
     # A run of this seed always begins with the same numbers.
@@ -395,7 +385,7 @@ def train(
     trainer = stage.trainer(
         model=model,
         args=arguments,
-        train_dataset=stage.batches(start),
+        train_dataset=Batches(stage.batch, start),
         callbacks=list(callbacks),
         stage=stage,
         **stage.options,

@@ -1,5 +1,6 @@
 """What is trained on and what is held out; and batches that any run, resumed or not, agrees on."""
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping
@@ -13,11 +14,14 @@ from torch.utils.data import DataLoader
 
 from doge_fast.pipeline import domains
 from doge_fast.pipeline.domains import (
-    BaseBatches,
+    Batches,
+    BlockSampler,
     Corpus,
-    ProxyBatches,
     domain_blocks,
     load_corpus,
+    mix_sampler,
+    mixed_batch,
+    proxy_batch,
 )
 from tests.pipeline.corpora import check_refused, rename, texts, write_jsonl
 
@@ -121,13 +125,21 @@ def test_numbers_out_of_range(config, change, message):
     check_refused(rename(config, **change), message)
 
 
-def proxy_batches(corpus: Corpus, **options: Any) -> ProxyBatches:
-    return ProxyBatches(corpus, **{"sequences_per_domain": 3, "seed": 4} | options)
+def proxy_batches(corpus: Corpus, start_step: int = 0) -> Batches:
+    options = {"size": 3, "seed": 4}
+    mix = mix_sampler(corpus, **options)
+    return Batches(functools.partial(proxy_batch, corpus, mix=mix, **options), start_step)
 
 
-def base_batches(corpus: Corpus, **options: Any) -> BaseBatches:
-    weights = dict.fromkeys(corpus.names, 1 / len(corpus.names))
-    return BaseBatches(corpus, **{"weights": weights, "batch_size": 7, "seed": 4} | options)
+def mixture_of(corpus: Corpus, weights: Mapping[str, float] | None = None) -> BlockSampler:
+    num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
+    weights = weights or dict.fromkeys(corpus.names, 1 / len(corpus.names))
+    return BlockSampler(4, weights, 7, num_blocks)
+
+
+def base_batches(corpus: Corpus, start_step: int = 0) -> Batches:
+    mixture = mixture_of(corpus)
+    return Batches(lambda step: mixed_batch(corpus, mixture.blocks(step)), start_step)
 
 
 def first(batches: Iterable[Any], count: int = 12) -> list[Any]:
@@ -194,17 +206,18 @@ def test_another_domain_does_not_change_the_others(tmp_path, config, mixed):
 
 def test_base_batches_are_sorted_by_domain(corpus):
     weights = {"code": 0.5, "prose": 0.0, "verse": 0.5}
-    batches = base_batches(corpus, weights=weights, domain_ids=True)
+    mixture = mixture_of(corpus, weights)
     blocks_of = [
         {tuple(row) for row in np.asarray(corpus.train[name][:]["input_ids"])}
         for name in corpus.names
     ]
-    for step, batch in enumerate(first(batches)):
+    for step in range(12):
+        batch = mixed_batch(corpus, mixture.blocks(step))
         assert batch["input_ids"].shape == batch["labels"].shape == (7, 16)
         for row, index in zip(batch["input_ids"].tolist(), batch["domain_ids"], strict=True):
             assert tuple(row) in blocks_of[index]
         assert batch["domain_ids"].tolist() == sorted(batch["domain_ids"].tolist())
-        counts_K = batches.mixture.counts(np.array([step]))[0]
+        counts_K = mixture.counts(np.array([step]))[0]
         counts = dict(zip(corpus.names, counts_K.tolist(), strict=True))
         assert counts["prose"] == 0
         assert counts == {
@@ -229,4 +242,4 @@ def test_a_loader_hands_on_whole_batches(mixed):
 
 def test_batches_refuse_weights_of_other_domains(corpus):
     with pytest.raises(ValueError, match="must name exactly the domains"):
-        base_batches(corpus, weights={"code": 1.0})
+        mixture_of(corpus, {"code": 1.0})

@@ -181,6 +181,11 @@ class ProxyConfig(_Stage):
     """Write nothing, but time a few steps, and print what the run would read, train and write, and
     the memory and time that it would take."""
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What `target` names, without weights: as `load_corpus` takes it."""
+        return tuple(item.partition("=")[0] for item in self.target)
+
 
 @dataclass(frozen=True)
 class BaseConfig(_Stage):

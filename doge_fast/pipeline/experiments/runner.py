@@ -30,7 +30,7 @@ from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import check, known_domains, settings_of
 from doge_fast.pipeline.experiments.queue import Queue
-from doge_fast.pipeline.proxy import learn_weights, parse_target
+from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
@@ -156,8 +156,9 @@ def _work(queue: Queue, plan: Plan, jobs: Sequence[Job], worker: str = "") -> No
     by_name = {job.name: job for job in plan.jobs}
 
     def make(name: str) -> None:
+        config = by_name[name].config
         with queue.lock(_CORPUS):
-            _described(*_corpus_of(by_name[name].config))
+            _described(config.corpus, config.targets)
         for do in _left_of(by_name[name], plan):
             do()
 
@@ -259,28 +260,20 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
             _check_unchanged(job)
         elif is_here and not plan.needed_by(job):
             # Else a worker of another machine packs; and what reads runs may take their tokenizer.
-            _described(*_corpus_of(job.config))
+            _described(job.config.corpus, job.config.targets)
 
 
 def _check_unchanged(job: Job) -> None:
     """A finished run is as the plan has it, of the corpus as it is now: else no arm compares."""
     config = job.config
     record = records.read_config(config.out)["corpus"]
-    if _described(*_corpus_of(config)) != record:
+    if _described(config.corpus, config.targets) != record:
         raise ValueError(
             f"{config.out} was trained on another corpus than {config.corpus.data} holds now, so "
             "its arm can be compared with none that comes after. Restore the files, or begin in "
             "another directory."
         )
     records.check_run(config.out, stage=cast(records.Stage, job.stage), config=config)
-
-
-def _corpus_of(config: StageConfig) -> tuple[CorpusConfig, tuple[str, ...]]:
-    """What `load_corpus` is told for a run."""
-    if not isinstance(config, ProxyConfig):
-        return config.corpus, config.targets
-    target = parse_target(config.target)
-    return config.corpus, () if isinstance(target, str) else tuple(target)
 
 
 @functools.cache
