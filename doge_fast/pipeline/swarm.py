@@ -235,43 +235,33 @@ def _laws(swarm: Swarm) -> dict[str, Any]:
     from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
     number, lowest_D = len(swarm.names), np.array(swarm.losses).min(0)
-    linear = make_pipeline(FunctionTransformer(_logs), StandardScaler(), Ridge())
-    floors = [{"number": number, "floor": share / number} for share in _FLOORS]
-    above = [
-        FunctionTransformer(
-            _log_above,
-            inverse_func=_exp_above,
-            check_inverse=False,
-            kw_args={"asymptote_D": share * lowest_D},
-            inv_kw_args={"asymptote_D": share * lowest_D},
+
+    def logs(floor: float) -> Any:
+        """Of the weights; the seeds' columns stay as they are."""
+        return FunctionTransformer(
+            lambda inputs_RX: np.column_stack(
+                [np.log(inputs_RX[:, :number] + floor), inputs_RX[:, number:]]
+            )
         )
-        for share in _ASYMPTOTES
-    ]
-    mixing = TransformedTargetRegressor(
-        make_pipeline(StandardScaler(), Ridge()), transformer=above[0]
-    )
+
+    def above(asymptote_D: Floats) -> Any:
+        return FunctionTransformer(
+            lambda losses_RD: np.log(losses_RD - asymptote_D),
+            inverse_func=lambda logs_RD: np.exp(logs_RD) + asymptote_D,
+            check_inverse=False,
+        )
+
+    floors = [logs(share / number) for share in _FLOORS]
+    asymptotes = [above(share * lowest_D) for share in _ASYMPTOTES]
+    linear = make_pipeline(floors[0], StandardScaler(), Ridge())
+    ridge = make_pipeline(StandardScaler(), Ridge())
+    mixing = TransformedTargetRegressor(ridge, transformer=asymptotes[0])
     grids = {
-        LINEAR: (linear, {"functiontransformer__kw_args": floors, "ridge__alpha": _PENALTIES}),
-        MIXING: (mixing, {"transformer": above, "regressor__ridge__alpha": _PENALTIES}),
+        LINEAR: (linear, {"functiontransformer": floors, "ridge__alpha": _PENALTIES}),
+        MIXING: (mixing, {"transformer": asymptotes, "regressor__ridge__alpha": _PENALTIES}),
     }
     folds = KFold(_INNER_FOLDS, shuffle=True, random_state=1)
     return {
         law: GridSearchCV(model, grid, cv=folds, scoring="neg_mean_squared_error")
         for law, (model, grid) in grids.items()
     }
-
-
-def _logs(inputs_RX: Floats, number: int, floor: float) -> Floats:
-    """Of the weights; the seeds' columns stay as they are."""
-    weights_RK, seeds_RS = inputs_RX[:, :number], inputs_RX[:, number:]
-    return np.column_stack([np.log(weights_RK + floor), seeds_RS])
-
-
-def _log_above(losses_RD: Floats, asymptote_D: Floats) -> Floats:
-    logs: Floats = np.log(losses_RD - asymptote_D)
-    return logs
-
-
-def _exp_above(logs_RD: Floats, asymptote_D: Floats) -> Floats:
-    losses: Floats = np.exp(logs_RD) + asymptote_D
-    return losses

@@ -198,7 +198,9 @@ def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
     if job.is_measured and not is_measured(out, config.rates.eval_blocks):
         asked = EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=device)
         yield functools.partial(evaluate, asked)
-    if not all(is_scored(out, group) for group in _task_groups(job, plan)):
+    tasks = [group for group in plan.groups if group["kind"] == "tasks"]
+    own = [group for group in tasks if any(job.name in arm["runs"] for arm in group["arms"])]
+    if not all(is_scored(out, group) for group in own):
         from doge_fast.pipeline.fewshot import few_shot
 
         asked = EvaluateConfig(run=out, device=device, tasks=config.tasks)
@@ -226,13 +228,6 @@ def _is_there(job: Job) -> bool:
     if isinstance(job.config, SelectConfig):
         return is_selected(job.config)
     return training.is_finished(job.config.out)
-
-
-def _task_groups(job: Job, plan: Plan) -> Iterator[dict[str, Any]]:
-    """The tables of tasks that a run is in."""
-    for group in plan.groups:
-        if group["kind"] == "tasks" and any(job.name in arm["runs"] for arm in group["arms"]):
-            yield group
 
 
 def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
