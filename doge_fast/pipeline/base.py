@@ -113,11 +113,7 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
 
 
 def _initial(config: BaseConfig, phases: Sequence[Phase], recorded: Json) -> Json:
-    """Where the weights come from and a digest of them, as config.json keeps both.
-
-    Raises:
-        ValueError: the run that is resumed began with others.
-    """
+    """Where the weights come from and a digest of them; ValueError if the run began with others."""
     text = json.dumps([asdict(phase) for phase in phases], sort_keys=True)
     initial = {"source": config.weights, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     began_with = recorded.get("initial", initial)["sha256"]

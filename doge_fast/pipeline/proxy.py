@@ -229,11 +229,7 @@ def parse_target(names: Sequence[str]) -> Target:
 
 
 def parse_split(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """{old: (new, ...)} of the OLD=NEW,NEW that `split` holds.
-
-    Raises:
-        ValueError: an item is not such, or splits a domain twice.
-    """
+    """{old: (new, ...)} of the OLD=NEW,NEW that `split` holds; ValueError where it is not such."""
     found: dict[str, tuple[str, ...]] = {}
     for item in items:
         name, _, parts = item.partition("=")

@@ -213,11 +213,7 @@ def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
 
 
 def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> bool:
-    """Whether norms per example can be had from a pass over the batch, and are wanted so.
-
-    Raises:
-        ValueError: they cannot, and `mode` says together.
-    """
+    """Whether norms per example can be had from a pass over the batch, and are wanted so."""
     if config.mode == "single":
         return False
     two = {key: value[:2] for key, value in batch.items()}

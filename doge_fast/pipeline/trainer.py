@@ -97,11 +97,7 @@ class StopWhenTold(TrainerCallback):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Train within.
-
-        Raises:
-            Terminated: the training was ended.
-        """
+        """Train within; raises `Terminated` where the training was ended."""
         if signal.getsignal(signal.SIGTERM) is not failures.raise_terminated:
             yield
             return

@@ -199,14 +199,9 @@ def _targeted(
     paper: str | None = None,
     is_short: bool = False,
 ) -> tuple[Json, list[Json]]:
-    """The table of every target against the same arms; and what was learned for it.
+    """The table of every target against the same arms, and what `domains` but for it teach.
 
-    Args:
-        plan: the planner.
-        targets: domains of the corpus.
-        domains: to learn from, but for the target itself.
-        paper: the table of the paper.
-        is_short: no model that goes on with the target, nor one that was trained on it too.
+    `is_short`: no model that goes on with the target, nor one that was trained on it too.
     """
     plan.check_known("targets", targets)
     if odd := [name for name in targets if "=" in name]:

@@ -240,13 +240,7 @@ def _process(loop: Loop, number: int, count: int, folder: Path) -> None:
 
 
 def devices_of(number: int, there: int, visible: str | None) -> str | None:
-    """CUDA_VISIBLE_DEVICES of a worker: the GPUs are dealt in turn, one each.
-
-    Args:
-        number: of the worker, from 1.
-        there: GPUs that torch sees.
-        visible: the variable as it is.
-    """
+    """CUDA_VISIBLE_DEVICES of a worker, from 1: of the GPUs that torch sees, dealt one by one."""
     names = visible.split(",") if visible else [str(each) for each in range(there)]
     return names[(number - 1) % there] if there else None
 
