@@ -251,24 +251,20 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
         training.check(job.config.training, needs_float64=needs_float64)
     is_here = plan.config.submitit is None and plan.config.lease is None
     for job in jobs:
+        config = job.config
         if _is_there(job):
-            _check_unchanged(job)
+            # As the plan has it, and of the corpus as it is now: else no arm compares.
+            record = records.read_config(config.out)["corpus"]
+            if _described(config.corpus, config.targets) != record:
+                raise ValueError(
+                    f"{config.out} was trained on another corpus than {config.corpus.data} holds "
+                    "now, so its arm can be compared with none that comes after. Restore the "
+                    "files, or begin in another directory."
+                )
+            records.check_run(config.out, stage=cast(records.Stage, job.stage), config=config)
         elif is_here and not plan.needed_by(job):
             # Else a worker of another machine packs; and what reads runs may take their tokenizer.
-            _described(job.config.corpus, job.config.targets)
-
-
-def _check_unchanged(job: Job) -> None:
-    """A finished run is as the plan has it, of the corpus as it is now: else no arm compares."""
-    config = job.config
-    record = records.read_config(config.out)["corpus"]
-    if _described(config.corpus, config.targets) != record:
-        raise ValueError(
-            f"{config.out} was trained on another corpus than {config.corpus.data} holds now, so "
-            "its arm can be compared with none that comes after. Restore the files, or begin in "
-            "another directory."
-        )
-    records.check_run(config.out, stage=cast(records.Stage, job.stage), config=config)
+            _described(config.corpus, config.targets)
 
 
 @functools.cache
