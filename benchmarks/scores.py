@@ -29,7 +29,7 @@ from transformers import Trainer, set_seed
 from doge_fast.pipeline import records, swarm, training
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
-from doge_fast.pipeline.domains import ProxyBatches, load_corpus
+from doge_fast.pipeline.domains import load_corpus, proxy_batch
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.reporting.regret import swarm_of
 from doge_fast.pipeline.reporting.runs import open_runs
@@ -140,16 +140,15 @@ def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
     assert optimizer is not None
     assert scheduler is not None
     assert config.mu is not None
-    batches = ProxyBatches(corpus, sequences_per_domain=config.sequences_per_domain, seed=told.seed)
     parameters = [each for each in model.parameters() if each.requires_grad]
-    number = len(corpus.names)
+    number, size = len(corpus.names), config.sequences_per_domain
     rows_HN = torch.empty(2 * number, sum(each.numel() for each in parameters))
     score = Score(variant, config.domain_max_grad_norm or np.inf)
     logs_K, sum_K = np.zeros(number), np.zeros(number)
     seen: list[tuple[Floats, Floats]] = []
     set_seed(told.seed)
     for step in range(told.steps):
-        batch = batches.batch(step)
+        batch = proxy_batch(corpus, step, size=size, seed=told.seed, mix=None)
         for row_N, half in zip(rows_HN, _halves(batch, corpus.names), strict=True):
             model.zero_grad()
             model(**half).loss.backward()

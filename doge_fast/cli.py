@@ -269,6 +269,16 @@ def _load(packages: Sequence[str]) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def _in(module: str, function: str) -> Callable[[Any], list[str]]:
+    """A verb that is a function of ours, imported when it is called."""
+
+    def run(config: Any) -> list[str]:
+        lines: list[str] = getattr(import_module(f"doge_fast.{module}"), function)(config)
+        return lines
+
+    return run
+
+
 def _demo(config: DemoConfig) -> list[str]:
     from doge_fast.pipeline.experiments.presets import demo_of
     from doge_fast.pipeline.experiments.runner import run_experiment
@@ -338,23 +348,11 @@ def _evaluate(config: EvaluateConfig) -> list[str]:
     return lines
 
 
-def _target(config: TargetConfig) -> list[str]:
-    from doge_fast.pipeline.task_target import write_target
-
-    return [write_target(config)]
-
-
 def _report(config: ReportConfig) -> list[str]:
     from doge_fast.pipeline.report import terminal_table, write_report
 
     page = write_report(config)
     return [terminal_table(config.runs, config.weights), f"report: {page}"]
-
-
-def _experiment(config: ExperimentConfig) -> list[str]:
-    from doge_fast.pipeline.experiments.runner import run_experiment
-
-    return run_experiment(config)
 
 
 def _plan(config: ExperimentConfig, words: Sequence[str]) -> list[str]:
@@ -380,40 +378,8 @@ def _profile(config: ProfileConfig) -> list[str]:
     return [table(profile(config)), *written]
 
 
-def _scale(config: PlanConfig) -> list[str]:
-    from doge_fast.planning import plan
-
-    return plan(config)
-
-
-def _export(config: ExportConfig) -> list[str]:
-    from doge_fast.pipeline.exports.command import run
-
-    return run(config)
-
-
-def _weights(verb: str) -> Callable[[Any], list[str]]:
-    def run(config: Any) -> list[str]:
-        from doge_fast.pipeline.weights import verbs
-
-        lines: list[str] = getattr(verbs, verb)(config)
-        return lines
-
-    return run
-
-
-def _weights_plot(config: WeightsPlotConfig) -> list[str]:
-    from doge_fast.pipeline.weights.pages import plot
-
-    return plot(config)
-
-
-def _weights_card(config: WeightsCardConfig) -> list[str]:
-    from doge_fast.pipeline.weights.pages import card
-
-    return card(config)
-
-
+_WEIGHTS, _PAGES = "pipeline.weights.verbs", "pipeline.weights.pages"
+_RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
 VERBS: dict[str, Verb] = {
     "demo": Verb(DemoConfig, _demo),
     "proxy": Verb(ProxyConfig, _proxy, takes_ranks=True),
@@ -421,18 +387,23 @@ VERBS: dict[str, Verb] = {
     "doremi": Verb(DoReMiConfig, _doremi, takes_ranks=True),
     "select": Verb(SelectConfig, _select, takes_ranks=True),
     "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
-    "target": Verb(TargetConfig, _target, is_positional=True, loads=("torch", "lm_eval")),
+    "target": Verb(
+        TargetConfig,
+        _in("pipeline.task_target", "write_target"),
+        is_positional=True,
+        loads=("torch", "lm_eval"),
+    ),
     "report": Verb(ReportConfig, _report, loads=("matplotlib.figure",)),
-    "experiment": Verb(ExperimentConfig, _experiment, is_positional=True),
-    "weights show": Verb(WeightsShowConfig, _weights("show"), True, ()),
-    "weights diff": Verb(WeightsDiffConfig, _weights("diff"), True, ()),
-    "weights average": Verb(WeightsAverageConfig, _weights("average"), True, ()),
-    "weights constrain": Verb(WeightsConstrainConfig, _weights("constrain"), True, ()),
-    "weights plot": Verb(WeightsPlotConfig, _weights_plot, True, ("matplotlib.figure",)),
-    "weights card": Verb(WeightsCardConfig, _weights_card, True, ("matplotlib.figure",)),
-    "export": Verb(ExportConfig, _export, loads=()),
+    "experiment": Verb(ExperimentConfig, _in(_RUNNER, "run_experiment"), is_positional=True),
+    "weights show": Verb(WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),
+    "weights diff": Verb(WeightsDiffConfig, _in(_WEIGHTS, "diff"), True, ()),
+    "weights average": Verb(WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
+    "weights constrain": Verb(WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),
+    "weights plot": Verb(WeightsPlotConfig, _in(_PAGES, "plot"), True, ("matplotlib.figure",)),
+    "weights card": Verb(WeightsCardConfig, _in(_PAGES, "card"), True, ("matplotlib.figure",)),
+    "export": Verb(ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
     "info": Verb(InfoConfig, _info, loads=("torch",)),
-    "plan": Verb(PlanConfig, _scale, loads=()),
+    "plan": Verb(PlanConfig, _in("planning", "plan"), loads=()),
     "profile": Verb(ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 

@@ -44,35 +44,33 @@ FLOORS = [
     doge_fast.integrations.domain_trainer
     doge_fast.integrations.transformers
     doge_fast.pipeline.config.ranges doge_fast.pipeline.ranks doge_fast.pipeline.named
-    doge_fast.pipeline.config.components doge_fast.pipeline.config.fields \
+    doge_fast.pipeline.config.stages doge_fast.pipeline.config.fields \
         doge_fast.pipeline.tables doge_fast.pipeline.progress \
         doge_fast.pipeline.sizes doge_fast.pipeline.memory
     doge_fast.pipeline.config
     doge_fast.pipeline.generated_corpus
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
-        doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
+        doge_fast.pipeline.local_corpus doge_fast.pipeline.cache \
         doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
     doge_fast.pipeline.corpus_files
     doge_fast.pipeline.sources
     doge_fast.pipeline.packing doge_fast.pipeline.records.shapes \
         doge_fast.pipeline.experiments.planner \
         doge_fast.pipeline.experiments.queue
-    doge_fast.pipeline.records.runs doge_fast.pipeline.experiments.workers
+    doge_fast.pipeline.records.runs
     doge_fast.pipeline.records.weights doge_fast.pipeline.records.metrics \
         doge_fast.pipeline.records.manifest
-    doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.experiments.regret \
-        doge_fast.pipeline.experiments.known doge_fast.pipeline.model doge_fast.pipeline.domains \
+    doge_fast.pipeline.experiments.known doge_fast.pipeline.model doge_fast.pipeline.domains \
         doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.building EXPORT_FAMILIES
-    doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
-        doge_fast.pipeline.profile_steps
+    doge_fast.pipeline.exports.registry doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording doge_fast.pipeline.swarm
     doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures \
         doge_fast.pipeline.health
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
     doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
     doge_fast.pipeline.reporting.study
-    doge_fast.pipeline.training doge_fast.pipeline.trainer doge_fast.pipeline.termination \
+    doge_fast.pipeline.training doge_fast.pipeline.trainer \
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
         doge_fast.pipeline.reporting.tables \
         doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures
@@ -84,7 +82,8 @@ FLOORS = [
     doge_fast.pipeline.reporting.findings
     STAGES
     doge_fast.pipeline.weights.pages doge_fast.pipeline.task_target \
-        doge_fast.pipeline.experiments.mixtures
+        doge_fast.pipeline.experiments.regret
+    doge_fast.pipeline.experiments.plans
     doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
     doge_fast.__main__

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
@@ -73,9 +71,9 @@ class BaseStage(MixtureStage[BaseConfig]):
                 f"{config.stages}."
             )
 
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+    def prepare(self, recorded: Json) -> None:
         """The weights; of a run that is resumed, those that it began with."""
-        self.corpus, self.weights = corpus, resolve_phases(self.config, corpus)
+        self.weights = resolve_phases(self.config, self.corpus)
         if self.config.weights not in BASELINES:
             self.resolved = {"initial": _initial(self.config, self.weights, recorded)}
         phases = f", {len(self.weights)} phases" if len(self.weights) > 1 else ""
@@ -115,11 +113,7 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
 
 
 def _initial(config: BaseConfig, phases: Sequence[Phase], recorded: Json) -> Json:
-    """Where the weights come from and a digest of them, as config.json keeps both.
-
-    Raises:
-        ValueError: the run that is resumed began with others.
-    """
+    """Where the weights come from and a digest of them; ValueError if the run began with others."""
     text = json.dumps([asdict(phase) for phase in phases], sort_keys=True)
     initial = {"source": config.weights, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     began_with = recorded.get("initial", initial)["sha256"]

@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -53,58 +53,51 @@ def made_together(
     paths = {name: folder / key for name, key in keys.items()}
     if all(map(_is_whole, paths.values())):
         return paths
-    try:
+    with _refused(folder):
         # By default for this user alone: compiled operators are loaded from there.
         mode = 0o777 if config.cache_dir else 0o700
         folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
     lock = f"{kind}-{digest(dict(keys))}"
     with _one_at_a_time(folder.parent / "locks", lock) as is_alone:
         absent = [name for name in paths if not _is_whole(paths[name])]
-        if absent:
-            _log.info("Making %s in %s.", ", ".join(absent), folder)
-            if is_alone:
-                _sweep(folder, lock)
-            with _scratch(folder, lock) as scratch:
-                written = {name: scratch / str(index) for index, name in enumerate(absent)}
-                make(written)
-                for name, path in written.items():
-                    _keep(path, paths[name], scratch)
+        if not absent:
+            return paths
+        _log.info("Making %s in %s.", ", ".join(absent), folder)
+        if is_alone:
+            _sweep(folder, lock)
+        with _refused(folder):
+            # On the file system that things are moved on.
+            scratch = TemporaryDirectory(
+                dir=folder, prefix=f"{_SCRATCH}{lock}-", ignore_cleanup_errors=True
+            )
+        with scratch as scratch_name:
+            written = {name: Path(scratch_name, str(n)) for n, name in enumerate(absent)}
+            make(written)
+            for name, path in written.items():
+                _keep(path, paths[name], Path(scratch_name))
     return paths
 
 
-def _unwritable(folder: Path, error: OSError) -> FileFailure:
-    return FileFailure(
-        f"The cache must be writable; {folder} is not: {one_line(error)}. "
-        "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
-    )
+@contextmanager
+def _refused(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileFailure(
+            f"The cache must be writable; {folder} is not: {one_line(error)}. "
+            "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
+        ) from error
 
 
 def _sweep(folder: Path, lock: str) -> None:
     """Remove what killed processes were making: nobody holds the lock that it is named by."""
     for left in folder.glob(f"{_SCRATCH}*"):
         other = left.name.removeprefix(_SCRATCH).rpartition("-")[0]
-        with suppress(OSError, Timeout):
-            if other == lock:
-                shutil.rmtree(left)
-                continue
-            with FileLock(folder.parent / "locks" / other).acquire(timeout=0):
-                shutil.rmtree(left)
-
-
-@contextmanager
-def _scratch(folder: Path, lock: str) -> Iterator[Path]:
-    """A folder to make things in, on the file system that they are moved on."""
-    try:
-        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=f"{_SCRATCH}{lock}-"))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError, Timeout), ExitStack() as held:
+            if other != lock:
+                held.enter_context(FileLock(folder.parent / "locks" / other).acquire(timeout=0))
+            shutil.rmtree(left)
 
 
 def _sums_of(path: Path) -> Path:

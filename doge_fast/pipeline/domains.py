@@ -1,12 +1,13 @@
 """The corpus: domains of blocks, what is held out of training, and the batches of either stage.
 
-Here meet where text lies (`sources`), how it becomes blocks (`packing`) and which blocks a step
-sees (`sampling`); a stage asks for a corpus and for its batches, and for nothing below.
+Here meet where text lies (`sources`) and how it becomes blocks (`packing`); a stage asks for a
+corpus and for its batches, and for nothing below. Which blocks a step sees is a pure function of
+the seed and the step.
 """
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,16 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from doge_fast.mixture.counts import Phase
-from doge_fast.mixture.permutation import Ints
+from doge_fast.mixture.counts import BatchCounts, Phase
+from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.objective import UNIVERSAL, WORST
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
-from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.sampling import pieces
 
@@ -170,7 +171,7 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     for warning in warnings:
         _log.warning("%s", warning)
     return Corpus(
-        names=tuple(names),
+        names=names,
         targets=tuple(held_out),
         train=train,
         validation={name: domain.validation for name, domain in packed.items()},
@@ -231,14 +232,7 @@ def _reserve(blocks: datasets.Dataset, name: str) -> tuple[datasets.Dataset, dat
 
 
 def _check_config(config: CorpusConfig) -> None:
-    if config.block_size < 2:
-        raise ValueError(
-            f"block_size must be at least 2, a token and the next; it is {config.block_size}."
-        )
-    if not 0 < config.validation_fraction < 1:
-        raise ValueError(
-            f"validation_fraction must lie between 0 and 1; it is {config.validation_fraction}."
-        )
+    check_ranges(config)
     limit = config.max_tokens_per_domain
     if limit is not None and limit < config.block_size:
         raise ValueError(
@@ -255,8 +249,10 @@ def _choose_names(
     config: CorpusConfig, targets: Sequence[str], found: Sequence[str]
 ) -> tuple[str, ...]:
     """Training domains in order: those asked for, or all found less the targets."""
-    _check_names("domains", config.domains, found, config.data)
-    _check_names("target", targets, found, config.data)
+    for what, asked in (("domains", config.domains), ("target", targets)):
+        if twice := sorted({name for name in asked if asked.count(name) > 1}):
+            raise ValueError(f"A domain is named once; {what} names {', '.join(twice)} twice.")
+        named.check(what, asked, found, config.data)
     names = config.domains or tuple(name for name in found if name not in targets)
     if not names:
         raise ValueError(
@@ -269,146 +265,136 @@ def _choose_names(
                 f'No domain may be named "{word}", a word of the target; {config.data} has one. '
                 "Rename it, or name the others with domains."
             )
-    return tuple(names)
+    return names
 
 
-def _check_names(what: str, names: Sequence[str], found: Sequence[str], data: str) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"A domain is named once; {what} names {', '.join(twice)} twice.")
-    named.check(what, names, found, data)
+def domain_blocks(seed: int, step: int, *, domain: str, num_blocks: int, size: int) -> Ints:
+    """Which of a domain's blocks proxy batch `step` holds.
 
-
-class _Batches(IterableDataset[Any]):
-    """The batches of a run from `start_step` on, dealt out among loader workers."""
-
-    def __init__(self, corpus: Corpus, steps: int | None, start_step: int) -> None:
-        if start_step < 0 or (steps is not None and steps < start_step):
-            raise ValueError(
-                f"Batches go from start_step >= 0 to steps; asked for {start_step} to {steps}."
-            )
-        self.corpus = corpus
-        self.start_step = start_step
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches from `start_step` on."""
-        worker = get_worker_info()
-        # A loader takes from its workers in turn, so the order is that without workers.
-        skip, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        first = self.start_step + skip
-        endless = itertools.count(first, stride)
-        for step in endless if self.steps is None else range(first, self.steps, stride):
-            yield self.batch(step)
-
-    def batch(self, step: int) -> Any:
-        """Batch `step`, whatever was asked for before."""
-        raise NotImplementedError
-
-
-class ProxyBatches(_Batches):
-    """Batches of stage one: blocks of every domain, of every target, and of "mix".
-
-    Yields {name: {"input_ids": [b, L] int64, "labels": the same}} for the corpus's names, then
-    its targets, then "mix" where the corpus reserved it, b being `sequences_per_domain`. Each
-    is a whole batch: use `DataLoader(..., batch_size=None)`.
+    Positions step * size, ..., step * size + size - 1 of an endless stream that shows every
+    block once an epoch, in an order drawn anew each epoch. The order depends on the seed and
+    the domain's name alone, so other domains come and go without changing it.
 
     Args:
-        corpus: the blocks.
-        sequences_per_domain: > 0; blocks of every row in every batch.
-        seed: decides the order of the blocks.
-        steps: batches of the whole run; None: endless.
-        start_step: batches that an earlier run has used; the first one yielded is that many
-            steps in, bit for bit what an uninterrupted run would see.
+        seed: of the run.
+        step: >= 0; batches before this one.
+        domain: its name.
+        num_blocks: > 0; blocks of the domain.
+        size: >= 0; blocks in the batch.
+
+    Returns:
+        [size] int64 in [0, num_blocks); distinct within an epoch.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: `num_blocks` < 1.
+    """
+    first = step * size
+    return shuffled(seed, ("train", domain), np.arange(first, first + size), num_blocks)
+
+
+class BlockSampler(BatchCounts):
+    """Which blocks of each domain the batches of stage two hold.
+
+    `mixture_counts` says how many. Which ones follows from how many blocks of the domain all
+    earlier batches held, an arithmetic sum: no data is replayed.
+
+    Args:
+        seed: of the run.
+        weights: {domain: weight}, or a curriculum: phases in order, the first from step 0.
+        batch_size: > 0; blocks in a batch, over all domains.
+        num_blocks: {domain: blocks it has}, in the order of the batch.
+        stream: runs of one seed draw the same order from streams of the same name.
+
+    Raises:
+        ValueError: the domains differ, weights are not on the simplex, or phases are not in
+            order.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
-        *,
-        sequences_per_domain: int,
         seed: int,
-        steps: int | None = None,
-        start_step: int = 0,
-    ) -> None:
-        if sequences_per_domain < 1:
-            raise ValueError(f"sequences_per_domain must be > 0; it is {sequences_per_domain}.")
-        super().__init__(corpus, steps, start_step)
-        self.size = sequences_per_domain
-        self.seed = seed
-        self.mixture = None
-        if corpus.mix is not None:
-            num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
-            uniform = dict.fromkeys(num_blocks, 1 / len(num_blocks))
-            self.mixture = BlockSampler(seed, uniform, self.size, num_blocks, stream=MIX)
-
-    def batch(self, step: int) -> dict[str, Batch]:
-        """Batch `step`, whatever was asked for before."""
-        train, mix = self.corpus.train, self.corpus.mix
-        batches = {}
-        for name in (*self.corpus.names, *self.corpus.targets):
-            size = {"num_blocks": len(train[name]), "size": self.size}
-            rows = domain_blocks(self.seed, step, domain=name, **size)
-            batches[name] = _mixed_batch(train, {name: rows})
-        if mix is not None and self.mixture is not None:
-            batches[MIX] = _mixed_batch(mix, self.mixture.blocks(step))
-        return batches
-
-
-class BaseBatches(_Batches):
-    """Batches of stage two: blocks drawn at given domain weights.
-
-    Yields {"input_ids": [B, L] int64, "labels": the same}, rows in the order of the corpus's
-    names; with `domain_ids`, also {"domain_ids": [B] int64}, positions in those names. Each is
-    a whole batch: use `DataLoader(..., batch_size=None)`.
-
-    Args:
-        corpus: the blocks.
-        weights: {domain: weight} of the corpus's names, or a curriculum of `Phase`s.
-        batch_size: > 0; blocks in a batch.
-        seed: decides the mixture's rounding and the order of the blocks.
-        steps: batches of the whole run; None: endless.
-        start_step: as for `ProxyBatches`.
-        domain_ids: yield which domain each row is of.
-        place: (rank, number of ranks) that share a batch; each yields its own rows alone.
-
-    Raises:
-        ValueError: weights of other domains or off the simplex, or a number out of range.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
         weights: Mapping[str, float] | Sequence[Phase],
         batch_size: int,
-        seed: int,
-        steps: int | None = None,
-        start_step: int = 0,
-        domain_ids: bool = False,
-        place: tuple[int, int] = (0, 1),
+        num_blocks: Mapping[str, int],
+        stream: str = "train",
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be > 0; it is {batch_size}.")
-        super().__init__(corpus, steps, start_step)
-        self.domain_ids = domain_ids
-        self.place = place
-        num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
-        self.mixture = BlockSampler(seed, weights, batch_size, num_blocks)
+        phases = [Phase(0, weights)] if isinstance(weights, Mapping) else list(weights)
+        super().__init__(seed, phases, batch_size, list(num_blocks))
+        self.stream = stream
+        self.num_blocks = dict(num_blocks)
 
-    def batch(self, step: int) -> Batch:
-        """Batch `step`, whatever was asked for before."""
-        drawn = self.mixture.blocks(step)
-        mine = pieces({name: len(rows) for name, rows in drawn.items()}, *self.place)
-        rows = {name: drawn[name][slice(*mine.get(name, (0, 0)))] for name in drawn}
-        batch = _mixed_batch(self.corpus.train, rows)
-        if self.domain_ids:
-            sizes = [len(indices) for indices in rows.values()]
-            batch["domain_ids"] = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
-        return batch
+    def blocks(self, step: int) -> dict[str, Ints]:
+        """{domain: int64 indices} of batch `step`, in the order of `num_blocks`; some empty."""
+        counts_K = self.counts(np.array([step]))[0]
+        counted = zip(self.num_blocks.items(), self.drawn(step), counts_K, strict=True)
+        return {
+            name: shuffled(self.seed, (self.stream, name), np.arange(first, first + count), size)
+            for (name, size), first, count in counted
+        }
+
+
+class Batches(IterableDataset[Any]):
+    """The batches of a run, each whole: use `DataLoader(..., batch_size=None)`.
+
+    Args:
+        batch: the batch of a step, whatever was asked for before.
+        start_step: batches that an earlier run has used; the first one yielded is that many steps
+            in, bit for bit what an uninterrupted run would see.
+    """
+
+    def __init__(self, batch: Callable[[int], Any], start_step: int = 0) -> None:
+        self.batch, self.start_step = batch, start_step
+
+    def __iter__(self) -> Iterator[Any]:
+        """Without an end."""
+        return map(self.batch, itertools.count(self.start_step))
+
+
+def mix_sampler(corpus: Corpus, *, size: int, seed: int) -> BlockSampler | None:
+    """Draws blocks of "mix", from all domains alike; None: the corpus has not reserved any."""
+    if corpus.mix is None:
+        return None
+    num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
+    uniform = dict.fromkeys(num_blocks, 1 / len(num_blocks))
+    return BlockSampler(seed, uniform, size, num_blocks, stream=MIX)
+
+
+def proxy_batch(
+    corpus: Corpus, step: int, *, size: int, seed: int, mix: BlockSampler | None
+) -> dict[str, Batch]:
+    """Blocks of every domain, of every target, and of "mix" where it has a sampler.
+
+    {name: {"input_ids": [size, L] int64, "labels": the same}}; `seed` decides their order.
+    """
+    batches = {}
+    for name in (*corpus.names, *corpus.targets):
+        num_blocks = len(corpus.train[name])
+        rows = domain_blocks(seed, step, domain=name, num_blocks=num_blocks, size=size)
+        batches[name] = _mixed_batch(corpus.train, {name: rows})
+    if mix is not None and corpus.mix is not None:
+        batches[MIX] = _mixed_batch(corpus.mix, mix.blocks(step))
+    return batches
+
+
+def mixed_batch(
+    corpus: Corpus, drawn: Mapping[str, Ints], place: tuple[int, int] = (0, 1)
+) -> Batch:
+    """Blocks that a `BlockSampler` has drawn, in the order of the corpus's names.
+
+    Args:
+        corpus: the blocks.
+        drawn: {domain: indices}.
+        place: (rank, number of ranks) that share a batch; each gets its own rows alone.
+
+    Returns:
+        {"input_ids": [B, L] int64, "labels": the same, "domain_ids": [B] int64}, the last of them
+        positions in the names.
+    """
+    mine = pieces({name: len(rows) for name, rows in drawn.items()}, *place)
+    rows = {name: drawn[name][slice(*mine.get(name, (0, 0)))] for name in drawn}
+    sizes = [len(indices) for indices in rows.values()]
+    ids = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    return _mixed_batch(corpus.train, rows) | {"domain_ids": ids}
 
 
 def _mixed_batch(blocks: Mapping[str, datasets.Dataset], rows: Mapping[str, Ints]) -> Batch:

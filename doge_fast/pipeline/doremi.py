@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,8 +28,6 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 
-# What a checkpoint holds beside Trainer's own files.
-_STATE = "doremi.safetensors"
 _SHA256 = "reference_sha256"
 
 
@@ -61,6 +57,8 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
 class DoReMiTrainer(RecordedTrainer):
     """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
+
+    state_file = "doremi.safetensors"
 
     def __init__(self, *args: Any, stage: "DoReMiStage", **kwargs: Any) -> None:
         super().__init__(*args, stage=stage, **kwargs)
@@ -103,48 +101,37 @@ class DoReMiTrainer(RecordedTrainer):
             model(input_ids=ids_BL, use_cache=False).logits, labels_BL
         )
         # The whole batch: its rows lie on the ranks in order, as many on each.
-        gather = self.accelerator.gather
-        all_B = gather(domain_ids_B)
-        self._move(gather(losses_BT.detach()), gather(reference_BT), all_B)
-        shares_B = group_dro.example_shares(
-            self.weights.alpha, self.sampling_K, all_B, variant=self.rule.variant
-        ).view(self.args.world_size, -1)[self.args.process_index]
-        # Of which DistributedDataParallel takes the mean.
-        return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
-
-    def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
-        num_domains = len(self.sampling_K)
-        self.domain_losses = group_dro.domain_means(losses_BT, domain_ids_B, num_domains)
-        self.reference_losses = group_dro.domain_means(reference_BT, domain_ids_B, num_domains)
+        gather, variant = self.accelerator.gather, self.rule.variant
+        all_B, num_domains = gather(domain_ids_B), len(self.sampling_K)
+        losses_AT, reference_AT = gather(losses_BT.detach()), gather(reference_BT)
+        self.domain_losses = group_dro.domain_means(losses_AT, all_B, num_domains)
+        self.reference_losses = group_dro.domain_means(reference_AT, all_B, num_domains)
         excess_K = group_dro.excess_losses(
-            losses_BT, reference_BT, domain_ids_B, self.weights.excess, variant=self.rule.variant
+            losses_AT, reference_AT, all_B, self.weights.excess, variant=variant
         )
         self.weights = self.weights.moved(
             excess_K, step_size=self.rule.step_size, smoothing=self.rule.smoothing
         )
+        shares_B = group_dro.example_shares(
+            self.weights.alpha, self.sampling_K, all_B, variant=variant
+        ).view(self.args.world_size, -1)[self.args.process_index]
+        # Of which DistributedDataParallel takes the mean.
+        return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            folder = Path(output_dir or str(self.args.output_dir))
-            state = {key: value.cpu() for key, value in self.weights._asdict().items()}
-            save_file(state, folder / _STATE, metadata={_SHA256: self.reference_sha256})
+    def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The weights, and which reference they follow from."""
+        return self.weights._asdict(), {_SHA256: self.reference_sha256}
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path, device = Path(resume_from_checkpoint) / _STATE, str(self.args.device)
-        with safe_open(path, framework="pt", device=device) as file:
-            began_with = file.metadata()[_SHA256]
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        if began_with != self.reference_sha256:
+    def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
+        """Raises ValueError where the reference is another model now."""
+        if text[_SHA256] != self.reference_sha256:
             raise ValueError(
-                f"{self.stage.config.out} began with a reference model of hash {began_with[:12]}; "
-                f"that run's model has {self.reference_sha256[:12]} now. Restore it, or start anew "
-                "in another directory."
+                f"{self.stage.config.out} began with a reference model of hash "
+                f"{text[_SHA256][:12]}; that run's model has {self.reference_sha256[:12]} now. "
+                "Restore it, or start anew in another directory."
             )
-        self.weights = DomainWeights(**state)
+        device = self.args.device
+        self.weights = DomainWeights(**{key: value.to(device) for key, value in state.items()})
 
 
 class DoReMiStage(MixtureStage[DoReMiConfig]):
@@ -160,11 +147,10 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
         config = self.config
         self.rule = WeightUpdate.of(config.variant, config.step_size, config.smoothing)
 
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+    def prepare(self, recorded: Json) -> None:
         """The reference, whose weights are where the learned ones start."""
-        self.corpus = corpus
         run = self.config.reference
-        self.weights = self.start = _reference_weights(run, corpus)
+        self.weights = self.start = _reference_weights(run, self.corpus)
         self.reference = open_model(run / training.MODEL)
         config = records.read_config(run)["config"]
         steps = config["training"]["steps"]
@@ -174,7 +160,7 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
             "model_sha256": _sha256(run / training.MODEL),
             "parameters": self.reference.num_parameters(),
             "steps": steps,
-            "tokens": steps * config["batch_size"] * corpus.block_size,
+            "tokens": steps * config["batch_size"] * self.corpus.block_size,
             "seed": config["training"]["seed"],
         }
 

@@ -97,14 +97,14 @@ def _check(config: EvaluateConfig, record: Json) -> None:
     training.check_finished(config.run)
     training.device_of(config.device)
     own = record["config"]["corpus"]["data"]
-    if config.data is not None and os.path.abspath(config.data) == os.path.abspath(own):
+    if config.data is None:
+        known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
+        _check_names(config, f"{config.run} knows", known)
+    elif os.path.abspath(config.data) == os.path.abspath(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
         )
-    if config.data is None:
-        known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
-        _check_names(config, f"{config.run} knows", known)
     if config.out is not None:
         if config.out.is_dir():
             raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from doge_fast.pipeline.reporting.wording import listed
+
 # Steps between looks at the counts, which make a host wait for its device.
 LOOK_EVERY = 16
 # The largest share of a run's steps that may be lost without its result being so.
@@ -110,9 +112,5 @@ def not_finite(values: Mapping[str, float]) -> list[str]:
 
 def domains_told(names: Sequence[str], most: int = 5) -> str:
     """a, b and 3 more."""
-    shown = list(names[:most])
-    left = len(names) - len(shown)
-    if left:
-        shown.append(f"{left} more")
-    *others, last = shown
-    return f"{', '.join(others)} and {last}" if others else last
+    left = len(names) - most
+    return listed([*names[:most], *([f"{left} more"] if left > 0 else [])])

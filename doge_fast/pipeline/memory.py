@@ -51,16 +51,13 @@ def free_bytes(device: torch.device) -> int | None:
     return free
 
 
-def refuse_what_cannot_fit(
-    parts: Mapping[str, int], device: torch.device, *, advice: str, is_there: int = 0
-) -> None:
+def refuse_what_cannot_fit(parts: Mapping[str, int], device: torch.device, *, advice: str) -> None:
     """Refuse a run whose least need is more than what is free.
 
     Args:
         parts: {what: bytes} that the run keeps at once; activations come on top.
         device: that it trains on; processes of one machine share its memory, and have a GPU each.
         advice: a sentence that says how to need less.
-        is_there: bytes of these that this process has taken already.
 
     Raises:
         ValueError: it cannot fit.
@@ -68,7 +65,7 @@ def refuse_what_cannot_fit(
     free = free_bytes(device)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     needed = num_here * sum(parts.values())
-    if free is None or needed <= free + num_here * is_there:
+    if free is None or needed <= free:
         return
     told = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
     where = f"{num_here} processes on this machine need" if num_here > 1 else "This run needs"

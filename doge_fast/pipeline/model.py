@@ -133,14 +133,10 @@ def open_model(name: str | Path) -> PreTrainedModel:
 def _quiet() -> Iterator[None]:
     """transformers tells of weights in a table; one sentence of ours does."""
     before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    loader = logging.getLogger("transformers.modeling_utils")
-    level = loader.level
-    loader.setLevel(logging.CRITICAL)
+    transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
-        loader.setLevel(level)
         transformers_logging.set_verbosity(before)
 
 

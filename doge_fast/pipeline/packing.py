@@ -114,17 +114,13 @@ def _trained_tokenizer(config: CorpusConfig, parts: Groups) -> Path:
     prints = {name: part.fingerprint for part, names in parts for name in names}
     key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
     return cache.made(
-        config,
-        "tokenizers",
-        key,
-        lambda folder: _train_tokenizer(parts, config.vocab_size).save_pretrained(folder),
+        config, "tokenizers", key, functools.partial(_train_tokenizer, parts, config.vocab_size)
     )
 
 
-def _train_tokenizer(parts: Groups, vocab_size: int) -> PreTrainedTokenizerFast:
+def _train_tokenizer(parts: Groups, vocab_size: int, folder: Path) -> None:
     # In the order of the names, targets among them: another target trains no other tokenizer.
-    parts = sorted(parts, key=lambda each: min(each[1]))
-    texts = list(_tokenizer_texts(parts))
+    texts = list(_tokenizer_texts(sorted(parts, key=lambda each: min(each[1]))))
     _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,13 +132,13 @@ def _train_tokenizer(parts: Groups, vocab_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         unk_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
-    )
+    ).save_pretrained(folder)
 
 
 def _tokenizer_texts(parts: Groups) -> Iterator[str]:
@@ -173,26 +169,17 @@ def pack(
     sha256 = tokenizer_sha256(tokenizer)
     packed: dict[str, Packed] = {}
     for part, names in parts:
-        keys = {name: _key(config, name, part, sha256) for name in names}
+        fraction = config.validation_fraction if _is_shared(config, part) else None
+        # All that a domain's blocks depend on.
+        facts = [config.text_column, sha256, config.block_size, config.max_tokens_per_domain]
+        keys = {
+            name: cache.digest([_FORMAT, name, part.fingerprint, *facts, fraction])
+            for name in names
+        }
         make = functools.partial(_pack_part, config, part, tokenizer)
         entries = cache.made_together(config, "blocks", keys, make)
         packed |= {name: _open_entry(entry) for name, entry in entries.items()}
     return packed
-
-
-def _key(config: CorpusConfig, name: str, part: Part, tokenizer_sha256: str) -> str:
-    """A digest of all that a domain's blocks depend on."""
-    facts = [
-        _FORMAT,
-        name,
-        part.fingerprint,
-        config.text_column,
-        tokenizer_sha256,
-        config.block_size,
-        config.max_tokens_per_domain,
-        config.validation_fraction if _is_shared(config, part) else None,
-    ]
-    return cache.digest(facts)
 
 
 def _open_entry(entry: Path) -> Packed:
@@ -258,6 +245,13 @@ def _passes(
     yield ("validation",), ((name, text, "validation") for name, text in held_out)
 
 
+def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
+    """Each document in its split; a domain without a border is all training."""
+    for name, text in documents:
+        is_held_out = name in borders and _text_hash(text) <= borders[name]
+        yield name, text, "validation" if is_held_out else "train"
+
+
 def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> dict[str, int]:
     """{domain: the largest hash of a held-out document}, without a validation split.
 
@@ -288,13 +282,6 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
 
 def _text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
-    """Each document in its split; a domain without a border is all training."""
-    for name, text in documents:
-        is_held_out = name in borders and _text_hash(text) <= borders[name]
-        yield name, text, "validation" if is_held_out else "train"
 
 
 def _fill(

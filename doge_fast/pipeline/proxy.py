@@ -21,14 +21,14 @@ from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.objective import UNIVERSAL, WORST
 from doge_fast.pipeline import health, records, stage
 from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.domains import Corpus, ProxyBatches
+from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed, to_floats
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
-from doge_fast.reweighting import DomainWeights, UpdateRule
+from doge_fast.reweighting import DomainWeights
 
 Target = str | dict[str, float]
 
@@ -72,16 +72,7 @@ class ProxyStage(Stage[ProxyConfig]):
     def check(self) -> None:
         """Beside its own settings, words that say how to read others."""
         config = self.config
-        UpdateRule(
-            mu=1.0 if config.mu is None else config.mu,
-            score=generalization.score_of(config.score),
-            domain_max_grad_norm=config.domain_max_grad_norm or None,
-            max_grad_norm=config.training.max_grad_norm,
-            smoothing=config.smoothing,
-            target_mu=config.target_mu,
-        )
         self.target = parse_target(config.target)
-        self.targets = () if isinstance(self.target, str) else tuple(self.target)
         parse_split(config.split)
         if config.init_weights is None and (config.split or config.added_share != "uniform"):
             name = "split" if config.split else "added_share"
@@ -90,9 +81,9 @@ class ProxyStage(Stage[ProxyConfig]):
                 "(--init-weights)."
             )
 
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
+    def prepare(self, recorded: Json) -> None:
         """Where the weights start and how they move: everything that the optimizer would refuse."""
-        self.corpus, config = corpus, self.config
+        corpus, config = self.corpus, self.config
         # A resumed run keeps the weights and the mu it began with, whatever became of the file.
         initial = recorded.get("initial") or _initial(config, corpus)
         mu = recorded.get("resolved", {}).get("mu", config.mu)
@@ -112,18 +103,21 @@ class ProxyStage(Stage[ProxyConfig]):
         uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}
-        if config.selection is not None:
-            self.options["selection"] = _read_selection(config.selection, model)
+        size, seed = config.sequences_per_domain, config.training.seed
+        self.mix = mix_sampler(corpus, size=size, seed=seed)
         resolved = {} if config.mu is not None else {"mu": self.mu}
         self.resolved = {"initial": initial, "resolved": resolved}
         self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
 
-    def batches(self, start_step: int) -> ProxyBatches:
+    def fit(self, model: PreTrainedModel) -> None:
+        """The parameters that are selected."""
+        if self.config.selection is not None:
+            self.options["selection"] = _read_selection(self.config.selection, model)
+
+    def batch(self, step: int) -> dict[str, Batch]:
         """As many blocks of every domain."""
         size, seed = self.config.sequences_per_domain, self.config.training.seed
-        return ProxyBatches(
-            self.corpus, sequences_per_domain=size, seed=seed, start_step=start_step
-        )
+        return proxy_batch(self.corpus, step, size=size, seed=seed, mix=self.mix)
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As many of every row, targets and "mix" among them."""
@@ -240,11 +234,7 @@ def parse_target(names: Sequence[str]) -> Target:
 
 
 def parse_split(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """{old: (new, ...)} of the OLD=NEW,NEW that `split` holds.
-
-    Raises:
-        ValueError: an item is not such, or splits a domain twice.
-    """
+    """{old: (new, ...)} of the OLD=NEW,NEW that `split` holds; ValueError where it is not such."""
     found: dict[str, tuple[str, ...]] = {}
     for item in items:
         name, _, parts = item.partition("=")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,13 +26,12 @@ from doge_fast.example_norms import ExampleNorms
 from doge_fast.failures import FileFailure
 from doge_fast.pipeline import baselines, ranks, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
-from doge_fast.pipeline.domains import Batch, Corpus
+from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import RecordedTrainer
 
 CANCELLATION = "cancellation.json"
-_STATE = "cancellation.safetensors"
 
 _log = logging.getLogger("doge_fast")
 
@@ -98,6 +96,7 @@ def table(run: Path) -> str:
 class SelectionTrainer(RecordedTrainer):
     """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints."""
 
+    state_file = "cancellation.safetensors"
     effect: CancellationEffect
     """The scores; there once training has begun."""
 
@@ -144,17 +143,13 @@ class SelectionTrainer(RecordedTrainer):
         self.step_loss = self.mean_of_ranks(mean)
         return mean, num_examples
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            folder = Path(output_dir or str(self.args.output_dir))
-            state = {key: value.cpu() for key, value in self.effect.state_dict().items()}
-            save_file(state, folder / _STATE)
+    def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The sums so far."""
+        return self.effect.state_dict(), {}
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.effect.load_state_dict(load_file(Path(checkpoint) / _STATE))
+    def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
+        """Go on adding."""
+        self.effect.load_state_dict(state)
 
 
 class SelectStage(MixtureStage[SelectConfig]):
@@ -179,13 +174,15 @@ class SelectStage(MixtureStage[SelectConfig]):
                 "compiler fuses. Run select without compile."
             )
 
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
-        """Uniform weights, and whether the examples of a batch can go through the model at once."""
-        self.corpus = corpus
-        self.weights = baselines.uniform(corpus.tokens)
+    def prepare(self, recorded: Json) -> None:
+        """Uniform weights."""
+        self.weights = baselines.uniform(self.corpus.tokens)
+
+    def fit(self, model: PreTrainedModel) -> None:
+        """Whether the examples of a batch can go through the model at once."""
         _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
         check_coupling(model)
-        self.is_together = _is_together(self.config, model, self.batches(0).batch(0))
+        self.is_together = _is_together(self.config, model, self.batch(0))
 
     def is_finished(self) -> bool:
         """Whether the scores are there."""
@@ -216,11 +213,7 @@ def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
 
 
 def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> bool:
-    """Whether norms per example can be had from a pass over the batch, and are wanted so.
-
-    Raises:
-        ValueError: they cannot, and `mode` says together.
-    """
+    """Whether norms per example can be had from a pass over the batch, and are wanted so."""
     if config.mode == "single":
         return False
     two = {key: value[:2] for key, value in batch.items()}
@@ -247,14 +240,14 @@ def _write_selections(config: SelectConfig) -> None:
         name: float("nan") if score is None else score
         for name, score in record["scores"][config.reading].items()
     }
-    chosen = [select(scores, strategy, columns=columns) for strategy in config.strategies]
     entries = {entry["file"]: entry for entry in record["selections"]}
-    for selection in chosen:
-        file = _file_of(config, selection.strategy)
+    for strategy in config.strategies:
+        selection = select(scores, strategy, columns=columns)
+        file = _file_of(config, strategy)
         weights_file.write_json(config.out / file, list(selection.names))
         entries[file] = {
             "file": file,
-            "strategy": selection.strategy,
+            "strategy": strategy,
             "reading": config.reading,
             "parameters": len(selection.names),
             "columns": selection.num_columns,

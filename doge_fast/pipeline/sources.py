@@ -142,15 +142,14 @@ def _files_part(name: str, directory: Path, files: Sequence[Path], config: Corpu
     splits: dict[str, list[Path]] = {}
     for file in files:
         # The first folder or file name that begins with a split's name decides.
-        named = filter(None, map(_split_of, file.relative_to(directory).parts[1:]))
-        splits.setdefault(next(named, "train"), []).append(file)
+        told = filter(None, map(_split_of, file.relative_to(directory).parts[1:]))
+        splits.setdefault(next(told, "train"), []).append(file)
     if "train" not in splits:
         raise ValueError(
             f"The domain {name} needs training files; {directory / name} holds only "
             f"{', '.join(file.name for file in files)}."
         )
-    is_divided_here = list(splits) == ["train"]
-    chars = text_document_chars(files) if is_divided_here else TEXT_DOCUMENT_CHARS
+    chars = text_document_chars(files) if list(splits) == ["train"] else TEXT_DOCUMENT_CHARS
     stamp = stamp_of(files)
     # Another cut makes other documents of the same files.
     fingerprint = stamp if chars == TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars])
@@ -160,11 +159,8 @@ def _files_part(name: str, directory: Path, files: Sequence[Path], config: Corpu
 def _part(splits: Mapping[str, Any], read: Callable[..., Any], fingerprint: str) -> Part:
     """What `read` makes of the two splits; a test split is held out where there is no other."""
     held_out = splits.get("validation", splits.get("test"))
-    return Part(
-        train=functools.partial(read, splits["train"]),
-        validation=None if held_out is None else functools.partial(read, held_out),
-        fingerprint=fingerprint,
-    )
+    validation = None if held_out is None else functools.partial(read, held_out)
+    return Part(functools.partial(read, splits["train"]), validation, fingerprint)
 
 
 def _split_of(name: str) -> str | None:
@@ -273,18 +269,6 @@ def _column_parts(
     return dict.fromkeys(names, part)
 
 
-def _rows_part(
-    config: CorpusConfig, splits: Splits, fingerprint: str, where: str, domain: str | None = None
-) -> Part:
-    """Rows of one domain or, without `domain`, of those that the domain column names."""
-    found = {_split_of(name) or name: rows for name, rows in splits.items()}
-    if "train" not in found:
-        raise ValueError(f"{where} needs a train split; it has {', '.join(splits)}.")
-    if config.streaming:
-        fingerprint = cache.digest([fingerprint, "streaming", config.stream_seed])
-    return _part(found, functools.partial(_row_documents, config, where, domain), fingerprint)
-
-
 def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     """The domains that occur, remembered in the cache: finding them reads every row."""
 
@@ -299,10 +283,22 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     return names
 
 
+def _rows_part(
+    config: CorpusConfig, splits: Splits, fingerprint: str, where: str, domain: str | None = None
+) -> Part:
+    """Rows of one domain or, without `domain`, of those that the domain column names."""
+    found = {_split_of(name) or name: rows for name, rows in splits.items()}
+    if "train" not in found:
+        raise ValueError(f"{where} needs a train split; it has {', '.join(splits)}.")
+    if config.streaming:
+        fingerprint = cache.digest([fingerprint, "streaming", config.stream_seed])
+    return _part(found, functools.partial(_row_documents, config, where, domain), fingerprint)
+
+
 def _path_splits(path: Path) -> Splits:
     """A file, or a directory as `datasets` reads a Hub repository."""
     if path.is_dir():
-        with _from_hub(str(path)), _without_bars():
+        with _from_hub(str(path)):
             splits: Splits = datasets.load_dataset(str(path), streaming=True)
             return splits
     if kind_of(path) == "text":
@@ -337,7 +333,7 @@ def _hub_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
 
 def _open_hub(data: str, name: str | None) -> tuple[Splits, str]:
     """The splits of a data set or of its configuration; a stamp that changes with its revision."""
-    with _from_hub(data), _without_bars():
+    with _from_hub(data):
         builder = datasets.load_dataset_builder(data, name)
         stamp = cache.digest([data, builder.config.name, builder.hash])
         return builder.as_streaming_dataset(), stamp
@@ -347,7 +343,8 @@ def _open_hub(data: str, name: str | None) -> tuple[Splits, str]:
 def _from_hub(data: str) -> Iterator[None]:
     """What goes wrong while a data set is opened ends a sentence of ours."""
     try:
-        yield
+        with _without_bars():
+            yield
     except Exception as error:
         kind = FileFailure if Path(data).exists() else ValueError
         raise kind(

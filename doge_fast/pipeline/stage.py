@@ -5,33 +5,30 @@ and what says that a run is complete is written last. So a refused run leaves no
 is resumed by the same call, and a complete one is left as it is.
 """
 
+import functools
 import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
-from doge_fast import atomic_file, scale
+from doge_fast import atomic_file
 from doge_fast.failures import FileFailure
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, domains, health, memory, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.pipeline.domains import BaseBatches, Corpus
+from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
-from doge_fast.pipeline.sampling import BlockSampler
-from doge_fast.pipeline.termination import StopWhenTold
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 Config = TypeVar("Config", bound=StageConfig)
@@ -54,8 +51,6 @@ class Stage(Generic[Config]):
     def __init__(self, config: Config) -> None:
         self.config: Config = config
         self.out: Path = config.out
-        self.targets: Sequence[str] = ()
-        """Domains that are measured and never trained on, as `load_corpus` takes them."""
         self.rows: Sequence[str] = ()
         """Domains and targets of which a step keeps a gradient each."""
         self.start: Mapping[str, float] | None = None
@@ -71,18 +66,21 @@ class Stage(Generic[Config]):
         """Raise ValueError where a setting of the stage is out of its range."""
         raise NotImplementedError
 
-    def prepare(self, corpus: Corpus, model: PreTrainedModel, recorded: Json) -> None:
-        """Keep what training needs; refuse, with a ValueError, what does not fit the two.
+    def prepare(self, recorded: Json) -> None:
+        """Keep what training needs of the corpus; refuse, with a ValueError, what does not fit it.
 
-        The fresh model is left as it is; `recorded` is config.json of a run that is resumed.
+        `recorded` is config.json of a run that is resumed.
         """
         raise NotImplementedError
+
+    def fit(self, model: PreTrainedModel) -> None:
+        """Likewise of the fresh model, which is left as it is."""
 
     def begin(self) -> None:
         """Write what stands in the run directory before the first step."""
 
-    def batches(self, start_step: int) -> IterableDataset[Any]:
-        """The batches from a step on (0 is the first)."""
+    def batch(self, step: int) -> Any:
+        """The batch of a step (0 is the first), whatever was asked for before."""
         raise NotImplementedError
 
     def tokens(self, steps: int) -> dict[str, int]:
@@ -169,27 +167,22 @@ class Stage(Generic[Config]):
         records.write_weights(self.out, record)
 
     def write_learned(
-        self,
-        average: Mapping[str, float],
-        last_K: Tensor,
-        columns: Mapping[str, Mapping[str, float]],
-        **fields: Any,
+        self, average: Mapping[str, float], last_K: Tensor, columns: Json, **fields: Any
     ) -> None:
         """weights.json of what was learned: the average over the run, and the last weights."""
         config, names = self.config, self.corpus.names
-        every = {
-            "weight": average,
-            "weight_last": dict(zip(names, last_K.tolist(), strict=True)),
-            **columns,
-            # Of what is trained on: targets have tokens too, and no share.
-            "prior": baselines.natural(self.corpus.tokens),
-        }
         lines = records.read_metrics(self.out, kind="train")
         steps_T = np.array([line["step"] for line in lines], dtype=np.float64)
         means_TK = np.array([list(line["alpha_mean"].values()) for line in lines], np.float64)
         moved = movement_of(steps_T, means_TK[None], fields.get("average_from", 0.0))
         self.write_weights(
-            every,
+            {
+                "weight": average,
+                "weight_last": dict(zip(names, last_K.tolist(), strict=True)),
+                **columns,
+                # Of what is trained on: targets have tokens too, and no share.
+                "prior": baselines.natural(self.corpus.tokens),
+            },
             model=config.model.model,
             steps=config.training.steps,
             seed=config.training.seed,
@@ -205,25 +198,18 @@ class MixtureStage(Stage[Mixed]):
     domain_ids: ClassVar[bool] = False
     """Whether a batch says which domain each of its rows is of."""
 
-    def __init__(self, config: Mixed) -> None:
-        super().__init__(config)
-        self.targets = config.targets
+    def batch(self, step: int) -> Batch:
+        """Blocks drawn at the weights, of which each rank has its own."""
+        batch = domains.mixed_batch(self.corpus, self._mixture.blocks(step), ranks.place())
+        if not self.domain_ids:
+            del batch["domain_ids"]
+        return batch
 
-    def batches(self, start_step: int) -> BaseBatches:
-        """Blocks drawn at the weights."""
-        return BaseBatches(
-            self.corpus,
-            weights=self.weights,
-            batch_size=self.config.batch_size,
-            seed=self.config.training.seed,
-            start_step=start_step,
-            domain_ids=self.domain_ids,
-            place=ranks.place(),
-        )
-
-    @cached_property
+    @functools.cached_property
     def _mixture(self) -> BlockSampler:
-        return self.batches(0).mixture
+        num_blocks = {name: len(self.corpus.train[name]) for name in self.corpus.names}
+        seed = self.config.training.seed
+        return BlockSampler(seed, self.weights, self.config.batch_size, num_blocks)
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As the mixture rounds them."""
@@ -349,37 +335,35 @@ def _refuse_more_steps(stage: Stage[Any]) -> None:
 
 
 def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
-    """Read the corpus, build the model, and give both to the stage, with what `check` gave.
+    """Read the corpus, build the model, and give both to the stage; `recorded` is of `check`.
 
     Raises:
         ValueError: as `run`.
     """
     config = stage.config
     _log.info("%s: reading %s", stage.out, config.corpus.data)
-    corpus = domains.load_corpus(config.corpus, targets=stage.targets)
+    stage.corpus = domains.load_corpus(config.corpus, targets=config.targets)
+    stage.prepare(recorded or {})
     _log.info("%s: building the model %s", stage.out, config.model.model)
     # A run of this seed always begins with the same numbers.
     set_seed(config.training.seed)
-    device = training.device_of(config.training.device, needs_float64=stage.needs_float64)
-
-    smaller = "Take a smaller model (--model, --num-layers, --embed-dim)"
-    fewer = ", fewer domains, or share them among processes (torchrun)"
-
-    def check_memory(num_parameters: int, num_there: int = 0) -> None:
-        memory.refuse_what_cannot_fit(
-            memory.needed(num_parameters, len(stage.rows)),
-            device,
-            is_there=scale.FLOAT32 * num_there if device.type == "cpu" else 0,
-            advice=f"{smaller}{fewer if stage.rows else ''}.",
-        )
-
     model = build_model(
-        config.model, corpus.tokenizer, block_size=corpus.block_size, told_size=check_memory
+        config.model,
+        stage.corpus.tokenizer,
+        block_size=stage.corpus.block_size,
+        told_size=functools.partial(_check_memory, stage),
     )
-    stage.prepare(corpus, model, recorded or {})
-    num_parameters = model.num_parameters(only_trainable=True)
-    check_memory(num_parameters, num_parameters)
+    stage.fit(model)
     return model
+
+
+def _check_memory(stage: Stage[Any], num_parameters: int) -> None:
+    advice = "Take a smaller model (--model, --num-layers, --embed-dim)"
+    if stage.rows:
+        advice += ", fewer domains, or share them among processes (torchrun)"
+    device = training.device_of(stage.config.training.device, needs_float64=stage.needs_float64)
+    needed = memory.needed(num_parameters, len(stage.rows))
+    memory.refuse_what_cannot_fit(needed, device, advice=f"{advice}.")
 
 
 def train(
@@ -398,15 +382,13 @@ def train(
     set_seed(config.seed)
     # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and says so.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
-    stop = StopWhenTold()
     trainer = stage.trainer(
         model=model,
         args=arguments,
-        train_dataset=stage.batches(start),
-        callbacks=[*callbacks, stop],
+        train_dataset=Batches(stage.batch, start),
+        callbacks=list(callbacks),
         stage=stage,
         **stage.options,
     )
-    with stop.watching():
-        trainer.go_on(checkpoint)
+    trainer.go_on(checkpoint)
     return trainer

@@ -163,8 +163,8 @@ def _fitted(swarm: Swarm) -> Regression:
     from sklearn.base import clone
     from sklearn.model_selection import KFold, cross_val_predict
 
-    inputs_RX, losses_RD = _inputs(swarm), np.array(swarm.losses)
-    laws = {LINEAR: _linear(swarm), MIXING: _mixing(swarm)}
+    inputs_RX = _with_seed(np.array(swarm.weights), np.array(swarm.seeds), swarm)
+    losses_RD, laws = np.array(swarm.losses), _laws(swarm)
     errors = {}
     for name, law in laws.items():
         folds = KFold(_FOLDS, shuffle=True, random_state=0)
@@ -221,75 +221,47 @@ def _mean_loss(model: Any, swarm: Swarm, weights_RK: Floats) -> Floats:
     return mean
 
 
-def _inputs(swarm: Swarm) -> Floats:
-    return _with_seed(np.array(swarm.weights), np.array(swarm.seeds), swarm)
-
-
 def _with_seed(weights_RK: Floats, seeds_R: Any, swarm: Swarm) -> Floats:
     """[R, K + S]: weights, and a column of zeros and ones for each of the S seeds."""
     return np.column_stack([weights_RK, seeds_R[:, None] == sorted(set(swarm.seeds))])
 
 
-def _searched(model: Any, grid: dict[str, Sequence[Any]]) -> Any:
-    from sklearn.model_selection import GridSearchCV, KFold
-
-    folds = KFold(_INNER_FOLDS, shuffle=True, random_state=1)
-    return GridSearchCV(model, grid, cv=folds, scoring="neg_mean_squared_error")
-
-
-def _linear(swarm: Swarm) -> Any:
-    from sklearn.linear_model import Ridge
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import FunctionTransformer, StandardScaler
-
-    number = len(swarm.names)
-    model = make_pipeline(FunctionTransformer(_logs), StandardScaler(), Ridge())
-    return _searched(
-        model,
-        {
-            "functiontransformer__kw_args": [
-                {"number": number, "floor": share / number} for share in _FLOORS
-            ],
-            "ridge__alpha": _PENALTIES,
-        },
-    )
-
-
-def _logs(inputs_RX: Floats, number: int, floor: float) -> Floats:
-    """Of the weights; the seeds' columns stay as they are."""
-    weights_RK, seeds_RS = inputs_RX[:, :number], inputs_RX[:, number:]
-    return np.column_stack([np.log(weights_RK + floor), seeds_RS])
-
-
-def _mixing(swarm: Swarm) -> Any:
+def _laws(swarm: Swarm) -> dict[str, Any]:
+    """{law: a regressor that chooses its own penalty and constants}."""
     from sklearn.compose import TransformedTargetRegressor
     from sklearn.linear_model import Ridge
+    from sklearn.model_selection import GridSearchCV, KFold
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-    lowest_D = np.array(swarm.losses).min(0)
-    above = [
-        FunctionTransformer(
-            _log_above,
-            inverse_func=_exp_above,
-            check_inverse=False,
-            kw_args={"asymptote_D": share * lowest_D},
-            inv_kw_args={"asymptote_D": share * lowest_D},
+    number, lowest_D = len(swarm.names), np.array(swarm.losses).min(0)
+
+    def logs(floor: float) -> Any:
+        """Of the weights; the seeds' columns stay as they are."""
+        return FunctionTransformer(
+            lambda inputs_RX: np.column_stack(
+                [np.log(inputs_RX[:, :number] + floor), inputs_RX[:, number:]]
+            )
         )
-        for share in _ASYMPTOTES
-    ]
-    model = make_pipeline(StandardScaler(), Ridge())
-    return _searched(
-        TransformedTargetRegressor(model, transformer=above[0]),
-        {"transformer": above, "regressor__ridge__alpha": _PENALTIES},
-    )
 
+    def above(asymptote_D: Floats) -> Any:
+        return FunctionTransformer(
+            lambda losses_RD: np.log(losses_RD - asymptote_D),
+            inverse_func=lambda logs_RD: np.exp(logs_RD) + asymptote_D,
+            check_inverse=False,
+        )
 
-def _log_above(losses_RD: Floats, asymptote_D: Floats) -> Floats:
-    logs: Floats = np.log(losses_RD - asymptote_D)
-    return logs
-
-
-def _exp_above(logs_RD: Floats, asymptote_D: Floats) -> Floats:
-    losses: Floats = np.exp(logs_RD) + asymptote_D
-    return losses
+    floors = [logs(share / number) for share in _FLOORS]
+    asymptotes = [above(share * lowest_D) for share in _ASYMPTOTES]
+    linear = make_pipeline(floors[0], StandardScaler(), Ridge())
+    ridge = make_pipeline(StandardScaler(), Ridge())
+    mixing = TransformedTargetRegressor(ridge, transformer=asymptotes[0])
+    grids = {
+        LINEAR: (linear, {"functiontransformer": floors, "ridge__alpha": _PENALTIES}),
+        MIXING: (mixing, {"transformer": asymptotes, "regressor__ridge__alpha": _PENALTIES}),
+    }
+    folds = KFold(_INNER_FOLDS, shuffle=True, random_state=1)
+    return {
+        law: GridSearchCV(model, grid, cv=folds, scoring="neg_mean_squared_error")
+        for law, (model, grid) in grids.items()
+    }

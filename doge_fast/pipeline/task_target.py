@@ -16,7 +16,7 @@ from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.fewshot import load_tasks
 
 
-def write_target(config: TargetConfig) -> str:
+def write_target(config: TargetConfig) -> list[str]:
     """Write one JSON object a line: `text`, a question with its right answer, and its `task`.
 
     The text is what lm-eval gives a model to score without shots: the prompt, and the right choice
@@ -26,7 +26,8 @@ def write_target(config: TargetConfig) -> str:
         config: which tasks, and where to.
 
     Returns:
-        A table: documents that were written, and left out, of each task.
+        Lines to print: a table of the documents that were written, and left out, of each task; and
+        where they are.
 
     Raises:
         ValueError: a task is unknown, chooses among no answers, or has no training split that is
@@ -52,7 +53,7 @@ def write_target(config: TargetConfig) -> str:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     atomic_file.write(config.out, content)
     header = ("task", "documents", "left out: scored too")
-    return f"{tables.text(tables.table_of(header, rows))}\ntarget: {config.out}"
+    return [tables.text(tables.table_of(header, rows)), f"target: {config.out}"]
 
 
 def _check_training_split(name: str, task: Any) -> None:

@@ -7,14 +7,19 @@ nothing.
 
 import copy
 import logging
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, reduce
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
@@ -23,12 +28,11 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
-from doge_fast import weights_file
+from doge_fast import failures, weights_file
 from doge_fast.failures import FileFailure
 from doge_fast.pipeline import health, progress, ranks, records
 
@@ -76,11 +80,79 @@ class ByName(NamedTuple):
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
-class RecordedTrainer(Trainer):
+class StopWhenTold(TrainerCallback):
+    """Ends a training at the next step after SIGTERM, with a checkpoint of it.
+
+    A cluster sends it before it takes a machine away, and waits for some seconds. The command line
+    has a handler of it, which this one takes the place of while `watching`. Where there is none, or
+    another, nothing is done: it belongs to whoever set it.
+    """
+
+    def __init__(self) -> None:
+        self._is_told = False
+        self._stopped_at: int | None = None
+        # Of several ranks: what they heard in the step before, while it is on its way.
+        self._heard: tuple[Any, torch.Tensor] | None = None
+        self._group: Any = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Train within; raises `Terminated` where the training was ended."""
+        if signal.getsignal(signal.SIGTERM) is not failures.raise_terminated:
+            yield
+            return
+        if ranks.number() > 1:
+            # Of the host alone, so that no step waits for the device.
+            self._group = dist.new_group(backend="gloo")
+        signal.signal(signal.SIGTERM, self._hear)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, failures.raise_terminated)
+        if self._stopped_at is not None:
+            raise failures.Terminated(
+                f"A checkpoint holds step {self._stopped_at}; the same command goes on from there."
+            )
+        if self._is_told:
+            # It came too late to stop anything: the run is closed in a moment.
+            _log.warning("SIGTERM has come after the last step; the run is completed.")
+
+    def _hear(self, number: int, frame: object) -> None:
+        if self._is_told:
+            # Somebody does not want to wait.
+            raise failures.Terminated
+        self._is_told = True
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
+    ) -> None:
+        """Stop where this rank, or any of several, has heard of it."""
+        is_stopping = self._is_told if self._group is None else self._have_all_heard()
+        if is_stopping and state.global_step < state.max_steps:
+            self._stopped_at = state.global_step
+            control.should_save = control.should_training_stop = True
+
+    def _have_all_heard(self) -> bool:
+        """Whether a rank had heard by the step before this one; the same answer on every rank."""
+        before = self._heard
+        told = torch.tensor([int(self._is_told)])
+        self._heard = dist.all_reduce(told, group=self._group, async_op=True), told
+        if before is None:
+            return False
+        work, sum_of_ranks = before
+        work.wait()
+        return bool(sum_of_ranks.item())
+
+
+class RecordedTrainer(Trainer, TrainerCallback):
     """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only.
 
-    `stage` is a `Stage`; asked for are its config, corpus, start, measure and how it is lost.
+    `stage` is a `Stage`; asked for are its config, corpus, start, measure and how it is lost. It
+    follows its own steps: lines, held-out losses, lost steps, whole checkpoints, progress bar.
     """
+
+    state_file = ""
+    """What a checkpoint holds beside Trainer's own files; empty: nothing."""
 
     def __init__(self, *args: Any, stage: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,18 +166,47 @@ class RecordedTrainer(Trainer):
         self.step_lr = 0.0
         self.held_out: dict[str, float] = {}
         self.warned: set[str] = set()
+        self.lost = health.LostSteps(stage.config.training.max_skipped_steps, self.args.device)
+        self.bar: Any = None
         self._pending: list[dict[str, Any]] = []
+        self._last_flush = self._last_line = time.monotonic()
+        self._last_step = 0
         self.remove_callback(PrinterCallback)
         for callback in self.callback_handler.callbacks:
-            # Its own choice lies among the checkpoints, which `finish` removes.
+            # Its own choice lies among the checkpoints, which are removed in the end.
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
                 callback.logging_dir = str(stage.config.out / TENSORBOARD)
-        self.add_callback(_Recorder(self))
+        self._stop = StopWhenTold()
+        self.add_callback(self._stop)
+        self.add_callback(self)
 
     def go_on(self, checkpoint: Path | None) -> None:
-        """Train to the end, from a checkpoint or from the beginning."""
+        """Train to the end, from a checkpoint or from the beginning; `Terminated` by SIGTERM."""
         self._checkpoint = None if checkpoint is None else str(checkpoint)
-        self.train(resume_from_checkpoint=self._checkpoint)
+        with self._stop.watching():
+            self.train(resume_from_checkpoint=self._checkpoint)
+
+    def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors and text that a checkpoint keeps in `state_file`."""
+        raise NotImplementedError
+
+    def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
+        """Go on with what `own_state` gave."""
+        raise NotImplementedError
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.state_file and self.args.should_save:
+            state, text = self.own_state()
+            state = {key: value.cpu() for key, value in state.items()}
+            save_file(state, Path(str(output_dir), self.state_file), metadata=text or None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.state_file and checkpoint is not None:
+            with safe_open(Path(checkpoint, self.state_file), framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                self.load_own_state(tensors, file.metadata() or {})
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches as the stage makes them."""
@@ -153,8 +254,13 @@ class RecordedTrainer(Trainer):
                 self._warn(plain["step"], found)
             records.append_metrics(self.stage.config.out, plain)
             if self.args.report_to:
-                self._tell_trackers(weights_file.plain(plain))
+                told = weights_file.plain(plain)
+                # At the line's own step.
+                state = copy.copy(self.state)
+                state.global_step = told["step"]
+                self.callback_handler.on_log(self.args, state, self.control, scalars_of(told))
         self._pending.clear()
+        self._last_flush = time.monotonic()
 
     def _warn(self, step: int, found: Mapping[str, list[str]]) -> None:
         """Say on the terminal what is found of the weights, each once in a run."""
@@ -163,89 +269,71 @@ class RecordedTrainer(Trainer):
             _log.warning("%s, step %d: %s.", self.stage.config.out, step, told)
         self.warned |= found.keys()
 
-    def _tell_trackers(self, line: Mapping[str, Any]) -> None:
-        """A line for Trainer's callbacks of the trackers, at its own step."""
-        state = copy.copy(self.state)
-        state.global_step = line["step"]
-        self.callback_handler.on_log(self.args, state, self.control, scalars_of(line))
-
-
-class _Recorder(TrainerCallback):
-    """Follows the steps: lines, held-out losses, lost steps, whole checkpoints, progress bar."""
-
-    def __init__(self, trainer: RecordedTrainer) -> None:
-        self.trainer = trainer
-        self.bar: Any = None
-        config = trainer.stage.config.training
-        self.lost = health.LostSteps(config.max_skipped_steps, trainer.args.device)
-        self.last_flush = self.last_line = time.monotonic()
-        self.last_step = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        stage = self.trainer.stage
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Weights before the first step, and the bar."""
+        stage = self.stage
         if state.global_step == 0 and stage.start is not None:
             # Their average too.
             weights = {"alpha": stage.start, "alpha_mean": stage.start}
-            self.trainer.record({"step": 0, "kind": "train", **weights})
-            self.trainer.flush()
-        self.last_line, self.last_step = time.monotonic(), state.global_step
+            self.record({"step": 0, "kind": "train", **weights})
+            self.flush()
+        self._last_line, self._last_step = time.monotonic(), state.global_step
         self.bar = progress.bar(
             state.max_steps, stage.config.out.name, "step", initial=state.global_step
         )
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
     ) -> None:
-        step, config = state.global_step, self.trainer.stage.config
+        """The step's line, held-out losses where they are due, and whether the run is lost."""
+        step, config = state.global_step, self.stage.config
         is_last = step >= state.max_steps
-        self.lost.add(self.trainer.stage.is_lost(self.trainer))
+        self.lost.add(self.stage.is_lost(self))
         if too_many := self.lost.too_many(step):
             self._end_as_lost(step, too_many)
         if step % config.log_every == 0 or is_last:
             self._add_line(step)
         every = config.training.eval_every
         if is_last or (every is not None and step % every == 0):
-            loss = self.trainer.evaluate_domains()
-            self.trainer.record({"step": step, "kind": "eval", "loss": loss})
+            self.record({"step": step, "kind": "eval", "loss": self.evaluate_domains()})
             # Not part of what a step costs.
-            self.last_line, self.last_step = time.monotonic(), step
+            self._last_line, self._last_step = time.monotonic(), step
         if control.should_save and (is_last or self.lost.in_a_row()):
             # The run is closed at once; a checkpoint of the last step would start one step more.
             # And what goes on from a lost step would count anew how many there are.
             control.should_save = False
-        self._flush(force=is_last)
+        # Nothing waits for a CPU.
+        waited = time.monotonic() - self._last_flush
+        if is_last or self.args.device.type == "cpu" or waited > FLUSH_SECONDS:
+            self.flush()
+            assert self.step_loss is not None
+            self.bar.set_postfix(loss=f"{float(self.step_loss):.3f}", refresh=False)
         self.bar.update()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # Lines that a checkpoint remembers.
-        self.trainer.flush()
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """The checkpoint becomes one, whole, with the lines that it remembers."""
+        self.flush()
         # Every rank writes the state of its random generators.
-        self.trainer.accelerator.wait_for_everyone()
-        run, step = self.trainer.stage.out, state.global_step
+        self.accelerator.wait_for_everyone()
+        run, step = self.stage.out, state.global_step
         from_first(lambda: records.complete_checkpoint(run, step))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """No bar any more."""
         self.bar.close()
 
     def _end_as_lost(self, step: int, number: int) -> None:
         """Keep the line of this step, and raise `Diverged`; every rank does."""
         self._add_line(step)
-        self._flush(force=True)
+        self.flush()
         self.bar.close()
         # A launcher ends the others as soon as one has ended.
-        self.trainer.accelerator.wait_for_everyone()
-        stage = self.trainer.stage
-        names = stage.lost_domains(self.trainer)
+        self.accelerator.wait_for_everyone()
+        names = self.stage.lost_domains(self)
         whose = f" of {health.domains_told(names)}" if names else ""
         raise health.Diverged(
-            f"{stage.out} has diverged: up to step {step}, {number} steps in a row were lost, for "
-            f"the loss or the gradient{whose} is not finite. {health.WAY_OUT}"
+            f"{self.stage.out} has diverged: up to step {step}, {number} steps in a row were lost, "
+            f"for the loss or the gradient{whose} is not finite. {health.WAY_OUT}"
         )
 
     def _add_line(self, step: int) -> None:
@@ -253,21 +341,12 @@ class _Recorder(TrainerCallback):
         line = {
             "step": step,
             "kind": "train",
-            "lr": self.trainer.step_lr,
-            **self.trainer.stage.measure(self.trainer, step),
-            "seconds": (now - self.last_line) / (step - self.last_step),
+            "lr": self.step_lr,
+            **self.stage.measure(self, step),
+            "seconds": (now - self._last_line) / (step - self._last_step),
         }
-        self.trainer.record(line)
-        self.last_line, self.last_step = now, step
-
-    def _flush(self, *, force: bool) -> None:
-        now = time.monotonic()
-        # Nothing waits for a CPU.
-        if force or self.trainer.args.device.type == "cpu" or now - self.last_flush > FLUSH_SECONDS:
-            self.trainer.flush()
-            self.last_flush = now
-            assert self.trainer.step_loss is not None
-            self.bar.set_postfix(loss=f"{float(self.trainer.step_loss):.3f}", refresh=False)
+        self.record(line)
+        self._last_line, self._last_step = now, step
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from doge_fast.mixture import DomainMixture
-from doge_fast.pipeline.sampling import BlockSampler
+from doge_fast.pipeline.domains import BlockSampler
 
 # A row is a number; its thousands are its domain.
 SIZES = {"web": 60, "code": 25, "books": 7}

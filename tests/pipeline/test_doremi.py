@@ -28,7 +28,7 @@ from doge_fast.group_dro import (
 from doge_fast.pipeline import domains, records, report, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
-from doge_fast.pipeline.domains import BaseBatches
+from doge_fast.pipeline.domains import BlockSampler, mixed_batch
 from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import learn_weights
@@ -304,12 +304,11 @@ def test_the_reference_is_measured_as_it_is_and_stays_so(
     config = doremi(reference=against)
     learn_by_excess_loss(config)
     corpus = domains.load_corpus(config.corpus)
-    batches = BaseBatches(
-        corpus, weights=dict.fromkeys(NAMES, 0.25), batch_size=8, seed=0, domain_ids=True
-    )
+    num_blocks = {name: len(corpus.train[name]) for name in NAMES}
+    mixture = BlockSampler(0, dict.fromkeys(NAMES, 0.25), 8, num_blocks)
     model = open_model(against / "model").train(False)
     for line in records.read_metrics(config.out, kind="train")[1::3]:
-        batch = batches.batch(line["step"] - 1)
+        batch = mixed_batch(corpus, mixture.blocks(line["step"] - 1))
         with torch.no_grad():
             logits = model(input_ids=batch["input_ids"]).logits
         losses_K = domain_means(token_losses(logits, batch["labels"]), batch["domain_ids"], 4)

@@ -21,7 +21,7 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.experiments import presets, runner
+from doge_fast.pipeline.experiments import runner
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.arms import Arm, compared
@@ -168,10 +168,8 @@ def test_every_experiment_runs_and_a_second_call_trains_nothing(
 def begun(config: ExperimentConfig) -> Path:
     """The experiment's directory as it is while its first run is under way."""
     assert config.out is not None
-    names = runner._domains_of(config)
-    plan = plan_of(config, names, config.out)
-    record = runner._record(presets.with_mu(config, names), plan)
-    records.write_experiment(config.out, record)
+    plan = plan_of(config, runner._domains_of(config), config.out)
+    records.write_experiment(config.out, runner._record(plan))
     (config.out / "runs").mkdir(exist_ok=True)
     return config.out
 

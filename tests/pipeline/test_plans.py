@@ -19,7 +19,7 @@ from doge_fast.pipeline.config import (
     SelectConfig,
 )
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.experiments.planner import Best, Drawn, Job, Plan
+from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
 from doge_fast.pipeline.experiments.presets import demo_of, known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
@@ -240,12 +240,9 @@ def test_the_papers_languages() -> None:
 def needs(job: Job) -> Iterator[Path]:
     config = job.config
     if isinstance(config, BaseConfig):
-        if isinstance(job.recipe, Best):
-            yield from job.recipe.swarm
-        weights = job.recipe.around if isinstance(job.recipe, Drawn) else config.weights
-        is_run = Path(weights).suffix != ".json"
-        if weights not in ("uniform", "natural") and is_run:
-            yield Path(weights)
+        for weights in (config.weights, *job.reads):
+            if weights not in ("uniform", "natural") and Path(weights).suffix != ".json":
+                yield Path(weights)
         if config.model.pretrained:
             yield Path(config.model.model).parent
     if isinstance(config, DoReMiConfig):

@@ -20,8 +20,8 @@ from filelock import Timeout
 from doge_fast import cli, failures
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ExperimentConfig
-from doge_fast.pipeline.experiments import runner, workers
-from doge_fast.pipeline.experiments.queue import EVENTS, Queue
+from doge_fast.pipeline.experiments import runner
+from doge_fast.pipeline.experiments.queue import EVENTS, Queue, devices_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from tests.pipeline.stages import lines_of
 
@@ -303,8 +303,7 @@ from pathlib import Path
 
 import torch
 
-from doge_fast.pipeline.experiments import workers
-from doge_fast.pipeline.experiments.queue import Queue
+from doge_fast.pipeline.experiments.queue import Queue, run_workers
 
 def work(folder, is_lost, worker):
     (folder / str(os.getpid())).write_text(str(torch.get_num_threads()))
@@ -318,7 +317,7 @@ if __name__ == "__main__":
     folder, is_lost = Path(sys.argv[1]), len(sys.argv) > 2
     (folder / "threads").write_text(str(torch.get_num_threads()))
     loop = functools.partial(work, folder, is_lost)
-    workers.run(loop, 2, Queue(folder / "queue").folder, None)
+    run_workers(loop, 2, Queue(folder / "queue").folder, None)
 """
 
 
@@ -380,7 +379,7 @@ def test_a_command_whose_workers_all_die_ends(tmp_path: Path) -> None:
     ],
 )
 def test_gpus_are_dealt(there: int, visible: str | None, devices: list[str | None]) -> None:
-    assert [workers.devices_of(n, there, visible) for n in (1, 2, 3)] == devices
+    assert [devices_of(n, there, visible) for n in (1, 2, 3)] == devices
 
 
 @pytest.mark.parametrize(

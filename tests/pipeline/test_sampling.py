@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from doge_fast.mixture.counts import Phase, mixture_counts
-from doge_fast.pipeline.sampling import BlockSampler, domain_blocks
+from doge_fast.pipeline.domains import BlockSampler, domain_blocks
 
 
 def test_every_epoch_shows_every_block_once_in_an_order_of_its_own():
@@ -132,7 +132,6 @@ def test_a_curriculum_changes_weights_and_keeps_positions():
         (lambda: mixture_counts(0, 0, [], 8), "must be >= 0"),
         (lambda: mixture_counts(0, 0, [1.0], 0), "batch_size >= 1"),
         (lambda: mixture_counts(0, -1, [1.0], 1), "step >= 0"),
-        (lambda: domain_blocks(0, -1, domain="a", num_blocks=1, size=1), "step >= 0"),
         (lambda: domain_blocks(0, 0, domain="a", num_blocks=0, size=1), "a has no blocks"),
         (
             lambda: BlockSampler(0, {"a": 1.0}, 1, {"b": 1}),

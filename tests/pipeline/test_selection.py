@@ -84,7 +84,6 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
     measure_cancellation(config)
     stage = SelectStage(config)
     model = prepare(stage, None)
-    batches = stage.batches(0)
     params = dict(model.named_parameters())
     decay = [param for param in params.values() if param.dim() > 1]
     rest = [param for param in params.values() if param.dim() == 1]
@@ -92,7 +91,7 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
     optimizer = torch.optim.AdamW(groups, lr=3e-3)
     expected = dict.fromkeys(params, 0.0)
     for step in range(2):
-        tokens = batches.batch(step)["input_ids"]
+        tokens = stage.batch(step)["input_ids"]
         grads = [
             torch.autograd.grad(
                 model(input_ids=row[None], labels=row[None]).loss, list(params.values())

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.pipeline.config.components import CorpusConfig, TasksConfig
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
@@ -14,6 +13,7 @@ from doge_fast.pipeline.config.ranges import (
     Range,
     Seed,
 )
+from doge_fast.pipeline.config.stages import CorpusConfig, TasksConfig
 
 Experiment = Literal[
     "demo",

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from doge_fast.pipeline.config.components import TasksConfig
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
@@ -13,6 +12,7 @@ from doge_fast.pipeline.config.ranges import (
     Range,
     Seed,
 )
+from doge_fast.pipeline.config.stages import TasksConfig
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from doge_fast.defaults import default_mu
 from doge_fast.pipeline import generated_corpus
@@ -56,16 +57,6 @@ class Case:
     """Of the out-of-domain cases."""
     aim: tuple[str, ...] = ()
     """Domains that the loss is averaged over; empty: the target, or all."""
-
-    def weights(self, factor: float) -> dict[str, float]:
-        """Uniform within and without the special domains, their odds times `factor`."""
-        number, special = len(self.domains), len(self.special)
-        odds = factor * special / (number - special)
-        share = odds / (1 + odds)
-        return {
-            name: share / special if name in self.special else (1 - share) / (number - special)
-            for name in self.domains
-        }
 
 
 def known(plan: Planner) -> Plan:
@@ -144,20 +135,18 @@ def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
         domain_column=None,
         streaming=False,
     )
+    targets = () if case.target is None else (case.target,)
     mu = told.proxy.mu
     if not whole.is_mu_given:
-        number = len(case.domains) if case.target is None else 1
-        mu = default_mu(rates_of(told, told.proxy.model)[0], number)
+        mu = default_mu(rates_of(told, told.proxy.model)[0], 1 if targets else len(case.domains))
     proxy = replace(told.proxy, mu=mu)
     plan = Planner(replace(told, corpus=corpus, proxy=proxy), case.domains, whole.out)
     plan.jobs = whole.jobs
-    targets = () if case.target is None else (case.target,)
-    learn = partial(plan.proxy, name=case.name, target=targets or None)
+    aimed: dict[str, Any] = {"target": targets} if targets else {}
+    learn = partial(plan.proxy, name=case.name, **aimed)
     base = partial(plan.at_weights, targets=targets)
-    arms = [base("uniform", "baseline", f"{case.name}-uniform", at("uniform"))]
-    arms[0]["is_baseline"] = True
-    for factor, file in _ladder(case, folder).items():
-        weights = case.weights(factor)
+    arms = [plan.uniform(f"{case.name}-uniform", targets=targets)]
+    for file, weights in _ladder(case, folder).items():
         share = sum(weights[name] for name in case.special)
         arms.append(base(f"share {share:.3f}", "given", file.stem, at(str(file))))
     arms.append(base("DoGE", "learned", f"{case.name}-doge", learn))
@@ -173,10 +162,18 @@ def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
     return group, plan.arm(case.name, "average weights", learn)
 
 
-def _ladder(case: Case, folder: Path) -> dict[float, Path]:
-    """{factor of the odds: file of the weights}."""
-    factors = _MORE if case.is_more else _LESS
-    return {factor: folder.with_name(f"{case.name}-odds-x{factor:g}.json") for factor in factors}
+def _ladder(case: Case, folder: Path) -> dict[Path, dict[str, float]]:
+    """{file: weights}: uniform within and without the special domains, their odds multiplied."""
+    ladder = {}
+    number, special = len(case.domains), len(case.special)
+    for factor in _MORE if case.is_more else _LESS:
+        odds = factor * special / (number - special)
+        share = odds / (1 + odds)
+        ladder[folder.with_name(f"{case.name}-odds-x{factor:g}.json")] = {
+            name: share / special if name in case.special else (1 - share) / (number - special)
+            for name in case.domains
+        }
+    return ladder
 
 
 def _write(case: Case, folder: Path, config: ExperimentConfig) -> None:
@@ -190,8 +187,8 @@ def _write(case: Case, folder: Path, config: ExperimentConfig) -> None:
             lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
             file.write_text("".join(lines), encoding="utf-8")
         os.replace(beside, folder)
-    for factor, file in _ladder(case, folder).items():
-        entries = [{"name": name, "weight": each} for name, each in case.weights(factor).items()]
+    for file, weights in _ladder(case, folder).items():
+        entries = [{"name": name, "weight": weight} for name, weight in weights.items()]
         write_weights(file, {"method": "given", "domains": entries})
 
 

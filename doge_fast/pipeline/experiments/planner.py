@@ -6,7 +6,7 @@ arm, so arms are compared seed by seed.
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, Literal
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import (
     BaseConfig,
-    CorpusConfig,
     DoReMiConfig,
     ExperimentConfig,
     ModelConfig,
@@ -33,34 +32,15 @@ RUNS = "runs"
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Weights to be drawn from a Dirichlet distribution, in the file that a base run reads."""
-
-    around: str | Path
-    """As `BaseConfig.weights`: a baseline, or a run that learns weights."""
-    concentration: float
-    """Times the number of domains."""
-    number: int
-    """Of the draw."""
-
-
-@dataclass(frozen=True)
-class Best:
-    """The weights that are best by the regression over a swarm, in the file that a run reads."""
-
-    swarm: tuple[Path, ...]
-    apart: tuple[str, ...]
-    """Names of runs that are judged by it, and not part of it."""
-
-
-@dataclass(frozen=True)
 class Job:
     """A run, and whether its model is measured on held-out text afterwards."""
 
     config: StageConfig
     is_measured: bool
-    recipe: Drawn | Best | None = None
-    """Of the weights, where they are made when the run begins."""
+    recipe: Callable[[BaseConfig], None] | None = None
+    """Writes the weights that a base run reads, where they follow from other runs."""
+    reads: tuple[str | Path, ...] = ()
+    """What the recipe reads."""
 
     @property
     def name(self) -> str:
@@ -70,7 +50,11 @@ class Job:
     @property
     def stage(self) -> str:
         """The verb that makes it."""
-        return type(self.config).__name__.removesuffix("Config").lower()
+        return _verb_of(type(self.config))
+
+
+def _verb_of(config: type) -> str:
+    return config.__name__.removesuffix("Config").lower()
 
 
 @dataclass
@@ -79,6 +63,8 @@ class Plan:
 
     title: str
     question: str
+    config: ExperimentConfig
+    """What was asked for, mu a number."""
     jobs: list[Job] = field(default_factory=list)
     groups: list[Json] = field(default_factory=list)
     corpora: Sequence[Callable[[], None]] = ()
@@ -86,35 +72,21 @@ class Plan:
 
     def needed_by(self, job: Job) -> list[str]:
         """Names of the runs that a run reads."""
-        read = {part for path in _paths_of(job) for part in path.parts}
-        return [each.name for each in self.jobs if each.name in read]
+        config = job.config
+        read: list[Any] = [config.model.model, config.corpus.tokenizer, *job.reads]
+        read += [getattr(config, each, None) for each in ("weights", "reference", "selection")]
+        parts = {part for path in read if path is not None for part in Path(path).parts}
+        return [each.name for each in self.jobs if each.name in parts]
 
     def waves(self) -> list[list[Job]]:
         """The runs in groups: those of one can be made side by side once the earlier ones are."""
         place: dict[str, int] = {}
+        waves: dict[int, list[Job]] = {}
         for job in self.jobs:
-            place[job.name] = 1 + max((place[name] for name in self.needed_by(job)), default=-1)
-        return [
-            [job for job in self.jobs if place[job.name] == wave]
-            for wave in range(max(place.values(), default=-1) + 1)
-        ]
-
-
-def _paths_of(job: Job) -> list[Path]:
-    """What a run may read of other runs."""
-    config = job.config
-    read: list[str | Path | None] = [config.model.model, config.corpus.tokenizer]
-    if isinstance(config, BaseConfig):
-        read.append(config.weights)
-    if isinstance(config, DoReMiConfig):
-        read.append(config.reference)
-    if isinstance(config, ProxyConfig):
-        read.append(config.selection)
-    if isinstance(job.recipe, Drawn):
-        read.append(job.recipe.around)
-    if isinstance(job.recipe, Best):
-        read.extend(job.recipe.swarm)
-    return [Path(each) for each in read if each is not None]
+            wave = 1 + max((place[name] for name in self.needed_by(job)), default=-1)
+            place[job.name] = wave
+            waves.setdefault(wave, []).append(job)
+        return [waves[wave] for wave in sorted(waves)]
 
 
 def at(baseline: str) -> Source:
@@ -143,7 +115,7 @@ class Planner:
 
     def finish(self, title: str, question: str, groups: list[Json]) -> Plan:
         """All that was asked for so far, as a plan."""
-        return Plan(title, question, list(self.jobs.values()), groups)
+        return Plan(title, question, self.config, list(self.jobs.values()), groups)
 
     def over_seeds(self, make: Callable[[int], Path]) -> list[str]:
         """Names of a run for every seed."""
@@ -157,18 +129,18 @@ class Planner:
         """An arm of base models at the weights that `source` gives; `more` as for `base`."""
         return self.arm(label, about, self.as_base(name, source, **more))
 
-    def uniform(self) -> Json:
+    def uniform(self, name: str = "uniform", **more: Any) -> Json:
         """The arm that others are compared with."""
-        arm = self.at_weights("uniform", "baseline", "uniform", at("uniform"))
+        arm = self.at_weights("uniform", "baseline", name, at("uniform"), **more)
         return arm | {"is_baseline": True}
 
-    def natural(self) -> Json:
+    def natural(self, name: str = "natural", **more: Any) -> Json:
         """The arm at weights by tokens."""
-        return self.at_weights("natural", "by tokens", "natural", at("natural"))
+        return self.at_weights("natural", "by tokens", name, at("natural"), **more)
 
-    def doge(self) -> Json:
+    def doge(self, name: str = "doge", **more: Any) -> Json:
         """The arm at learned weights."""
-        return self.at_weights("DoGE", "learned", "doge", self.proxy)
+        return self.at_weights("DoGE", "learned", name, self.proxy, **more)
 
     def perplexities(
         self, arms: list[Json], paper: str | None, *, title: str | None = None, **more: Any
@@ -189,67 +161,33 @@ class Planner:
         """The table of what proxies learned."""
         return {"kind": "weights", "title": title, "paper": paper, "arms": arms, **more}
 
-    def proxy(
-        self,
-        seed: int,
-        name: str = "doge",
-        *,
-        target: tuple[str, ...] | None = None,
-        domains: Sequence[str] | None = None,
-        model: str | None = None,
-        is_measured: bool = False,
-        steps: int | None = None,
-        training: Mapping[str, Any] | None = None,
-        **changes: Any,
-    ) -> Path:
-        """Learn weights; `changes` are fields of `ProxyConfig`, `training` of its training."""
+    def proxy(self, seed: int, name: str = "doge", **more: Any) -> Path:
+        """Learn weights; `more` are fields of `ProxyConfig`, or as for `_add`."""
         told = self.config.proxy
-        model = model or told.model
-        if target is None:
-            target = ("mix",) if told.target_batch == "mix" else ("universal",)
-        config = ProxyConfig(
-            out=self._path("proxy", name, seed),
-            corpus=self._corpus(domains),
-            model=ModelConfig(model=model),
-            training=replace(
-                self._training(steps or told.steps, seed, model, eval_points=1),
-                **(training or {}),
-            ),
-            target=target,
-            sequences_per_domain=told.sequences_per_domain,
-            mu=told.mu,
-            score=told.score,
-            domain_max_grad_norm=told.domain_max_grad_norm or None,
-        )
-        return self._add(replace(config, **changes), is_measured)
+        own: dict[str, Any] = {
+            "model": told.model,
+            "steps": told.steps,
+            "eval_points": 1,
+            "target": ("mix" if told.target_batch == "mix" else "universal",),
+            "sequences_per_domain": told.sequences_per_domain,
+            "mu": told.mu,
+            "score": told.score,
+            "domain_max_grad_norm": told.domain_max_grad_norm or None,
+        }
+        return self._add(ProxyConfig, name, seed, **(own | more))
 
-    def base(
-        self,
-        seed: int,
-        name: str,
-        weights: str | Path,
-        *,
-        model: str | None = None,
-        domains: Sequence[str] | None = None,
-        targets: tuple[str, ...] = (),
-        stages: int = 1,
-        steps: int | None = None,
-        recipe: Drawn | Best | None = None,
-    ) -> Path:
-        """Train at weights; those of a recipe are made in the file that they name."""
+    def base(self, seed: int, name: str, weights: str | Path, **more: Any) -> Path:
+        """Train at weights; `more` are fields of `BaseConfig`, or as for `_add`."""
         told = self.config.base
-        model = model or told.models[0]
-        config = BaseConfig(
-            out=self._path("base", name, seed),
-            corpus=self._corpus(domains),
-            model=ModelConfig(model=model),
-            training=self._training(steps or told.steps, seed, model, told.eval_points),
-            weights=str(weights),
-            stages=stages,
-            targets=targets,
-            batch_size=told.batch_size,
-        )
-        return self._add(config, True, recipe)
+        own: dict[str, Any] = {
+            "model": told.models[0],
+            "steps": told.steps,
+            "eval_points": told.eval_points,
+            "is_measured": True,
+            "weights": str(weights),
+            "batch_size": told.batch_size,
+        }
+        return self._add(BaseConfig, name, seed, **(own | more))
 
     def as_base(self, name: str, source: Source, **more: Any) -> Callable[[int], Path]:
         """`base` of a seed still to come, at the weights that `source` gives for it."""
@@ -258,20 +196,20 @@ class Planner:
     def finetuned(self, seed: int, source: Callable[[int], Path], target: str) -> Path:
         """Go on with a base model on the target alone."""
         told, base = self.config.base, source(seed)
-        rate = told.finetune_learning_rate
         model = base / "model"
-        config = BaseConfig(
+        return self._add(
+            BaseConfig,
+            "",
+            seed,
             out=base.with_name(f"finetuned-{base.name.removeprefix('base-')}"),
             corpus=replace(self.config.corpus, domains=(target,), tokenizer=str(model)),
-            model=ModelConfig(model=str(model), pretrained=True),
-            training=replace(
-                self._training(told.finetune_steps, seed, "", None),
-                learning_rate=rate,
-                min_learning_rate=rate / 5,
-            ),
+            model=str(model),
+            is_pretrained=True,
+            steps=told.finetune_steps,
+            rates=(told.finetune_learning_rate, told.finetune_learning_rate / 5),
+            is_measured=True,
             batch_size=told.batch_size,
         )
-        return self._add(config, True)
 
     def reference(self, seed: int, steps: int) -> Path:
         """DoReMi's first model: uniform weights, the proxy's size."""
@@ -280,18 +218,17 @@ class Planner:
 
     def doremi(self, seed: int, steps: int, variant: Literal["doremi", "doge"] = "doremi") -> Path:
         """Learn weights by excess loss, after a reference of the same size and length."""
-        model = self.config.proxy.model
-        suffix = "" if variant == "doremi" else f"-{variant}"
-        config = DoReMiConfig(
-            out=self._path("doremi", f"{steps}{suffix}", seed),
+        return self._add(
+            DoReMiConfig,
+            f"{steps}" if variant == "doremi" else f"{steps}-{variant}",
+            seed,
             reference=self.reference(seed, steps),
-            corpus=self._corpus(None),
-            model=ModelConfig(model=model),
-            training=self._training(steps, seed, model, eval_points=1),
+            model=self.config.proxy.model,
+            steps=steps,
+            eval_points=1,
             batch_size=self.config.base.batch_size,
             variant=variant,
         )
-        return self._add(config, False)
 
     def doremis(self) -> list[tuple[int, str, Callable[[int], Path]]]:
         """(steps, label, DoReMi of this length), for each length."""
@@ -302,69 +239,86 @@ class Planner:
 
     def selected(self, seed: int, name: str) -> Path:
         """Learn weights from the gradients of a selection."""
-        return self.proxy(seed, name, selection=self.select(seed) / f"selection-{name}.json")
-
-    def select(self, seed: int) -> Path:
-        """Measure the cancellation effect."""
-        told, model = self.config.selection, self.config.proxy.model
-        training = self._training(told.steps, seed, model, None)
-        config = SelectConfig(
-            out=self._path("select", "cancellation", seed),
-            corpus=self._corpus(None),
-            model=ModelConfig(model=model),
+        told, proxy = self.config.selection, self.config.proxy
+        peak, _ = rates_of(self.config, proxy.model)
+        select = self._add(
+            SelectConfig,
+            "cancellation",
+            seed,
+            model=proxy.model,
+            steps=told.steps,
             # The first steps of a long training, whose rate has hardly begun to fall.
-            training=replace(training, min_learning_rate=training.learning_rate),
+            rates=(peak, peak),
             strategies=told.strategies,
-            batch_size=self.config.proxy.sequences_per_domain * len(self.domains),
+            batch_size=proxy.sequences_per_domain * len(self.domains),
         )
-        return self._add(config, False)
+        return self.proxy(seed, name, selection=select / f"selection-{name}.json")
 
     def cost(self) -> Json:
         """What it takes to learn weights: tab:robust's last row."""
         methods = [{"label": "DoGE", "runs": [[name] for name in self.over_seeds(self.proxy)]}]
-        for steps, label, make in self.doremis():
-            references = self.over_seeds(partial(self.reference, steps=steps))
-            pairs = zip(references, self.over_seeds(make), strict=True)
-            methods.append({"label": label, "runs": [list(pair) for pair in pairs]})
+        methods += [
+            {"label": label, "runs": self.with_reference(steps, make)}
+            for steps, label, make in self.doremis()
+        ]
         return {"kind": "cost", "title": "What learning the weights costs", "methods": methods}
+
+    def with_reference(self, steps: int, doremi: Callable[[int], Path]) -> list[list[str]]:
+        """Names of DoReMi's two runs for every seed."""
+        references = self.over_seeds(partial(self.reference, steps=steps))
+        return [list(pair) for pair in zip(references, self.over_seeds(doremi), strict=True)]
 
     def check_known(self, what: str, names: Sequence[str]) -> None:
         """Raise ValueError where the corpus lacks a domain that is asked for."""
         named.check(what, names, self.names, self.config.corpus.data)
 
-    def _path(self, kind: str, name: str, seed: int) -> Path:
-        # A domain or a model may be called anything; a directory may not.
-        plain = re.sub(r"[^\w.-]+", "-", name)
-        if plain != name:
-            plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
-        return self.out / RUNS / f"{kind}-{plain}-seed{seed}"
-
-    def _corpus(self, domains: Sequence[str] | None) -> CorpusConfig:
-        chosen = tuple(self.domains if domains is None else domains)
-        return replace(self.config.corpus, domains=chosen)
-
-    def _training(
-        self, steps: int, seed: int, model: str, eval_points: int | None
-    ) -> TrainingConfig:
-        rates = self.config.rates
-        peak, end = rates_of(self.config, model)
-        return TrainingConfig(
+    def _add(
+        self,
+        kind: type[StageConfig],
+        name: str,
+        seed: int,
+        *,
+        model: str,
+        steps: int,
+        domains: Sequence[str] | None = None,
+        rates: tuple[float, float] | None = None,
+        eval_points: int | None = None,
+        is_pretrained: bool = False,
+        is_measured: bool = False,
+        recipe: Callable[[BaseConfig], None] | None = None,
+        reads: tuple[str | Path, ...] = (),
+        **fields: Any,
+    ) -> Path:
+        """A run in the plan; `fields` are those of its configuration that are not made here."""
+        told = self.config.rates
+        peak, end = rates or rates_of(self.config, model)
+        training = TrainingConfig(
             steps=steps,
             learning_rate=peak,
             min_learning_rate=end,
             seed=seed,
             eval_every=None if eval_points is None else max(1, steps // eval_points),
             # Points of a curve; tables are measured afterwards.
-            eval_blocks=min(64, rates.eval_blocks or 64),
-            dtype=rates.dtype,
-            device=rates.device,
+            eval_blocks=min(64, told.eval_blocks or 64),
+            dtype=told.dtype,
+            device=told.device,
         )
-
-    def _add(
-        self, config: StageConfig, is_measured: bool, recipe: Drawn | Best | None = None
-    ) -> Path:
+        made: dict[str, Any] = {
+            "out": self._path(_verb_of(kind), name, seed),
+            "corpus": replace(self.config.corpus, domains=tuple(domains or self.domains)),
+            "model": ModelConfig(model=model, pretrained=is_pretrained),
+            "training": training,
+        }
+        config = kind(**(made | fields))
         known = self.jobs.get(config.out)
         assert known is None or known.config == config, f"two plans for {config.out}"
         is_measured = is_measured or (known is not None and known.is_measured)
-        self.jobs[config.out] = Job(config, is_measured, recipe)
+        self.jobs[config.out] = Job(config, is_measured, recipe, reads)
         return config.out
+
+    def _path(self, verb: str, name: str, seed: int) -> Path:
+        # A domain or a model may be called anything; a directory may not.
+        plain = re.sub(r"[^\w.-]+", "-", name)
+        if plain != name:
+            plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+        return self.out / RUNS / f"{verb}-{plain}-seed{seed}"

@@ -4,21 +4,24 @@ A plan is data: jobs, each a stage's configuration, a later one reading what an 
 left; and groups, each the runs behind a table.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from doge_fast.defaults import default_mu
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments.known import known
-from doge_fast.pipeline.experiments.planner import Json, Plan, Planner, Source, at
+from doge_fast.pipeline.experiments.planner import Json, Plan, Planner, at
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
     PAPER_LANGUAGES,
     doremi_steps,
+    rates_of,
 )
 from doge_fast.pipeline.experiments.regret import regret
-from doge_fast.pipeline.experiments.sensitivity import sensitivity
 
 # Stages of the paper's curricula; one stage is the global average.
 CURRICULA = (2, 3, 10)
@@ -45,10 +48,10 @@ def plan_of(
     planner = Planner(config, names, out)
     planner.check_known("domains", config.corpus.domains)
     plan = _PLANS[config.name](planner)
-    return _with_tasks(plan, config, tasks) if tasks else plan
+    return _with_tasks(plan, tasks) if tasks else plan
 
 
-def _with_tasks(plan: Plan, config: ExperimentConfig, tasks: Json) -> Plan:
+def _with_tasks(plan: Plan, tasks: Json) -> Plan:
     """A table of accuracies after each of perplexities."""
     groups = []
     for group in plan.groups:
@@ -61,15 +64,15 @@ def _with_tasks(plan: Plan, config: ExperimentConfig, tasks: Json) -> Plan:
                     "arms": group["arms"],
                     "focus": group.get("focus"),
                     **tasks,
-                    "shots": config.tasks.shots,
-                    "task_limit": config.tasks.task_limit,
-                    "task_data": config.tasks.task_data,
+                    "shots": plan.config.tasks.shots,
+                    "task_limit": plan.config.tasks.task_limit,
+                    "task_data": plan.config.tasks.task_data,
                 }
             )
     if len(groups) == len(plan.groups):
         raise ValueError(
-            f"tasks are scored where base models are compared on all domains; {config.name} does "
-            "not. doge-fast evaluate RUN --tasks scores any base run."
+            "tasks are scored where base models are compared on all domains; "
+            f"{plan.config.name} does not. doge-fast evaluate RUN --tasks scores any base run."
         )
     return replace(plan, groups=groups)
 
@@ -77,19 +80,14 @@ def _with_tasks(plan: Plan, config: ExperimentConfig, tasks: Json) -> Plan:
 def _demo(plan: Planner) -> Plan:
     """Both halves of the paper's question on one corpus, in minutes."""
     targets = plan.config.targets or (DEMO_TARGET,)
-    plan.check_known("targets", targets)
     arms = [plan.uniform(), plan.natural(), plan.doge()]
-    rows, learned = _targeted(plan, _without(plan, targets), is_short=True)
+    table, learned = _targeted(plan, targets, plan.domains, is_short=True)
     learned = [plan.arm("DoGE", "for all domains", plan.proxy), *learned]
     return plan.finish(
         "Domain weights, learned and tried out",
         "Which mixture of the domains lowers the held-out loss, over all of them and on one that "
         "nobody trains on?",
-        [
-            plan.perplexities(arms, None),
-            {"kind": "targets", "title": "Perplexity on the target", "paper": None, "rows": rows},
-            plan.weights(learned, None),
-        ],
+        [plan.perplexities(arms, None), table, plan.weights(learned, None)],
     )
 
 
@@ -107,17 +105,15 @@ def _universal(plan: Planner) -> Plan:
 
 
 def _universal_perplexity(plan: Planner, model: str) -> Json:
-    kinds: list[tuple[str, str, str, Source]] = [
-        ("uniform", "baseline", "uniform", at("uniform")),
-        ("natural", "by tokens", "natural", at("natural")),
-        ("DoGE", "learned", "doge", plan.proxy),
-        *((label, "learned", f"doremi-{steps}", each) for steps, label, each in plan.doremis()),
-    ]
     arms = [
-        plan.at_weights(label, about, f"{name}-{model}", source, model=model)
-        for label, about, name, source in kinds
+        plan.uniform(f"uniform-{model}", model=model),
+        plan.natural(f"natural-{model}", model=model),
+        plan.doge(f"doge-{model}", model=model),
     ]
-    arms[0]["is_baseline"] = True
+    arms += [
+        plan.at_weights(label, "learned", f"doremi-{steps}-{model}", each, model=model)
+        for steps, label, each in plan.doremis()
+    ]
     return plan.perplexities(
         arms, _paper_table(model), title=f"Base models of size {model}", pairs=_against_doge(arms)
     )
@@ -164,66 +160,61 @@ def _doremi(plan: Planner) -> Plan:
 def _ood(plan: Planner) -> Plan:
     """tab:ppl-ood, tab:ood-dw."""
     targets = plan.config.targets or plan.domains
-    plan.check_known("targets", targets)
-    return _out_of_domain(plan, _without(plan, targets), paper=("tab:ppl-ood", "tab:ood-dw"))
+    return _out_of_domain(plan, targets, plan.domains, paper=("tab:ppl-ood", "tab:ood-dw"))
 
 
 def _wiki40b(plan: Planner) -> Plan:
     """tab:ood-wiki-dw, fig:dw_ood."""
     targets = plan.config.targets or PAPER_LANGUAGE_TARGETS
-    plan.check_known("targets", targets)
     found = tuple(name for name in PAPER_LANGUAGES if name in plan.names)
     chosen = plan.config.corpus.domains or found or plan.names
-    domains = tuple(name for name in chosen if name not in targets)
-    if not domains:
-        raise ValueError(f"wiki40b needs languages to learn from beside {', '.join(targets)}.")
-    sources = dict.fromkeys(targets, domains)
-    return _out_of_domain(plan, sources, paper=(None, "tab:ood-wiki-dw"))
-
-
-def _without(plan: Planner, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """{target: the other domains}."""
-    found = {target: tuple(name for name in plan.domains if name != target) for target in targets}
-    if not all(found.values()):
-        raise ValueError(
-            f"{plan.config.name} needs a domain to learn from beside {', '.join(targets)}."
-        )
-    return found
+    domains = [name for name in chosen if name not in targets]
+    return _out_of_domain(plan, targets, domains, paper=(None, "tab:ood-wiki-dw"))
 
 
 def _out_of_domain(
-    plan: Planner, sources: Mapping[str, tuple[str, ...]], *, paper: tuple[str | None, str]
+    plan: Planner,
+    targets: Sequence[str],
+    domains: Sequence[str],
+    *,
+    paper: tuple[str | None, str],
 ) -> Plan:
-    rows, learned = _targeted(plan, sources)
-    groups: list[Json] = [
-        {"kind": "targets", "title": "Perplexity on the target", "paper": paper[0], "rows": rows},
-        plan.weights(learned, paper[1], title="Domain weights by target", is_affinity=True),
-    ]
+    table, learned = _targeted(plan, targets, domains, paper=paper[0])
     return plan.finish(
         "Out-of-domain generalization",
         "Which mixture of the other domains lowers the loss on a target that nobody trains on, and "
         "does it still help when training goes on with the target alone?",
-        groups,
+        [
+            table,
+            plan.weights(learned, paper[1], title="Domain weights by target", is_affinity=True),
+        ],
     )
 
 
 def _targeted(
-    plan: Planner, sources: Mapping[str, tuple[str, ...]], *, is_short: bool = False
-) -> tuple[list[Json], list[Json]]:
-    """Every target against the same arms; and what was learned for it.
+    plan: Planner,
+    targets: Sequence[str],
+    domains: Sequence[str],
+    *,
+    paper: str | None = None,
+    is_short: bool = False,
+) -> tuple[Json, list[Json]]:
+    """The table of every target against the same arms, and what `domains` but for it teach.
 
-    Args:
-        plan: the planner.
-        sources: {target: the domains to learn from}.
-        is_short: no model that goes on with the target, nor one that was trained on it too.
+    `is_short`: no model that goes on with the target, nor one that was trained on it too.
     """
-    odd = [name for name in sources if "=" in name]
-    if odd:
+    plan.check_known("targets", targets)
+    if odd := [name for name in targets if "=" in name]:
         raise ValueError(f"A target's name may hold no '=', which gives weights; got {odd[0]!r}.")
     rows, learned = [], []
-    for target, domains in sources.items():
-        proxy = partial(plan.proxy, name=f"for-{target}", target=(target,), domains=domains)
-        without = {"domains": domains, "targets": (target,)}
+    for target in targets:
+        others = tuple(name for name in domains if name != target)
+        if not others:
+            raise ValueError(
+                f"{plan.config.name} needs a domain to learn from beside {', '.join(targets)}."
+            )
+        proxy = partial(plan.proxy, name=f"for-{target}", target=(target,), domains=others)
+        without = {"domains": others, "targets": (target,)}
         uniform = plan.as_base(f"uniform-without-{target}", at("uniform"), **without)
         doge = plan.as_base(f"doge-for-{target}", proxy, **without)
         arms = [
@@ -231,36 +222,20 @@ def _targeted(
             plan.arm("DoGE", "learned for the target", doge),
         ]
         if not is_short:
-            arms += _after_and_oracle(plan, target, domains, uniform, doge)
-        rows.append({"target": target, "domains": list(domains), "arms": arms})
+            tuned, then = "uniform, fine-tuned", "then on the target"
+            tuned_uniform = partial(plan.finetuned, source=uniform, target=target)
+            tuned_doge = partial(plan.finetuned, source=doge, target=target)
+            name, all_domains = f"uniform-with-{target}", (*others, target)
+            oracle = plan.as_base(name, at("uniform"), domains=all_domains)
+            arms += [
+                plan.arm(tuned, then, tuned_uniform),
+                plan.arm("DoGE, fine-tuned", then, tuned_doge, baseline=tuned),
+                plan.arm("oracle", "uniform, target included", oracle),
+            ]
+        rows.append({"target": target, "domains": list(others), "arms": arms})
         learned.append(plan.arm(f"for {target}", "average weights", proxy, target=target))
-    return rows, learned
-
-
-def _after_and_oracle(
-    plan: Planner,
-    target: str,
-    domains: tuple[str, ...],
-    uniform: Callable[[int], Path],
-    doge: Callable[[int], Path],
-) -> list[Json]:
-    """The models that go on with the target, and the one that was trained on it from the start."""
-    name = f"uniform-with-{target}"
-    oracle = plan.as_base(name, at("uniform"), domains=(*domains, target))
-    return [
-        plan.arm(
-            "uniform, fine-tuned",
-            "then on the target",
-            partial(plan.finetuned, source=uniform, target=target),
-        ),
-        plan.arm(
-            "DoGE, fine-tuned",
-            "then on the target",
-            partial(plan.finetuned, source=doge, target=target),
-            baseline="uniform, fine-tuned",
-        ),
-        plan.arm("oracle", "uniform, target included", oracle),
-    ]
+    table = {"kind": "targets", "title": "Perplexity on the target", "paper": paper, "rows": rows}
+    return table, learned
 
 
 def _scales(plan: Planner) -> Plan:
@@ -341,11 +316,13 @@ def _proxy_vs_base(plan: Planner) -> Plan:
     told = plan.config
     # As many tokens as the proxy saw.
     blocks = told.proxy.steps * told.proxy.sequences_per_domain * len(plan.domains)
-    alike = {"model": told.proxy.model, "steps": round(blocks / told.base.batch_size)}
+    alike: dict[str, Any] = {
+        "model": told.proxy.model,
+        "steps": round(blocks / told.base.batch_size),
+    }
     proxy = partial(plan.proxy, is_measured=True)
-    uniform = plan.at_weights("uniform", "baseline", "uniform", at("uniform"), **alike)
     arms = [
-        uniform | {"is_baseline": True},
+        plan.uniform(**alike),
         plan.at_weights("DoGE base", "resampled", "doge", proxy, **alike),
         plan.arm("DoGE proxy", "reweighted gradients", proxy),
     ]
@@ -356,6 +333,66 @@ def _proxy_vs_base(plan: Planner) -> Plan:
         "trained on the resampled corpus with as many tokens?",
         [plan.perplexities(arms, None, title=title, pairs=[["DoGE proxy", "DoGE base"]])],
     )
+
+
+def _sensitivity(plan: Planner) -> Plan:
+    """The proxy with one setting changed at a time, and base models at what each learns."""
+    sources: dict[str, Callable[[int], Path]] = {
+        label: partial(plan.proxy, name=_slug(label), **each)
+        for label, each in _changes(plan).items()
+    }
+    # Each base model follows its proxy, so that an experiment that is stopped has whole arms.
+    arms = [plan.uniform(), plan.natural()]
+    arms += [
+        plan.at_weights(f"DoGE, {label}", "learned", _slug(label), each)
+        for label, each in sources.items()
+    ]
+    learned = [plan.arm(label, "proxy", each) for label, each in sources.items()]
+    return plan.finish(
+        "Settings of the proxy",
+        "Which settings of the proxy decide whether its weights help?",
+        [plan.perplexities(arms, None), plan.weights(learned, "tab:dw")],
+    )
+
+
+def _changes(plan: Planner) -> dict[str, dict[str, Any]]:
+    """{label: what differs from the proxy as it is set}."""
+    told = plan.config.proxy
+    mu, clip = told.mu, None if told.domain_max_grad_norm else 1.0
+    assert mu is not None
+    is_mix = told.target_batch == "mix"
+    peak, end = rates_of(plan.config, told.model)
+    target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
+    # W towards one target spreads less than towards all, so the target has a mu of its own.
+    other: dict[str, Any] = {"target": name, "mu": mu}
+    if not plan.is_mu_given:
+        other["mu"] = default_mu(peak, len(plan.domains) if is_mix else 1)
+    pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
+    changes: dict[str, dict[str, Any]] = {
+        "as set": {},
+        target: other,
+        f"{target}, domain clip {clip}": {**other, "domain_max_grad_norm": clip},
+        f"domain clip {clip}": {"domain_max_grad_norm": clip},
+        # W grows with the square of the gradients, which are two to four times as long uncut.
+        f"domain clip {clip}, {pace}": {"domain_max_grad_norm": clip, "mu": mu * factor},
+        "mu x 4": {"mu": mu * 4},
+        "mu / 4": {"mu": mu / 4},
+        "average from 1/3": {"average_from": 1 / 3},
+        "steps x 3": {"steps": 3 * told.steps},
+        "batch x 2": {"sequences_per_domain": 2 * told.sequences_per_domain},
+        "mu x 16": {"mu": mu * 16},
+    }
+    other_score = "paper" if told.score == "published" else "published"
+    changes[f"score {other_score}"] = {"score": other_score}
+    for times, factor in {"x 2": 2.0, "/ 2": 0.5}.items():
+        # The weights move by lr W / mu: at the same pace, so that it is the proxy that differs.
+        rates = (peak * factor, end * factor)
+        changes[f"learning rate and mu {times}"] = {"mu": mu * factor, "rates": rates}
+    return changes
+
+
+def _slug(label: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
 
 
 _PLANS: dict[str, Callable[[Planner], Plan]] = {
@@ -369,7 +406,7 @@ _PLANS: dict[str, Callable[[Planner], Plan]] = {
     "curriculum": _curriculum,
     "early": _early,
     "proxy_vs_base": _proxy_vs_base,
-    "sensitivity": sensitivity,
+    "sensitivity": _sensitivity,
     "regret": regret,
     "known": known,
 }

@@ -89,12 +89,7 @@ def is_generated(config: ExperimentConfig) -> bool:
 
 
 def with_mu(config: ExperimentConfig, names: Sequence[str]) -> ExperimentConfig:
-    """The experiment with the proxies' mu as a number.
-
-    Args:
-        config: as it was asked for.
-        names: domains that the corpus holds.
-    """
+    """The experiment with the proxies' mu as a number; `names` are those of the corpus."""
     if config.proxy.mu is not None:
         return config
     is_universal = config.name not in _TARGETED and config.proxy.target_batch == "same"
@@ -134,11 +129,7 @@ def demo_of(config: DemoConfig) -> ExperimentConfig:
 
 
 def settings_of(config: ExperimentConfig) -> dict[str, Any]:
-    """What experiment.json lists, and what may not change while an experiment is under way.
-
-    Args:
-        config: mu a number.
-    """
+    """What experiment.json lists, and what may not change while an experiment is under way."""
     corpus, rates, proxy, base = config.corpus, config.rates, config.proxy, config.base
     settings = {
         "data": corpus.data,

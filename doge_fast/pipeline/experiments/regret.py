@@ -2,27 +2,34 @@
 
 The truth by brute force, and RegMix as a baseline: base models at mixtures drawn around uniform,
 natural and learned weights show how each domain's loss follows from the mixture, and those at these
-weights themselves too. `swarm` holds the regression; here is which runs it takes.
+weights themselves too. `swarm` holds the regression; here is which runs it takes, and the weights
+that follow from other runs, which are written when the run that trains at them begins.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from doge_fast.pipeline.experiments.planner import (
-    RUNS,
-    Best,
-    Drawn,
-    Json,
-    Plan,
-    Planner,
-    Source,
-    at,
-)
+import numpy as np
+
+from doge_fast import failures
+from doge_fast.pipeline import records
+from doge_fast.pipeline import swarm as swarms
+from doge_fast.pipeline.base import resolve_phases
+from doge_fast.pipeline.config import BaseConfig
+from doge_fast.pipeline.domains import load_corpus
+from doge_fast.pipeline.experiments.planner import RUNS, Plan, Planner, Source, at
+from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.records.weights import read_named
+from doge_fast.pipeline.reporting.regret import swarm_of
+from doge_fast.pipeline.reporting.runs import open_runs
 
 MIXTURES = "mixtures"
 # Draws around learned weights lie so much nearer to them.
 _NEARER = 4.0
+# Of every drawn mixture this share is uniform: nothing is known of domains without any text.
+_SMOOTHING = 0.02
 
 
 def regret(plan: Planner) -> Plan:
@@ -31,21 +38,26 @@ def regret(plan: Planner) -> Plan:
         plan.uniform(),
         plan.natural(),
         plan.doge() | {"spent": [[name] for name in plan.over_seeds(plan.proxy)]},
-        *_doremi_arms(plan),
     ]
+    for steps, label, make in plan.doremis():
+        arm = plan.at_weights(label, "learned", f"doremi-{steps}", make)
+        arms.append(arm | {"spent": plan.with_reference(steps, make)})
     # All but what is judged by it: those that are given, and its own.
-    swarm = [*_swarm(plan), *(name for arm in arms for name in arm["runs"])]
+    runs = [*_swarm(plan), *(name for arm in arms for name in arm["runs"])]
     # Draws around learned weights cost what learning these does.
     learned = [name for arm in arms for names in arm.get("spent", ()) for name in names]
-    given = _given_arms(plan)
+    given = [
+        plan.at_weights(label, "given", f"given-{label}", at(str(file)))
+        for label, file in read_named(plan.config.weights, domains=plan.domains).items()
+    ]
     own = f"best-of-{plan.config.swarm.mixtures}"
+    swarm_paths = tuple(plan.out / RUNS / name for name in runs)
+    apart = tuple(name for arm in given for name in arm["runs"])
     best = plan.as_base(
         own,
         at(str(plan.out / MIXTURES / f"{own}.json")),
-        recipe=Best(
-            tuple(plan.out / RUNS / name for name in swarm),
-            tuple(name for arm in given for name in arm["runs"]),
-        ),
+        recipe=partial(_write_best, swarm=swarm_paths, apart=apart),
+        reads=swarm_paths,
     )
     judged = [*given, plan.arm("regression", "best by it", best, spent=[learned])]
     arms += judged
@@ -54,7 +66,7 @@ def regret(plan: Planner) -> Plan:
         "title": "Regret",
         "aim": list(plan.domains),
         "arms": arms,
-        "swarm": swarm,
+        "swarm": runs,
         "apart": [name for arm in judged for name in arm["runs"]],
         "focus": "regression",
     }
@@ -66,25 +78,6 @@ def regret(plan: Planner) -> Plan:
     )
 
 
-def _doremi_arms(plan: Planner) -> list[Json]:
-    arms = []
-    for steps, label, make in plan.doremis():
-        arm = plan.at_weights(label, "learned", f"doremi-{steps}", make)
-        references = plan.over_seeds(partial(plan.reference, steps=steps))
-        pairs = zip(references, plan.over_seeds(make), strict=True)
-        arms.append(arm | {"spent": [list(pair) for pair in pairs]})
-    return arms
-
-
-def _given_arms(plan: Planner) -> list[Json]:
-    """Those of `--weights NAME=FILE`."""
-    given = read_named(plan.config.weights, domains=plan.domains)
-    return [
-        plan.at_weights(label, "given", f"given-{label}", at(str(file)))
-        for label, file in given.items()
-    ]
-
-
 def _swarm(plan: Planner) -> list[str]:
     """Base models at drawn mixtures: around uniform, natural and learned weights in turn."""
     told, seeds = plan.config.swarm, plan.config.seeds
@@ -93,13 +86,46 @@ def _swarm(plan: Planner) -> list[str]:
     for number in range(told.mixtures):
         turn, place = divmod(number, 3)
         seed = seeds[turn % len(seeds)]
-        around: list[str | Path] = ["uniform", "natural"]
-        around.append(learned[turn // len(seeds) % len(learned)](seed))
-        recipe = Drawn(
-            around=around[place],
-            concentration=told.concentration * (_NEARER if place == 2 else 1.0),
-            number=number,
+        around = ("uniform", "natural", learned[turn // len(seeds) % len(learned)](seed))[place]
+        concentration = told.concentration * (_NEARER if place == 2 else 1.0)
+        name = f"drawn-{number}"
+        drawn = plan.base(
+            seed,
+            name,
+            plan.out / MIXTURES / f"{name}.json",
+            recipe=partial(_write_drawn, around=around, concentration=concentration, number=number),
+            reads=(around,),
         )
-        file = plan.out / MIXTURES / f"drawn-{number}.json"
-        runs.append(plan.base(seed, f"drawn-{number}", str(file), recipe=recipe).name)
+        runs.append(drawn.name)
     return runs
+
+
+def _write_drawn(
+    config: BaseConfig, *, around: str | Path, concentration: float, number: int
+) -> None:
+    """w ~ Dirichlet(concentration K centre), a little of it uniform."""
+    corpus = load_corpus(config.corpus, targets=config.targets)
+    (phase,) = resolve_phases(replace(config, weights=str(around)), corpus)
+    centre_K = np.array([phase.weights[name] for name in corpus.names])
+    num_domains = len(centre_K)
+    draw = np.random.default_rng([number, config.training.seed, num_domains])
+    drawn_K = draw.dirichlet(concentration * num_domains * centre_K)
+    weights_K = (1 - _SMOOTHING) * drawn_K + _SMOOTHING / num_domains
+    _write(Path(config.weights), "drawn", corpus.names, weights_K)
+
+
+def _write_best(config: BaseConfig, *, swarm: tuple[Path, ...], apart: tuple[str, ...]) -> None:
+    """The weights that are best by the regression over a swarm; `apart` is not part of it."""
+    names = config.corpus.domains
+    runs = swarm_of(open_runs([config.out.parent]), apart, open_runs(swarm[:1])[0])
+    read = swarms.read([run.path for run in runs], names)
+    _write(Path(config.weights), "regression", names, swarms.fitted(read).best_K)
+
+
+def _write(file: Path, method: str, names: Sequence[str], weights_K: Floats) -> None:
+    entries = [
+        {"name": name, "weight": float(weight)}
+        for name, weight in zip(names, weights_K, strict=True)
+    ]
+    with failures.writing(file):
+        records.write_weights(file, {"method": method, "domains": entries})

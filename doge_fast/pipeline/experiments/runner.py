@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -25,17 +25,12 @@ from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.experiments import mixtures, workers
+from doge_fast.pipeline.experiments import queue as queues
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
-from doge_fast.pipeline.experiments.presets import (
-    check,
-    known_domains,
-    settings_of,
-    with_mu,
-)
+from doge_fast.pipeline.experiments.presets import check, known_domains, settings_of
 from doge_fast.pipeline.experiments.queue import Queue
-from doge_fast.pipeline.proxy import learn_weights, parse_target
+from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
@@ -43,6 +38,12 @@ from doge_fast.pipeline.sources import find_parts
 
 # Claimed by whoever reads and packs a corpus, so that workers do not do it side by side.
 _CORPUS = "corpus"
+_STAGES: dict[type, Callable[[Any], object]] = {
+    ProxyConfig: learn_weights,
+    BaseConfig: train_base,
+    DoReMiConfig: learn_by_excess_loss,
+    SelectConfig: measure_cancellation,
+}
 
 
 def run_experiment(config: ExperimentConfig) -> list[str]:
@@ -75,14 +76,14 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
         import_module("submitit")
     if config.name == "regret":
         import_module("sklearn")
-    out, names = _directory(config), _domains_of(config)
-    plan = plan_of(config, names, out, _tasks_of(config))
-    jobs = _chosen(plan, config.only)
-    record = _record(with_mu(config, names), plan)
+    out = _directory(config)
+    plan = plan_of(config, _domains_of(config), out, _tasks_of(config))
+    jobs = _chosen(plan)
+    record = _record(plan)
     records.check_experiment(out, record)
     # Corpora that are made are sound, and made under a lock in the directory.
     if not plan.corpora:
-        _check_jobs(plan, jobs, config)
+        _check_jobs(plan, jobs)
     records.write_experiment(out, record)
     queue = Queue(out / records.QUEUE, config.lease)
     queue.forget_failures()
@@ -90,13 +91,13 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
         with queue.lock(_CORPUS):
             make()
     if plan.corpora:
-        _check_jobs(plan, jobs, config)
-    loop = functools.partial(_work, queue, plan, jobs, config)
+        _check_jobs(plan, jobs)
+    loop = functools.partial(_work, queue, plan, jobs)
     if config.workers == 1 and config.submitit is None:
         loop()
     else:
-        workers.run(loop, config.workers, queue.folder, config.submitit)
-    _check_made(queue, plan, jobs, config)
+        queues.run_workers(loop, config.workers, queue.folder, config.submitit)
+    _check_made(queue, plan, jobs)
     if config.only:
         return [f"run: {job.config.out}" for job in jobs]
     page = write_report(ReportConfig(runs=(out,)))
@@ -123,21 +124,19 @@ def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
     lines = [f"# {len(plan.jobs)} runs; those below one comment can be made side by side."]
     for number, wave in enumerate(plan.waves(), start=1):
         lines.append(f"# group {number}")
-        lines += [f"{command} --only {job.name}  # {_about(job)}" for job in wave]
+        for job in wave:
+            about = f"{job.stage}, {job.config.model.model}, {job.config.training.steps} steps"
+            lines.append(f"{command} --only {job.name}  # {about}")
     return [*lines, "# then the report", command]
-
-
-def _about(job: Job) -> str:
-    config = job.config
-    return f"{job.stage}, {config.model.model}, {config.training.steps} steps"
 
 
 def _directory(config: ExperimentConfig) -> Path:
     return config.out or Path("experiments") / config.name
 
 
-def _chosen(plan: Plan, only: Sequence[str]) -> list[Job]:
+def _chosen(plan: Plan) -> list[Job]:
     """The runs that are asked for, or all."""
+    only = plan.config.only
     by_name = {job.name: job for job in plan.jobs}
     for name in (name for name in only if name not in by_name):
         near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5) or list(by_name)[:3]
@@ -146,44 +145,39 @@ def _chosen(plan: Plan, only: Sequence[str]) -> list[Job]:
             "lists all."
         )
     for name in only:
-        missing = [
-            each
-            for each in plan.needed_by(by_name[name])
-            if each not in only and not _is_there(by_name[each])
-        ]
-        if missing:
+        needed = [each for each in plan.needed_by(by_name[name]) if each not in only]
+        if missing := [each for each in needed if not _is_there(by_name[each])]:
             raise ValueError(f"{name} reads {', '.join(missing)}, not complete yet: run it first.")
     return [job for job in plan.jobs if not only or job.name in only]
 
 
-def _work(
-    queue: Queue, plan: Plan, jobs: Sequence[Job], config: ExperimentConfig, worker: str = ""
-) -> None:
+def _work(queue: Queue, plan: Plan, jobs: Sequence[Job], worker: str = "") -> None:
     """What every worker does, until nothing is left to do."""
     by_name = {job.name: job for job in plan.jobs}
 
     def make(name: str) -> None:
+        config = by_name[name].config
         with queue.lock(_CORPUS):
-            _described(*_corpus_of(by_name[name].config))
-        _make(by_name[name], plan, config)
+            _described(config.corpus, config.targets)
+        for do in _left_of(by_name[name], plan):
+            do()
 
     queue.work(
         {job.name: plan.needed_by(job) for job in jobs},
         make,
         is_there=lambda name: _is_there(by_name[name]),
-        is_made=lambda name: _is_made(by_name[name], plan, config),
+        is_made=lambda name: _is_made(by_name[name], plan),
         worker=worker,
     )
 
 
-def _check_made(queue: Queue, plan: Plan, jobs: Sequence[Job], config: ExperimentConfig) -> None:
+def _check_made(queue: Queue, plan: Plan, jobs: Sequence[Job]) -> None:
     """Raise RuntimeError where runs were not made, with the reason of each."""
     reasons: dict[str, list[str]] = {}
+    there = {job.name for job in plan.jobs if _is_there(job)}
     for job in jobs:
-        if not _is_made(job, plan, config):
-            lost = any(
-                not _is_there(each) for each in plan.jobs if each.name in plan.needed_by(job)
-            )
+        if not _is_made(job, plan):
+            lost = not there.issuperset(plan.needed_by(job))
             unknown = "reads a run that is not complete" if lost else "no worker came to its end"
             reasons.setdefault(queue.failure(job.name) or unknown, []).append(job.name)
     if reasons:
@@ -195,21 +189,38 @@ def _check_made(queue: Queue, plan: Plan, jobs: Sequence[Job], config: Experimen
         )
 
 
-def _make(job: Job, plan: Plan, config: ExperimentConfig) -> None:
-    """One run, trained, measured and scored as far as it is not."""
-    out = job.config.out
-    if job.recipe is not None:
-        assert isinstance(job.config, BaseConfig)
-        mixtures.write(job.recipe, job.config)
-    _run(job.config)
-    if not _is_measured(job, config):
-        evaluate(
-            EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=config.rates.device)
-        )
-    if not all(is_scored(out, group) for group in _task_groups(job, plan)):
+def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
+    """What is still to do for a run, one after the other: train, measure, score."""
+    out, config = job.config.out, plan.config
+    device = config.rates.device
+    if not _is_there(job) or (out / records.CHECKPOINTS).exists():
+        yield functools.partial(_train, job)
+    if job.is_measured and not is_measured(out, config.rates.eval_blocks):
+        asked = EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=device)
+        yield functools.partial(evaluate, asked)
+    tasks = [group for group in plan.groups if group["kind"] == "tasks"]
+    own = [group for group in tasks if any(job.name in arm["runs"] for arm in group["arms"])]
+    if not all(is_scored(out, group) for group in own):
         from doge_fast.pipeline.fewshot import few_shot
 
-        few_shot(EvaluateConfig(run=out, device=config.rates.device, tasks=config.tasks))
+        asked = EvaluateConfig(run=out, device=device, tasks=config.tasks)
+        yield functools.partial(few_shot, asked)
+
+
+def _is_made(job: Job, plan: Plan) -> bool:
+    return next(_left_of(job, plan), None) is None
+
+
+def _train(job: Job) -> None:
+    if job.recipe is not None:
+        assert isinstance(job.config, BaseConfig)
+        if not Path(job.config.weights).exists():
+            job.recipe(job.config)
+    _run(job.config)
+
+
+def _run(config: StageConfig) -> None:
+    _STAGES[type(config)](config)
 
 
 def _is_there(job: Job) -> bool:
@@ -217,28 +228,6 @@ def _is_there(job: Job) -> bool:
     if isinstance(job.config, SelectConfig):
         return is_selected(job.config)
     return training.is_finished(job.config.out)
-
-
-def _is_made(job: Job, plan: Plan, config: ExperimentConfig) -> bool:
-    """Whether nothing is left to do for a run."""
-    out = job.config.out
-    return (
-        _is_there(job)
-        and not (out / records.CHECKPOINTS).exists()
-        and _is_measured(job, config)
-        and all(is_scored(out, group) for group in _task_groups(job, plan))
-    )
-
-
-def _is_measured(job: Job, config: ExperimentConfig) -> bool:
-    return not job.is_measured or is_measured(job.config.out, config.rates.eval_blocks)
-
-
-def _task_groups(job: Job, plan: Plan) -> Iterator[dict[str, Any]]:
-    """The tables of tasks that a run is in."""
-    for group in plan.groups:
-        if group["kind"] == "tasks" and any(job.name in arm["runs"] for arm in group["arms"]):
-            yield group
 
 
 def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
@@ -254,39 +243,28 @@ def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
     return {"tasks": tasks, "task_data_sha256": document_hashes(config.tasks)}
 
 
-def _check_jobs(plan: Plan, jobs: Sequence[Job], config: ExperimentConfig) -> None:
+def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
     """What would be refused by a run is refused before there is one."""
     for job in jobs:
         check_ranges(job.config)
         needs_float64 = not isinstance(job.config, BaseConfig)
         training.check(job.config.training, needs_float64=needs_float64)
+    is_here = plan.config.submitit is None and plan.config.lease is None
     for job in jobs:
+        config = job.config
         if _is_there(job):
-            _check_unchanged(job)
-        elif config.submitit is None and config.lease is None and not plan.needed_by(job):
+            # As the plan has it, and of the corpus as it is now: else no arm compares.
+            record = records.read_config(config.out)["corpus"]
+            if _described(config.corpus, config.targets) != record:
+                raise ValueError(
+                    f"{config.out} was trained on another corpus than {config.corpus.data} holds "
+                    "now, so its arm can be compared with none that comes after. Restore the "
+                    "files, or begin in another directory."
+                )
+            records.check_run(config.out, stage=cast(records.Stage, job.stage), config=config)
+        elif is_here and not plan.needed_by(job):
             # Else a worker of another machine packs; and what reads runs may take their tokenizer.
-            _described(*_corpus_of(job.config))
-
-
-def _check_unchanged(job: Job) -> None:
-    """A finished run is as the plan has it, of the corpus as it is now: else no arm compares."""
-    config = job.config
-    record = records.read_config(config.out)["corpus"]
-    if _described(*_corpus_of(config)) != record:
-        raise ValueError(
-            f"{config.out} was trained on another corpus than {config.corpus.data} holds now, so "
-            "its arm can be compared with none that comes after. Restore the files, or begin in "
-            "another directory."
-        )
-    records.check_run(config.out, stage=cast(records.Stage, job.stage), config=config)
-
-
-def _corpus_of(config: StageConfig) -> tuple[CorpusConfig, tuple[str, ...]]:
-    """What `load_corpus` is told for a run."""
-    if not isinstance(config, ProxyConfig):
-        return config.corpus, config.targets
-    target = parse_target(config.target)
-    return config.corpus, () if isinstance(target, str) else tuple(target)
+            _described(config.corpus, config.targets)
 
 
 @functools.cache
@@ -303,17 +281,8 @@ def _domains_of(config: ExperimentConfig) -> tuple[str, ...]:
     return known_domains(config) or tuple(sorted(find_parts(config.corpus, [])))
 
 
-def _run(config: StageConfig) -> Path:
-    if isinstance(config, ProxyConfig):
-        return learn_weights(config).path
-    if isinstance(config, BaseConfig):
-        return train_base(config).path
-    if isinstance(config, DoReMiConfig):
-        return learn_by_excess_loss(config).path
-    return measure_cancellation(config)
-
-
-def _record(config: ExperimentConfig, plan: Plan) -> dict[str, Any]:
+def _record(plan: Plan) -> dict[str, Any]:
+    config = plan.config
     return {
         "name": config.name,
         "preset": config.preset,
