@@ -20,8 +20,9 @@ from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.reporting.cautions import warnings_about
-from doge_fast.pipeline.reporting.findings import Part, parts_of, proxy_parts
-from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, drawing_of, style
+from doge_fast.pipeline.reporting.findings import parts_of, proxy_parts
+from doge_fast.pipeline.reporting.parts import Part
+from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, style
 from doge_fast.pipeline.reporting.run_tables import (
     corpus_table,
     epoch_tables,
@@ -29,7 +30,6 @@ from doge_fast.pipeline.reporting.run_tables import (
     settings_table,
 )
 from doge_fast.pipeline.reporting.study import Study, open_study
-from doge_fast.pipeline.reporting.verdicts import summary_of
 from doge_fast.pipeline.reporting.wording import as_ascii, count_text, listed, plural, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
 
@@ -65,7 +65,7 @@ def write_report(config: ReportConfig) -> Path:
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
-        summaries=[summary_of(proxy) for proxy in study.proxies],
+        summaries=[proxy.summary() for proxy in study.proxies],
         warnings=warnings_about(study, config.token_budget),
         parts=parts,
         settings=_settings(study, config.token_budget),
@@ -97,7 +97,7 @@ def terminal_table(runs: Sequence[Path], weights: Sequence[str] = ()) -> str:
         for verdict in part.verdicts:
             told = (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)
             blocks.append("\n".join(map(wrapped, told)))
-    blocks += [wrapped(summary_of(proxy)) for proxy in study.proxies]
+    blocks += [wrapped(proxy.summary()) for proxy in study.proxies]
     blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings_about(study, None)))
     return as_ascii("\n\n".join(block for block in blocks if block))
 
@@ -129,7 +129,7 @@ def _default_page(runs: Sequence[Path]) -> Path:
 def _drawn(part: Part, folder: Path) -> list[Drawing]:
     """The part's figures, which then lie in the folder too."""
     with style():
-        drawings = [drawing_of(s.name, s.title, s.caption, s.make()) for s in part.sketches]
+        drawings = [draw() for draw in part.sketches]
     for drawing in drawings:
         atomic_file.write(folder / f"{drawing.name}.svg", visible(drawing.svg))
         atomic_file.write(folder / f"{drawing.name}.png", drawing.png)

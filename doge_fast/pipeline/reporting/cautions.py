@@ -3,25 +3,12 @@
 import math
 from collections.abc import Iterator
 
-from doge_fast.pipeline import health
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import mixtures
-from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.run_tables import budget_of, mixtures_of
 from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import count_text, listed, plural
-
-# Nearly everything on one domain; the paper's most extreme weight is 0.72.
-_COLLAPSED = 0.8
-# Hardly moved: no domain is further than this from uniform, as a share of uniform.
-_UNMOVED = 0.02
-# Of uniform. A rule of thumb: in docs/evidence.md a domain at a half of uniform lost a quarter
-# already, and one at a twentieth nothing, for others stood in for it.
-_STARVED = 1 / 3
-
-# Share of the logged steps from which on what they were warned of is told.
-_OFTEN = 0.05
 
 
 def warnings_about(study: Study, token_budget: int | None) -> list[str]:
@@ -30,7 +17,7 @@ def warnings_about(study: Study, token_budget: int | None) -> list[str]:
     # Runs of one corpus say the same.
     found += dict.fromkeys(warning for run in study.shown for warning in run.warnings)
     for proxy in study.proxies:
-        found += proxy_warnings(proxy)
+        found += proxy.warnings()
     found += [
         f"{proxy.label}: one seed, so the spread of its weights is unknown."
         for proxy in study.proxies
@@ -84,83 +71,6 @@ def _task_warnings(study: Study, group: Json) -> Iterator[str]:
             f"{group['title']}: {100 * cut / requests:.0f} % of the prompts were cut to fit "
             f"{plural(told[0]['positions'], 'position')}; their first shots are lost."
         )
-
-
-def proxy_warnings(proxy: Proxy) -> Iterator[str]:
-    """What a reader should know of learned weights, and what to do about it."""
-    if not proxy.has_steps:
-        return
-    lost = sum(run.skipped for run in proxy.runs)
-    logged = sum("lr" in line for run in proxy.runs for line in run.train)
-    if lost > health.MOST_LOST * logged:
-        yield (
-            f"{proxy.label}: {lost} of {plural(logged, 'logged step')} were skipped for a gradient "
-            "that was not finite, so these weights mean nothing. Lower learning_rate."
-        )
-        return
-    uniform = 1 / len(proxy.domains)
-    largest = max(proxy.weights, key=lambda name: proxy.weights[name].mean)
-    weight = proxy.weights[largest].mean
-    if weight > _COLLAPSED and len(proxy.domains) > 1:
-        remedy = (
-            "A smaller step_size or more smoothing"
-            if proxy.is_doremi
-            else "A larger mu, smoothing or domain_max_grad_norm"
-        )
-        yield (
-            f"{proxy.label}: the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps "
-            "them apart."
-        )
-    elif not has_moved(proxy):
-        remedy = "larger step_size" if proxy.is_doremi else "smaller mu"
-        yield (
-            f"{proxy.label}: the weights hardly left uniform. A {remedy} or more steps would move "
-            "them."
-        )
-    elif proxy.is_for_all_domains:
-        starved = [n for n, stat in proxy.weights.items() if stat.mean < _STARVED * uniform]
-        milder = "a smaller step_size" if proxy.is_doremi else "a larger mu or --target mix"
-        if starved:
-            yield (
-                f"{proxy.label}: {listed(starved)} would be read less than a third as often as at "
-                f"uniform weights, and a small model tends to pay for it there. Try {milder}, or "
-                "set a floor: doge-fast weights constrain --floor."
-            )
-    if has_moved(proxy) and not proxy.movement.is_settled:
-        yield (
-            f"{proxy.label}: the running average of the weights is still drifting; more steps "
-            "would change the result."
-        )
-    yield from _seen_on_the_way(proxy, is_told=weight > _COLLAPSED)
-
-
-def _seen_on_the_way(proxy: Proxy, *, is_told: bool) -> Iterator[str]:
-    """What steps were warned of, where that is many of them or the last one.
-
-    Args:
-        proxy: some steps of which are logged.
-        is_told: whether it is known already that one domain has nearly all of the weight.
-    """
-    for what, told in health.TOLD.items():
-        lines = [line for run in proxy.runs for line in run.train if "lr" in line]
-        found = [line for line in lines if what in line.get("warnings", {})]
-        is_last = any(line is run.train[-1] for run in proxy.runs for line in found)
-        if (is_told and what != "saturated") or not (is_last or len(found) > _OFTEN * len(lines)):
-            continue
-        names = sorted({name for line in found for name in line["warnings"][what]})
-        remedy = "smaller step_size" if proxy.is_doremi else "larger mu"
-        yield (
-            f"{proxy.label}: in {len(found)} of {plural(len(lines), 'logged step')} "
-            f"{health.domains_told(names)} {told}. A {remedy} or more smoothing keeps weights "
-            "apart from their limits."
-        )
-
-
-def has_moved(proxy: Proxy) -> bool:
-    """Whether a domain is further from uniform than chance would take it; one domain cannot be."""
-    uniform = 1 / len(proxy.domains)
-    furthest = max(abs(stat.mean - uniform) for stat in proxy.weights.values())
-    return furthest >= _UNMOVED * uniform or len(proxy.domains) == 1
 
 
 def _run_warnings(run: Run) -> Iterator[str]:

@@ -93,7 +93,7 @@ def mixtures_of(study: Study) -> list[Mixture]:
         Mixture(
             arm["label"],
             arm["about"],
-            {name: stat.mean for name, stat in study.weights(arm).items()},
+            study.mean_weights(arm),
             study.runs_of(arm)[0],
         )
         for group in study.groups
