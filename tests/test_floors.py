@@ -75,10 +75,10 @@ FLOORS = [
     doge_fast.pipeline.training doge_fast.pipeline.trainer doge_fast.pipeline.termination \
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
         doge_fast.pipeline.reporting.parts \
-        doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures
+        doge_fast.pipeline.reporting.background doge_fast.pipeline.reporting.figures
     doge_fast.pipeline.weights.drawings
     doge_fast.pipeline.run doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
-    doge_fast.pipeline.reporting.cautions doge_fast.pipeline.reporting.compared \
+    doge_fast.pipeline.reporting.compared \
         doge_fast.pipeline.reporting.regret
     doge_fast.pipeline.reporting.findings
     STAGES

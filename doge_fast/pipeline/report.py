@@ -19,16 +19,10 @@ from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.named import visible
-from doge_fast.pipeline.reporting.cautions import warnings_about
+from doge_fast.pipeline.reporting.background import settings_tables, warnings_about
 from doge_fast.pipeline.reporting.findings import parts_of, proxy_parts
 from doge_fast.pipeline.reporting.parts import Part
 from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, style
-from doge_fast.pipeline.reporting.run_tables import (
-    corpus_table,
-    epoch_tables,
-    runs_table,
-    settings_table,
-)
 from doge_fast.pipeline.reporting.study import Study, open_study
 from doge_fast.pipeline.reporting.wording import as_ascii, count_text, listed, plural, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
@@ -68,7 +62,7 @@ def write_report(config: ReportConfig) -> Path:
         summaries=[proxy.summary() for proxy in study.proxies],
         warnings=warnings_about(study, config.token_budget),
         parts=parts,
-        settings=_settings(study, config.token_budget),
+        settings=settings_tables(study, config.token_budget),
         versions=_versions(study),
     )
     # Names in records of runs made elsewhere may hold anything.
@@ -109,14 +103,6 @@ def _plain(table: Table) -> Table:
         for label, cells, is_total in table.rows
     ]
     return table._replace(rows=rows)
-
-
-def _settings(study: Study, token_budget: int | None) -> list[Table]:
-    """What was set and what text there was."""
-    tables = [runs_table(study), corpus_table(study)]
-    if study.is_experiment:
-        return [settings_table(study.record), *tables]
-    return [*epoch_tables(study, token_budget), *tables]
 
 
 def _default_page(runs: Sequence[Path]) -> Path:
@@ -169,5 +155,6 @@ def _template() -> Template:
 
 def _versions(study: Study) -> list[str]:
     """Every set of versions that runs were made with."""
-    found = dict.fromkeys(tuple(run.versions.items()) for run in study.shown if run.versions)
-    return [", ".join(f"{name} {version}" for name, version in each) for each in found]
+    told = [run.record.get("versions", {}) for run in study.shown]
+    lines = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told)
+    return list(dict.fromkeys(line for line in lines if line))

@@ -80,14 +80,9 @@ def _perplexity_table(group: Json, found: Comparison) -> Table:
     # The paper's averages are over its own domains.
     totals = {"average": "average", "worst case": "worst"} if paper.is_slimpajama(aim) else {}
     known = {name: paper.canonical(name) for name in aim}
-    columns = paper.columns_beside(group["paper"], known | totals)
-    if not any(name in column for column in columns.values() for name in aim):
-        columns = {}
-    return parts.beside_paper(
-        Table(title, note, "domain", _heads(arms), rows),
-        parts.printed(columns, group["paper"], 2),
-        paper.NOTES["perplexity"],
-    )
+    beside = parts.printed(group["paper"], known | totals, 2)
+    table = Table(title, note, "domain", _heads(arms), rows)
+    return parts.beside_paper(table, beside, paper.NOTES["perplexity"])
 
 
 def _difference_table(group: Json, found: Comparison, baseline: Arm) -> Table:
@@ -300,13 +295,10 @@ def _targets_table(rows: Rows, changes: Changes, group: Json) -> Table:
     )
     heads = [(arm.label, arm.about) for arm in next(iter(rows.values())).values()]
     heads += [(told[own], "change") for own in changes]
-    source = group.get("paper")
-    columns = paper.columns_beside(source, {name: paper.canonical(name) for name in rows})
-    return parts.beside_paper(
-        Table("Perplexity on the target", note, "target", heads, lines),
-        parts.printed(columns, source, 2),
-        paper.NOTES["perplexity"],
-    )
+    known = {name: paper.canonical(name) for name in rows}
+    table = Table("Perplexity on the target", note, "target", heads, lines)
+    beside = parts.printed(group.get("paper"), known, 2)
+    return parts.beside_paper(table, beside, paper.NOTES["perplexity"])
 
 
 def _targets_verdict(rows: Rows, changes: Changes) -> parts.Verdict:

@@ -9,12 +9,12 @@ from statistics import NormalDist
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import MOST_DRIFT
 from doge_fast.pipeline.reporting import figures, paper, parts
+from doge_fast.pipeline.reporting.background import cost_table
 from doge_fast.pipeline.reporting.compared import perplexity_part, targets_part
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
 from doge_fast.pipeline.reporting.proxies import UNIVERSAL, Proxy
 from doge_fast.pipeline.reporting.regret import regret_part
-from doge_fast.pipeline.reporting.run_tables import cost_table
 from doge_fast.pipeline.reporting.statistics import (
     CONFIDENCE,
     Difference,
@@ -208,8 +208,8 @@ def _task_table(group: Json, scores: Scores, names: Sequence[str]) -> Table:
     table = Table(group["title"], note, "task", [*heads, ("chance", "one of the choices")], rows)
     # The paper's average is of all its six tasks.
     known = names if len(names) < 6 else [*names, "average"]
-    columns = paper.columns_beside("tab:fewshot", {name: name for name in known})
-    return parts.beside_paper(table, parts.printed(columns, "tab:fewshot", 1))
+    beside = parts.printed("tab:fewshot", {name: name for name in known}, 1)
+    return parts.beside_paper(table, beside)
 
 
 def _accuracy_text(scores: Sequence[Json]) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import yaml
 from matplotlib.figure import Figure
 
+from doge_fast.pipeline.reporting import paper
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of
 from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.statistics import (
@@ -115,10 +116,10 @@ def beside_paper(
 
 
 def printed(
-    columns: Mapping[str, Mapping[str, float]], source: str | None, digits: int
+    source: str | None, rows: Mapping[str, str], digits: int
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """Columns of one of the paper's tables as text."""
+    """Columns of one of the paper's tables as text, for {our row: the paper's}."""
     return {
         (column, str(source)): {row: f"{value:.{digits}f}" for row, value in values.items()}
-        for column, values in columns.items()
+        for column, values in paper.columns_beside(source, rows).items()
     }

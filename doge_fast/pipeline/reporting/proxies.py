@@ -166,16 +166,17 @@ class Proxy:
         state = "has settled" if moved.is_settled else "is still moving"
         return f"The running average {state if self.has_moved else 'has hardly moved'}: {told}."
 
-    def warnings(self) -> Iterator[str]:
+    def warnings(self) -> list[str]:
         """What a reader should know of its weights, and what to do about it."""
-        if not self.has_steps:
-            return
+        return [f"{self.label}: {told}" for told in (self._warnings() if self.has_steps else ())]
+
+    def _warnings(self) -> Iterator[str]:
         lines = [line for run in self.runs for line in run.train if "lr" in line]
         lost = sum(run.skipped for run in self.runs)
         if lost > health.MOST_LOST * len(lines):
             yield (
-                f"{self.label}: {lost} of {plural(len(lines), 'logged step')} were skipped for a "
-                "gradient that was not finite, so these weights mean nothing. Lower learning_rate."
+                f"{lost} of {plural(len(lines), 'logged step')} were skipped for a gradient that "
+                "was not finite, so these weights mean nothing. Lower learning_rate."
             )
             return
         uniform = 1 / len(self.domains)
@@ -184,32 +185,23 @@ class Proxy:
         starved = [n for n, stat in self.weights.items() if stat.mean < _STARVED * uniform]
         is_for_all = self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, MIX}
         if weight > _COLLAPSED and len(self.domains) > 1:
-            remedy = (
-                "A smaller step_size or more smoothing"
-                if self.is_doremi
-                else "A larger mu, smoothing or domain_max_grad_norm"
-            )
-            yield (
-                f"{self.label}: the weights collapsed onto {largest} ({weight:.2f}). {remedy} "
-                "keeps them apart."
-            )
+            doge = "A larger mu, smoothing or domain_max_grad_norm"
+            remedy = "A smaller step_size or more smoothing" if self.is_doremi else doge
+            yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
         elif not self.has_moved:
             remedy = "larger step_size" if self.is_doremi else "smaller mu"
-            yield (
-                f"{self.label}: the weights hardly left uniform. A {remedy} or more steps would "
-                "move them."
-            )
+            yield f"the weights hardly left uniform. A {remedy} or more steps would move them."
         elif is_for_all and starved:
             milder = "a smaller step_size" if self.is_doremi else "a larger mu or --target mix"
             yield (
-                f"{self.label}: {listed(starved)} would be read less than a third as often as at "
-                f"uniform weights, and a small model tends to pay for it there. Try {milder}, or "
-                "set a floor: doge-fast weights constrain --floor."
+                f"{listed(starved)} would be read less than a third as often as at uniform "
+                f"weights, and a small model tends to pay for it there. Try {milder}, or set a "
+                "floor: doge-fast weights constrain --floor."
             )
         if self.has_moved and not self.movement.is_settled:
             yield (
-                f"{self.label}: the running average of the weights is still drifting; more steps "
-                "would change the result."
+                "the running average of the weights is still drifting; more steps would change "
+                "the result."
             )
         # What steps were warned of, where that is many of them or the last one.
         for what, told in health.TOLD.items():
@@ -221,7 +213,7 @@ class Proxy:
             names = sorted({name for line in found for name in line["warnings"][what]})
             remedy = "smaller step_size" if self.is_doremi else "larger mu"
             yield (
-                f"{self.label}: in {len(found)} of {plural(len(lines), 'logged step')} "
+                f"in {len(found)} of {plural(len(lines), 'logged step')} "
                 f"{health.domains_told(names)} {told}. A {remedy} or more smoothing keeps weights "
                 "apart from their limits."
             )
@@ -264,6 +256,6 @@ def remarks_on(run: Path) -> list[str]:
     """What a run of stage one found and what to know before using it, in lines for a terminal."""
     (found,) = open_runs([run])
     proxy = Proxy(found.name, (found,))
-    warnings = (*found.warnings, *proxy.warnings())
+    warnings = (*found.record.get("warnings", ()), *proxy.warnings())
     remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]

@@ -1,6 +1,5 @@
 """Runs put in order: an experiment's record, or one of the same form made from loose runs."""
 
-import json
 import math
 import os
 import re
@@ -97,12 +96,9 @@ class Study:
     def arm(self, arm: Json, until: float = 1.0) -> Arm:
         """An arm with its losses at the end, or as measured last before a share of the steps."""
         runs, losses = {}, {}
-        for name in (name for name in arm["runs"] if name in self.runs):
-            run = self.runs[name]
-            if until < 1:
-                found = run.losses_until(until)
-            else:
-                found = None if name in self.unmeasured else run.losses()
+        for name, run in ((name, self.runs[name]) for name in arm["runs"] if name in self.runs):
+            is_known = until < 1 or name not in self.unmeasured
+            found = run.losses(until) if is_known else None
             if found is not None:
                 runs[run.seed], losses[run.seed] = run, found
         is_baseline, baseline = bool(arm.get("is_baseline")), arm.get("baseline")
@@ -133,10 +129,9 @@ class Study:
                 # Runs may have been moved since.
                 source = self.path / RUNS / Path(selection).parent.name
                 with reading(source, "Take the run of select away, or make it again."):
-                    columns = records.read_json(source / "cancellation.json")["columns"]
-                    chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
-                    left = sum(columns[name] for name in chosen) / sum(columns.values())
-                shares.append(1.0 - left)
+                    entries = records.read_json(source / "cancellation.json")["selections"]
+                    chosen = {entry["file"]: entry["share"] for entry in entries}
+                    shares.append(1.0 - chosen[Path(selection).name])
         return math.fsum(shares) / len(shares) if shares else None
 
     def weights(self, arm: Json) -> dict[str, Stat]:
