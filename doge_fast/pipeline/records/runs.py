@@ -34,13 +34,11 @@ WRITING = ".writing"
 
 Json = dict[str, Any]
 
-# What is asked of a select run's scores, once they are there.
-_READ_OFF = ("strategies", "reading")
 # Where a run lies, where its blocks are cached, who is told and when it gives up do not change what
-# it computes.
+# it computes; nor does what is asked of a select run's scores, once they are there.
 _NOT_COMPARED = (
     *("out", "corpus.cache_dir", "training.report_to", "training.max_skipped_steps"),
-    *_READ_OFF,
+    *("strategies", "reading"),
 )
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)

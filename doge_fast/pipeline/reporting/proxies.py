@@ -168,9 +168,11 @@ class Proxy:
 
     def warnings(self) -> list[str]:
         """What a reader should know of its weights, and what to do about it."""
-        return [f"{self.label}: {told}" for told in (self._warnings() if self.has_steps else ())]
+        return [f"{self.label}: {told}" for told in self._warnings()]
 
     def _warnings(self) -> Iterator[str]:
+        if not self.has_steps:
+            return
         lines = [line for run in self.runs for line in run.train if "lr" in line]
         lost = sum(run.skipped for run in self.runs)
         if lost > health.MOST_LOST * len(lines):

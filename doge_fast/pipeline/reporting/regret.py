@@ -215,16 +215,12 @@ def _laws_table(regression: Regression) -> Table:
         Row(name, [Cell(_percent(error.average)), Cell(_percent(error.domain))])
         for name, error in (*regression.errors.items(), ("spread of the swarm", regression.spread))
     ]
-    return Table(
-        title="How well the regression predicts",
-        note=(
-            "Root mean square error of the perplexity of models left out, in per cent; the spread "
-            "is what predicting the mean would come to."
-        ),
-        corner="law",
-        columns=[("average", "over the domains"), ("one domain", "all of them together")],
-        rows=rows,
+    note = (
+        "Root mean square error of the perplexity of models left out, in per cent; the spread "
+        "is what predicting the mean would come to."
     )
+    heads = [("average", "over the domains"), ("one domain", "all of them together")]
+    return Table("How well the regression predicts", note, "law", heads, rows)
 
 
 def _percent(loss: float) -> str:
@@ -245,21 +241,14 @@ def _best_table(group: Json, methods: Sequence[Method], regression: Regression) 
         best = Cell(f"{regression.best_K[place]:.3f} [{low:.3f}, {high:.3f}]")
         others = [Cell(weight_text(Stat(method.weights[name]))) for method in shown]
         rows.append(Row(name, [best, parts.difference_cell(worth), *others]))
-    return Table(
-        title="The best mixture, and what each domain is worth",
-        note=(
-            "The best by the regression, with the interval over refits. Worth: the predicted "
-            "change of the average perplexity when a domain's uniform weight is multiplied by "
-            f"exp({_PUSH:g}), the others making room."
-        ),
-        corner="domain",
-        columns=[
-            ("best", "by the regression"),
-            ("worth", "at uniform"),
-            *((method.label, method.about) for method in shown),
-        ],
-        rows=rows,
+    note = (
+        "The best by the regression, with the interval over refits. Worth: the predicted change "
+        "of the average perplexity when a domain's uniform weight is multiplied by "
+        f"exp({_PUSH:g}), the others making room."
     )
+    heads = [("best", "by the regression"), ("worth", "at uniform")]
+    heads += [(method.label, method.about) for method in shown]
+    return Table("The best mixture, and what each domain is worth", note, "domain", heads, rows)
 
 
 def _verdict(study: Study, group: Json, found: Regrets) -> parts.Verdict:

@@ -96,8 +96,8 @@ class Study:
     def arm(self, arm: Json, until: float = 1.0) -> Arm:
         """An arm with its losses at the end, or as measured last before a share of the steps."""
         runs, losses = {}, {}
-        for name, run in ((name, self.runs[name]) for name in arm["runs"] if name in self.runs):
-            is_known = until < 1 or name not in self.unmeasured
+        for run in self.runs_of(arm):
+            is_known = until < 1 or run.name not in self.unmeasured
             found = run.losses(until) if is_known else None
             if found is not None:
                 runs[run.seed], losses[run.seed] = run, found
