@@ -127,10 +127,14 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
     """Write experiment.json into the directory of an experiment, made where absent.
 
     Args:
-        out: the directory; `check_experiment` has found no other experiment there.
+        out: the directory.
         record: name, preset, title, question, settings, data, runs (names, in the order in which
             they are made), groups (the runs behind each table) and versions.
+
+    Raises:
+        ValueError: as `check_experiment`.
     """
+    check_experiment(out, record)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **record})
 

@@ -62,7 +62,7 @@ class Study:
         """Runs of the plan whose end, or whose perplexities, are not known."""
         if not self.is_experiment:
             return []
-        compared = {
+        needed = {
             name
             for group in self.groups
             if group["kind"] in ("perplexity", "targets", "regret")
@@ -74,7 +74,7 @@ class Study:
             for name in self.record["runs"]
             if name not in self.runs
             or not self.runs[name].is_complete
-            or (name in compared and not is_measured(self.runs[name].path, blocks))
+            or (name in needed and not is_measured(self.runs[name].path, blocks))
         ]
 
     @cached_property
