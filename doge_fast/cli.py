@@ -316,7 +316,7 @@ def _doremi(config: DoReMiConfig) -> list[str]:
 
 
 def _learned(run: Path) -> list[str]:
-    from doge_fast.pipeline.reporting.verdicts import remarks_on
+    from doge_fast.pipeline.reporting.proxies import remarks_on
 
     return [*remarks_on(run), f"weights: {run / 'weights.json'}"]
 

@@ -65,20 +65,19 @@ FLOORS = [
         doge_fast.pipeline.exports.building EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording doge_fast.pipeline.swarm
-    doge_fast.pipeline.reporting.statistics doge_fast.pipeline.reporting.mixtures \
-        doge_fast.pipeline.health
+    doge_fast.pipeline.reporting.mixtures doge_fast.pipeline.health
     doge_fast.pipeline.reporting.runs doge_fast.pipeline.reporting.plotting
-    doge_fast.pipeline.reporting.arms doge_fast.pipeline.reporting.proxies
+    doge_fast.pipeline.reporting.statistics
+    doge_fast.pipeline.reporting.proxies
     doge_fast.pipeline.reporting.study
     doge_fast.pipeline.training doge_fast.pipeline.trainer \
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
-        doge_fast.pipeline.reporting.tables \
-        doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures
+        doge_fast.pipeline.reporting.parts \
+        doge_fast.pipeline.reporting.background doge_fast.pipeline.reporting.figures
     doge_fast.pipeline.weights.drawings
     doge_fast.pipeline.run doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
-    doge_fast.pipeline.reporting.cautions
-    doge_fast.pipeline.reporting.verdicts
-    doge_fast.pipeline.reporting.regret
+    doge_fast.pipeline.reporting.compared \
+        doge_fast.pipeline.reporting.regret
     doge_fast.pipeline.reporting.findings
     STAGES
     doge_fast.pipeline.weights.pages doge_fast.pipeline.task_target \

@@ -19,17 +19,11 @@ from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.named import visible
-from doge_fast.pipeline.reporting.cautions import warnings_about
-from doge_fast.pipeline.reporting.findings import Part, parts_of, proxy_parts
-from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, drawing_of, style
-from doge_fast.pipeline.reporting.run_tables import (
-    corpus_table,
-    epoch_tables,
-    runs_table,
-    settings_table,
-)
+from doge_fast.pipeline.reporting.background import settings_tables, warnings_about
+from doge_fast.pipeline.reporting.findings import parts_of, proxy_parts
+from doge_fast.pipeline.reporting.parts import Part
+from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, style
 from doge_fast.pipeline.reporting.study import Study, open_study
-from doge_fast.pipeline.reporting.verdicts import summary_of
 from doge_fast.pipeline.reporting.wording import as_ascii, count_text, listed, plural, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
 
@@ -65,10 +59,10 @@ def write_report(config: ReportConfig) -> Path:
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
-        summaries=[summary_of(proxy) for proxy in study.proxies],
+        summaries=[proxy.summary() for proxy in study.proxies],
         warnings=warnings_about(study, config.token_budget),
         parts=parts,
-        settings=_settings(study, config.token_budget),
+        settings=settings_tables(study, config.token_budget),
         versions=_versions(study),
     )
     # Names in records of runs made elsewhere may hold anything.
@@ -97,7 +91,7 @@ def terminal_table(runs: Sequence[Path], weights: Sequence[str] = ()) -> str:
         for verdict in part.verdicts:
             told = (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)
             blocks.append("\n".join(map(wrapped, told)))
-    blocks += [wrapped(summary_of(proxy)) for proxy in study.proxies]
+    blocks += [wrapped(proxy.summary()) for proxy in study.proxies]
     blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings_about(study, None)))
     return as_ascii("\n\n".join(block for block in blocks if block))
 
@@ -111,14 +105,6 @@ def _plain(table: Table) -> Table:
     return table._replace(rows=rows)
 
 
-def _settings(study: Study, token_budget: int | None) -> list[Table]:
-    """What was set and what text there was."""
-    tables = [runs_table(study), corpus_table(study)]
-    if study.is_experiment:
-        return [settings_table(study.record), *tables]
-    return [*epoch_tables(study, token_budget), *tables]
-
-
 def _default_page(runs: Sequence[Path]) -> Path:
     """Inside the one directory that was named, or beside the runs."""
     if len(runs) == 1:
@@ -129,7 +115,7 @@ def _default_page(runs: Sequence[Path]) -> Path:
 def _drawn(part: Part, folder: Path) -> list[Drawing]:
     """The part's figures, which then lie in the folder too."""
     with style():
-        drawings = [drawing_of(s.name, s.title, s.caption, s.make()) for s in part.sketches]
+        drawings = [draw() for draw in part.sketches]
     for drawing in drawings:
         atomic_file.write(folder / f"{drawing.name}.svg", visible(drawing.svg))
         atomic_file.write(folder / f"{drawing.name}.png", drawing.png)
@@ -169,5 +155,6 @@ def _template() -> Template:
 
 def _versions(study: Study) -> list[str]:
     """Every set of versions that runs were made with."""
-    found = dict.fromkeys(tuple(run.versions.items()) for run in study.shown if run.versions)
-    return [", ".join(f"{name} {version}" for name, version in each) for each in found]
+    told = [run.record.get("versions", {}) for run in study.shown]
+    lines = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told)
+    return list(dict.fromkeys(line for line in lines if line))

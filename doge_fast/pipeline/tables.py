@@ -5,8 +5,8 @@ The report's page takes the same tables; its template makes HTML of them.
 
 import io
 import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from rich import box
 from rich.cells import cell_len
@@ -99,30 +99,21 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
     ]
     labels = [table.corner, *(row.label for row in table.rows)]
     first = min(max(map(cell_len, labels)), width // 2)
-    widths = [max(map(cell_len, column)) for column in zip(header, *body, strict=True)]
-    for i in left:
-        widths[i] = min(widths[i], _NARROWEST)
-    return "\n\n".join(
-        _rendered(table, header, body, part, first, left, width)
-        for part in _parts(first, widths, width)
-    )
-
-
-def _parts(first: int, widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Places of columns, in parts that fit beside the rows' labels."""
-    part: list[int] = []
+    parts: list[list[int]] = [[]]
     room = first
-    for i, own in enumerate(widths):
-        if part and room + 2 + own > width:
-            yield part
-            part, room = [], first
-        part.append(i)
-        room += 2 + own
-    yield part
+    for i, column in enumerate(zip(header, *body, strict=True)):
+        widest = max(map(cell_len, column))
+        own = 2 + (min(widest, _NARROWEST) if i in left else widest)
+        if parts[-1] and room + own > width:
+            parts.append([])
+            room = first
+        parts[-1].append(i)
+        room += own
+    return "\n\n".join(_part(labels, header, body, part, first, left, width) for part in parts)
 
 
-def _rendered(
-    table: Table,
+def _part(
+    labels: Sequence[str],
     header: Sequence[str],
     body: Sequence[Sequence[str]],
     part: Sequence[int],
@@ -130,18 +121,20 @@ def _rendered(
     left: Sequence[int],
     width: int,
 ) -> str:
+    """Some of the columns beside the rows' labels."""
     made = RichTable(
         box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True
     )
-    made.add_column(Text(table.corner), width=first, no_wrap=True)
+    made.add_column(Text(labels[0]), width=first, no_wrap=True)
     for i in part:
-        is_words = i in left
-        made.add_column(
-            Text(header[i]), justify="left" if is_words else "right", no_wrap=not is_words
-        )
-    for row, texts in zip(table.rows, body, strict=True):
-        made.add_row(Text(shortened(row.label, first)), *(Text(texts[i]) for i in part))
-    return _printed(made, width if set(part) & set(left) else _ENDLESS)
+        side: Literal["left", "right"] = "left" if i in left else "right"
+        made.add_column(Text(header[i]), justify=side, no_wrap=i not in left)
+    for label, texts in zip(labels[1:], body, strict=True):
+        made.add_row(Text(shortened(label, first)), *(Text(texts[i]) for i in part))
+    file = io.StringIO()
+    room = width if set(part) & set(left) else _ENDLESS
+    Console(file=file, width=room, color_system=None, force_terminal=False).print(made)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
 
 
 def shortened(name: str, width: int) -> str:
@@ -152,32 +145,19 @@ def shortened(name: str, width: int) -> str:
     return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"
 
 
-def _printed(made: RichTable, width: int = _ENDLESS) -> str:
-    """What rich makes of it."""
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None, force_terminal=False).print(made)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
-
-
 def markdown(table: Table) -> str:
     """The table in GitHub's markdown, a cell to be seen in bold; title and note are not in it."""
-    made = RichTable(box=box.MARKDOWN, show_edge=True)
-    made.add_column(Text(_escaped(table.corner)))
-    for label, _ in table.columns:
-        made.add_column(Text(_escaped(label)), justify="right", no_wrap=True)
-    for row in table.rows:
-        cells = (_escaped(c.text) for c in row.cells)
-        marked = (
-            f"**{shown}**" if cell.is_strong else shown
-            for cell, shown in zip(row.cells, cells, strict=True)
-        )
-        made.add_row(Text(_escaped(row.label)), *map(Text, marked))
-    header, rule, *body = _printed(made).strip("\n").split("\n")
-    first, *others = rule.strip("|").split("|")
-    # rich leaves out which columns stand to the right.
-    rule = "|".join(["", first, *(f"{dashes[:-1]}:" for dashes in others), ""])
-    return "\n".join([header, rule, *body])
-
-
-def _escaped(words: str) -> str:
-    return words.replace("|", "\\|")
+    lines = [[table.corner, *(label for label, _ in table.columns)]]
+    lines += [
+        [row.label, *(f"**{cell.text}**" if cell.is_strong else cell.text for cell in row.cells)]
+        for row in table.rows
+    ]
+    lines = [[words.replace("|", "\\|") for words in line] for line in lines]
+    first, *widths = (max(map(cell_len, column)) for column in zip(*lines, strict=True))
+    texts = [
+        f"| {label}{' ' * (first - cell_len(label))} |"
+        + "".join(f" {' ' * (w - cell_len(c))}{c} |" for c, w in zip(cells, widths, strict=True))
+        for label, *cells in lines
+    ]
+    rule = f"|{'-' * (first + 2)}|" + "".join(f"{'-' * (w + 1)}:|" for w in widths)
+    return "\n".join([texts[0], rule, *texts[1:]])

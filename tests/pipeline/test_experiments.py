@@ -24,12 +24,12 @@ from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import runner
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
-from doge_fast.pipeline.reporting.arms import Arm, compared
+from doge_fast.pipeline.reporting.compared import comparison_verdict
 from doge_fast.pipeline.reporting.figures import arms_figure, extremes
 from doge_fast.pipeline.reporting.findings import parts_of
-from doge_fast.pipeline.reporting.statistics import Difference
+from doge_fast.pipeline.reporting.parts import Verdict
+from doge_fast.pipeline.reporting.statistics import Arm, Difference, compared
 from doge_fast.pipeline.reporting.study import Study, open_study
-from doge_fast.pipeline.reporting.verdicts import Verdict, comparison_verdict
 from tests.pipeline.written_runs import write_experiment
 
 Make = Callable[..., ExperimentConfig]
@@ -247,7 +247,7 @@ def test_of_many_arms_the_answer_names_the_best_and_the_worst() -> None:
     ]
     group = {"title": "Base models", "aim": ["a", "b"]}
     record = Study({"groups": [group]}, {}, (), Path())
-    verdict = comparison_verdict(record, compared(group, arms))
+    verdict = comparison_verdict(record, group, compared(group, arms))
     told = [sentence.replace("\N{NO-BREAK SPACE}", " ") for sentence in verdict.sentences]
     assert told[0].startswith("DoGE 0: lower on 2 of 2 domains than uniform")
     assert told[1:3] == [
@@ -255,7 +255,7 @@ def test_of_many_arms_the_answer_names_the_best_and_the_worst() -> None:
         "Lowest: DoGE 0: −2.0 %; DoGE 1: −1.0 %; DoGE 2: +0.0 %. "
         "Highest: DoGE 8: +6.2 %; DoGE 7: +5.1 %; DoGE 6: +4.1 %.",
     ]
-    few = comparison_verdict(record, compared(group, arms[:6]))
+    few = comparison_verdict(record, group, compared(group, arms[:6]))
     assert sum("lower on" in sentence for sentence in few.sentences) == 5
 
 

@@ -61,13 +61,13 @@ def test_every_case_is_made_and_judged(
     }
     uniform = {"Noise": 1 / 4, "Twins": 2 / 5, "Hidden": 1 / 3, "Groups": 2 / 3}
     for case, share in uniform.items():
-        arms = found[case].arms
-        assert arms[0]["label"] == "uniform"
-        shares = [found[case].share(arm) for arm in arms]
+        methods = found[case].methods
+        assert methods[0].label == "uniform"
+        shares = [method.share for method in methods]
         assert shares[0] == pytest.approx(share)
         odds = [each / (1 - each) / (share / (1 - share)) for each in shares[1:4]]
         assert odds == pytest.approx([1 / 2, 2, 8] if case == "Hidden" else [1 / 8, 1 / 2, 2])
-        measured = [found[case].measured(arm).mean for arm in arms]
+        measured = [method.measured.mean for method in methods]
         assert min(measured) == 0 < max(measured)
     assert "code must get less than uniform weights give, 0.250; DoGE gives 0.2" in table
     assert "code must get more than uniform weights give, 0.333; DoGE gives 0.3" in table

@@ -129,10 +129,10 @@ def test_every_method_is_judged_by_the_swarm(
     assert {run.name for run in found.swarm} == own
     assert len(group["swarm"]) == 8 + 4
     assert 8 <= len(found.regression.swarm.losses) <= 12
-    labels = [arm["label"] for arm in found.arms]
-    assert labels == ["uniform", "natural", "DoGE", "DoReMi, 2 steps", "regression"]
+    methods = {method.label: method for method in found.methods}
+    assert list(methods) == ["uniform", "natural", "DoGE", "DoReMi, 2 steps", "regression"]
     # The best has no regret, and the others are set against it; a seed has no interval.
-    measured = {arm["label"]: found.measured(arm) for arm in found.arms}
+    measured = {label: method.measured for label, method in methods.items()}
     assert min(each.mean for each in measured.values()) == 0
     losses = {
         name: np.mean(list(records.read_evaluation(run)["loss"].values()))
@@ -146,12 +146,12 @@ def test_every_method_is_judged_by_the_swarm(
     best = study.weights(group["arms"][-1])
     expected = dict(zip(found.regression.swarm.names, found.regression.best_K, strict=True))
     assert {name: stat.mean for name, stat in best.items()} == pytest.approx(expected)
-    assert found.predicted(group["arms"][-1]).mean == pytest.approx(0, abs=1e-9)
+    assert methods["regression"].predicted.mean == pytest.approx(0, abs=1e-9)
     # What was spent: a proxy, a reference and its proxy, the swarm and what it was drawn around.
     block, steps, batch = config.corpus.block_size, 2, config.base.batch_size
     proxy, reference = 4 * steps * block, steps * batch * block
     spent = [0, 0, proxy, 2 * reference, 12 * reference + proxy + 2 * reference]
-    assert [found.tokens(arm) for arm in group["arms"]] == spent
+    assert [method.tokens for method in found.methods] == spent
 
     # A base model from elsewhere counts, unless it is the same run or differs in a setting.
     runs = config.out / "runs"

@@ -22,7 +22,8 @@ from doge_fast.pipeline.config import (
     ReportConfig,
 )
 from doge_fast.pipeline.records.movement import Movement, movement_of
-from doge_fast.pipeline.reporting import plotting, verdicts
+from doge_fast.pipeline.reporting import plotting
+from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.reporting.wording import Stat, perplexity_stat, weight_text
 from tests.pipeline.written_runs import (
     BLOCK_SIZE,
@@ -330,7 +331,7 @@ def test_what_runs_were_told_of_their_corpus_is_said_once(tmp_path: Path) -> Non
         config = records.read_config(run)
         records.write_json(run / records.CONFIG, config | {"warnings": [told]})
     assert words_of(*runs).count(told) == 1
-    assert f"Warning: {told}" in " ".join(" ".join(verdicts.remarks_on(runs[0])).split())
+    assert f"Warning: {told}" in " ".join(" ".join(remarks_on(runs[0])).split())
 
 
 def test_drift_is_that_of_the_weights_file(runs: Path, page: Page) -> None:

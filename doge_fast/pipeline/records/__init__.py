@@ -55,7 +55,6 @@ from doge_fast.pipeline.records.runs import (
     open_run,
     read_config,
     read_json,
-    read_record,
     versions,
 )
 from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, Stage, check_shape
@@ -66,4 +65,4 @@ from doge_fast.pipeline.records.weights import (
     weights_by_name,
     write_weights,
 )
-from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
+from doge_fast.weights_file import plain, write_json

@@ -1,5 +1,6 @@
 """evaluation.json, fewshot.json and experiment.json: what was measured, and of which runs."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,12 +24,6 @@ from doge_fast.pipeline.records.shapes import (
     check_shape,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
-
-_EVALUATION_KEYS = ("step", "blocks", "loss", "perplexity", "average_perplexity", "worst", "tokens")
-_FEWSHOT_KEYS = ("step", "shots", "fewshot_seed", "positions", "tasks", "average")
-_EXPERIMENT_KEYS = (
-    *("name", "preset", "title", "question", "settings", "data", "runs", "groups", "versions"),
-)
 
 
 def evaluation(
@@ -81,8 +76,7 @@ def read_evaluation(run: Path) -> Json:
     """evaluation.json of a run directory; ValueError where it is absent or damaged."""
     absent = f"{run} holds no {EVALUATION}: run doge-fast evaluate on it."
     file = run / EVALUATION
-    record = read_record(file, _EVALUATION_KEYS, absent=absent, has_schema=False)
-    check_shape(record, EvaluationRecord, file)
+    record = _shaped(file, absent, EvaluationRecord, has_schema=False)
     if not record["loss"].keys() == record["blocks"].keys() == record["perplexity"].keys():
         raise FileFailure(
             f"{file} is damaged: loss, blocks and perplexity are not of the same domains. {WAY_OUT}"
@@ -126,7 +120,7 @@ def few_shot(
 def read_few_shot(run: Path) -> Json:
     """fewshot.json of a run directory; ValueError where it is absent or damaged."""
     absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
-    return _shaped(run / FEWSHOT, _FEWSHOT_KEYS, absent, FewShotRecord)
+    return _shaped(run / FEWSHOT, absent, FewShotRecord)
 
 
 def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
@@ -142,32 +136,25 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
     """
     check_experiment(out, record)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / EXPERIMENT, _complete(record))
+    write_json(out / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **record})
 
 
 def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
-    """Raise ValueError where a directory holds another experiment, or something else."""
+    """Raise ValueError where a directory holds another experiment, or something else.
+
+    Runs may be added to an experiment, by more seeds and mixtures; nothing else may change. What is
+    judged by a swarm, `apart` in its group, comes and goes.
+    """
     if not (out / EXPERIMENT).exists():
         check_empty(out)
-    elif any(entry.name not in (EXPERIMENT, QUEUE) for entry in out.iterdir()):
-        _check_same_experiment(read_experiment(out), _complete(record), out)
-
-
-def _complete(record: Mapping[str, Any]) -> Json:
-    return dict(plain({"schema_version": SCHEMA_VERSION, **record}))
-
-
-def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
-    """Runs may be added to an experiment, by more seeds and mixtures; nothing else may change.
-
-    What is judged by a swarm, `apart` in its group, comes and goes.
-    """
+        return
+    if all(entry.name in (EXPERIMENT, QUEUE) for entry in out.iterdir()):
+        return
+    known, asked = read_experiment(out), plain(record)
     apart = {name for group in known["groups"] for name in group.get("apart", ())}
-    for key in _EXPERIMENT_KEYS:
+    # Groups follow from the rest.
+    for key in ("name", "preset", "title", "question", "settings", "data", "runs"):
         was, now = known[key], asked[key]
-        if key in ("versions", "groups"):
-            # Groups follow from the rest.
-            continue
         if key == "settings":
             # Of an earlier version a setting may be gone or not have been there.
             shared = (was.keys() & now.keys()) - {"seeds", "mixtures"}
@@ -184,10 +171,11 @@ def _check_same_experiment(known: Json, asked: Json, out: Path) -> None:
 def read_experiment(path: Path) -> Json:
     """experiment.json of its directory; ValueError where it is absent or damaged."""
     absent = f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there."
-    return _shaped(path / EXPERIMENT, _EXPERIMENT_KEYS, absent, ExperimentRecord)
+    return _shaped(path / EXPERIMENT, absent, ExperimentRecord)
 
 
-def _shaped(file: Path, keys: Sequence[str], absent: str, kind: type) -> Json:
-    record = read_record(file, keys, absent=absent)
+def _shaped(file: Path, absent: str, kind: type, *, has_schema: bool = True) -> Json:
+    keys = [field.name for field in dataclasses.fields(kind)]
+    record = read_record(file, keys, absent=absent, has_schema=has_schema)
     check_shape(record, kind, file)
     return record

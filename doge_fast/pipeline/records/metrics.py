@@ -114,28 +114,9 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     path = run / METRICS
     if not path.exists():
         raise ValueError(f"{path} does not exist: the run in {run} has not logged a step.")
-    lines = _parse_metrics(path)
-    for n, line in enumerate(lines, start=1):
-        check_shape(line, MetricsLine, f"{path}, line {n},")
-        _check_domains(line, lines[0], f"{path}, line {n},")
-    return [line for line in lines if kind in (None, line["kind"])]
-
-
-def _check_domains(line: Json, first: Json, where: str) -> None:
-    """All lines that have domain weights weigh the domains of the first one."""
-    for key in ("alpha", "alpha_mean"):
-        if key in line and key in first and line[key].keys() != first[key].keys():
-            raise FileFailure(
-                f"{where} is damaged: {key} is of {', '.join(line[key])}, and in line 1 of "
-                f"{', '.join(first[key])}. {WAY_OUT}"
-            )
-
-
-def _parse_metrics(path: Path) -> list[Json]:
-    """Every complete line; what follows the last line break was torn by a kill."""
-    complete = path.read_bytes().split(b"\n")[:-1]
-    lines = []
-    for n, text in enumerate(complete, start=1):
+    lines: list[Json] = []
+    # What follows the last line break was torn by a kill.
+    for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         where = f"{path}, line {n}"
         try:
             line = json.loads(text)
@@ -145,8 +126,15 @@ def _parse_metrics(path: Path) -> list[Json]:
                 "something other than a run; restore it, or start the run anew elsewhere."
             ) from None
         _check_line(line, where)
+        check_shape(line, MetricsLine, f"{where},")
         lines.append(line)
-    return lines
+        for key in ("alpha", "alpha_mean"):
+            if key in line and line[key].keys() != lines[0].get(key, line[key]).keys():
+                raise FileFailure(
+                    f"{where}, is damaged: {key} is of {', '.join(line[key])}, and in line 1 of "
+                    f"{', '.join(lines[0][key])}. {WAY_OUT}"
+                )
+    return [line for line in lines if kind in (None, line["kind"])]
 
 
 def _check_line(line: Any, where: str) -> None:

@@ -1,7 +1,6 @@
 """config.json, and what holds of every file of a run directory: names, schema, required keys."""
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -35,13 +34,11 @@ WRITING = ".writing"
 
 Json = dict[str, Any]
 
-# What is asked of a select run's scores, once they are there.
-_READ_OFF = ("strategies", "reading")
 # Where a run lies, where its blocks are cached, who is told and when it gives up do not change what
-# it computes.
+# it computes; nor does what is asked of a select run's scores, once they are there.
 _NOT_COMPARED = (
     *("out", "corpus.cache_dir", "training.report_to", "training.max_skipped_steps"),
-    *_READ_OFF,
+    *("strategies", "reading"),
 )
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
@@ -80,7 +77,7 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
             f"{out} holds a {recorded['stage']} run; this is the {stage} stage. "
             "Name another directory."
         )
-    before = _kept(_with_defaults(recorded["config"], config))
+    before = _kept(recorded["config"])
     _check_same("configuration", out, before, _kept(config), _NOT_COMPARED)
     return recorded
 
@@ -88,20 +85,6 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
 def check_corpus(out: Path, recorded: Json, corpus: Mapping[str, Any]) -> None:
     """Raise ValueError where a run, by its config.json, began with another corpus than this."""
     _check_same("corpus", out, recorded["corpus"], plain(corpus), ())
-
-
-def _with_defaults(recorded: Json, config: Any) -> Json:
-    """What was recorded; a setting that it lacks came later, and counts as its default."""
-    if not dataclasses.is_dataclass(config):
-        return recorded
-    filled = dict(recorded)
-    for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if dataclasses.is_dataclass(value) and isinstance(filled.get(name), dict):
-            filled[name] = _with_defaults(filled[name], value)
-        elif name not in filled and field.default is not dataclasses.MISSING:
-            filled[name] = plain(field.default)
-    return filled
 
 
 def _kept(config: Any) -> Any:
@@ -234,20 +217,12 @@ def read_json(path: Path) -> Json:
     except (ValueError, RecursionError) as error:
         raise FileFailure(f"{path} must hold JSON and does not: {error}. {WAY_OUT}") from None
     if not isinstance(value, dict):
-        raise FileFailure(
-            f"{path} must hold a JSON object; it holds {_JSON_NAMES[type(value)]}. {WAY_OUT}"
-        )
+        held = _JSON_NAMES.get(type(value), "a number")
+        raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {WAY_OUT}")
     return value
 
 
-_JSON_NAMES = {
-    type(None): "null",
-    bool: "true or false",
-    list: "a list",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-}
+_JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
 
 
 def read_record(path: Path, keys: Sequence[str], *, absent: str, has_schema: bool = True) -> Json:

@@ -107,16 +107,6 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
-class TaskScores:
-    """What fewshot.json says of a task."""
-
-    acc: float
-    chance: float
-    truncated_requests: CountOrZero
-    acc_stderr: Number = None
-
-
-@dataclass(frozen=True)
 class Average:
     """The average over tasks in fewshot.json."""
 
@@ -125,12 +115,21 @@ class Average:
     acc_stderr: Number = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskScores(Average):
+    """What fewshot.json says of a task."""
+
+    truncated_requests: CountOrZero
+
+
 @dataclass(frozen=True)
 class FewShotRecord:
     """fewshot.json."""
 
     step: CountOrZero
     shots: CountOrZero
+    fewshot_seed: int
+    positions: Count
     tasks: dict[str, TaskScores]
     average: Average
 

@@ -15,13 +15,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from doge_fast.pipeline import baselines
-from doge_fast.pipeline.records.movement import Floats
+from doge_fast.pipeline.records.movement import Floats, nan_mean
 from doge_fast.pipeline.reporting import plotting as plot
-from doge_fast.pipeline.reporting.arms import Curve
 from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.statistics import Difference, change_of, nan_mean
-from doge_fast.pipeline.reporting.wording import Stat
+from doge_fast.pipeline.reporting.statistics import Curve, Difference, change_of
 
 _DOTTED = (0, (2, 2))
 _MARKERS = ("o", "D", "s", "^", "v", "P", "X")
@@ -114,13 +112,11 @@ def extremes(curves: Mapping[str, Curve], baseline: str) -> Mapping[str, Curve]:
     return {label: curve for label, curve in curves.items() if label in kept}
 
 
-def arms_weights_figure(stats: Mapping[str, Mapping[str, Stat]], names: Sequence[str]) -> Figure:
+def arms_weights_figure(arms: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Figure:
     """Weights of several arms: a row an arm, a column a domain."""
-    values = np.array(
-        [[w[name].mean if name in w else math.nan for name in names] for w in stats.values()]
-    )
-    figure, axes = plot.canvas(max(2.4, 1.5 + 0.32 * len(stats)))
-    cells = _heat_map(axes, values, list(stats), names, vmax=float(np.nanmax(values)))
+    values = np.array([[each.get(name, math.nan) for name in names] for each in arms.values()])
+    figure, axes = plot.canvas(max(2.4, 1.5 + 0.32 * len(arms)))
+    cells = _heat_map(axes, values, list(arms), names, vmax=float(np.nanmax(values)))
     if len(names) <= _MOST_NUMBERS:
         _write_cells(axes, values, cells, lambda value: f"{value:.2f}".lstrip("0"))
     return figure

@@ -1,235 +1,303 @@
-"""A study -> the answer in words, its tables, and its figures with their captions."""
+"""A study -> its parts: a group of arms each, of whatever kind, and a proxy each."""
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
-
-import yaml
-from matplotlib.figure import Figure
+from statistics import NormalDist
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import MOST_DRIFT
-from doge_fast.pipeline.reporting import figures, regret, tables, verdicts
-from doge_fast.pipeline.reporting.arms import Arm, Comparison, Curve, curves_of
+from doge_fast.pipeline.reporting import figures, paper, parts
+from doge_fast.pipeline.reporting.background import cost_table
+from doge_fast.pipeline.reporting.compared import perplexity_part, targets_part
+from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
 from doge_fast.pipeline.reporting.proxies import UNIVERSAL, WORST, Proxy
-from doge_fast.pipeline.reporting.run_tables import cost_table
+from doge_fast.pipeline.reporting.regret import regret_part
+from doge_fast.pipeline.reporting.statistics import (
+    CONFIDENCE,
+    Difference,
+    focus_of,
+    paired_difference,
+    stat_of,
+)
 from doge_fast.pipeline.reporting.study import Study
-from doge_fast.pipeline.reporting.verdicts import Verdict
-from doge_fast.pipeline.reporting.wording import listed
-from doge_fast.pipeline.tables import Table
+from doge_fast.pipeline.reporting.wording import Stat, listed, plural, weight_text
+from doge_fast.pipeline.tables import Cell, Row, Table
 
-_NOTHING = "Nothing to compare yet"
-
-
-class Sketch(NamedTuple):
-    """A figure that is drawn when the page is made."""
-
-    name: str
-    title: str
-    caption: str
-    make: Callable[[], Figure]
+Columns = Mapping[str, Mapping[str, float]]
+# {label of an arm: fewshot.json of each seed}.
+Scores = Mapping[str, Sequence[Json]]
 
 
-_TEXTS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
-
-
-def _sketch(kind: str, name: str, make: Callable[[], Figure], **words: object) -> Sketch:
-    """With its words in figures.yaml, filled in."""
-    text = _TEXTS[kind]
-    return Sketch(name, text["title"].format(**words), text["caption"].format(**words), make)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a group, or a proxy, came to."""
-
-    title: str
-    verdicts: Sequence[Verdict] = ()
-    tables: Sequence[Table] = ()
-    sketches: Sequence[Sketch] = ()
-    proxy: Proxy | None = None
-
-
-def parts_of(study: Study) -> list[Part]:
+def parts_of(study: Study) -> list[parts.Part]:
     """What each group came to, of the runs that there are so far."""
     return [
-        _PARTS[group["kind"]](study, group, f"group-{number}")
+        _PARTS[group["kind"]](study, group, f"group-{number}")._replace(title=group["title"])
         for number, group in enumerate(study.groups, start=1)
     ]
 
 
-def _perplexity_part(study: Study, group: Json, prefix: str) -> Part:
-    """Arms against a baseline, domain by domain, and their losses during training."""
-    comparison = study.comparison(group)
-    answer = [verdicts.comparison_verdict(study, comparison)]
-    if not comparison.arms or not (comparison.aim or comparison.others):
-        return Part(group["title"], answer)
-    shown = [tables.perplexity_table(comparison)]
-    if comparison.baseline is None or not comparison.rivals or not comparison.aim:
-        return Part(group["title"], answer, shown)
-    shown.append(tables.difference_table(comparison))
-    sketches = _comparison_sketches(comparison, comparison.baseline, prefix)
-    return Part(group["title"], answer, shown, list(sketches))
-
-
-def _comparison_sketches(comparison: Comparison, own: Arm, prefix: str) -> Iterator[Sketch]:
-    title, aim, others = comparison.title, comparison.aim, comparison.others
-    # The one that is asked about first, in ink.
-    rivals = sorted(comparison.rivals, key=lambda arm: arm is not comparison.focus)
-    is_crowded = len(rivals) > verdicts.MOST_TOLD
-    places: list[tuple[str, Sequence[str]]] = [
-        ("average", aim if is_crowded else others or aim),
-        *((name, [name]) for name in reversed(others)),
-        *((f"{name} (target)" if others else name, [name]) for name in reversed(aim)),
-    ]
-    rows = {arm.label: [arm.against(own, names) for _, names in places] for arm in rivals}
-    make = partial(figures.change_figure, rows, [label for label, _ in places], own.label)
-    if is_crowded:
-        make = partial(figures.arms_figure, rows, own.label)
-    filled = " Filled: the average over the domains; hollow: one domain." if is_crowded else ""
-    words = {"baseline": own.label, "title": title, "filled": filled}
-    yield _sketch("change", f"{prefix}-change", make, **words)
-    curves = curves_of(comparison.arms, aim, comparison.until)
-    if curves:
-        shown = figures.extremes(curves, own.label)
-        cut = f"; of {len(curves)} arms {own.label} and those that end lowest and highest"
-        words = {
-            "title": title,
-            "domains": listed(aim) if others else "the domains",
-            "cut": cut if len(shown) < len(curves) else "",
-        }
-        yield _sketch("curves", f"{prefix}-curves", partial(figures.curves_figure, shown), **words)
-    for place, name in enumerate(aim if comparison.until < 1 else ()):
-        curves = curves_of(comparison.arms, [name], comparison.until)
-        yield from _curves(curves, f"{prefix}-domain-{place}", f"on {name}")
-
-
-def _curves(curves: dict[str, Curve], name: str, where: str) -> Iterator[Sketch]:
-    if curves:
-        yield _sketch("domain-curves", name, partial(figures.curves_figure, curves), where=where)
-
-
-def _targets_part(study: Study, group: Json, prefix: str) -> Part:
-    """DoGE against uniform on each target, before and after further steps on it."""
-    rows = {row["target"]: [study.arm(arm) for arm in row["arms"]] for row in group["rows"]}
-    changes = verdicts.target_changes(rows)
-    if not any(found.pairs for each in changes.values() for found in each.values()):
-        return Part(group["title"], [verdicts.unanswered(study, group["title"], _NOTHING)])
-    targets = list(reversed(rows))
-    marks = {label: [each[target] for target in targets] for label, each in changes.items()}
-    after = "; then both after further steps on it" if len(changes) > 1 else ""
-    make = partial(figures.change_figure, marks, targets, "uniform")
-    sketches = [_sketch("target-change", f"{prefix}-change", make, after=after)]
-    for place, (target, arms) in enumerate(rows.items()):
-        shown = [arm for arm in arms if arm.losses and "fine-tuned" not in arm.label]
-        name = f"{prefix}-target-{place}"
-        sketches += _curves(curves_of(shown, [target]), name, f"on {target} during training")
-    answer = verdicts.targets_verdict(rows, changes)
-    return Part(group["title"], [answer], [tables.targets_table(rows, changes, group)], sketches)
-
-
-def _weights_part(study: Study, group: Json, prefix: str) -> Part:
+def _weights_part(study: Study, group: Json, prefix: str) -> parts.Part:
     """The weights of the arms, beside each other and the paper's."""
-    found = {arm["label"]: study.weights(arm) for arm in group["arms"]}
-    stats = {label: weights for label, weights in found.items() if weights}
-    if not stats:
-        return Part(group["title"])
-    table = tables.weights_table(study, group, stats)
+    arms = [(arm, weights) for arm in group["arms"] if (weights := study.weights(arm))]
+    if not arms:
+        return parts.Part()
+    stats = {arm["label"]: weights for arm, weights in arms}
+    names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
+    means = {
+        label: {name: stat.mean for name, stat in weights.items()}
+        for label, weights in stats.items()
+    }
+    table = _weights_table(study, group, [arm for arm, _ in arms], stats, means, names)
+    if len(stats) == 1:
+        return parts.Part(tables=[table])
     answer = []
+    if group.get("reference") in stats:
+        gaps = _gaps_of(means, group["reference"]).items()
+        told = listed(f"{label} {100 * gap:.2f} %" for label, gap in gaps)
+        headline = f"Mean absolute difference from the {group['reference']} proxy's weights: {told}"
+        answer.append(parts.Verdict(group["title"], headline, [paper.NOTES["tab:robust"]]))
+    make = partial(figures.arms_weights_figure, means, names)
+    has_gaps = len({*map(len, stats.values())}) > 1
+    dash = " A dash: not among the domains." if has_gaps else ""
+    words = {"title": group["title"], "dash": dash}
+    drawn = [parts.sketch("arms-weights", f"{prefix}-weights", make, **words)]
+    return parts.Part(answer, [table], drawn)
+
+
+def _weights_table(
+    study: Study,
+    group: Json,
+    arms: Sequence[Json],
+    stats: Mapping[str, Mapping[str, Stat]],
+    means: Columns,
+    names: Sequence[str],
+) -> Table:
+    """Weights by label of an arm, as tab:dw, tab:ood-dw, tab:robust and tab:cc-dw."""
+    targets = {arm["label"]: next((r.targets for r in study.runs_of(arm)), ()) for arm in arms}
+    columns, sources = _paper_weights(group, means, targets)
+    shown = {
+        name: {own: f"{value:.3f}" for own, value in values.items()}
+        for name, values in columns.items()
+    }
+    rows = [
+        Row(name, [_weight_cell(name, stats[label], targets[label]) for label in stats])
+        for name in names
+    ]
+
+    def total(label: str, ours: Sequence[str], theirs: Mapping[str, str] | None = None) -> None:
+        rows.append(Row(label, [Cell(text) for text in ours], True))
+        for column, text in (theirs or {}).items():
+            shown[column][label] = text
+
+    if group.get("has_uniform"):
+        total("uniform would be", [f"{1 / len(each):.3f}" for each in means.values()])
+    effective = [
+        f"{effective_domains(each.values()):.1f} of {len(each)}" for each in means.values()
+    ]
+    total("effective domains", effective)
     reference = group.get("reference", "")
-    if reference in stats and len(stats) > 1:
-        answer.append(
-            verdicts.scale_verdict(group, tables.gaps_of(tables.means_of(stats), reference))
-        )
-    sketches = []
-    if len(stats) > 1:
-        names = [row.label for row in table.rows if not row.is_total]
-        make = partial(figures.arms_weights_figure, stats, names)
-        has_gaps = len({*map(len, stats.values())}) > 1
-        words = {
-            "title": group["title"],
-            "dash": " A dash: not among the domains." if has_gaps else "",
-        }
-        sketches.append(_sketch("arms-weights", f"{prefix}-weights", make, **words))
-    return Part(group["title"], answer, [table], sketches)
+    if reference in stats:
+        theirs = _gap_texts(columns, "82M") if "82M" in columns else {}
+        ours = list(_gap_texts(means, reference).values())
+        total(f"mean absolute difference from {reference}", ours, theirs)
+    if group.get("has_columns"):
+        shares = [study.share_saved(arm) for arm in arms]
+        theirs = {c: f"{paper.SAVED[c]} %" if c in paper.SAVED else "/" for c in columns}
+        ours = ["/" if share is None else f"{100 * share:.1f} %" for share in shares]
+        total("columns left out", ours, theirs)
+    is_several = any(stat.error is not None for found in stats.values() for stat in found.values())
+    note = (
+        f"Averages over the steps{', mean over seeds' if is_several else ''}. Bold: above "
+        "uniform. Effective domains: exp of the entropy of the weights."
+        f"{parts.ERRORS if is_several else ''}"
+    )
+    heads = [(arm["label"], arm["about"]) for arm in arms]
+    table = Table(group["title"], note, "domain", heads, rows)
+    beside = {(column, sources[column]): texts for column, texts in shown.items()}
+    return parts.beside_paper(table, beside, paper.NOTES["weights"])
 
 
-def _regret_part(study: Study, group: Json, prefix: str) -> Part:
-    """How far each method is from the best mixture."""
-    found = regret.regrets_of(study, group)
-    shown = [regret.regret_table(found)] if found.arms else []
-    if found.regression is not None:
-        shown += [regret.best_table(found), regret.laws_table(found.regression)]
-    arms, sketches = found.arms[::-1], []
-    marks = {"measured": [found.measured(arm) for arm in arms]}
-    if found.regression is not None:
-        marks["predicted"] = [found.predicted(arm) for arm in arms]
-    if any(each.is_known for differences in marks.values() for each in differences):
-        labels = [arm["label"] for arm in arms]
-        make = partial(figures.change_figure, marks, labels, "the best")
-        sketches.append(_sketch("regret", f"{prefix}-regret", make, title=group["title"]))
-    return Part(group["title"], [regret.regret_verdict(found)], shown, sketches)
+def _paper_weights(
+    group: Json, means: Columns, targets: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """The paper's columns for the domains and the target of one of our arms, and their tables."""
+    asked = group.get("paper") or []
+    columns, sources = {}, {}
+    for table in [asked] if isinstance(asked, str) else asked:
+        for column, values in paper.TABLES[table].items():
+            for label, weights in means.items():
+                wanted = [paper.canonical(name) for name in targets[label]]
+                is_asked = [column] == [f"for {name}" for name in wanted] or (
+                    not wanted and not column.startswith("for ")
+                )
+                known = {name: paper.canonical(name) for name in weights}
+                if is_asked and set(known.values()) == set(values):
+                    columns[column] = {own: values[name] for own, name in known.items()}
+                    sources[column] = table
+    return columns, sources
 
 
-def _cost_part(study: Study, group: Json, prefix: str) -> Part:
+def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str]) -> Cell:
+    if name not in weights:
+        return Cell("target" if name in targets else "–")
+    return Cell(weight_text(weights[name]), weights[name].mean > 1 / len(weights))
+
+
+def _gaps_of(columns: Columns, reference: str) -> dict[str, float]:
+    """{label: mean absolute difference from the weights of `reference`}, over domains of both."""
+    other, gaps = columns[reference], {}
+    for label, own in columns.items():
+        if label != reference:
+            names = own.keys() & other.keys()
+            gaps[label] = math.fsum(abs(own[name] - other[name]) for name in names) / len(names)
+    return gaps
+
+
+def _gap_texts(columns: Columns, reference: str) -> dict[str, str]:
+    gaps = _gaps_of(columns, reference)
+    return {name: f"{100 * gaps[name]:.2f} %" if name in gaps else "/" for name in columns}
+
+
+def _cost_part(study: Study, group: Json, prefix: str) -> parts.Part:
     table = cost_table(study, group)
-    return Part(group["title"], tables=[table] if table else [])
+    return parts.Part(tables=[table] if table else [])
 
 
-def _tasks_part(study: Study, group: Json, prefix: str) -> Part:
+def _tasks_part(study: Study, group: Json, prefix: str) -> parts.Part:
     """Accuracies of the arms over their common seeds, and the gain over the baseline's."""
     scores = {label: each for label, each in study.scores(group).items() if each}
     seeds = sorted(set.intersection(*map(set, scores.values()))) if scores else []
     kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
-    table = tables.task_table(group, kept) if seeds else None
-    if table is None:
-        return Part(group["title"], [verdicts.unanswered(study, group["title"], _NOTHING)])
-    baselines = [arm["label"] for arm in group["arms"] if arm.get("is_baseline")]
+    found = [record["tasks"] for each in kept.values() for record in each]
+    names = [name for name in (found or [{}])[0] if all(name in tasks for tasks in found)]
+    if not names:
+        return parts.Part([parts.unanswered(study, group["title"])])
     answer = [
-        verdicts.tasks_verdict(group, kept, label)
-        for label in baselines
-        if label in kept and len(kept) > 1
+        _tasks_verdict(group, kept, arm["label"])
+        for arm in group["arms"]
+        if arm.get("is_baseline") and arm["label"] in kept and len(kept) > 1
     ]
-    return Part(group["title"], answer, [table])
+    return parts.Part(answer, [_task_table(group, kept, names)])
+
+
+def _task_table(group: Json, scores: Scores, names: Sequence[str]) -> Table:
+    """k-shot accuracies of each seed by label of an arm, as tab:fewshot."""
+    rows = []
+    for name in (*names, "average"):
+        values = [
+            [{**record["tasks"], "average": record["average"]}[name] for record in each]
+            for each in scores.values()
+        ]
+        texts = [*map(_accuracy_text, values), f"{100 * values[0][0]['chance']:.1f}"]
+        rows.append(Row(name, [Cell(text) for text in texts], name == "average"))
+    records = [record for each in scores.values() for record in each]
+    note = (
+        "Accuracy in per cent; answered examples before a question: "
+        f"{listed(map(str, sorted({record['shots'] for record in records})))}; ±: standard error, "
+        "of documents and, where there are several, of seeds."
+    )
+    if any(task["truncated_requests"] for each in records for task in each["tasks"].values()):
+        note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
+    abouts = {arm["label"]: arm["about"] for arm in group["arms"]}
+    heads = [
+        (label, f"{abouts[label]}, {plural(len(each), 'seed')}") for label, each in scores.items()
+    ]
+    table = Table(group["title"], note, "task", [*heads, ("chance", "one of the choices")], rows)
+    # The paper's average is of all its six tasks.
+    known = names if len(names) < 6 else [*names, "average"]
+    beside = parts.printed("tab:fewshot", {name: name for name in known}, 1)
+    return parts.beside_paper(table, beside)
+
+
+def _accuracy_text(scores: Sequence[Json]) -> str:
+    """The mean over seeds, with the error of seeds and documents together."""
+    seeds = stat_of(each["acc"] for each in scores)
+    of_documents = [each["acc_stderr"] for each in scores]
+    mean = f"{100 * seeds.mean:.1f}"
+    if None in of_documents:
+        return mean
+    # Seeds answer the same documents, so that more of them do not make these fewer.
+    error = math.hypot(seeds.error or 0.0, math.fsum(of_documents) / len(scores))
+    return f"{mean} ± {100 * error:.1f}"
+
+
+def _tasks_verdict(
+    group: Json, scores: Mapping[str, Sequence[Json]], baseline: str
+) -> parts.Verdict:
+    """Accuracies against the baseline's, in points, over the same seeds."""
+    average = {label: [each["average"] for each in found] for label, found in scores.items()}
+    rivals = [label for label in scores if label != baseline]
+    gains = {label: _accuracy_gain(average[label], average[baseline]) for label in rivals}
+    number = plural(len(scores[baseline][0]["tasks"]), "task")
+    sentences = [
+        f"{label}: {_points_text(found)} against {baseline} in the average of {number}, over "
+        f"{plural(found.pairs, 'paired seed')}."
+        for label, found in gains.items()
+    ]
+    sentences.append(
+        f"{baseline} answers {_accuracy_text(average[baseline])} % rightly, guessing "
+        f"{100 * average[baseline][0]['chance']:.1f} %."
+    )
+    focus = focus_of(group, rivals)
+    headline = parts.headline_of(focus, baseline, gains[focus], is_accuracy=True)
+    return parts.Verdict(group["title"], headline, sentences)
+
+
+def _accuracy_gain(ours: Sequence[Json], theirs: Sequence[Json]) -> Difference:
+    """Of accuracies over seeds, in percentage points.
+
+    Seeds answer the same documents, so the error of these is in the interval too, beside that of
+    the seeds; as if each arm had drawn its own, which is too much rather than too little.
+    """
+    found = paired_difference(
+        [100 * each["acc"] for each in ours], [100 * each["acc"] for each in theirs]
+    )
+    errors = [each["acc_stderr"] for each in (*ours, *theirs)]
+    if found.low is None or None in errors:
+        return found._replace(low=None, high=None)
+    of_documents = 100 * math.sqrt(2 * math.fsum(error**2 for error in errors) / len(errors))
+    reach = math.hypot(
+        found.mean - found.low, NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * of_documents
+    )
+    return found._replace(low=found.mean - reach, high=found.mean + reach)
+
+
+def _points_text(difference: Difference) -> str:
+    text = f"{difference.mean:+.1f} points"
+    if difference.low is not None and difference.high is not None:
+        text += f" [{difference.low:+.1f}, {difference.high:+.1f}]"
+    return text.replace("-", "−")
 
 
 _PARTS = {
-    "perplexity": _perplexity_part,
-    "targets": _targets_part,
+    "perplexity": perplexity_part,
+    "targets": targets_part,
     "weights": _weights_part,
     "cost": _cost_part,
-    "regret": _regret_part,
+    "regret": regret_part,
     "tasks": _tasks_part,
 }
 
 
-def proxy_parts(study: Study) -> list[Part]:
+def proxy_parts(study: Study) -> list[parts.Part]:
     """What each proxy did over its steps."""
     drawn = [proxy for proxy in study.proxies if proxy.has_steps]
-    return [
-        Part(
-            f"{proxy.label}: weights for {proxy.target}",
-            sketches=list(_proxy_sketches(study, proxy, prefix)),
-            proxy=proxy,
-        )
-        for proxy, prefix in zip(drawn, _prefixes(drawn), strict=True)
-    ]
+    # Names for files and ids, of letters, digits and hyphens, no two alike.
+    slugs = [re.sub(r"[^A-Za-z0-9]+", "-", proxy.label).strip("-") for proxy in drawn]
+    found = []
+    for number, (proxy, slug) in enumerate(zip(drawn, slugs, strict=True), start=1):
+        is_clear = slug and slugs.count(slug) == 1
+        prefix = f"proxy-{slug}" if is_clear else f"proxy-{number}-{slug or 'run'}"
+        sketches = list(_proxy_sketches(study, proxy, prefix))
+        title = f"{proxy.label}: weights for {proxy.target}"
+        found.append(parts.Part(sketches=sketches, title=title, proxy=proxy))
+    return found
 
 
-def _prefixes(proxies: Sequence[Proxy]) -> list[str]:
-    """Names for files and ids, of letters, digits and hyphens, no two alike."""
-    slugs = [re.sub(r"[^A-Za-z0-9]+", "-", proxy.label).strip("-") for proxy in proxies]
-    return [
-        f"proxy-{slug}" if slug and slugs.count(slug) == 1 else f"proxy-{number}-{slug or 'run'}"
-        for number, slug in enumerate(slugs, start=1)
-    ]
-
-
-def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]:
+def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[parts.Sketch]:
     number, colors = len(proxy.runs), study.colors
     seeds = f" Mean of {number} seeds; {{}}: ± one standard error." if number > 1 else ""
     chunk = chunk_size(len(proxy.series("loss", proxy.domains)[0]), NOISY_POINTS)
@@ -237,7 +305,7 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]
     words = {
         "bars": seeds.format("bars"),
         "bands": seeds.format("bands"),
-        "drift": verdicts.drift_sentence(proxy),
+        "drift": proxy.drift_sentence(),
         "most_drift": MOST_DRIFT,
         "spread": ", and at most what seeds differ by" if number > 1 else "",
         "binned": f" Each point is the mean of {chunk} logged steps." if chunk > 1 else "",
@@ -256,11 +324,11 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[Sketch]
     left_out = ("affinity", "gain") if proxy.is_doremi else ("excess",)
     for kind, make in makes.items():
         if kind not in left_out:
-            yield _sketch(kind, f"{prefix}-{kind}", make, **words)
+            yield parts.sketch(kind, f"{prefix}-{kind}", make, **words)
 
 
 def _parts_note(proxy: Proxy) -> str:
-    parts = _TEXTS["gain"]["parts"]
+    texts = parts.TEXTS["gain"]["parts"]
     is_for_all = {UNIVERSAL, WORST} & set(proxy.first.config["target"])
-    note: str = parts["universal" if is_for_all else "target"]
-    return note + (parts["published"] if proxy.first.config["score"] == "published" else "")
+    note: str = texts["universal" if is_for_all else "target"]
+    return note + (texts["published"] if proxy.first.config["score"] == "published" else "")

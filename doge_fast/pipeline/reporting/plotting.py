@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.optimize import isotonic_regression
 
-from doge_fast.pipeline.records.movement import Floats
-from doge_fast.pipeline.reporting.statistics import nan_mean
+from doge_fast.pipeline.records.movement import Floats, nan_mean
 
 
 def column_texts(values: Floats) -> list[str]:

@@ -1,19 +1,39 @@
 """Runs that learned weights: what they learned, over the steps, and whether it has settled."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from doge_fast.pipeline import records
-from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
-from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.statistics import nan_mean, stat_of
-from doge_fast.pipeline.reporting.wording import Stat, listed, to_floats
+from doge_fast.pipeline import health, records
+from doge_fast.pipeline.records.movement import Floats, Movement, movement_of, nan_mean
+from doge_fast.pipeline.reporting.mixtures import effective_domains
+from doge_fast.pipeline.reporting.runs import Run, open_runs
+from doge_fast.pipeline.reporting.statistics import stat_of
+from doge_fast.pipeline.reporting.wording import (
+    Stat,
+    as_ascii,
+    listed,
+    plural,
+    to_floats,
+    weight_text,
+    wrapped,
+)
 
 UNIVERSAL, WORST, MIX = "universal", "worst", "mix"
+
+# Nearly everything on one domain; the paper's most extreme weight is 0.72.
+_COLLAPSED = 0.8
+# Hardly moved: no domain is further than this from uniform, as a share of uniform.
+_UNMOVED = 0.02
+# Of uniform. A rule of thumb: in docs/evidence.md a domain at a half of uniform lost a quarter
+# already, and one at a twentieth nothing, for others stood in for it.
+_STARVED = 1 / 3
+# Share of the logged steps from which on what they were warned of is told.
+_OFTEN = 0.05
 
 
 @dataclass(frozen=True)
@@ -39,11 +59,6 @@ class Proxy:
         return self.first.stage == "doremi"
 
     @property
-    def is_for_all_domains(self) -> bool:
-        """Whether every training domain is to get better."""
-        return self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, WORST, MIX}
-
-    @property
     def about(self) -> str:
         """Where the weights come from, in words."""
         return "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
@@ -61,8 +76,8 @@ class Proxy:
     @cached_property
     def weights(self) -> dict[str, Stat]:
         """{domain: average domain weight}; empty where no run has a step."""
-        known = known_weights(self.runs)
-        return {name: stat_of(each[name] for each in known) for name in self.domains if known}
+        found = mean_weights(known_weights(self.runs))
+        return {name: found[name] for name in self.domains if found}
 
     @property
     def has_steps(self) -> bool:
@@ -116,6 +131,103 @@ class Proxy:
         steps_T, mean_STK = self.series("alpha_mean", self.domains)
         return movement_of(steps_T, mean_STK, self.first.config.get("average_from", 0.0))
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether a domain is further from uniform than chance would take it; one cannot be."""
+        uniform = 1 / len(self.domains)
+        furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
+        return furthest >= _UNMOVED * uniform or len(self.domains) == 1
+
+    def summary(self) -> str:
+        """What it learned, and whether its average has settled."""
+        if not self.has_steps:
+            return f"{self.label}: has not logged a step yet."
+        first, *others = sorted(self.weights.items(), key=lambda item: -item[1].mean)
+        top = listed(
+            f"{name} {weight_text(stat)} ({stat.mean * len(self.domains):.1f}\N{NO-BREAK SPACE}× "
+            "uniform)"
+            for name, stat in [first, *others[:-1]][:2]
+        )
+        least = f", least to {others[-1][0]} {weight_text(others[-1][1])}" if others else ""
+        count = effective_domains(stat.mean for stat in self.weights.values())
+        return (
+            f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
+            f"{count:.1f} of {plural(len(self.domains), 'domain')}. {self.drift_sentence()}"
+        )
+
+    def drift_sentence(self) -> str:
+        """Whether its running average has settled, and the numbers that say so."""
+        moved = self.movement
+        drift, distance = _share(moved.drift[-1]), _share(moved.distance[-1])
+        told = (
+            f"the last fifth of the {int(moved.steps[-1])} steps reassigned {drift} of the tokens; "
+            f"from uniform weights it is {distance}"
+        )
+        if moved.spread is not None:
+            told += f", and between seeds {_share(moved.spread[-1])}"
+        state = "has settled" if moved.is_settled else "is still moving"
+        return f"The running average {state if self.has_moved else 'has hardly moved'}: {told}."
+
+    def warnings(self) -> list[str]:
+        """What a reader should know of its weights, and what to do about it."""
+        return [f"{self.label}: {told}" for told in self._warnings()]
+
+    def _warnings(self) -> Iterator[str]:
+        if not self.has_steps:
+            return
+        lines = [line for run in self.runs for line in run.train if "lr" in line]
+        lost = sum(run.skipped for run in self.runs)
+        if lost > health.MOST_LOST * len(lines):
+            yield (
+                f"{lost} of {plural(len(lines), 'logged step')} were skipped for a gradient that "
+                "was not finite, so these weights mean nothing. Lower learning_rate."
+            )
+            return
+        uniform = 1 / len(self.domains)
+        largest = max(self.weights, key=lambda name: self.weights[name].mean)
+        weight = self.weights[largest].mean
+        starved = [n for n, stat in self.weights.items() if stat.mean < _STARVED * uniform]
+        is_for_all = self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, WORST, MIX}
+        if weight > _COLLAPSED and len(self.domains) > 1:
+            doge = "A larger mu, smoothing or domain_max_grad_norm"
+            remedy = "A smaller step_size or more smoothing" if self.is_doremi else doge
+            yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
+        elif not self.has_moved:
+            remedy = "larger step_size" if self.is_doremi else "smaller mu"
+            yield f"the weights hardly left uniform. A {remedy} or more steps would move them."
+        elif is_for_all and starved:
+            milder = "a smaller step_size" if self.is_doremi else "a larger mu or --target mix"
+            yield (
+                f"{listed(starved)} would be read less than a third as often as at uniform "
+                f"weights, and a small model tends to pay for it there. Try {milder}, or set a "
+                "floor: doge-fast weights constrain --floor."
+            )
+        if self.has_moved and not self.movement.is_settled:
+            yield (
+                "the running average of the weights is still drifting; more steps would change "
+                "the result."
+            )
+        # What steps were warned of, where that is many of them or the last one.
+        for what, told in health.TOLD.items():
+            found = [line for line in lines if what in line.get("warnings", {})]
+            is_last = any(line is run.train[-1] for run in self.runs for line in found)
+            is_known = weight > _COLLAPSED and what != "saturated"
+            if is_known or not (is_last or len(found) > _OFTEN * len(lines)):
+                continue
+            names = sorted({name for line in found for name in line["warnings"][what]})
+            remedy = "smaller step_size" if self.is_doremi else "larger mu"
+            yield (
+                f"in {len(found)} of {plural(len(lines), 'logged step')} "
+                f"{health.domains_told(names)} {told}. A {remedy} or more smoothing keeps weights "
+                "apart from their limits."
+            )
+
+
+def _share(distance: float) -> str:
+    """A sum of absolute differences as a share of the tokens, to two digits."""
+    percent = 50 * distance
+    return f"{percent:.{1 if percent >= 1 else 2}f}\N{NO-BREAK SPACE}%"
+
 
 def _lines(run: Run, steps: Sequence[int]) -> list[records.Json]:
     by_step = {line["step"]: line for line in run.train}
@@ -136,3 +248,18 @@ def known_weights(runs: Sequence[Run]) -> list[dict[str, float]]:
         for run in runs
     )
     return found or [to_floats(average) for average in so_far if average]
+
+
+def mean_weights(seeds: Sequence[dict[str, float]]) -> dict[str, Stat]:
+    """{domain: weight} over seeds, of the domains that all of them weigh."""
+    names = [name for name in (seeds or [{}])[0] if all(name in each for each in seeds)]
+    return {name: stat_of(each[name] for each in seeds) for name in names}
+
+
+def remarks_on(run: Path) -> list[str]:
+    """What a run of stage one found and what to know before using it, in lines for a terminal."""
+    (found,) = open_runs([run])
+    proxy = Proxy(found.name, (found,))
+    warnings = (*found.record.get("warnings", ()), *proxy.warnings())
+    remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
+    return [as_ascii(wrapped(each)) for each in remarks]

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,25 +26,26 @@ class Run:
     """One run directory, as its records tell it."""
 
     path: Path
+    record: Json
+    """config.json."""
     config: Json
+    """What the stage was asked, and what its defaults came to."""
     corpus: Json
-    stage: str
-    versions: Mapping[str, str]
-    created: str
-    parameters: int | None
-    """Of the model, where the record says so: one that is kept without it."""
     train: Sequence[Json]
     evals: Sequence[Json]
     weights: Json | None
     evaluation: Json | None
     few_shot: Json | None
-    warnings: Sequence[str]
-    """What the run was told of its corpus."""
 
     @property
     def name(self) -> str:
         """The directory's."""
         return self.path.name
+
+    @property
+    def stage(self) -> str:
+        """Which made it."""
+        return str(self.record["stage"])
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -118,8 +119,9 @@ class Run:
     @property
     def num_parameters(self) -> int:
         """Of the model that the run left; a tied weight counts once. 0 where it left none."""
-        if self.parameters is not None:
-            return self.parameters
+        # Of one that is kept without its model.
+        if self.record.get("parameters") is not None:
+            return int(self.record["parameters"])
         total = 0
         for file in sorted((self.path / "model").glob("*.safetensors")):
             with (
@@ -147,17 +149,16 @@ class Run:
         training = {key: value for key, value in settings if key not in _FREE_TRAINING}
         return json.dumps((self.stage, free, training, self.corpus), sort_keys=True)
 
-    def losses(self) -> dict[str, float] | None:
-        """Held-out loss per domain at the end of the run; None where it was not measured."""
-        if self.evaluation is not None:
-            return to_floats(self.evaluation["loss"])
-        last = self.evals[-1] if self.evals else None
-        return to_floats(last["loss"]) if last and last["step"] == self.steps else None
+    def losses(self, until: float = 1.0) -> dict[str, float] | None:
+        """Held-out loss per domain at the end, or as measured last before a share of the steps.
 
-    def losses_until(self, share: float) -> dict[str, float] | None:
-        """Held-out losses as measured last before a share of the steps."""
-        lines = [line for line in self.evals if line["step"] <= share * self.steps]
-        return to_floats(lines[-1]["loss"]) if lines else None
+        None where it was not measured.
+        """
+        if until == 1 and self.evaluation is not None:
+            return to_floats(self.evaluation["loss"])
+        lines = [line for line in self.evals if line["step"] <= until * self.steps]
+        is_known = lines and (until < 1 or lines[-1]["step"] == self.steps)
+        return to_floats(lines[-1]["loss"]) if is_known else None
 
     def measured_blocks(self) -> dict[str, int]:
         """Held-out blocks per domain behind `losses`."""
@@ -217,19 +218,15 @@ def _read_run(path: Path) -> Run:
     return Run(
         # A run named `.` has its name all the same.
         path=path.resolve(),
+        record=record,
         # What a default came to, in its place.
         config=record["config"] | record.get("resolved", {}),
         corpus=record["corpus"],
-        stage=record["stage"],
-        versions=record.get("versions", {}),
-        created=record.get("created", ""),
-        parameters=record.get("parameters"),
         train=[line for line in lines if line["kind"] == "train"],
         evals=[line for line in lines if line["kind"] == "eval"],
         weights=weights,
         evaluation=evaluation,
         few_shot=optional(records.FEWSHOT, records.read_few_shot),
-        warnings=record.get("warnings", ()),
     )
 
 

@@ -1,6 +1,5 @@
 """Runs put in order: an experiment's record, or one of the same form made from loose runs."""
 
-import json
 import math
 import os
 import re
@@ -8,15 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from doge_fast.failures import reading
 from doge_fast.pipeline import baselines, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.arms import Arm, Comparison, compared
-from doge_fast.pipeline.reporting.proxies import Proxy, known_weights
+from doge_fast.pipeline.reporting.proxies import Proxy, known_weights, mean_weights
 from doge_fast.pipeline.reporting.runs import Run, open_runs
-from doge_fast.pipeline.reporting.statistics import stat_of
+from doge_fast.pipeline.reporting.statistics import Arm, Comparison, compared
 from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
 
 RUNS = "runs"
@@ -65,10 +62,11 @@ class Study:
         """Runs of the plan whose end, or whose perplexities, are not known."""
         if not self.is_experiment:
             return []
-        compared = {
+        needed = {
             name
             for group in self.groups
-            for name in _planned(group, "perplexity", "targets", "regret")
+            if group["kind"] in ("perplexity", "targets", "regret")
+            for name in _planned(group)
         }
         blocks = self.record["settings"].get("eval_blocks")
         return [
@@ -76,7 +74,7 @@ class Study:
             for name in self.record["runs"]
             if name not in self.runs
             or not self.runs[name].is_complete
-            or (name in compared and not is_measured(self.runs[name].path, blocks))
+            or (name in needed and not is_measured(self.runs[name].path, blocks))
         ]
 
     @cached_property
@@ -85,7 +83,8 @@ class Study:
         missing = {
             name
             for group in self.groups
-            for name in _planned(group, "tasks")
+            if group["kind"] == "tasks"
+            for name in _planned(group)
             if name not in self.runs or not is_scored(self.runs[name].path, group)
         }
         return [name for name in self.record["runs"] if name in missing]
@@ -97,12 +96,9 @@ class Study:
     def arm(self, arm: Json, until: float = 1.0) -> Arm:
         """An arm with its losses at the end, or as measured last before a share of the steps."""
         runs, losses = {}, {}
-        for name in (name for name in arm["runs"] if name in self.runs):
-            run = self.runs[name]
-            if until < 1:
-                found = run.losses_until(until)
-            else:
-                found = None if name in self.unmeasured else run.losses()
+        for run in self.runs_of(arm):
+            is_known = until < 1 or run.name not in self.unmeasured
+            found = run.losses(until) if is_known else None
             if found is not None:
                 runs[run.seed], losses[run.seed] = run, found
         is_baseline, baseline = bool(arm.get("is_baseline")), arm.get("baseline")
@@ -133,25 +129,27 @@ class Study:
                 # Runs may have been moved since.
                 source = self.path / RUNS / Path(selection).parent.name
                 with reading(source, "Take the run of select away, or make it again."):
-                    columns = records.read_json(source / "cancellation.json")["columns"]
-                    chosen = json.loads((source / Path(selection).name).read_text(encoding="utf-8"))
-                    left = sum(columns[name] for name in chosen) / sum(columns.values())
-                shares.append(1.0 - left)
+                    entries = records.read_json(source / "cancellation.json")["selections"]
+                    chosen = {entry["file"]: entry["share"] for entry in entries}
+                    shares.append(1.0 - chosen[Path(selection).name])
         return math.fsum(shares) / len(shares) if shares else None
 
     def weights(self, arm: Json) -> dict[str, Stat]:
         """{domain: weight} of an arm over its seeds; the group says those that no run learned."""
-        seeds = [arm["weights"]] if "weights" in arm else known_weights(self.runs_of(arm))
-        names = [name for name in (seeds or [{}])[0] if all(name in each for each in seeds)]
-        return {name: stat_of(each[name] for each in seeds) for name in names}
+        return mean_weights(
+            [arm["weights"]] if "weights" in arm else known_weights(self.runs_of(arm))
+        )
+
+    def mean_weights(self, arm: Json) -> dict[str, float]:
+        """`weights` without their errors."""
+        return {name: stat.mean for name, stat in self.weights(arm).items()}
 
 
-def _planned(group: Json, *kinds: str) -> Iterator[str]:
-    """Runs of a group's arms, whether these stand in rows or not, where it is of such a kind."""
-    if group["kind"] in kinds:
-        for part in (group, *group.get("rows", ())):
-            yield from (name for arm in part.get("arms", ()) for name in arm["runs"])
-        yield from group.get("swarm", ())
+def _planned(group: Json) -> Iterator[str]:
+    """Runs of a group's arms, whether these stand in rows or not."""
+    for part in (group, *group.get("rows", ())):
+        yield from (name for arm in part.get("arms", ()) for name in arm["runs"])
+    yield from group.get("swarm", ())
 
 
 def is_measured(run: Path, blocks: int | None) -> bool:
@@ -200,33 +198,28 @@ def open_study(runs: Sequence[Path], weights: Sequence[str] = ()) -> Study:
         raise ValueError(
             "A report needs a run that learns weights or trains at them; got runs of select alone."
         )
-    proxies = _proxies_of(list(told.values()))
+    proxies = _proxies_of(told.values())
     record = _record_of(told, proxies) if path is None else records.read_experiment(path)
-    if weights:
-        _judge(record, weights)
-    return Study(record, opened, proxies, path)
-
-
-def _judge(record: Json, weights: Sequence[str]) -> None:
-    """Weights that no run of the experiment has learned or used are arms without runs."""
     groups = [group for group in record["groups"] if group.get("swarm")]
-    if not groups:
+    if weights and not groups:
         raise ValueError(
             "weights (--weights) are judged by a swarm of base models: name the directory of a "
             "doge-fast experiment regret."
         )
-    for group in groups:
+    # Weights that no run of the experiment has learned or used are arms without runs.
+    for group in groups if weights else ():
         for label, file in records.read_named(weights, domains=group["aim"]).items():
-            found = records.weights_by_name(records.read_weights(file, domains=group["aim"]))
-            arm = {"label": label, "about": "given", "weights": found, "runs": []}
+            given = records.weights_by_name(records.read_weights(file, domains=group["aim"]))
+            arm = {"label": label, "about": "given", "weights": given, "runs": []}
             group["arms"].append(arm)
+    return Study(record, opened, proxies, path)
 
 
 # Loose runs are put into the groups that an experiment's record has. Base models are one comparison
 # where they share corpus, model, settings and number of tokens; uniform weights are its baseline.
 
 
-def _proxies_of(runs: Sequence[Run]) -> tuple[Proxy, ...]:
+def _proxies_of(runs: Iterable[Run]) -> tuple[Proxy, ...]:
     """Runs that learned weights, the seeds of each together."""
     groups = _grouped(run for run in runs if run.stage in ("proxy", "doremi"))
     # What is asked of all domains comes before what is asked of one, the baseline after both.
@@ -259,6 +252,11 @@ def _distinct(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[st
     ]
 
 
+# Columns of a table that are of weights that somebody learned or gave.
+_LEARNED = 2
+_FROM_FILE = "from a file"
+
+
 def _record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
     """What experiment.json would say of these runs.
 
@@ -267,62 +265,42 @@ def _record_of(runs: Mapping[str, Run], proxies: Sequence[Proxy]) -> Json:
     """
     names = {run.path: name for name, run in runs.items()}
     bases = [run for run in runs.values() if run.stage == "base"]
-    groups = _grouped(bases)
-    groups.sort(key=lambda group: bool(group[0].targets))
-    told = [_comparison(group, proxies, names) for group in groups]
-    for group, told_of in zip(groups, told, strict=True):
-        oracles = (
-            arm
-            for other, its in zip(groups, told, strict=True)
-            for arm in its["arms"]
-            if arm["is_baseline"] and _is_oracle(other[0], group[0])
-        )
-        told_of["oracle"] = next(oracles, None)
+    alike = sorted(_grouped(bases), key=lambda group: bool(group[0].targets))
+    groups = [_comparison(group, proxies, names) for group in alike]
+    uniforms = [arm for group in groups for arm in group["arms"] if arm["is_baseline"]]
+    for group, (run, *_) in zip(groups, alike, strict=True):
+        oracles = (arm for arm in uniforms if _is_oracle(runs[arm["runs"][0]], run))
+        group["oracle"] = next(oracles, None)
     tasks = [
         {"kind": "tasks", "title": f"Tasks: {group['title'].lower()}", "arms": group["arms"]}
-        for group in told
+        for group in groups
         if any(runs[name].few_shot for arm in group["arms"] for name in arm["runs"])
     ]
-    learned = _weights_group(runs, proxies, names, told)
+    learned = _weights_group(runs, proxies, names, groups)
     num_proxies = sum(len(proxy.runs) for proxy in proxies)
     return {
         "title": "Domain weights",
         "question": f"{plural(num_proxies, 'proxy run')}, {plural(len(bases), 'base model')}",
         "settings": {},
         "runs": list(runs),
-        "groups": [*told, *tasks, *([learned] if learned["arms"] else [])],
+        "groups": [*groups, *tasks, *([learned] if learned["arms"] else [])],
     }
 
 
-# Columns of a table that are of weights that somebody learned or gave.
-_LEARNED = 2
-_FROM_FILE = "from a file"
-
-
-class _Source(NamedTuple):
-    """Where a base run's weights came from; sorted as the columns of a table are."""
-
-    place: int
-    label: str
-    about: str
-    path: str = ""
-    """Of a file, for files of one name are not one source."""
-
-
 def _comparison(runs: Sequence[Run], proxies: Sequence[Proxy], names: Mapping[Path, str]) -> Json:
-    by_source: dict[_Source, list[Run]] = {}
+    by_source: dict[tuple[int, str, str, str], list[str]] = {}
     for run in runs:
-        by_source.setdefault(_source(run, proxies), []).append(run)
-    sources = sorted(by_source, key=lambda source: source.place)
-    labels = [source.label for source in sources]
+        by_source.setdefault(_source(run, proxies), []).append(names[run.path])
+    sources = sorted(by_source, key=lambda source: source[0])
+    labels = [label for _, label, _, _ in sources]
     arms = [
         {
-            "label": source.label if labels.count(source.label) == 1 else source.path,
-            "about": source.about,
-            "runs": [names[run.path] for run in by_source[source]],
-            "is_baseline": source.label == "uniform",
+            "label": label if labels.count(label) == 1 else path,
+            "about": about,
+            "runs": by_source[place, label, about, path],
+            "is_baseline": label == "uniform",
         }
-        for source in sources
+        for place, label, about, path in sources
     ]
     first = runs[0]
     return {
@@ -333,24 +311,28 @@ def _comparison(runs: Sequence[Run], proxies: Sequence[Proxy], names: Mapping[Pa
         "aim": list(first.targets or first.domains),
         "others": list(first.domains if first.targets else ()),
         # What was learned for all domains by DoGE comes first; the baselines before it.
-        "focus": next((s.label for s in sources if s.place >= _LEARNED), "natural"),
+        "focus": next((label for place, label, _, _ in sources if place >= _LEARNED), "natural"),
         "arms": arms,
     }
 
 
-def _source(run: Run, proxies: Sequence[Proxy]) -> _Source:
-    """`weights` of a base run is a baseline's name, or the path of a file or of a proxy run."""
+def _source(run: Run, proxies: Sequence[Proxy]) -> tuple[int, str, str, str]:
+    """(place among the columns, label, about, path of a file) of the weights of a base run.
+
+    They are a baseline's name, or the path of a file or of a proxy run; files of one name are not
+    one source.
+    """
     weights = str(run.config["weights"])
     if weights == "uniform":
-        return _Source(0, weights, "baseline")
+        return 0, weights, "baseline", ""
     if weights == "natural":
-        return _Source(1, weights, "by tokens")
+        return 1, weights, "by tokens", ""
     path = Path(weights)
     proxy = _proxy_of(path.parent if path.name == records.WEIGHTS else path, proxies)
     if proxy is not None:
-        return _Source(_LEARNED + proxies.index(proxy), proxy.label, proxy.about)
+        return _LEARNED + proxies.index(proxy), proxy.label, proxy.about, ""
     label = f"{path.parent.name}/{path.name}" if path.name == records.WEIGHTS else path.name
-    return _Source(_LEARNED + len(proxies), label, _FROM_FILE, weights)
+    return _LEARNED + len(proxies), label, _FROM_FILE, weights
 
 
 def _proxy_of(folder: Path, proxies: Sequence[Proxy]) -> Proxy | None:
@@ -380,6 +362,10 @@ def _weights_group(
 ) -> Json:
     """Every set of weights: natural ones, of each proxy, and those that came from elsewhere."""
     arms: list[Json] = []
+    tokens = proxies[0].first.train_tokens if proxies else {}
+    if proxies and all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies):
+        natural = baselines.natural(tokens)
+        arms.append({"label": "natural", "about": "by tokens", "runs": [], "weights": natural})
     for proxy in proxies:
         if proxy.weights:
             of_seeds = [names[run.path] for run in proxy.runs]
@@ -390,10 +376,6 @@ def _weights_group(
         for arm in group["arms"]
         if arm["about"] == _FROM_FILE and runs[arm["runs"][0]].weights is not None
     ]
-    tokens = proxies[0].first.train_tokens if proxies else {}
-    if proxies and all(proxy.first.train_tokens.items() <= tokens.items() for proxy in proxies):
-        natural = {"about": "by tokens", "runs": [], "weights": baselines.natural(tokens)}
-        arms.insert(0, {"label": "natural"} | natural)
     return {
         "kind": "weights",
         "title": "Domain weights",
