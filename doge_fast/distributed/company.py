@@ -129,15 +129,8 @@ class Company:
 
     def others_like_it(self) -> ProcessGroup:
         """Another group of the same ranks, backend and timeout; all of them must be here."""
-        backend = self.group._get_backend(self.group._device_types[0])
-        found = dist.new_group(
-            dist.get_process_group_ranks(self.group),
-            timeout=backend.options._timeout,
-            backend=str(dist.get_backend_config(self.group)),
-            use_local_synchronization=True,
-        )
-        assert isinstance(found, ProcessGroup)
-        return found
+        ranks = dist.get_process_group_ranks(self.group)
+        return group_of(ranks, self.group, str(dist.get_backend_config(self.group)))
 
     @contextmanager
     def in_company(self) -> Iterator[None]:
@@ -213,15 +206,34 @@ class Company:
         return f"doge_fast/told/{self._place}/{rank}"
 
 
+def group_of(ranks: Sequence[int], like: ProcessGroup, backend: str | None = None) -> ProcessGroup:
+    """A group of these ranks, all of which must be here, with the timeout of another one.
+
+    torch's own default is 30 minutes, whatever that of the default group is.
+
+    Args:
+        ranks: of all processes.
+        like: whose timeout it has.
+        backend: None: that of the default group.
+    """
+    options = like._get_backend(like._device_types[0]).options
+    found = dist.new_group(
+        list(ranks),
+        # torch's fake backend has no options.
+        timeout=None if options is None else options._timeout,
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(found, ProcessGroup)
+    return found
+
+
 def _on_cpus(group: ProcessGroup) -> ProcessGroup:
     """The same ranks with a backend for tensors on CPUs, which cost a device no waiting."""
     config = str(dist.get_backend_config(group))
     if "cpu:" in config or config in ("gloo", "mpi"):
         return group
-    ranks = dist.get_process_group_ranks(group)
-    talk = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(talk, ProcessGroup)
-    return talk
+    return group_of(dist.get_process_group_ranks(group), group, "gloo")
 
 
 def _words(rows: Sequence[str], report: Report) -> list[float]:

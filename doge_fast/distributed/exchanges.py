@@ -7,7 +7,7 @@ from torch import distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast.distributed.company import Company
+from doge_fast.distributed.company import Company, group_of
 from doge_fast.distributed.data_parallel import DataParallel
 from doge_fast.distributed.fragments import Fragments, Group
 from doge_fast.distributed.sharded import Sharded
@@ -89,7 +89,8 @@ def exchange_of(ranks: Ranks, params: Sequence[Any]) -> Exchange:
             "Fragments need parameters on a mesh of one dimension; these have a mesh of several "
             "dimensions. Leave Fragments out, and run the same domains on all ranks."
         )
-    return Sharded(Company(dist.new_group(mesh, use_local_synchronization=True)), fragments)
+    assert dist.group.WORLD is not None
+    return Sharded(Company(group_of(mesh, dist.group.WORLD)), fragments)
 
 
 def _ranks_of(params: Sequence[Any]) -> list[int]:
