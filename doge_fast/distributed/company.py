@@ -17,7 +17,7 @@ from doge_fast.kernels.schema import STORAGE_DTYPES
 # Seconds that a rank which is only slower may take, before those that are missing are named.
 STRAGGLER_SECONDS = 2.0
 # Places for digests in a rank's message.
-MOST_SETTINGS = 8
+MOST_SETTINGS = 12
 
 # What a rank says first of its step.
 _FINE, _FAILED, _HAS_CHANGED, _ENTERS = 0.0, 1.0, 2.0, 3.0
@@ -44,6 +44,7 @@ class Company:
         # Made when all ranks are there: a rank without a domain is not, before they agree.
         self._talk: ProcessGroup | None = None
         self._length: int | None = None
+        self._has_agreed = False
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._number = 0
         # Of several optimizers with this group each has numbers of its own.
@@ -69,10 +70,13 @@ class Company:
         """
         sizes = [MOST_SETTINGS, len(rows), len(report.dtypes), len(more)]
         digests_nD, counts_nR, codes_nP, more_nE = torch.split(
-            self._gathered(_FINE, [*_words(rows, report), *more]), sizes, dim=1
+            self._gathered(_FINE, [*_words(rows, report, not self._has_agreed), *more]),
+            sizes,
+            dim=1,
         )
         for name, digests in zip(report.settings, digests_nD.T.tolist(), strict=False):
             refuse_others(digests, name)
+        self._has_agreed = True
         seen_R = counts_nR.any(0).tolist()
         return (
             counts_nR,
@@ -236,9 +240,10 @@ def _on_cpus(group: ProcessGroup) -> ProcessGroup:
     return group_of(dist.get_process_group_ranks(group), group, "gloo")
 
 
-def _words(rows: Sequence[str], report: Report) -> list[float]:
+def _words(rows: Sequence[str], report: Report, is_first: bool) -> list[float]:
     """What a rank tells: a digest of each setting, a count of each row, a code of each dtype."""
-    digests = [_digest(value) for value in report.settings.values()]
+    values = report.settings.values()
+    digests = [_digest(value(is_first) if callable(value) else value) for value in values]
     digests += [0.0] * (MOST_SETTINGS - len(digests))
     counts_R = [report.counts.get(name, 0.0) for name in rows]
     codes = [0.0 if dtype is None else 1.0 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]

@@ -37,12 +37,22 @@ class Ranks(NamedTuple):
     shard_optimizer: bool = False
     """Whether a rank steps its columns alone."""
 
+    def __deepcopy__(self, memo: object) -> "Ranks":
+        """The same processes."""
+        return self
+
     def check(self, optimizer: Optimizer, scaler: GradScaler | None) -> "Ranks":
-        """Refuse what cannot be stepped in pieces.
+        """Refuse a group without this process, and what cannot be stepped in pieces.
 
         Raises:
-            ValueError: of `shard_optimizer`.
+            ValueError: of `process_group` or `shard_optimizer`.
         """
+        if not (self.group is None or isinstance(self.group, Group)):
+            raise ValueError(
+                "process_group must be a group of torch.distributed that this process is in, or "
+                f"Fragments(model); got {self.group!r}. Build the optimizer on the group's ranks "
+                "alone."
+            )
         name = type(optimizer).__name__
         if self.shard_optimizer and (name in LOOK_AT_SHAPES or scaler is not None):
             who = name if scaler is None else "GradScaler"
