@@ -20,7 +20,7 @@ STRAGGLER_SECONDS = 2.0
 MOST_SETTINGS = 12
 
 # What a rank says first of its step.
-_FINE, _FAILED, _HAS_CHANGED, _ENTERS = 0.0, 1.0, 2.0, 3.0
+_FINE, _FAILED, _HAS_CHANGED, _ENTERS, _SAVES = 0.0, 1.0, 2.0, 3.0, 4.0
 
 # all_gather_single from torch 2.13 on, which deprecates the other.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,6 +96,14 @@ class Company:
         words = [float(row)] + [0.0] * (MOST_SETTINGS + len(rows) + num_params - 1)
         return self._gathered(_ENTERS, words)[:, 0].int().tolist()
 
+    def meet_to_save(self) -> None:
+        """All ranks read the state now.
+
+        Raises:
+            RuntimeError: some do not.
+        """
+        self._gathered(_SAVES, [0.0] * (self._length or 0))
+
     def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> str:
         """In the place of `told`, so that the others do not wait for ever.
 
@@ -170,6 +178,13 @@ class Company:
                 f"this step was dropped on all ranks, since {_named(ranks)} raised an exception "
                 "inside a domain or before combine(); see the output there. Call "
                 "optimizer.zero_grad() on all ranks and run the domains of the step again."
+            )
+        if 0 < states.count(_SAVES) < len(states):
+            ranks = [rank for rank, state in enumerate(states) if state == _SAVES]
+            raise RuntimeError(
+                "with shard_optimizer=True state_dict() puts the state together from all ranks, "
+                f"and only {_named(ranks)} called it. Call it on all ranks, and write what it "
+                "gives on one."
             )
         if _HAS_CHANGED in states:
             refuse_others(states, "the number of domains or of parameters")
