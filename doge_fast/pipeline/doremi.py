@@ -134,10 +134,13 @@ class DoReMiTrainer(RecordedTrainer):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path, device = Path(resume_from_checkpoint) / _STATE, str(self.args.device)
-        with safe_open(path, framework="pt", device=device) as file:
+        with safe_open(Path(resume_from_checkpoint) / _STATE, framework="pt") as file:
             began_with = file.metadata()[_SHA256]
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            # Moved afterwards: of several processes each has a device like cpu:0, which it refuses.
+            state = {
+                key: file.get_tensor(key).to(self.args.device)
+                for key in file.keys()  # noqa: SIM118
+            }
         if began_with != self.reference_sha256:
             raise ValueError(
                 f"{self.stage.config.out} began with a reference model of hash {began_with[:12]}; "
