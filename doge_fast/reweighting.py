@@ -92,6 +92,8 @@ class DomainWeights:
         self._start_K = _start(objective.domains, initial)
         self._warned: set[str] = set()
         self._state_S: Tensor = new_state(self._start_K.to(device))
+        # And no step has moved them since.
+        self._are_loaded = False
         self._tau_R = _Written(len(objective.rows), torch.float64)
         self._present_R = _Written(len(objective.rows), torch.bool)
         self._settings_C = _Written(len(Settings._fields), torch.float64)
@@ -164,10 +166,16 @@ class DomainWeights:
         return {
             "the domains or the target": [self.objective.domains, self.objective.target],
             "the settings of DoGEOptimizer": repr(self.rule),
+            "the domain weights": self._values_to_compare,
         }
+
+    def _values_to_compare(self, is_first: bool) -> list[float] | None:
+        """All parts, which wait for the device; None where ranks have them from each other."""
+        return self._state_S.tolist() if is_first or self._are_loaded else None
 
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Continue from what `state` gave."""
+        self._are_loaded = True
         for name, view in state_views(self._state_S)._asdict().items():
             view.copy_(parts[name])
 
@@ -202,6 +210,7 @@ class DomainWeights:
         assert full_RR is not None or rule.domain_max_grad_norm is None
         # The weights follow the gradients: the model may have moved since they were made.
         self._state_S = self._state_S.to(gram_RR.device)
+        self._are_loaded = False
         device = gram_RR.device
         low, high = rule.score.bounds or (-math.inf, math.inf)
         settings = Settings(
