@@ -19,7 +19,7 @@ from doge_fast.distributed.exchanges import Ranks, default_group, exchange_of
 from doge_fast.distributed.fragments import Fragments
 from doge_fast.exchange import Exchange, Report
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.parameters import TrackedParameters
+from doge_fast.parameters import TrackedParameters, on_host
 from doge_fast.subset import Subset
 from doge_fast.tracing import outside_graphs
 
@@ -243,19 +243,28 @@ class Entries:
                     self._send(name, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
-            lr = self._trained.lr
-            settings = {
-                **settings,
-                "the learning rate": None if isinstance(lr, Tensor) else float(lr),
-                "micro_batches or absent": [self.micro_batches, self._absent],
-                "the draw of domains_per_step": [self._subset.draws, self._subset.rows],
-                "the parameters that are trained": [list(param.shape) for param in params],
-            }
+            settings = {**settings, **self._settings(params)}
         report = Report(self._counts, params, dtypes, settings)
         agreement = self.exchange.agree(self._subset.rows, report)
         self.seen = agreement.seen
         self._refuse_missing(is_dropped=is_dropped)
         return agreement.dtypes
+
+    def _settings(self, params: Sequence[Tensor]) -> dict[str, object]:
+        """What must be the same on all ranks, by the name that a message gives it."""
+        selected = self._trained.selected_ids()
+        chosen = None if selected is None else [id(param) in selected for param in params]
+        return {
+            "the learning rate": [on_host(group.get("lr")) for group in self._trained.groups],
+            "micro_batches, absent or shard_optimizer": [
+                *(self.micro_batches, self._absent, self._ranks.shard_optimizer)
+            ],
+            "their number of steps, or the draw of domains_per_step": [
+                *(self._subset.draws, self._subset.rows)
+            ],
+            "the parameters that are trained": [list(param.shape) for param in params],
+            "the selection": chosen,
+        }
 
     @contextmanager
     def told_on_failure(self) -> Iterator[None]:

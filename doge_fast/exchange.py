@@ -42,7 +42,10 @@ class Report(NamedTuple):
     dtypes: Sequence[torch.dtype | None]
     """Of each parameter's rows; None where no domain here gave it a gradient."""
     settings: Mapping[str, object]
-    """What must be the same on all ranks, by the name that a message gives it; as JSON has it."""
+    """What must be the same on all ranks, by the name that a message gives it; as JSON has it.
+
+    What is called with whether the ranks have not agreed before gives it, if it is costly to read.
+    """
 
 
 class Agreement(NamedTuple):

@@ -25,7 +25,7 @@ from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.generalization import Score
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.objective import UNIVERSAL, Target
-from doge_fast.parameters import TrackedParameters
+from doge_fast.parameters import TrackedParameters, on_host
 from doge_fast.reweighting import DomainWeights, UpdateRule
 from doge_fast.step import Step, StepState
 from doge_fast.subset import Subset
@@ -250,9 +250,8 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: `name` is no domain or target, or none of this step's; or no such count.
-            RuntimeError: another domain is active; the domain has been entered often enough;
-                `p.grad` still holds a gradient; no parameter of the wrapped optimizer received
-                one inside; or the model reduces gradients over ranks by itself.
+            RuntimeError: another domain is active; it has been entered often enough; `p.grad` still
+                holds a gradient; nothing received one inside; or the model reduces them over ranks.
         """
         with self._step.domain(name, count):
             yield
@@ -310,9 +309,8 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: `grad_scale` is not positive and finite.
-            RuntimeError: a domain has not been entered since the last step and `absent` is
-                "error"; inside a domain; called twice in one step; something else has set a
-                `p.grad`; or `grad_scale` comes too late.
+            RuntimeError: a domain is missing and `absent` is "error"; inside a domain; called twice
+                in one step; something else has set a `p.grad`; or `grad_scale` comes too late.
         """
         step = self._step
         step.refuse_inside_a_domain("combine() and step()")
@@ -324,15 +322,17 @@ class DoGEOptimizer(OptimizerWrapper):
                 )
             return
         params = step.parameters
+        with step.entries.told_on_failure():
+            scale = scale_of(grad_scale, self._scaler, params.params[0].device)
         self._weights.last = combine(
-            step.blocks(self._weights.settings()),
+            step.blocks(self._weights.settings() | {"grad_scale": on_host(scale)}),
             self._weights,
             step.subset,
             step.entries.exchange,
             present=step.entries.seen,
             selected=params.selected_ids(),
             lr=params.lr,
-            grad_scale=scale_of(grad_scale, self._scaler, params.params[0].device),
+            grad_scale=scale,
             decided=lambda skipped: step.flag.send(skipped, self.inner),
         )
         step.state = StepState.COMBINED

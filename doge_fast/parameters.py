@@ -219,6 +219,13 @@ class TrackedParameters:
             )
 
 
+def on_host(value: object) -> float | None:
+    """A number that can be read without waiting for a device; else None."""
+    if isinstance(value, Tensor) and not value.is_cpu:
+        return None
+    return None if value is None else float(value)  # type: ignore[arg-type]
+
+
 def resolve(
     selection: Collection[str] | Collection[Tensor],
     params: Iterable[Tensor],

@@ -98,6 +98,8 @@ class DomainWeights:
         tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # What the operator moves, and behind it the targets' weights.
         self._state_S: Tensor = torch.cat([new_state(self._start_K.to(device)), tau_R])
+        # And no step has moved them since.
+        self._are_loaded = False
         self._present_R = _Written(len(objective.rows), torch.bool)
         self._settings_C = _Written(len(Settings._fields), torch.float64)
 
@@ -186,10 +188,16 @@ class DomainWeights:
         return {
             "the domains or the target": [self.objective.domains, self.objective.target],
             "the settings of DoGEOptimizer": repr(self.rule),
+            "the domain weights": self._values_to_compare,
         }
+
+    def _values_to_compare(self, is_first: bool) -> list[float] | None:
+        """All parts, which wait for the device; None where ranks have them from each other."""
+        return self._state_S.tolist() if is_first or self._are_loaded else None
 
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Continue from what `state` gave."""
+        self._are_loaded = True
         for name, view in self._views().items():
             # Targets that stay, here or there, keep the weights that they have here.
             if name != "tau" or (name in parts and self.rule.target_mu is not None):
@@ -226,6 +234,7 @@ class DomainWeights:
         assert full_RR is not None or rule.domain_max_grad_norm is None
         # The weights follow the gradients: the model may have moved since they were made.
         self._state_S = self._state_S.to(gram_RR.device)
+        self._are_loaded = False
         device = gram_RR.device
         low, high = rule.score.bounds or (-math.inf, math.inf)
         settings = Settings(

@@ -17,10 +17,10 @@ from doge_fast.kernels.schema import STORAGE_DTYPES
 # Seconds that a rank which is only slower may take, before those that are missing are named.
 STRAGGLER_SECONDS = 2.0
 # Places for digests in a rank's message.
-MOST_SETTINGS = 8
+MOST_SETTINGS = 12
 
 # What a rank says first of its step.
-_FINE, _FAILED, _HAS_CHANGED, _ENTERS = 0.0, 1.0, 2.0, 3.0
+_FINE, _FAILED, _HAS_CHANGED, _ENTERS, _SAVES = 0.0, 1.0, 2.0, 3.0, 4.0
 
 # all_gather_single from torch 2.13 on, which deprecates the other.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,6 +44,7 @@ class Company:
         # Made when all ranks are there: a rank without a domain is not, before they agree.
         self._talk: ProcessGroup | None = None
         self._length: int | None = None
+        self._has_agreed = False
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._number = 0
         # Of several optimizers with this group each has numbers of its own.
@@ -69,10 +70,13 @@ class Company:
         """
         sizes = [MOST_SETTINGS, len(rows), len(report.dtypes), len(more)]
         digests_nD, counts_nR, codes_nP, more_nE = torch.split(
-            self._gathered(_FINE, [*_words(rows, report), *more]), sizes, dim=1
+            self._gathered(_FINE, [*_words(rows, report, not self._has_agreed), *more]),
+            sizes,
+            dim=1,
         )
         for name, digests in zip(report.settings, digests_nD.T.tolist(), strict=False):
             refuse_others(digests, name)
+        self._has_agreed = True
         seen_R = counts_nR.any(0).tolist()
         return (
             counts_nR,
@@ -91,6 +95,14 @@ class Company:
         """
         words = [float(row)] + [0.0] * (MOST_SETTINGS + len(rows) + num_params - 1)
         return self._gathered(_ENTERS, words)[:, 0].int().tolist()
+
+    def meet_to_save(self) -> None:
+        """All ranks read the state now.
+
+        Raises:
+            RuntimeError: some do not.
+        """
+        self._gathered(_SAVES, [0.0] * (self._length or 0))
 
     def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> str:
         """In the place of `told`, so that the others do not wait for ever.
@@ -129,15 +141,8 @@ class Company:
 
     def others_like_it(self) -> ProcessGroup:
         """Another group of the same ranks, backend and timeout; all of them must be here."""
-        backend = self.group._get_backend(self.group._device_types[0])
-        found = dist.new_group(
-            dist.get_process_group_ranks(self.group),
-            timeout=backend.options._timeout,
-            backend=str(dist.get_backend_config(self.group)),
-            use_local_synchronization=True,
-        )
-        assert isinstance(found, ProcessGroup)
-        return found
+        ranks = dist.get_process_group_ranks(self.group)
+        return group_of(ranks, self.group, str(dist.get_backend_config(self.group)))
 
     @contextmanager
     def in_company(self) -> Iterator[None]:
@@ -173,6 +178,13 @@ class Company:
                 f"this step was dropped on all ranks, since {_named(ranks)} raised an exception "
                 "inside a domain or before combine(); see the output there. Call "
                 "optimizer.zero_grad() on all ranks and run the domains of the step again."
+            )
+        if 0 < states.count(_SAVES) < len(states):
+            ranks = [rank for rank, state in enumerate(states) if state == _SAVES]
+            raise RuntimeError(
+                "with shard_optimizer=True state_dict() puts the state together from all ranks, "
+                f"and only {_named(ranks)} called it. Call it on all ranks, and write what it "
+                "gives on one."
             )
         if _HAS_CHANGED in states:
             refuse_others(states, "the number of domains or of parameters")
@@ -213,20 +225,40 @@ class Company:
         return f"doge_fast/told/{self._place}/{rank}"
 
 
+def group_of(ranks: Sequence[int], like: ProcessGroup, backend: str | None = None) -> ProcessGroup:
+    """A group of these ranks, all of which must be here, with the timeout of another one.
+
+    torch's own default is 30 minutes, whatever that of the default group is.
+
+    Args:
+        ranks: of all processes.
+        like: whose timeout it has.
+        backend: None: that of the default group.
+    """
+    options = like._get_backend(like._device_types[0]).options
+    found = dist.new_group(
+        list(ranks),
+        # torch's fake backend has no options.
+        timeout=None if options is None else options._timeout,
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(found, ProcessGroup)
+    return found
+
+
 def _on_cpus(group: ProcessGroup) -> ProcessGroup:
     """The same ranks with a backend for tensors on CPUs, which cost a device no waiting."""
     config = str(dist.get_backend_config(group))
     if "cpu:" in config or config in ("gloo", "mpi"):
         return group
-    ranks = dist.get_process_group_ranks(group)
-    talk = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(talk, ProcessGroup)
-    return talk
+    return group_of(dist.get_process_group_ranks(group), group, "gloo")
 
 
-def _words(rows: Sequence[str], report: Report) -> list[float]:
+def _words(rows: Sequence[str], report: Report, is_first: bool) -> list[float]:
     """What a rank tells: a digest of each setting, a count of each row, a code of each dtype."""
-    digests = [_digest(value) for value in report.settings.values()]
+    values = report.settings.values()
+    digests = [_digest(value(is_first) if callable(value) else value) for value in values]
     digests += [0.0] * (MOST_SETTINGS - len(digests))
     counts_R = [report.counts.get(name, 0.0) for name in rows]
     codes = [0.0 if dtype is None else 1.0 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]

@@ -7,7 +7,7 @@ from torch import distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast.distributed.company import Company
+from doge_fast.distributed.company import Company, group_of
 from doge_fast.distributed.data_parallel import DataParallel
 from doge_fast.distributed.fragments import Fragments, Group
 from doge_fast.distributed.sharded import Sharded
@@ -37,12 +37,22 @@ class Ranks(NamedTuple):
     shard_optimizer: bool = False
     """Whether a rank steps its columns alone."""
 
+    def __deepcopy__(self, memo: object) -> "Ranks":
+        """The same processes."""
+        return self
+
     def check(self, optimizer: Optimizer, scaler: GradScaler | None) -> "Ranks":
-        """Refuse what cannot be stepped in pieces.
+        """Refuse a group without this process, and what cannot be stepped in pieces.
 
         Raises:
-            ValueError: of `shard_optimizer`.
+            ValueError: of `process_group` or `shard_optimizer`.
         """
+        if not (self.group is None or isinstance(self.group, Group)):
+            raise ValueError(
+                "process_group must be a group of torch.distributed that this process is in, or "
+                f"Fragments(model); got {self.group!r}. Build the optimizer on the group's ranks "
+                "alone."
+            )
         name = type(optimizer).__name__
         if self.shard_optimizer and (name in LOOK_AT_SHAPES or scaler is not None):
             who = name if scaler is None else "GradScaler"
@@ -89,7 +99,8 @@ def exchange_of(ranks: Ranks, params: Sequence[Any]) -> Exchange:
             "Fragments need parameters on a mesh of one dimension; these have a mesh of several "
             "dimensions. Leave Fragments out, and run the same domains on all ranks."
         )
-    return Sharded(Company(dist.new_group(mesh, use_local_synchronization=True)), fragments)
+    assert dist.group.WORLD is not None
+    return Sharded(Company(group_of(mesh, dist.group.WORLD)), fragments)
 
 
 def _ranks_of(params: Sequence[Any]) -> list[int]:

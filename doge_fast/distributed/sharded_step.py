@@ -161,6 +161,8 @@ class ShardedStep(DataParallel):
     def whole(self, inner: Optimizer) -> Iterator[None]:
         """Have the wrapped optimizer's state be that of parameters inside; on all ranks at once."""
         before = inner.state
+        if self._params:
+            self.company.meet_to_save()
         inner.state = self._whole_state(inner)
         try:
             yield

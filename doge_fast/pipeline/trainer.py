@@ -204,6 +204,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.state_file and checkpoint is not None:
+            # On the CPU: of several processes each has a device like cpu:0, which it refuses.
             with safe_open(Path(checkpoint, self.state_file), framework="pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 self.load_own_state(tensors, file.metadata() or {})

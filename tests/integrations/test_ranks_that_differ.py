@@ -25,7 +25,7 @@ def built(**options: Any) -> tuple[nn.Module, DoGEOptimizer]:
     model = small_model()
     lr = options.pop("lr", 0.01)
     arguments = {"domains": list(SIZES), "mu": 5.0} | options
-    return model, DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=lr), **arguments)
+    return model, DoGEOptimizer(torch.optim.SGD(model.named_parameters(), lr=lr), **arguments)
 
 
 def enter(model: nn.Module, optimizer: DoGEOptimizer, name: str, factor: float = 1.0) -> None:
@@ -159,6 +159,10 @@ def of_other(options: dict[str, Any], is_moved: bool) -> str:
         ({"domains": ["b", "a"]}, False, "the domains or the target"),
         ({"domains": ["a", "b", "c"]}, False, "the number of domains or of parameters"),
         ({"lr": 0.02}, False, "the learning rate"),
+        ({"lr": torch.tensor(0.02)}, False, "the learning rate"),
+        ({"initial": {"a": 0.3, "b": 0.7}}, False, "the domain weights"),
+        ({"selection": ["0.weight"]}, False, "the selection"),
+        ({"shard_optimizer": True}, False, "micro_batches, absent or shard_optimizer"),
         ({}, True, "the values of the parameters"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -169,6 +173,57 @@ def test_ranks_that_differ_say_in_what(
     one, other = ranks.run(2, of_other, options, is_moved)
     assert one == other
     assert one.startswith(f"the ranks differ in {what}: rank 1 from rank 0.")
+
+
+def of_other_in_the_run(what: str) -> str:
+    """Rank 1 differs in a later step."""
+    rank = dist.get_rank()
+    model, optimizer = built(micro_batches=None)
+    state = optimizer.doge.state_dict()
+    for _ in range(2):
+        enter(model, optimizer, own(rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    if what == "the domain weights":
+        state |= {"alpha": torch.tensor([0.3, 0.7], dtype=torch.float64)} if rank else {}
+        optimizer.doge.load_state_dict(state)
+    enter(model, optimizer, own(rank))
+    scale = {"grad_scale": 2.0 + rank, "a bad scale": 1.0 - rank}.get(what)
+    return raised(lambda: optimizer.combine(grad_scale=scale))
+
+
+@pytest.mark.parametrize("what", ["the domain weights", "grad_scale"])
+def test_ranks_that_differ_in_a_run_say_in_what(ranks: Ranks, what: str) -> None:
+    one, other = ranks.run(2, of_other_in_the_run, what)
+    assert one == other
+    assert one.startswith(f"the ranks differ in {what}: rank 1 from rank 0.")
+
+
+def test_a_scale_that_one_rank_refuses_is_heard_by_the_other(ranks: Ranks) -> None:
+    one, other = ranks.run(2, of_other_in_the_run, "a bad scale")
+    assert one.startswith("this step was dropped on all ranks, since rank 1 raised")
+    assert other.startswith("grad_scale must be positive and finite; got 0.0.")
+
+
+def of_a_group() -> tuple[list[float], list[float], str]:
+    """The weights of two ranks of three, those of a copy, and what the third is told."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return [], [], raised(lambda: built(process_group=group))
+    model, optimizer = built(process_group=group)
+    copies = copy.deepcopy((model, optimizer))
+    for each, its in ((model, optimizer), copies):
+        enter(each, its, own(rank))
+        its.step()
+    return optimizer.alpha.tolist(), copies[1].alpha.tolist(), ""
+
+
+def test_a_group_is_that_of_its_ranks_and_of_copies(ranks: Ranks) -> None:
+    first, second, other = ranks.run(3, of_a_group)
+    assert first == second
+    assert first[0] == first[1] != [0.5, 0.5]
+    assert "process_group must be a group of torch.distributed that this process is in" in other[2]
 
 
 def without_a_domain() -> str:

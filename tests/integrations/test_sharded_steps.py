@@ -301,3 +301,28 @@ def test_what_would_be_lost_is_refused(ranks: Ranks) -> None:
         assert copied.startswith("an optimizer with shard_optimizer=True cannot be copied")
         assert "micro_batches=1 times in this step" in entered
         assert given.startswith("with shard_optimizer=True a gradient from outside the domains")
+
+
+def saved_on_one_rank() -> str:
+    """Rank 0 saves as with whole parameters, while the other goes on."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = DoGEOptimizer(
+        adamw(model.parameters()), domains=["a", "b"], mu=5.0, shard_optimizer=True
+    )
+
+    def step() -> None:
+        with optimizer.domain("ab"[rank]):
+            model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return raised(step if rank else optimizer.state_dict)
+
+
+def test_a_state_that_one_rank_reads_is_refused_on_all(ranks: Ranks) -> None:
+    one, other = ranks.run(2, saved_on_one_rank)
+    assert one == other
+    assert "and only rank 0 called it. Call it on all ranks" in one

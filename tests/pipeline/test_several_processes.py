@@ -172,12 +172,22 @@ def test_doremi_and_evaluate_over_ranks(
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize(("name", "before", "after"), [("proxy", 2, 4), ("base", 4, 1)])
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("proxy", 2, 4), ("base", 4, 1), ("doremi", 2, 4), ("select", 4, 2)],
+)
 def test_a_killed_run_goes_on_with_another_number_of_ranks(
-    ranks: Ranks, settings: dict[str, Any], tmp_path: Path, name: str, before: int, after: int
+    ranks: Ranks,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    name: str,
+    before: int,
+    after: int,
 ) -> None:
+    reference = request.getfixturevalue("base_run") if name == "doremi" else None
     settings["training"] = replace(settings["training"], save_every=3, eval_every=2)
-    stage, config = stage_of(name, settings, tmp_path / "alone")
+    stage, config = stage_of(name, settings, tmp_path / "alone", reference)
     stage(config)
     config = replace(config, out=tmp_path / "ranks")
     ranks.run(before, on_a_rank, stage, config, 6)
