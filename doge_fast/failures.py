@@ -50,6 +50,10 @@ _REMEDIES = {
 _NAMED_WRONG = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _IN_WORDS = re.compile(r"\(os error (\d+)\)")
 _MEMORY = ("OutOfMemoryError", "MemoryError")
+# What gloo and NCCL say where another rank is gone.
+_RANK_IS_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe|NCCL|heartbeat|gloo", re.I
+)
 
 
 class FileFailure(ValueError):
@@ -131,6 +135,13 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
             f"There is not enough memory: {one_line(error)}. Ask for less in a step (fewer "
             "sequences, a shorter block_size, mode=sequential), for a smaller model, or share it "
             "among processes (torchrun); --dry-run says what is needed.",
+        )
+    is_over_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
+    if is_over_ranks and isinstance(error, RuntimeError) and _RANK_IS_LOST.search(str(error)):
+        return Ending(
+            WORLD,
+            f"Another process of this run has ended, or no longer answers: {one_line(error)}. What "
+            f"ended it stands in its own output. {_AGAIN}.",
         )
     return _of_the_system(error, directory)
 

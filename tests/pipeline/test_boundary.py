@@ -160,6 +160,24 @@ def test_a_value_that_python_refuses_is_no_refusal_of_ours() -> None:
     assert failures.ending_of(found.value) is None
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41",
+        "Timed out waiting 1800000ms for recv operation to complete",
+        "NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_ranks_that_lose_another_say_so(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    error = RuntimeError(told)
+    assert failures.ending_of(error) is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ending = failures.ending_of(error)
+    assert ending is not None
+    assert ending.code == failures.WORLD
+    assert ending.sentence.startswith("Another process of this run has ended, or no longer answers")
+
+
 def test_a_full_standard_output_is_said() -> None:
     command = f"{sys.executable} -m doge_fast export --list > /dev/full"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
