@@ -225,7 +225,9 @@ def judged(file: Path, experiment: Path) -> str:
         _ranks_table(found, regression),
         *_agreement_tables(found, regression.swarm.names),
     )
-    return "\n".join(text(table, width=PIPE_WIDTH) for table in tables)
+    return "\n\n".join(
+        f"{table.title}\n\n{text(table, width=PIPE_WIDTH).rstrip()}" for table in tables
+    )
 
 
 def _weights_table(found: Learned, regression: swarm.Regression) -> Table:
@@ -307,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judge.add_argument("--swarm", type=Path, required=True, help="an experiment regret")
     args = parser.parse_args(arguments)
     if args.verb == "judge":
-        print(judged(args.file, args.swarm), end="")
+        print(judged(args.file, args.swarm))
     else:
         _learn_all(args.run, args.out, args.seeds, args.only)
     return 0
