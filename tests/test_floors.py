@@ -51,7 +51,7 @@ FLOORS = [
     doge_fast.pipeline.generated_corpus
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache doge_fast.pipeline.sampling \
-        doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
+        doge_fast.pipeline.exports.text
     doge_fast.pipeline.corpus_files
     doge_fast.pipeline.sources
     doge_fast.pipeline.packing doge_fast.pipeline.records.shapes \
@@ -63,7 +63,8 @@ FLOORS = [
     doge_fast.pipeline.experiments.sensitivity doge_fast.pipeline.experiments.regret \
         doge_fast.pipeline.experiments.known doge_fast.pipeline.model doge_fast.pipeline.domains \
         doge_fast.pipeline.records doge_fast.pipeline.baselines \
-        doge_fast.pipeline.exports.building EXPORT_FAMILIES
+        doge_fast.pipeline.exports.blend
+    EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.experiments.plans \
         doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording doge_fast.pipeline.swarm
@@ -92,7 +93,7 @@ FLOORS = [
         "EXPORT_FAMILIES",
         " ".join(
             f"doge_fast.pipeline.exports.{family}"
-            for family in ("megatron", "configs", "loaders", "tables")
+            for family in ("megatron", "configs", "loaders")
         ),
     )
     .replace(
