@@ -77,23 +77,21 @@ FLOORS = [
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
         doge_fast.pipeline.reporting.tables \
         doge_fast.pipeline.reporting.run_tables doge_fast.pipeline.reporting.figures
-    doge_fast.pipeline.weights.drawings
+    doge_fast.pipeline.weights.pages
     doge_fast.pipeline.run doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
     doge_fast.pipeline.reporting.cautions
     doge_fast.pipeline.reporting.verdicts
     doge_fast.pipeline.reporting.regret
     doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.weights.pages doge_fast.pipeline.task_target \
-        doge_fast.pipeline.experiments.mixtures
+    doge_fast.pipeline.task_target doge_fast.pipeline.experiments.mixtures
     doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
     doge_fast.__main__
     """.replace(
         "EXPORT_FAMILIES",
         " ".join(
-            f"doge_fast.pipeline.exports.{family}"
-            for family in ("megatron", "configs", "loaders")
+            f"doge_fast.pipeline.exports.{family}" for family in ("megatron", "configs", "loaders")
         ),
     )
     .replace(

@@ -171,12 +171,9 @@ def export(
         )
     positive = {name for _, shares in planned for name, weight in shares.items() if weight}
     zeros, small = sorted(entries.keys() - positive), sorted(positive - set(kept))
+    lost = f"the share rounds to 0 at {asked.decimals} decimals: {', '.join(small)}. More decimals"
     if small:
-        warnings.insert(
-            0,
-            f"Left out, for the share rounds to 0 at {asked.decimals} decimals: "
-            f"{', '.join(small)}. More decimals keep them.",
-        )
+        warnings.insert(0, f"Left out, for {lost} keep them.")
     if zeros:
         warnings.insert(0, f"Left out, for the weight is 0: {', '.join(zeros)}.")
     notes = (_unit(target, blend), *target.traps)
@@ -370,7 +367,7 @@ def import_weights(
             "steps: give seq_length and batch_size."
         )
     phases = [
-        (round(first / (unit or 1)), _token_shares(_sums(shares, owners), rows, asked))
+        (round(first / (unit or 1)), _token_shares(shares, owners, rows, asked))
         for first, shares in found
     ]
     ordered = dict.fromkeys(name for _, shares in phases for name in shares)
@@ -414,8 +411,10 @@ def _clean(path: str) -> str:
     return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
 
 
-def _sums(shares: Sequence[Found], owners: Mapping[str, str]) -> dict[str, float]:
-    """{domain: weight}, in any scale."""
+def _token_shares(
+    shares: Sequence[Found], owners: Mapping[str, str], rows: Rows, settings: Settings
+) -> dict[str, float]:
+    """{domain: share of the tokens}, of shares of what a framework counts."""
     sums: dict[str, float] = {}
     for share in shares:
         path = _clean(share.path or "")
@@ -425,12 +424,7 @@ def _sums(shares: Sequence[Found], owners: Mapping[str, str]) -> dict[str, float
         if not 0 <= share.weight < float("inf"):
             raise ValueError(f"A weight must be a finite number >= 0; {name} has {share.weight}.")
         sums[name] = sums.get(name, 0.0) + share.weight
-    return sums
-
-
-def _token_shares(weights: Mapping[str, float], rows: Rows, settings: Settings) -> dict[str, float]:
-    """Shares of tokens, from those of what a framework counts."""
-    parts = normalised(weights)
+    parts = normalised(sums)
     if rows == "documents":
         needed = [name for name, part in parts.items() if part]
         parts = by_token(parts, _lengths(needed, {name: {} for name in parts}, settings))
