@@ -98,7 +98,11 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """
     record, asked = records.read_config(config.run), config.tasks
     tasks = open_tasks(config)
-    scorer = _open_scorer(config)
+    folder = config.run / training.MODEL
+    model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
+    torch.nn.Module.to(model, training.device_of(config.device))
+    batch = {"backend": "causal", "batch_size": config.batch_size}
+    scorer: Any = _Scorer(pretrained=model, tokenizer=tokenizer, **batch)
     scores = {name: _score(name, task, scorer, asked) for name, task in tasks.items()}
     result = records.few_shot(
         step=record["config"]["training"]["steps"],
@@ -363,15 +367,6 @@ class _Scorer(HFLM):  # type: ignore[misc]
             for texts, prompt, answer in requests
         ]
         return super()._loglikelihood_tokens(fitting, **arguments)
-
-
-def _open_scorer(config: EvaluateConfig) -> Any:
-    """The run's model and tokenizer, as lm-eval takes them."""
-    folder = config.run / training.MODEL
-    model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
-    torch.nn.Module.to(model, training.device_of(config.device))
-    size = config.batch_size
-    return _Scorer(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=size)
 
 
 def _score(name: str, task: Any, scorer: Any, asked: TasksConfig) -> dict[str, Any]:

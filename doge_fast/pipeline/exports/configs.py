@@ -4,9 +4,11 @@ import csv
 import io
 import json
 import math
+import operator
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import partial, reduce
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -98,13 +100,13 @@ def _levanter(blend: Blend) -> str:
 def _levanter_block(blend: Blend) -> int:
     """The first block, from the default on, that holds every domain and rounds little."""
     phases = [blend.numbers(phase) for phase in range(len(blend.phases))]
-    block, lost = _LEVANTER_BLOCK, set[str]()
+    lost = set[str]()
     for block in _levanter_blocks(blend):
         # It rounds down; a unit of float64 may be lost where it divides by the sum.
         lost = {n for shares in phases for n, share in shares.items() if share * block < 1 + 1e-12}
         kept = min(sum(int(share * block) for share in shares.values()) for shares in phases)
         if not lost and block - kept <= _MOST_ROUNDED * block:
-            return block
+            break
     if lost:
         raise ValueError(
             f"Levanter draws whole sequences from blocks of {block}, and would draw none of "
@@ -192,11 +194,6 @@ def _juicer(blend: Blend) -> str:
     return to_yaml({"dataset": {"max_sample_num": blend.rows_in_budget(), "configs": configs}})
 
 
-def _read_juicer(text: str) -> Phases:
-    configs = from_yaml(text)["dataset"]["configs"]
-    return [(0, placed((each.get("weight", 1.0), each["path"]) for each in configs))]
-
-
 def _energon(blend: Blend) -> str:
     splits: dict[str, Split] = {"train": "train", "val": "valid", "test": "test"}
     value = {}
@@ -208,9 +205,10 @@ def _energon(blend: Blend) -> str:
     )
 
 
-def _read_energon(text: str) -> Phases:
-    shares = from_yaml(text)["splits"]["train"]["blend"]
-    return [(0, placed((each.get("weight", 1.0), each["path"]) for each in shares))]
+def _read_list(text: str, keys: Sequence[str]) -> Phases:
+    """A list of objects with a path, and a weight where it is not 1, under keys in keys."""
+    found = reduce(operator.getitem, keys, from_yaml(text))
+    return [(0, placed((each.get("weight", 1.0), each["path"]) for each in found))]
 
 
 def _maxtext(blend: Blend) -> str:
@@ -287,14 +285,6 @@ def _read_datasets(text: str, key: str) -> Phases:
     shares = shares if isinstance(shares, list) else str(shares).split(",")
     pairs = zip(map(str.strip, names), map(float, shares), strict=True)
     return [(0, [Found(share, name=name, path=name) for name, share in pairs])]
-
-
-def _read_factory(text: str) -> Phases:
-    return _read_datasets(text, "interleave_probs")
-
-
-def _read_flex(text: str) -> Phases:
-    return _read_datasets(text, "init_mixture_proportions")
 
 
 def _swift(blend: Blend) -> str:
@@ -380,12 +370,12 @@ FORMATS: Mapping[str, Format] = {
     "levanter": (_levanter, _read_levanter),
     "fast-llm": (_fast_llm, _read_fast_llm),
     "lingua": (_lingua, _read_lingua),
-    "data-juicer": (_juicer, _read_juicer),
-    "energon": (_energon, _read_energon),
+    "data-juicer": (_juicer, partial(_read_list, keys=("dataset", "configs"))),
+    "energon": (_energon, partial(_read_list, keys=("splits", "train", "blend"))),
     "maxtext": (_maxtext, _read_maxtext),
-    "llama-factory": (_factory, _read_factory),
+    "llama-factory": (_factory, partial(_read_datasets, key="interleave_probs")),
     "ms-swift": (_swift, _read_swift),
-    "dataflex": (_flex, _read_flex),
+    "dataflex": (_flex, partial(_read_datasets, key="init_mixture_proportions")),
     "markdown": (_markdown, None),
     "json": (_json, _read_json),
     "csv": (_csv, _read_csv),

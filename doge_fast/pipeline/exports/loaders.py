@@ -38,21 +38,20 @@ def _reader_of(paths: Sequence[str]) -> str | None:
     return readers.pop() if readers else None
 
 
-def _load_dataset(paths: Sequence[str]) -> str:
-    """The call that opens a domain's data as a stream, with the reader its suffix asks for."""
-    reader = _reader_of(paths)
-    if reader is None and len(paths) > 1:
-        raise ValueError(
-            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
-            "(jsonl, parquet, csv, txt, arrow), or make each a domain."
-        )
-    call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
-    return f'load_dataset({call}, split="train", streaming=True)'
-
-
 def _streams(blend: Blend) -> str:
-    """{domain: a stream of its rows}, as source text."""
-    return mapping({name: _load_dataset(blend.paths_of(name)) for name in blend.shares()})
+    """{domain: the call that opens it as a stream, with the reader its suffix asks for}."""
+    calls = {}
+    for name in blend.shares():
+        paths = blend.paths_of(name)
+        reader = _reader_of(paths)
+        if reader is None and len(paths) > 1:
+            raise ValueError(
+                f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
+                "(jsonl, parquet, csv, txt, arrow), or make each a domain."
+            )
+        call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
+        calls[name] = f'load_dataset({call}, split="train", streaming=True)'
+    return mapping(calls)
 
 
 def _datasets(blend: Blend) -> str:
@@ -287,18 +286,18 @@ def _read_foundry(text: str) -> Phases:
     return phases
 
 
-def _tokens(duration: Any) -> int:
-    number, unit = str(duration)[:-3], str(duration)[-3:]
-    if unit != "tok":
-        raise ValueError(f"a curriculum's durations are tokens, as in 1000tok, not {duration!r}")
-    return int(number)
-
-
 def _proportions(dataset: Mapping[str, Any]) -> list[Found]:
     return [
         Found(float(each["proportion"]), name=name, path=each.get("remote") or each.get("local"))
         for name, each in dataset["streams"].items()
     ]
+
+
+def _tokens(duration: Any) -> int:
+    number, unit = str(duration)[:-3], str(duration)[-3:]
+    if unit != "tok":
+        raise ValueError(f"a curriculum's durations are tokens, as in 1000tok, not {duration!r}")
+    return int(number)
 
 
 FORMATS: Mapping[str, Format] = {

@@ -6,6 +6,7 @@ Weights count samples, which are sequences of one length, so shares of tokens ar
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,25 +30,23 @@ _FLAGS: dict[Split, str] = {
 
 def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tuple[str, str]]:
     """[(share, prefix)] of a split; empty where it has no paths."""
-    found = [(plain(w), _prefix_of(path)) for w, path in blend.weighted_paths(phase, split)]
-    prefixes = [prefix for _, prefix in found]
-    twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
+    found = []
+    for share, path in blend.weighted_paths(phase, split):
+        if re.search(r"\s", path):
+            raise ValueError(
+                "Megatron splits its lists at white space, and then reads none of the weights; "
+                f"{path!r} has white space. Rename it, or link to it from a path without white "
+                "space."
+            )
+        found.append((plain(share), path.removesuffix(".bin").removesuffix(".idx")))
+    counts = Counter(prefix for _, prefix in found)
+    twice = sorted(prefix for prefix, count in counts.items() if count > 1)
     if twice:
         raise ValueError(
             f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
             "Name it once."
         )
     return found
-
-
-def _prefix_of(path: str) -> str:
-    """A path without .bin or .idx; ValueError where it holds white space."""
-    if re.search(r"\s", path):
-        raise ValueError(
-            "Megatron splits its lists at white space, and then reads none of the weights; "
-            f"{path!r} has white space. Rename it, or link to it from a path without white space."
-        )
-    return path.removesuffix(".bin").removesuffix(".idx")
 
 
 def _words(blend: Blend, split: Split = "train", phase: int = 0) -> list[str]:

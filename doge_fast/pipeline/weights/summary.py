@@ -38,9 +38,9 @@ def tokens_text(value: float | None) -> str:
     return "" if value is None else as_ascii(count_text(value))
 
 
-def by_domain(names: Iterable[str], columns: Mapping[str, Sequence[str]]) -> Table:
+def by_domain(names: Iterable[str], columns: Mapping[str, Iterable[str]]) -> Table:
     """A row for each domain; a column for each title that has a text for some of them."""
-    known = {title: texts for title, texts in columns.items() if any(texts)}
+    known = {title: texts for title, each in columns.items() if any(texts := list(each))}
     return table_of(["domain", *known], list(zip(names, *known.values(), strict=True)))
 
 
@@ -83,10 +83,8 @@ class WeightsSummary:
         shares = list(self.domains)
         if largest_first:
             shares.sort(key=lambda share: -share.weight)
-        columns = {
-            field: [as_text(getattr(share, field)) for share in shares]
-            for field, as_text in _COLUMNS.items()
-        }
+        fields = {field: [getattr(share, field) for share in shares] for field in _COLUMNS}
+        columns = {field: map(_COLUMNS[field], values) for field, values in fields.items()}
         return by_domain([share.name for share in shares], columns)
 
     @property

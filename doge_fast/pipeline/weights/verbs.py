@@ -48,9 +48,9 @@ def show(config: WeightsShowConfig) -> list[str]:
     budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
     mixtures = []
     for record in found.values():
-        names = records.weights_by_name(record)
+        names = records.weights_by_name(record) if len(found) > 1 else tokens
         # Of several files not each has every domain that tokens are given for.
-        known = {name: n for name, n in tokens.items() if name in names or len(found) == 1}
+        known = {name: tokens[name] for name in tokens if name in names}
         mixtures.append(summary.describe(record, budget_tokens=budget, tokens=known))
     if config.json:
         described = [
@@ -76,22 +76,19 @@ def diff(config: WeightsDiffConfig) -> list[str]:
     found = summary.compare(before, after)
     if config.json:
         return [_json({"sources": sources, **weights_file.plain(found)})]
+    ratios = (found.ratio[name] if name in found.after else None for name in found.change)
     columns = {
-        "A": [weight_text(found.before.get(name)) for name in found.change],
-        "B": [weight_text(found.after.get(name)) for name in found.change],
+        "A": map(weight_text, map(found.before.get, found.change)),
+        "B": map(weight_text, map(found.after.get, found.change)),
         "B - A": [weight_text(change, "+") for change in found.change.values()],
-        "B / A": [
-            figure_text(ratio) if name in found.after else "" for name, ratio in found.ratio.items()
-        ],
+        "B / A": map(figure_text, ratios),
     }
     remarks = [
         f"Total variation {found.total_variation:.4f}, the share of a training that goes to other "
         f"domains; mean absolute difference {found.mean_absolute:.4f}."
     ]
-    if found.added:
-        remarks.append(f"Added: {listed(found.added)}.")
-    if found.dropped:
-        remarks.append(f"Dropped: {listed(found.dropped)}.")
+    for what, names in {"Added": found.added, "Dropped": found.dropped}.items():
+        remarks += [f"{what}: {listed(names)}."] if names else []
     if found.settings:
         pairs = found.settings.items()
         told = (f"{key} {setting_text(a)} and {setting_text(b)}" for key, (a, b) in pairs)
@@ -119,7 +116,7 @@ def average(config: WeightsAverageConfig) -> list[str]:
         "least": map(min, values),
         "most": map(max, values),
     }
-    texts = {title: list(map(weight_text, column)) for title, column in columns.items()}
+    texts = {title: map(weight_text, column) for title, column in columns.items()}
     remarks = [*_differences(found), _total(summary.describe(record))]
     return [text(by_domain(means, texts)), *map(_wrapped, remarks), *written]
 
@@ -141,9 +138,9 @@ def constrain(config: WeightsConstrainConfig) -> list[str]:
     after = summary.describe(found.record, budget_tokens=config.budget_tokens, tokens=tokens)
     moved = summary.compare(record, found.record)
     columns = {
-        "before": list(map(weight_text, moved.before.values())),
-        "after": list(map(weight_text, moved.after.values())),
-        "after / before": list(map(figure_text, moved.ratio.values())),
+        "before": map(weight_text, moved.before.values()),
+        "after": map(weight_text, moved.after.values()),
+        "after / before": map(figure_text, moved.ratio.values()),
         "bound by": [found.bound.get(name, "").replace("_", " ") for name in moved.before],
         "epochs": [figure_text(share.epochs) for share in after.domains],
     }
