@@ -268,9 +268,8 @@ def _check(config: ProfileConfig) -> None:
 
 
 def _device(config: ProfileConfig) -> torch.device:
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    name = best if config.device == "auto" else config.device
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.")

@@ -246,12 +246,23 @@ class Blend:
         return max(1, int(budget / mean)) if budget and mean else None
 
 
-def path_parts(split: Split, given: Paths) -> PathParts:
+def check_known(given: Iterable[str], names: Iterable[str], what: str) -> None:
+    """Raise ValueError where `given`, which is for domains, has one that is not in `names`."""
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ValueError(
+            f"{what} {', '.join(unknown)}, which the weights do not have; their domains are "
+            f"{', '.join(sorted(names))}."
+        )
+
+
+def path_parts(split: Split, given: Paths, names: Iterable[str]) -> PathParts:
     """{domain: {path: its part of the domain, or None where unknown}}.
 
     Raises:
-        ValueError: what is given is no path, or a path is given twice.
+        ValueError: what is given is no path, or of none of the names, or given twice.
     """
+    check_known(given, names, "paths name")
     parts = {name: _parts_of(name, paths) for name, paths in given.items()}
     owners: dict[str, str] = {}
     for name, listed in parts.items():

@@ -61,14 +61,6 @@ def _arguments(blend: Blend, phase: int = 0) -> str:
     return " \\\n".join(f"{flag} {each}" for flag, each in given.items()) + "\n"
 
 
-def _file(blend: Blend) -> str:
-    return " ".join(_words(blend)) + "\n"
-
-
-def _per_split(blend: Blend) -> str:
-    return to_json({split: _words(blend, split) or None for split in _FLAGS})
-
-
 def _phases(blend: Blend) -> str:
     """A launch for each phase: Megatron has no flag for weights that change."""
     firsts = [phase.first_step for phase in blend.phases]
@@ -117,14 +109,6 @@ def _pairs(words: Sequence[str]) -> Phases:
     return [(0, placed(zip(words[::2], words[1::2], strict=True)))]
 
 
-def _read_file(text: str) -> Phases:
-    return _pairs(text.split())
-
-
-def _read_arguments(text: str) -> Phases:
-    return _pairs(arguments(text, "--data-path") or arguments(text, _FLAGS["train"]))
-
-
 def _read_per_split(text: str) -> Phases:
     train = json.loads(text)["train"]
     return _pairs(train.split() if isinstance(train, str) else [str(word) for word in train])
@@ -143,9 +127,18 @@ def _read_curator(text: str) -> Phases:
 
 
 FORMATS: Mapping[str, Format] = {
-    "megatron": (_arguments, _read_arguments),
-    "megatron-file": (_file, _read_file),
-    "megatron-json": (_per_split, _read_per_split),
+    "megatron": (
+        _arguments,
+        lambda text: _pairs(arguments(text, "--data-path") or arguments(text, _FLAGS["train"])),
+    ),
+    "megatron-file": (
+        lambda blend: " ".join(_words(blend)) + "\n",
+        lambda text: _pairs(text.split()),
+    ),
+    "megatron-json": (
+        lambda blend: to_json({split: _words(blend, split) or None for split in _FLAGS}),
+        _read_per_split,
+    ),
     "megatron-phases": (_phases, None),
     "megatron-bridge": (_bridge, None),
     "neox": (_neox, _read_neox),

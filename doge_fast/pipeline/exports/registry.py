@@ -19,7 +19,6 @@ from doge_fast.pipeline.exports import configs, loaders, megatron
 from doge_fast.pipeline.exports.blend import (
     Blend,
     Found,
-    PathParts,
     Paths,
     Phase,
     Phases,
@@ -29,6 +28,7 @@ from doge_fast.pipeline.exports.blend import (
     Target,
     by_document,
     by_token,
+    check_known,
     normalised,
     path_parts,
 )
@@ -150,14 +150,10 @@ def export(
         lengths = _lengths(sorted(needed), entries, asked)
         exact = [(first, by_document(shares, lengths)) for first, shares in exact]
     given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
-    parts: dict[Split, PathParts] = {}
-    for split, of_split in given.items():
-        _check_known(of_split or {}, entries, "paths name")
-        parts[split] = path_parts(split, of_split or {})
     blend = Blend(
         phases=[Phase(first, shares) for first, shares in exact],
         entries=entries,
-        paths=parts,
+        paths={split: path_parts(split, each or {}, entries) for split, each in given.items()},
         rows=rows,
         settings=asked,
         mean_doc_tokens=lengths,
@@ -264,7 +260,7 @@ def _lengths(
     needed: Sequence[str], entries: Mapping[str, Mapping[str, Any]], settings: Settings
 ) -> dict[str, float]:
     """{domain: mean tokens of a document}: as given, else as the record says."""
-    _check_known(settings.mean_doc_tokens, entries, "mean_doc_tokens names")
+    check_known(settings.mean_doc_tokens, entries, "mean_doc_tokens names")
     found: dict[str, float] = {}
     for name in needed:
         entry = entries[name]
@@ -281,15 +277,6 @@ def _lengths(
             "rows='blocks' (--rows blocks) if every row of the data holds equally many tokens."
         )
     return found
-
-
-def _check_known(given: Mapping[str, Any], entries: Mapping[str, Any], what: str) -> None:
-    unknown = sorted(set(given) - set(entries))
-    if unknown:
-        raise ValueError(
-            f"{what} {', '.join(unknown)}, which the weights do not have; their domains are "
-            f"{', '.join(sorted(entries))}."
-        )
 
 
 def _unit(target: Target, blend: Blend) -> str:
@@ -380,12 +367,8 @@ def import_weights(
     none = dict.fromkeys(ordered, 0.0)
     # How long the last phase lasts is not known, so there is no mean to take.
     last = none | phases[-1][1]
-    record: dict[str, Any] = {
-        "schema_version": 1,
-        "method": "imported",
-        "source": source,
-        "domains": [{"name": name, "weight": weight} for name, weight in last.items()],
-    }
+    record: dict[str, Any] = {"schema_version": 1, "method": "imported", "source": source}
+    record["domains"] = [{"name": name, "weight": weight} for name, weight in last.items()]
     if len(phases) > 1:
         record["phases"] = [{"first_step": first, "weights": none | sums} for first, sums in phases]
     check_fields(record, f"The mixture in the text of {source}")

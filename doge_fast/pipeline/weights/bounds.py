@@ -118,9 +118,7 @@ def _epoch_caps(
 ) -> dict[str, float]:
     """weight <= max_epochs * tokens / budget; 1 where that is no bound."""
     limited = {name: limit for name, limit in limits.items() if limit < math.inf}
-    if not limited:
-        return dict.fromkeys(limits, 1.0)
-    if budget_tokens is None:
+    if limited and budget_tokens is None:
         raise ValueError(
             "max_epochs needs the length of the training; pass its tokens as budget_tokens "
             "(--budget-tokens)."
@@ -131,7 +129,8 @@ def _epoch_caps(
             "max_epochs needs the number of tokens of each domain; the file has none for "
             f"{listed(unknown)}. Pass tokens (--tokens NAME=NUMBER)."
         )
-    shares = {name: limit * available[name] / budget_tokens for name, limit in limited.items()}
+    budget = budget_tokens or 1.0
+    shares = {name: limit * available[name] / budget for name, limit in limited.items()}
     return {name: min(1.0, shares.get(name, 1.0)) for name in limits}
 
 
