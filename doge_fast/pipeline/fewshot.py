@@ -101,8 +101,9 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     folder = config.run / training.MODEL
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
     torch.nn.Module.to(model, training.device_of(config.device))
-    batch = {"backend": "causal", "batch_size": config.batch_size}
-    scorer: Any = _Scorer(pretrained=model, tokenizer=tokenizer, **batch)
+    scorer: Any = _Scorer(
+        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=config.batch_size
+    )
     scores = {name: _score(name, task, scorer, asked) for name, task in tasks.items()}
     result = records.few_shot(
         step=record["config"]["training"]["steps"],

@@ -165,13 +165,7 @@ def export(
             f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
             "Give them as paths={name: path} (--paths NAME=PATH ..., or a JSON or YAML file)."
         )
-    positive = {name for _, shares in planned for name, weight in shares.items() if weight}
-    zeros, small = sorted(entries.keys() - positive), sorted(positive - set(kept))
-    lost = f"the share rounds to 0 at {asked.decimals} decimals: {', '.join(small)}. More decimals"
-    if small:
-        warnings.insert(0, f"Left out, for {lost} keep them.")
-    if zeros:
-        warnings.insert(0, f"Left out, for the weight is 0: {', '.join(zeros)}.")
+    warnings = [*_left_out(planned, kept, asked.decimals), *warnings]
     notes = (_unit(target, blend), *target.traps)
     return Exported(
         text=_commented(target, [*warnings, *notes]) + target.write(blend),
@@ -254,6 +248,19 @@ def _stretched(phases: _Plan, recorded: int | None, asked: int | None) -> tuple[
             "come. Give the steps of the whole training, or fewer phases."
         )
     return phases, notes
+
+
+def _left_out(plan: _Plan, kept: Sequence[str], decimals: int) -> list[str]:
+    """Which domains have no share, and why."""
+    positive = {name for _, shares in plan for name, weight in shares.items() if weight}
+    zeros, small = sorted(plan[0][1].keys() - positive), sorted(positive - set(kept))
+    notes = [f"Left out, for the weight is 0: {', '.join(zeros)}."] if zeros else []
+    if small:
+        notes.append(
+            f"Left out, for the share rounds to 0 at {decimals} decimals: "
+            f"{', '.join(small)}. More decimals keep them."
+        )
+    return notes
 
 
 def _lengths(

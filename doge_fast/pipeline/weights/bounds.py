@@ -118,7 +118,9 @@ def _epoch_caps(
 ) -> dict[str, float]:
     """weight <= max_epochs * tokens / budget; 1 where that is no bound."""
     limited = {name: limit for name, limit in limits.items() if limit < math.inf}
-    if limited and budget_tokens is None:
+    if not limited:
+        return dict.fromkeys(limits, 1.0)
+    if budget_tokens is None:
         raise ValueError(
             "max_epochs needs the length of the training; pass its tokens as budget_tokens "
             "(--budget-tokens)."
@@ -129,8 +131,7 @@ def _epoch_caps(
             "max_epochs needs the number of tokens of each domain; the file has none for "
             f"{listed(unknown)}. Pass tokens (--tokens NAME=NUMBER)."
         )
-    budget = budget_tokens or 1.0
-    shares = {name: limit * available[name] / budget for name, limit in limited.items()}
+    shares = {name: limit * available[name] / budget_tokens for name, limit in limited.items()}
     return {name: min(1.0, shares.get(name, 1.0)) for name in limits}
 
 

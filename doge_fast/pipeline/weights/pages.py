@@ -148,8 +148,8 @@ def card(config: WeightsCardConfig) -> list[str]:
     is_copied = copy.resolve() != source.resolve()
     # A card may be written again; another page, or other weights, are somebody's work.
     is_card = page.exists() and page.read_text(encoding="utf-8").startswith(_HEAD)
-    taken = [file for file in (page, *[copy] * is_copied) if file.exists() and not is_card]
-    if taken:
+    taken = [file for file in ([page, copy] if is_copied else [page]) if file.exists()]
+    if taken and not is_card:
         raise ValueError(
             f"out must be a new place or an earlier card; {taken[0]} is there already. Name "
             "another with --out."

@@ -50,7 +50,7 @@ def show(config: WeightsShowConfig) -> list[str]:
     for record in found.values():
         names = records.weights_by_name(record) if len(found) > 1 else tokens
         # Of several files not each has every domain that tokens are given for.
-        known = {name: tokens[name] for name in tokens if name in names}
+        known = {name: count for name, count in tokens.items() if name in names}
         mixtures.append(summary.describe(record, budget_tokens=budget, tokens=known))
     if config.json:
         described = [
