@@ -51,7 +51,7 @@ FLOORS = [
     doge_fast.pipeline.generated_corpus
     doge_fast.pipeline.experiments.presets doge_fast.pipeline.reporting.paper \
         doge_fast.pipeline.local_corpus doge_fast.pipeline.cache \
-        doge_fast.pipeline.exports.blend doge_fast.pipeline.exports.text
+        doge_fast.pipeline.exports.text
     doge_fast.pipeline.corpus_files
     doge_fast.pipeline.sources
     doge_fast.pipeline.packing doge_fast.pipeline.records.shapes \
@@ -62,7 +62,8 @@ FLOORS = [
         doge_fast.pipeline.records.manifest
     doge_fast.pipeline.experiments.known doge_fast.pipeline.model doge_fast.pipeline.domains \
         doge_fast.pipeline.records doge_fast.pipeline.baselines \
-        doge_fast.pipeline.exports.building EXPORT_FAMILIES
+        doge_fast.pipeline.exports.blend
+    EXPORT_FAMILIES
     doge_fast.pipeline.exports.registry doge_fast.pipeline.profile_steps
     doge_fast.pipeline.reporting.wording doge_fast.pipeline.swarm
     doge_fast.pipeline.reporting.mixtures doge_fast.pipeline.health
@@ -74,14 +75,13 @@ FLOORS = [
         doge_fast.pipeline.weights.summary doge_fast.pipeline.weights.warm_start \
         doge_fast.pipeline.reporting.parts \
         doge_fast.pipeline.reporting.background doge_fast.pipeline.reporting.figures
-    doge_fast.pipeline.weights.drawings
+    doge_fast.pipeline.weights.pages
     doge_fast.pipeline.run doge_fast.pipeline.stage doge_fast.pipeline.weights.bounds
     doge_fast.pipeline.reporting.compared \
         doge_fast.pipeline.reporting.regret
     doge_fast.pipeline.reporting.findings
     STAGES
-    doge_fast.pipeline.weights.pages doge_fast.pipeline.task_target \
-        doge_fast.pipeline.experiments.regret
+    doge_fast.pipeline.task_target doge_fast.pipeline.experiments.regret
     doge_fast.pipeline.experiments.plans
     doge_fast.pipeline.experiments.runner doge_fast.flags doge_fast.planning
     doge_fast.cli
@@ -89,8 +89,7 @@ FLOORS = [
     """.replace(
         "EXPORT_FAMILIES",
         " ".join(
-            f"doge_fast.pipeline.exports.{family}"
-            for family in ("megatron", "configs", "loaders", "tables")
+            f"doge_fast.pipeline.exports.{family}" for family in ("megatron", "configs", "loaders")
         ),
     )
     .replace(

@@ -23,8 +23,7 @@ SUFFIXES = {
 # A text file is cut at the first blank line past this many characters, so that it has
 # documents to hold out; and anywhere past sixteen times as many.
 TEXT_DOCUMENT_CHARS = 16_384
-# Where documents have to be held out of less than a megabyte, it is cut past a smaller number:
-# else few documents would be held out, one of them perhaps most of the text.
+# Of less than a megabyte it is cut past fewer: else few documents would be held out.
 _TEXT_DOCUMENTS = 64
 _MIN_TEXT_DOCUMENT_CHARS = 512
 # Enough to see whether lines hold objects.
@@ -94,7 +93,8 @@ def is_empty(file: Path) -> bool:
     with reading(file, MEND):
         if kind == "parquet":
             return bool(pq.read_metadata(file).num_rows == 0)
-        start = _start_of(file)
+        with fsspec.open(str(file), "rb", compression="infer") as opened:
+            start = bytes(opened.read(_START_BYTES)).removeprefix(codecs.BOM_UTF8).lstrip()
     if start and start[0] not in b"{[":
         # pyarrow dies of a file of nothing but null.
         raise FileFailure(
@@ -102,12 +102,6 @@ def is_empty(file: Path) -> bool:
             f"{MEND}"
         )
     return not start
-
-
-def _start_of(file: Path) -> bytes:
-    """What a file of lines begins with, without white space; compressed or not."""
-    with fsspec.open(str(file), "rb", compression="infer") as opened:
-        return bytes(opened.read(_START_BYTES)).removeprefix(codecs.BOM_UTF8).lstrip()
 
 
 def guarded(rows: Iterable[Any], where: str) -> Iterator[Any]:

@@ -8,18 +8,19 @@ first shots go first.
 
 import difflib
 import functools
-import hashlib
 import json
 import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from lm_eval import evaluator
 from lm_eval import tasks as lm_eval_tasks
@@ -97,7 +98,12 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """
     record, asked = records.read_config(config.run), config.tasks
     tasks = open_tasks(config)
-    scorer = _open_scorer(config)
+    folder = config.run / training.MODEL
+    model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
+    torch.nn.Module.to(model, training.device_of(config.device))
+    scorer: Any = _Scorer(
+        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=config.batch_size
+    )
     scores = {name: _score(name, task, scorer, asked) for name, task in tasks.items()}
     result = records.few_shot(
         step=record["config"]["training"]["steps"],
@@ -131,15 +137,18 @@ def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
 @_quiet()
 def load_tasks(asked: TasksConfig) -> dict[str, Any]:
     """As `open_tasks`, whatever the run."""
-    _check(asked)
+    check_ranges(asked)
     names = task_names(asked.tasks)
+    if not names:
+        raise ValueError(
+            f"tasks names no task. Name some of lm-eval's; the paper's are {','.join(PAPER_TASKS)}."
+        )
     for name in names:
         _check_name(name)
     tasks = {}
     for name in names:
-        task = _local_task(name, asked.task_data) if asked.task_data else _hub_task(name)
-        _check_task(name, task, asked.shots)
-        tasks[name] = task
+        tasks[name] = _local_task(name, asked.task_data) if asked.task_data else _hub_task(name)
+        _check_task(name, tasks[name], asked.shots)
     return tasks
 
 
@@ -166,39 +175,30 @@ def _accuracies(scores: Mapping[str, Any]) -> tuple[str, ...]:
     """acc and acc_norm, each with its standard error, and chance; "-" for what a task lacks."""
     cells = []
     for metric in _METRICS:
-        value, stderr = scores.get(metric), scores.get(f"{metric}_stderr")
+        stderr = scores.get(f"{metric}_stderr")
         error = "" if stderr is None else f" ± {stderr:.3f}"
-        cells.append("-" if value is None else f"{value:.3f}{error}")
+        cells.append(f"{scores[metric]:.3f}{error}" if scores.get(metric) is not None else "-")
     return (*cells, f"{scores['chance']:.3f}")
 
 
 def _remarks(result: Mapping[str, Any]) -> list[str]:
-    scores = result["tasks"].values()
-    if not any(task["truncated_requests"] for task in scores):
+    tasks, positions = result["tasks"], result["positions"]
+    if not any(task["truncated_requests"] for task in tasks.values()):
         return []
-    prompt = sum(task["prompt_tokens"] for task in scores)
-    lost = sum(task["truncated_tokens"] for task in scores)
+    prompt = sum(task["prompt_tokens"] for task in tasks.values())
+    lost = sum(task["truncated_tokens"] for task in tasks.values())
     remarks = [
-        f"The model has {result['positions']} positions. Longer prompts lost their beginning, the "
+        f"The model has {positions} positions. Longer prompts lost their beginning, the "
         f"first shots: {lost / prompt:.0%} of all prompt tokens. Accuracies with cut prompts are "
         f"not {result['shots']}-shot accuracies."
     ]
-    answers = {name: task["truncated_answers"] for name, task in result["tasks"].items()}
-    counts = [f"{count} of {name}" for name, count in answers.items() if count]
-    if counts:
+    answers = {name: task["truncated_answers"] for name, task in tasks.items()}
+    if counts := [f"{count} of {name}" for name, count in answers.items() if count]:
         remarks.append(
             f"Answers longer than that ({', '.join(counts)}) were scored by their last "
-            f"{result['positions']} tokens."
+            f"{positions} tokens."
         )
     return remarks
-
-
-def _check(asked: TasksConfig) -> None:
-    check_ranges(asked)
-    if not task_names(asked.tasks):
-        raise ValueError(
-            f"tasks names no task. Name some of lm-eval's; the paper's are {','.join(PAPER_TASKS)}."
-        )
 
 
 def _check_name(name: str) -> None:
@@ -235,12 +235,8 @@ def _check_task(name: str, task: Any, shots: int) -> None:
 
 @functools.cache
 def _task_manager(name: str) -> Any:
-    """lm-eval's index of the folders that speak of the task.
-
-    Its index of all folders parses 14,000 files, which takes half a minute.
-    """
-    folders = sorted(_folders().get(name, ()))
-    return TaskManager(include_defaults=False, include_path=folders)
+    """lm-eval's index of the folders that speak of the task: that of all takes half a minute."""
+    return TaskManager(include_defaults=False, include_path=sorted(_folders().get(name, ())))
 
 
 @functools.cache
@@ -269,18 +265,14 @@ def _hub_task(name: str) -> Any:
 def _local_task(name: str, folder: Path) -> Any:
     """The task with the documents of `folder`/`name`, scored on its validation file."""
     splits = {split: _read_documents(file) for split, file in _files(folder, name).items()}
-
-    def documents(**_: Any) -> Any:
-        return datasets.DatasetDict(
-            {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
-        )
-
+    read = datasets.Dataset.from_list
     changes = {
-        "custom_dataset": documents,
+        "custom_dataset": lambda **_: datasets.DatasetDict(
+            {split: read(rows) for split, rows in splits.items()}
+        ),
         "training_split": "train",
         "validation_split": "validation",
-        "test_split": None,
-        "fewshot_split": None,
+        **dict.fromkeys(("test_split", "fewshot_split")),
     }
     # As a member of a group, which is how lm-eval lets a registered task be changed.
     group = {"group": "task-data", "task": [{"task": name, **changes}]}
@@ -298,11 +290,11 @@ def document_hashes(asked: TasksConfig) -> dict[str, dict[str, str]] | None:
     """{task: {split: SHA-256}} of local documents; None where they are the Hub's."""
     if asked.task_data is None:
         return None
-    files = {name: _files(asked.task_data, name) for name in task_names(asked.tasks)}
-    return {
-        name: {split: hashlib.sha256(file.read_bytes()).hexdigest() for split, file in own.items()}
-        for name, own in files.items()
-    }
+    hashes: dict[str, dict[str, str]] = {}
+    for name in task_names(asked.tasks):
+        files = _files(asked.task_data, name).items()
+        hashes[name] = {split: sha256(file.read_bytes()).hexdigest() for split, file in files}
+    return hashes
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:
@@ -359,37 +351,23 @@ class _Scorer(HFLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: Any, **arguments: Any) -> Any:
         positions = self.max_length
-        lengths = [(len(prompt), len(answer)) for _, prompt, answer in requests]
+        prompts, answers = (np.array([len(each[i]) for each in requests]) for i in (1, 2))
         # The last token of an answer is predicted, not read.
-        cut = [max(0, prompt + answer - 1 - positions) for prompt, answer in lengths]
-        self.counts = {
-            "requests": len(lengths),
-            "truncated_requests": sum(tokens > 0 for tokens in cut),
-            "truncated_answers": sum(answer > positions for _, answer in lengths),
-            "prompt_tokens": sum(prompt for prompt, _ in lengths),
-            "truncated_tokens": sum(
-                min(tokens, prompt) for tokens, (prompt, _) in zip(cut, lengths, strict=True)
-            ),
+        cut = np.maximum(0, prompts + answers - 1 - positions)
+        counts = {
+            "requests": len(requests),
+            "truncated_requests": np.count_nonzero(cut),
+            "truncated_answers": np.count_nonzero(answers > positions),
+            "prompt_tokens": prompts.sum(),
+            "truncated_tokens": np.minimum(cut, prompts).sum(),
         }
+        self.counts = {name: int(count) for name, count in counts.items()}
         # What is before the last tokens of an overlong answer is context like the prompt.
         fitting = [
             (texts, prompt + answer[:-positions], answer[-positions:])
             for texts, prompt, answer in requests
         ]
         return super()._loglikelihood_tokens(fitting, **arguments)
-
-
-def _open_scorer(config: EvaluateConfig) -> Any:
-    """The run's model and tokenizer, as lm-eval takes them."""
-    folder = config.run / training.MODEL
-    model = open_model(folder)
-    torch.nn.Module.to(model, training.device_of(config.device))
-    return _Scorer(
-        pretrained=model,
-        tokenizer=AutoTokenizer.from_pretrained(folder),
-        backend="causal",
-        batch_size=config.batch_size,
-    )
 
 
 def _score(name: str, task: Any, scorer: Any, asked: TasksConfig) -> dict[str, Any]:
@@ -415,17 +393,12 @@ def _score(name: str, task: Any, scorer: Any, asked: TasksConfig) -> dict[str, A
             # Of a single document there is none.
             stderr = scores[f"{metric}_stderr,none"]
             measured[f"{metric}_stderr"] = None if stderr == "N/A" else float(stderr)
+    choices = (len(task.doc_to_choice(document)) for _, document in task.doc_iterator(limit=count))
     return {
         "version": found["versions"][name],
         "split": task.get_config("test_split") or task.get_config("validation_split"),
         "documents": count,
         **measured,
-        "chance": _chance(task, count),
+        "chance": math.fsum(1 / number for number in choices) / count,
         **scorer.counts,
     }
-
-
-def _chance(task: Any, count: int) -> float:
-    """What a guess scores on the first `count` documents."""
-    choices = (len(task.doc_to_choice(document)) for _, document in task.doc_iterator(limit=count))
-    return math.fsum(1 / number for number in choices) / count

@@ -17,18 +17,17 @@ Which files are taken follows from their paths and texts alone: sorted by a hash
 the packages, without repeats. A source that a machine lacks makes its domain smaller or absent.
 """
 
+import collections
 import functools
 import hashlib
 import inspect
-import itertools
 import json
 import logging
 import os
 import re
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -61,6 +60,11 @@ _PROSE = frozenset({"", ".txt", ".md", ".rst", ".mit", ".bsd", ".apache"})
 
 # The package whose share a text counts against, and how to read it.
 _Document = tuple[str, Callable[[], str | None]]
+# The string that begins a file, or follows the colon of a class or function. An expression
+# rather than a parser, which would take ten times as long.
+_DOCSTRING = re.compile(
+    r"""(?:\A|:[ \t]*\n)(?:[ \t]*(?:\#[^\n]*)?\n)*[ \t]*[rRuU]?(\"{3}|'{3})(.*?)\1""", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,10 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, L
     Raises:
         RuntimeError: fewer than two domains are found, as in an environment without sources.
     """
-    sources = _sources(
-        _Root(stdlib or Path(sysconfig.get_path("stdlib"))),
-        _Root(site or Path(sysconfig.get_path("purelib"))),
-    )
+    stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
+    site = site or Path(sysconfig.get_path("purelib"))
     seen: set[int] = set()
-    domains = {name: _select(documents, seen) for name, documents in sources.items()}
+    domains = {name: _select(documents, seen) for name, documents in _sources(stdlib, site).items()}
     found = {
         name: _split(texts)
         for name, texts in sorted(domains.items())
@@ -126,14 +128,14 @@ def save(directory: Path) -> None:
         (directory / name).mkdir(parents=True)
         for split in ("train", "validation"):
             documents: tuple[str, ...] = getattr(domain, split)
-            lines = (json.dumps({"text": text}, ensure_ascii=False) for text in documents)
-            text = "".join(f"{line}\n" for line in lines)
-            (directory / name / f"{split}.jsonl").write_text(text, encoding="utf-8")
+            lines = (json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in documents)
+            file = directory / name / f"{split}.jsonl"
+            file.write_text("".join(lines), encoding="utf-8")
 
 
 def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:
     """Documents in their order until the domain is full, none repeating what was `seen`."""
-    used: Counter[str] = Counter()
+    used: collections.Counter[str] = collections.Counter()
     full: set[str] = set()
     chosen: list[str] = []
     for package, read in documents:
@@ -174,67 +176,59 @@ def _split(documents: Sequence[str]) -> LocalDomain:
             break
         held_out.add(text)
         held_chars += len(text)
-    return LocalDomain(
-        train=tuple(text for text in documents if text not in held_out),
-        validation=tuple(text for text in documents if text in held_out),
-    )
+    train = tuple(text for text in documents if text not in held_out)
+    return LocalDomain(train, tuple(text for text in documents if text in held_out))
 
 
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-class _Root:
-    """A folder of Python files and others; environments and caches inside it are left out."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: list[Path] = []
-        for inside, folders, names in os.walk(folder):
-            folders[:] = sorted(set(folders) - _LEFT_OUT_FOLDERS)
-            self.files += (Path(inside, name) for name in names)
-
-    def documents(
-        self,
-        is_wanted: Callable[[Path], object],
-        *,
-        depth: int = 1,
-        read: Callable[[Path], str | None] | None = None,
-    ) -> Iterator[_Document]:
-        """The wanted files' texts in the order of their paths' hashes.
-
-        The first `depth` folders name the package whose share a file counts against.
-        """
-        for file in sorted(filter(is_wanted, self.files), key=self.hash_of):
-            parts = file.relative_to(self.folder).parts
-            package = "/".join(parts[: min(depth, len(parts) - 1)]) or file.stem
-            yield package, functools.partial(read or _text_of, file)
-
-    def hash_of(self, file: Path) -> bytes:
-        """Of the path below the folder."""
-        return _hash(file.relative_to(self.folder).as_posix())
-
-    def is_in_half(self, half: int, file: Path) -> bool:
-        """Source files are in one half or the other, by the hash of their paths."""
-        return _is_code(file) and (self.hash_of(file)[0] < 128) == (half == 0)
-
-
-def _sources(stdlib: _Root, site: _Root) -> dict[str, Iterator[_Document]]:
+def _sources(stdlib: Path, site: Path) -> dict[str, Sequence[_Document]]:
     """What each domain is read from.
 
     The first that finds a text keeps it: small sources before those that would fill up anyway.
     """
+    ours, theirs = _by_domain(stdlib, is_stdlib=True), _by_domain(site, is_stdlib=False)
     return {
         # A topic of the language reference is its own package, for there is no other.
-        "reference": ((topic, functools.partial(topics.get, topic)) for topic in sorted(topics)),
-        "metadata": site.documents(_is_metadata),
-        "headers": site.documents(lambda file: file.suffix in _HEADERS, depth=4),
-        "docstrings": site.documents(functools.partial(site.is_in_half, 1), read=_docstrings_of),
-        "stdlib": stdlib.documents(_is_code),
-        "packages": site.documents(functools.partial(site.is_in_half, 0)),
+        "reference": [(topic, functools.partial(topics.get, topic)) for topic in sorted(topics)],
+        **{name: theirs[name] for name in ("metadata", "headers", "docstrings")},
+        "stdlib": ours["stdlib"],
+        "packages": theirs["packages"],
         # Those of the standard library fill one package's share, the packages' come after.
-        "tests": itertools.chain(stdlib.documents(_is_test_code), site.documents(_is_test_code)),
+        "tests": ours["tests"] + theirs["tests"],
     }
+
+
+def _by_domain(folder: Path, *, is_stdlib: bool) -> dict[str | None, list[_Document]]:
+    """What the files below a folder are of, in the order of their paths' hashes."""
+    paths: list[Path] = []
+    for inside, folders, names in os.walk(folder):
+        # Environments and caches inside it are left out.
+        folders[:] = sorted(set(folders) - _LEFT_OUT_FOLDERS)
+        paths += (Path(inside, name).relative_to(folder) for name in names)
+    found: dict[str | None, list[_Document]] = collections.defaultdict(list)
+    for digest, path in sorted((_hash(path.as_posix()), path) for path in paths):
+        name = _domain_of(folder / path, is_stdlib, digest[0] < 128)
+        # Headers lie deep in the folders of one package.
+        parts = path.parts[:-1][: 4 if name == "headers" else 1]
+        read = _docstrings_of if name == "docstrings" else _text_of
+        found[name].append(("/".join(parts) or path.stem, functools.partial(read, folder / path)))
+    return found
+
+
+def _domain_of(file: Path, is_stdlib: bool, is_first_half: bool) -> str | None:
+    """By its name and the folders it is in; of packages one half of the source is prose."""
+    if file.suffix == ".py":
+        *inside, name = file.parts[-4:]
+        if not _TEST_FOLDERS.isdisjoint(inside) or name.startswith(("test_", "conftest")):
+            return "tests"
+        return "stdlib" if is_stdlib else "packages" if is_first_half else "docstrings"
+    if file.suffix in _HEADERS:
+        return "headers"
+    is_metadata = file.suffix.lower() in _PROSE and _METADATA.match(file.name)
+    return "metadata" if is_metadata else None
 
 
 def _text_of(file: Path) -> str | None:
@@ -251,28 +245,3 @@ def _docstrings_of(file: Path) -> str:
     found = _DOCSTRING.findall(_text_of(file) or "")
     prose = (inspect.cleandoc(text) for _, text in found if len(text) >= _LINE_CHARS)
     return "\n\n".join(prose)
-
-
-def _is_code(file: Path) -> bool:
-    return file.suffix == ".py" and not _is_test(file)
-
-
-def _is_test_code(file: Path) -> bool:
-    return file.suffix == ".py" and _is_test(file)
-
-
-def _is_test(file: Path) -> bool:
-    """By the names of the file and of the folders it is in."""
-    parts = file.parts[-4:]
-    return not _TEST_FOLDERS.isdisjoint(parts[:-1]) or parts[-1].startswith(("test_", "conftest"))
-
-
-def _is_metadata(file: Path) -> bool:
-    return file.suffix.lower() in _PROSE and _METADATA.match(file.name) is not None
-
-
-# The string that begins a file, or follows the colon of a class or function. An expression
-# rather than a parser, which would take ten times as long.
-_DOCSTRING = re.compile(
-    r"""(?:\A|:[ \t]*\n)(?:[ \t]*(?:\#[^\n]*)?\n)*[ \t]*[rRuU]?(\"{3}|'{3})(.*?)\1""", re.DOTALL
-)

@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +43,7 @@ class Traffic(NamedTuple):
     def seconds(self, limits: Bandwidth) -> float:
         """The time this takes at the measured limits; what is read beside a write is a copy."""
         copied = min(self.read, self.written)
-        seconds: float = 2 * copied / limits.copy + (self.read - copied) / limits.read
-        return seconds
+        return float(2 * copied / limits.copy + (self.read - copied) / limits.read)
 
 
 class PlainStep:
@@ -56,13 +54,27 @@ class PlainStep:
     def __init__(self, config: ProfileConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+        torch.manual_seed(0)
+        vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
         # The plain side is built first.
         check = partial(_check_memory, config, device) if self.name == "plain" else None
-        self.model = _model(config, check).to(device)
+        model: Any = build_model(
+            ModelConfig(model=config.model),
+            vocabulary,
+            block_size=config.sequence_length,
+            told_size=check,
+        )
+        # Dropout would draw numbers, other ones for each side.
+        self.model = model.train(False).to(device)
         kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
         fused = device.type == "cuda" or None
         self.inner = kind(self.model.named_parameters(), lr=1e-5, fused=fused)
-        self.tokens = _tokens(config, self.model).to(device)
+        # [R, micro-batches, sequences of one, L], the same for both steps.
+        num_micro, length = config.micro_batches, config.sequence_length
+        shape = (self.num_rows, num_micro, config.sequences // num_micro, length)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.model.config.vocab_size, shape, generator=generator)
+        self.tokens = tokens.to(device)
 
     def __call__(self) -> None:
         """Run a step."""
@@ -143,9 +155,8 @@ class DogeStep(PlainStep):
         the combined one, which lasts from step to step, counts too.
         """
         rows = self.optimizer.buffer.num_bytes
-        is_one_pass = (
-            self.config.mode == "stacked" or self.num_rows * self.config.micro_batches == 1
-        )
+        num_passes = len(self.tokens) * self.config.micro_batches
+        is_one_pass = self.config.mode == "stacked" or num_passes == 1
         return rows + is_one_pass * rows // self.num_rows
 
     def least_traffic(self) -> dict[str, Traffic]:
@@ -158,10 +169,10 @@ class DogeStep(PlainStep):
         the latter two.
         """
         R, num_micro = self.num_rows, self.config.micro_batches
-        once = sum(map(_num_bytes, self.parameters))
-        rows = sum(_num_bytes(block.rows_RN) for block in self.optimizer.buffer.blocks)
+        once = sum(each.nbytes for each in self.parameters)
+        rows = sum(block.rows_RN.nbytes for block in self.optimizer.buffer.blocks)
         states = (value for of_param in self.inner.state.values() for value in of_param.values())
-        state = sum(_num_bytes(v) for v in states if isinstance(v, Tensor) and v.dim() > 0)
+        state = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
         # Of the rows: written by each micro-batch, read again by those after the first.
         written, read_again = rows * num_micro, rows * (num_micro - 1)
         if self.config.mode == "stacked":
@@ -239,10 +250,6 @@ def peak_memory(config: ProfileConfig, formula: int, device: torch.device) -> di
     return {**peaks, "extra": peaks["doge"] - peaks["plain"], "formula": formula}
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 class _Vocabulary(list[int]):
     """As much of a tokenizer as a fresh model asks for."""
 
@@ -257,28 +264,16 @@ def _check_memory(config: ProfileConfig, device: torch.device, num_parameters: i
     """
     # Both models are there at once.
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
+    if config.optimizer == "sgd":
+        del parts["AdamW"]
     num_rows = config.domains + config.targets
     dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
     rows = scale.rows_bytes(num_parameters, num_rows, dtype.itemsize)
     parts[f"gradients of {num_rows} rows"] = rows
-    if config.optimizer == "sgd":
-        del parts["AdamW"]
     text = memory.size_text(sum(parts.values()))
     _log.info("profile: both steps keep %s, and activations", text)
     advice = "Take a smaller --model, fewer --domains, or --buffer-dtype bfloat16."
     memory.refuse_what_cannot_fit(parts, device, advice=advice)
-
-
-def _model(config: ProfileConfig, told_size: Callable[[int], None] | None = None) -> Any:
-    torch.manual_seed(0)
-    vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
-    architecture = ModelConfig(model=config.model)
-    model = build_model(
-        architecture, vocabulary, block_size=config.sequence_length, told_size=told_size
-    )
-    # Dropout would draw numbers, other ones for each side.
-    model.train(False)
-    return model
 
 
 def _vocab_size(config: ProfileConfig) -> int:
@@ -287,15 +282,3 @@ def _vocab_size(config: ProfileConfig) -> int:
     if config.model in SIZES:
         return SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
     return int(load_architecture(config.model).vocab_size)
-
-
-def _tokens(config: ProfileConfig, model: Any) -> Tensor:
-    """[R, micro-batches, sequences of one, L], the same for both steps."""
-    shape = (
-        config.domains + config.targets,
-        config.micro_batches,
-        config.sequences // config.micro_batches,
-        config.sequence_length,
-    )
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, shape, generator=generator)

@@ -1,9 +1,8 @@
 """What generalization estimation costs: each phase of a step against the machine's limits.
 
-A plain step and a DoGE step on the same model, random tokens and micro-batches. Their ratio comes
-from whole steps, alternated (`doge_fast.alternation`), with nobody observing; the phases from other
-steps, in which each phase that is named (`doge_fast.tracing`) is timed. Bytes are the least that a
-phase can move; bandwidth is measured in the same process.
+The ratio of a DoGE step to a plain one comes from whole steps, alternated, with nobody observing;
+the phases from other steps, in which each phase that is named (`doge_fast.tracing`) is timed. Bytes
+are the least that a phase can move; bandwidth is measured in the same process.
 """
 
 import gc
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity
 from torch.profiler import profile as operators_seen
 
 from doge_fast import atomic_file, failures
@@ -153,7 +151,10 @@ def _of_steps(config: ProfileConfig, device: torch.device) -> tuple[Profile, int
     if config.trace is not None:
         _write(config.trace, trace_of(spans))
     if config.trace_operators is not None:
-        _write_operators(config.trace_operators, doge_step)
+        with operators_seen() as seen:
+            doge_step()
+            synchronize(device)
+        seen.export_chrome_trace(str(config.trace_operators))
     measured = Profile(
         settings=plain(replace(config, device=str(device))),
         device=device_name(device),
@@ -199,9 +200,7 @@ def _spans(steps: list[PlainStep], num_rounds: int) -> list[Span]:
                 with timed("step"):
                     step()
     synchronize(device)
-    return [
-        Span(of, name, _seconds(zero, start), _seconds(zero, end)) for of, name, start, end in marks
-    ]
+    return [Span(of, name, _seconds(zero, a), _seconds(zero, b)) for of, name, a, b in marks]
 
 
 def _now(device: torch.device) -> Any:
@@ -220,34 +219,26 @@ def _seconds(zero: Any, mark: Any) -> float:
 def _phases(spans: list[Span], least: dict[str, Traffic], limits: Bandwidth) -> tuple[Phase, ...]:
     """The DoGE step taken apart; medians over its steps. "other" is what no phase covers."""
     of_steps: dict[str, list[float]] = defaultdict(list)
-    seconds: dict[str, float] = defaultdict(float)
+    of_step: dict[str, float] = defaultdict(float)
     for span, own in _own_seconds([span for span in spans if span.side == "doge"]):
-        seconds[span.name] += own
+        of_step[span.name] += own
         if span.name == "step":
             of_steps["step"].append(span.end - span.start)
             of_steps["other"].append(own)
             for name in PHASES:
-                of_steps[name].append(seconds[name])
-            seconds.clear()
+                of_steps[name].append(of_step[name])
+            of_step.clear()
     medians = {name: statistics.median(values) for name, values in of_steps.items()}
-    return tuple(
-        Phase(
-            name=name,
-            milliseconds=1e3 * medians[name],
-            share=medians[name] / medians["step"],
-            num_bytes=sum(least.get(name, ())),
-            fraction=least[name].seconds(limits) / medians[name]
-            if name in least and medians[name] > 0
-            else 0.0,
-        )
-        for name in (*PHASES, "other")
-    )
+    phases = []
+    for name in (*PHASES, "other"):
+        seconds, traffic = medians[name], least.get(name, Traffic(0, 0))
+        fraction = traffic.seconds(limits) / seconds if seconds > 0 else 0.0
+        phases.append(Phase(name, 1e3 * seconds, seconds / medians["step"], sum(traffic), fraction))
+    return tuple(phases)
 
 
 def _own_seconds(spans: list[Span]) -> Iterator[tuple[Span, float]]:
-    """Every span with the time that no span inside it takes: rows are written while a backward
-    pass runs. Spans come in the order in which they end.
-    """
+    """Spans in the order in which they end, each with the time that none inside it takes."""
     ended: list[Span] = []
     for span in spans:
         own = span.end - span.start
@@ -277,9 +268,8 @@ def _check(config: ProfileConfig) -> None:
 
 
 def _device(config: ProfileConfig) -> torch.device:
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    name = best if config.device == "auto" else config.device
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.")
@@ -292,17 +282,6 @@ def _device(config: ProfileConfig) -> torch.device:
             "--device cpu."
         )
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())
-
-
-def _write_operators(path: Path, doge: DogeStep) -> None:
-    """One DoGE step as torch's profiler sees it."""
-    activities = [ProfilerActivity.CPU]
-    if doge.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with operators_seen(activities=activities) as seen:
-        doge()
-        synchronize(doge.device)
-    seen.export_chrome_trace(str(path))
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
@@ -358,22 +337,15 @@ def _row(phase: Phase) -> list[str]:
 
 def trace_of(spans: list[Span]) -> dict[str, Any]:
     """A timeline in the trace event format: one track for each side, phases inside steps."""
+    tracks = {side: track for track, side in enumerate(SIDES)}
     names = [("process_name", 0, "doge_fast")]
-    names += [("thread_name", track, f"{side} step") for track, side in enumerate(SIDES)]
+    names += [("thread_name", track, f"{side} step") for side, track in tracks.items()]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": track, "name": what, "args": {"name": name}}
         for what, track, name in names
     ]
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": list(SIDES).index(span.side),
-                "name": span.name,
-                "cat": span.side,
-                "ts": 1e6 * span.start,
-                "dur": max(0.0, 1e6 * (span.end - span.start)),
-            }
-        )
+        where = {"ph": "X", "pid": 0, "tid": tracks[span.side], "name": span.name, "cat": span.side}
+        duration = max(0.0, 1e6 * (span.end - span.start))
+        events.append({**where, "ts": 1e6 * span.start, "dur": duration})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

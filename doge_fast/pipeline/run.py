@@ -7,7 +7,7 @@ from typing import Literal
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.plotting import Drawing
-from doge_fast.pipeline.weights.drawings import steps_drawing, weights_drawing
+from doge_fast.pipeline.weights.pages import steps_drawing, weights_drawing
 from doge_fast.pipeline.weights.summary import WeightsSummary, describe, story
 
 

@@ -1,8 +1,7 @@
 """What an exporter is, and what it is given: checked shares, paths and phases in its own unit.
 
-Learned weights are shares of tokens. A framework that draws blocks of a fixed length takes them as
-they are; one that draws documents needs them divided by the mean length of a document, and without
-it would train on another mixture than the one that was learned.
+Learned weights are shares of tokens. A framework that draws documents needs them divided by the
+mean length of a document, or it would train on another mixture than the one that was learned.
 
 Rounding each weight by itself leaves sums like 0.9999, which some loaders refuse and others
 renormalise in silence. Here the arithmetic is rational and the rounding by largest remainder, so
@@ -16,6 +15,9 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from doge_fast.pipeline.named import visible
+from doge_fast.pipeline.records.weights import is_weight
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
@@ -61,9 +63,9 @@ def largest_remainder(weights: Mapping[Key, float | Fraction], decimals: int) ->
             f"decimals must be 1 to {MAX_DECIMALS}, the precision of float64; got {decimals}."
         )
     scale = 10**decimals
-    scaled = {key: part * scale for key, part in normalised(weights).items()}
-    units = {key: int(part) for key, part in scaled.items()}
-    by_loss = sorted(scaled, key=lambda key: (units[key] - scaled[key], str(key)))
+    exact = {key: part * scale for key, part in normalised(weights).items()}
+    units = {key: int(part) for key, part in exact.items()}
+    by_loss = sorted(exact, key=lambda key: (units[key] - exact[key], str(key)))
     for key in by_loss[: scale - sum(units.values())]:
         units[key] += 1
     return {key: Decimal(count).scaleb(-decimals) for key, count in units.items()}
@@ -149,9 +151,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Blend:
-    """Shares, paths and phases that an exporter writes down; `building` has checked everything."""
+    """Shares, paths and phases that an exporter writes down; everything has been checked."""
 
-    phases: tuple[Phase, ...]
+    phases: Sequence[Phase]
     """In order, the first from step 0; one where the weights are constant."""
     entries: Mapping[str, Mapping[str, Any]]
     """The record's entry of every domain, by name."""
@@ -176,9 +178,9 @@ class Blend:
         """Domains with a share in some phase, sorted."""
         return sorted({name for phase in range(len(self.phases)) for name in self.shares(phase)})
 
-    def paths_of(self, name: str, split: Split = "train") -> list[str]:
-        """The paths of a domain, in the order given; empty where the split has none."""
-        return list(self.paths[split].get(name, ()))
+    def paths_of(self, name: str) -> list[str]:
+        """The paths of a domain, in the order given; empty where it has none."""
+        return list(self.paths["train"].get(name, ()))
 
     def one_path(self, name: str) -> str:
         """The path of a domain, for a framework that takes one; ValueError where it has several."""
@@ -195,17 +197,20 @@ class Blend:
 
         A domain of several paths shares its weight by the parts given with them, or by the size of
         the files where they can be seen. Validation and test sets take the training shares of the
-        domains they have. ValueError where a part is not known or rounds to zero, or no domain of
-        the split has a weight.
+        domains they have; a split without paths has none. ValueError where a part is not known or
+        rounds to zero, or no domain of the split has a weight.
         """
-        parts = self.phases[phase].parts
+        parts, given = self.phases[phase].parts, self.paths[split]
+        if not given:
+            return []
         exact: dict[tuple[str, str], Fraction] = {}
         for name in self.shares(phase):
-            known = self.paths[split].get(name, {})
-            exact |= {(name, path): parts[name] * part for path, part in _known(name, known)}
+            known = _known(name, given.get(name, {}))
+            exact |= {(name, path): parts[name] * part for path, part in known.items()}
         if not exact:
-            names = ", ".join(self.paths[split])
-            raise ValueError(f"The {split} paths are of domains without a weight: {names}.")
+            raise ValueError(
+                f"The {split} paths are of domains without a weight: {', '.join(given)}."
+            )
         rounded = largest_remainder(exact, self.settings.decimals)
         lost = [path for (_, path), share in rounded.items() if not share]
         if lost:
@@ -241,9 +246,58 @@ class Blend:
         return max(1, int(budget / mean)) if budget and mean else None
 
 
-def _known(name: str, paths: Mapping[str, Fraction | None]) -> list[tuple[str, Fraction]]:
+def check_known(given: Iterable[str], names: Iterable[str], what: str) -> None:
+    """Raise ValueError where `given`, which is for domains, has one that is not in `names`."""
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ValueError(
+            f"{what} {', '.join(unknown)}, which the weights do not have; their domains are "
+            f"{', '.join(sorted(names))}."
+        )
+
+
+def path_parts(split: Split, given: Paths, names: Iterable[str]) -> PathParts:
+    """{domain: {path: its part of the domain, or None where unknown}}.
+
+    Raises:
+        ValueError: what is given is no path, or of none of the names, or given twice.
+    """
+    check_known(given, names, "paths name")
+    parts = {name: _parts_of(name, paths) for name, paths in given.items()}
+    owners: dict[str, str] = {}
+    for name, listed in parts.items():
+        for path in listed:
+            owner = owners.setdefault(path.rstrip("/"), name)
+            # It would count for both.
+            if owner != name:
+                raise ValueError(
+                    f"A path belongs to one domain; {path} is given to {owner}, {name} ({split})."
+                )
+    return parts
+
+
+def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
+    paths = [given] if isinstance(given, str) else given
+    is_listed = isinstance(paths, Sequence | Mapping) and len(paths) > 0
+    if not is_listed or not all(isinstance(path, str) and path for path in paths):
+        raise ValueError(f"A domain needs a path, or a list of them; {name} has {given!r}.")
+    for path in paths:
+        if visible(path) != path:
+            raise ValueError(
+                f"A path must be of characters that are written; {name} has {path!a}. Rename it."
+            )
+    if isinstance(paths, Mapping):
+        if not all(is_weight(part) and part for part in paths.values()):
+            raise ValueError(f"The parts of {name}'s paths must be above 0; they are {paths}.")
+        return dict(normalised(paths))
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"The paths of {name} name one twice: {', '.join(paths)}.")
+    return {path: Fraction(1) if len(paths) == 1 else None for path in paths}
+
+
+def _known(name: str, paths: Mapping[str, Fraction | None]) -> dict[str, Fraction]:
     """The part of each of a domain's paths: as given, else by the bytes on disk."""
-    parts = [(path, part) for path, part in paths.items() if part is not None]
+    parts = {path: part for path, part in paths.items() if part is not None}
     if len(parts) == len(paths):
         return parts
     sizes = {path: _bytes(path) for path in paths}
@@ -254,15 +308,13 @@ def _known(name: str, paths: Mapping[str, Fraction | None]) -> list[tuple[str, F
             f"of tokens in each is not known ({', '.join(unseen)} cannot be read here). Give the "
             f"tokens of each path in the paths file: {{{name!r}: {{path: tokens, ...}}}}."
         )
-    return list(normalised({path: Fraction(size or 0) for path, size in sizes.items()}).items())
+    return normalised(sizes)
 
 
-def _bytes(path: str) -> int | None:
-    """Size of a file, or of a Megatron prefix's tokens."""
-    for candidate in (Path(path), Path(f"{path}.bin")):
-        if REMOTE not in path and candidate.is_file():
-            return candidate.stat().st_size
-    return None
+def _bytes(path: str) -> int:
+    """Size of a file, or of a Megatron prefix's tokens; 0 where there is none here."""
+    found = [file for file in (Path(path), Path(f"{path}.bin")) if file.is_file()]
+    return found[0].stat().st_size if found and REMOTE not in path else 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from doge_fast import atomic_file, failures
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.config import ExportConfig
-from doge_fast.pipeline.exports.blend import Paths, Settings
+from doge_fast.pipeline.exports.blend import Paths
 from doge_fast.pipeline.exports.registry import export, import_weights, listing
 from doge_fast.pipeline.exports.text import from_yaml, to_json
 
@@ -41,9 +40,20 @@ def run(config: ExportConfig) -> list[str]:
     if out is not None:
         if config.to is None and out.is_dir():
             out = out / records.WEIGHTS
-        records.check_out(out, _read(config, config.file))
+        given = (config.paths, config.valid_paths, config.test_paths)
+        tables = [Path(words[0]) for words in given if len(words) == 1]
+        read = [config.file, *tables, *([config.phases] if config.phases else [])]
+        records.check_out(out, read)
     paths, settings = _paths(config.paths, "paths"), _settings(config)
-    record = _record(config, config.file, paths, settings)
+    record: Mapping[str, Any]
+    if config.from_ is None:
+        record = _with_counts(records.read_weights(config.file), config.file)
+    else:
+        text = _text(config.file)
+        found = import_weights(text, source=config.from_, paths=paths, **settings)
+        record = found | {"file": str(config.file)}
+    if config.phases is not None:
+        record = _with_phases(record, config.phases)
     text = to_json(record) if config.to is None else _exported(config, record, paths, settings)
     if out is None:
         return [text.rstrip("\n")]
@@ -56,7 +66,7 @@ def run(config: ExportConfig) -> list[str]:
 
 
 def _exported(
-    config: ExportConfig, record: Mapping[str, Any], paths: Paths, settings: Settings
+    config: ExportConfig, record: Mapping[str, Any], paths: Paths, settings: Mapping[str, Any]
 ) -> str:
     """The text; what was left out is said always, the rest where the text does not say it."""
     assert config.to is not None
@@ -66,33 +76,13 @@ def _exported(
         paths=paths,
         valid_paths=_paths(config.valid_paths, "valid-paths"),
         test_paths=_paths(config.test_paths, "test-paths"),
-        settings=settings,
+        **settings,
     )
     for line in made.warnings:
         _LOG.warning(line)
     for line in () if made.has_comments else made.notes:
         _LOG.info(line)
     return made.text
-
-
-def _read(config: ExportConfig, file: Path) -> list[Path]:
-    """The files that an export begins from."""
-    given = (config.paths, config.valid_paths, config.test_paths)
-    tables = [Path(words[0]) for words in given if len(words) == 1]
-    return [file, *tables, *([config.phases] if config.phases else [])]
-
-
-def _record(
-    config: ExportConfig, file: Path, paths: Paths, settings: Settings
-) -> Mapping[str, Any]:
-    """weights.json, or what a framework's file becomes; with the phases that were asked for."""
-    record: Mapping[str, Any]
-    if config.from_ is None:
-        record = _with_counts(records.read_weights(file), file)
-    else:
-        found = import_weights(_text(file), source=config.from_, paths=paths, settings=settings)
-        record = found | {"file": str(file)}
-    return record if config.phases is None else _with_phases(record, config.phases)
 
 
 def _with_counts(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -173,19 +163,11 @@ def _text(file: Path) -> str:
         raise ValueError(f"{file} cannot be read as text: {error}.") from None
 
 
-def _settings(config: ExportConfig) -> Settings:
-    budget = config.budget_tokens
-    if budget is not None and not math.isfinite(budget):
-        raise ValueError(f"budget_tokens must be a number of tokens; got {budget}.")
-    return Settings(
-        decimals=config.decimals,
-        rows=config.rows,
-        mean_doc_tokens=named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),
-        seq_length=config.seq_length,
-        batch_size=config.batch_size,
-        budget_tokens=None if budget is None else int(budget),
-        steps=config.steps,
-        seed=config.seed,
-        local_dir=config.local_dir,
-        is_constant=config.constant,
-    )
+def _settings(config: ExportConfig) -> dict[str, Any]:
+    """Fields of `Settings`."""
+    same = ("decimals", "rows", "seq_length", "batch_size", "steps", "seed", "local_dir")
+    return {name: getattr(config, name) for name in same} | {
+        "mean_doc_tokens": named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),
+        "budget_tokens": None if config.budget_tokens is None else int(config.budget_tokens),
+        "is_constant": config.constant,
+    }

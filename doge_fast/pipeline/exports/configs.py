@@ -1,22 +1,20 @@
-"""Frameworks that read their mixture from YAML, and tuners that know data sets by name."""
+"""Frameworks that read their mixture from YAML, tuners that know data sets by name, and tables."""
 
+import csv
+import io
+import json
 import math
+import operator
 import shlex
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import partial, reduce
 from pathlib import PurePosixPath
 from typing import Any
 
-from doge_fast.pipeline.exports.blend import (
-    Blend,
-    Format,
-    Found,
-    Phases,
-    Split,
-    named,
-    placed,
-)
-from doge_fast.pipeline.exports.text import arguments, from_yaml, plain, to_yaml
+from doge_fast.pipeline.exports.blend import Blend, Format, Found, Phases, Split, named, placed
+from doge_fast.pipeline.exports.text import arguments, from_yaml, plain, to_json, to_yaml
+from doge_fast.pipeline.tables import markdown, table_of
 
 # Levanter fixes how many of each domain a block holds, and changes weights between blocks only.
 _LEVANTER_BLOCK = 2048
@@ -37,7 +35,7 @@ def _olmo(blend: Blend) -> str:
             "max_repetition_ratio": blend.repetition(name),
             "max_source_fraction": 1.0,
         }
-        for name, share in blend.numbers().items()
+        for name, share in blend.shares().items()
     ]
     return to_yaml({"sources": sources})
 
@@ -50,11 +48,8 @@ def _read_olmo(text: str) -> Phases:
 def _nanotron(blend: Blend) -> str:
     stages = []
     for index, phase in enumerate(blend.phases):
-        weighted = blend.weighted_paths(index)
-        dataset = {
-            "dataset_folder": [path for _, path in weighted],
-            "dataset_weights": [float(share) for share, _ in weighted],
-        }
+        shares, folders = zip(*blend.weighted_paths(index), strict=True)
+        dataset = {"dataset_folder": folders, "dataset_weights": shares}
         stages.append(
             {
                 "name": f"phase {index + 1}" if len(blend.phases) > 1 else "training",
@@ -85,17 +80,15 @@ def _read_nanotron(text: str) -> Phases:
 
 
 def _levanter(blend: Blend) -> str:
-    names = blend.names()
-    components = {
-        name: {"source": {"type": "url", "train_urls": blend.paths_of(name)}}
-        for name in names
-        if blend.paths_of(name)
-    }
-    weights: Any = blend.numbers()
+    components: dict[str, Any] = {}
+    for name in blend.names():
+        if urls := blend.paths_of(name):
+            components[name] = {"source": {"type": "url", "train_urls": urls}}
+    weights: Any = blend.shares()
     if len(blend.phases) > 1:
         # A domain that a phase leaves out is said to be left out.
         weights = [
-            [phase.first_step, dict.fromkeys(names, 0.0) | blend.numbers(index)]
+            [phase.first_step, dict.fromkeys(blend.names(), 0.0) | blend.shares(index)]
             for index, phase in enumerate(blend.phases)
         ]
     block = _levanter_block(blend)
@@ -107,13 +100,13 @@ def _levanter(blend: Blend) -> str:
 def _levanter_block(blend: Blend) -> int:
     """The first block, from the default on, that holds every domain and rounds little."""
     phases = [blend.numbers(phase) for phase in range(len(blend.phases))]
-    block, lost = _LEVANTER_BLOCK, set[str]()
+    lost = set[str]()
     for block in _levanter_blocks(blend):
         # It rounds down; a unit of float64 may be lost where it divides by the sum.
         lost = {n for shares in phases for n, share in shares.items() if share * block < 1 + 1e-12}
         kept = min(sum(int(share * block) for share in shares.values()) for shares in phases)
         if not lost and block - kept <= _MOST_ROUNDED * block:
-            return block
+            break
     if lost:
         raise ValueError(
             f"Levanter draws whole sequences from blocks of {block}, and would draw none of "
@@ -149,23 +142,16 @@ def _read_levanter(text: str) -> Phases:
 
 
 def _fast_llm(blend: Blend) -> str:
-    datasets = {"training": _fast_llm_dataset(blend, "train")}
-    if blend.paths["valid"]:
-        datasets["validation"] = _fast_llm_dataset(blend, "valid")
+    splits: dict[str, Split] = {"training": "train", "validation": "valid"}
+    datasets = {}
+    for name, split in splits.items():
+        if weighted := blend.weighted_paths(split=split):
+            files = [{"type": "file", "path": path} for _, path in weighted]
+            shares = [share for share, _ in weighted]
+            blended = {"type": "blended", "datasets": files, "weights": shares}
+            # It takes no blend of one.
+            datasets[name] = blended if len(files) > 1 else files[0]
     return to_yaml({"data": {"datasets": datasets}})
-
-
-def _fast_llm_dataset(blend: Blend, split: Split) -> dict[str, Any]:
-    """A file, or a blend of them: Fast-LLM takes no blend of one."""
-    weighted = blend.weighted_paths(split=split)
-    files = [{"type": "file", "path": path} for _, path in weighted]
-    if len(files) == 1:
-        return dict(files[0])
-    return {
-        "type": "blended",
-        "datasets": files,
-        "weights": [float(share) for share, _ in weighted],
-    }
 
 
 def _read_fast_llm(text: str) -> Phases:
@@ -180,7 +166,7 @@ def _read_fast_llm(text: str) -> Phases:
 
 
 def _lingua(blend: Blend) -> str:
-    shares = blend.numbers()
+    shares = blend.shares()
     folders = {name: PurePosixPath(blend.one_path(name).rstrip("/")) for name in shares}
     roots = sorted({str(folder.parent) for folder in folders.values()})
     if len(roots) > 1:
@@ -203,38 +189,26 @@ def _juicer(blend: Blend) -> str:
     blend.require("budget_tokens", why="without max_sample_num it does not look at the weights")
     if blend.rows == "blocks":
         blend.require("seq_length", why="rows are blocks, and it counts rows")
-    configs = [
-        {"type": "local", "path": path, "weight": float(share)}
-        for share, path in blend.weighted_paths()
-    ]
+    weighted = blend.weighted_paths()
+    configs = [{"type": "local", "path": path, "weight": share} for share, path in weighted]
     return to_yaml({"dataset": {"max_sample_num": blend.rows_in_budget(), "configs": configs}})
-
-
-def _read_juicer(text: str) -> Phases:
-    configs = from_yaml(text)["dataset"]["configs"]
-    return [(0, placed((each.get("weight", 1.0), each["path"]) for each in configs))]
 
 
 def _energon(blend: Blend) -> str:
     splits: dict[str, Split] = {"train": "train", "val": "valid", "test": "test"}
-    value = {
-        name: {
-            "blend": [
-                {"weight": float(share), "path": path}
-                for share, path in blend.weighted_paths(split=split)
-            ]
-        }
-        for name, split in splits.items()
-        if blend.paths[split]
-    }
+    value = {}
+    for name, split in splits.items():
+        if weighted := blend.weighted_paths(split=split):
+            value[name] = {"blend": [{"weight": share, "path": path} for share, path in weighted]}
     return to_yaml(
         {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": value}
     )
 
 
-def _read_energon(text: str) -> Phases:
-    shares = from_yaml(text)["splits"]["train"]["blend"]
-    return [(0, placed((each.get("weight", 1.0), each["path"]) for each in shares))]
+def _read_list(text: str, keys: Sequence[str]) -> Phases:
+    """A list of objects with a path, and a weight where it is not 1, under keys in keys."""
+    found = reduce(operator.getitem, keys, from_yaml(text))
+    return [(0, placed((each.get("weight", 1.0), each["path"]) for each in found))]
 
 
 def _maxtext(blend: Blend) -> str:
@@ -292,18 +266,6 @@ def _factory(blend: Blend) -> str:
     )
 
 
-def _read_factory(text: str) -> Phases:
-    value = from_yaml(text)
-    names, shares = value["dataset"].split(","), str(value["interleave_probs"]).split(",")
-    return [(0, _known(names, shares))]
-
-
-def _known(names: Sequence[str], shares: Sequence[Any]) -> list[Found]:
-    """Shares of data sets, whose names may be what `paths` gives a domain, or the domains' own."""
-    pairs = zip((name.strip() for name in names), shares, strict=True)
-    return [Found(float(share), name=name, path=name) for name, share in pairs]
-
-
 def _flex(blend: Blend) -> str:
     found, steps = _datasets(blend), blend.settings.total_steps()
     value: dict[str, Any] = {
@@ -311,21 +273,25 @@ def _flex(blend: Blend) -> str:
         "train_type": "dynamic_mix",
         "static_mix": True,
         "mixture_sample_rule": "mixture",
-        "init_mixture_proportions": [float(share) for share in found.values()],
+        "init_mixture_proportions": list(found.values()),
     }
     return to_yaml(value | ({"train_step": steps} if steps else {}))
 
 
-def _read_flex(text: str) -> Phases:
+def _read_datasets(text: str, key: str) -> Phases:
+    """Names may be what `paths` gives a domain, or the domains' own."""
     value = from_yaml(text)
-    return [(0, _known(value["dataset"].split(","), value["init_mixture_proportions"]))]
+    names, shares = value["dataset"].split(","), value[key]
+    shares = shares if isinstance(shares, list) else str(shares).split(",")
+    pairs = zip(map(str.strip, names), map(float, shares), strict=True)
+    return [(0, [Found(share, name=name, path=name) for name, share in pairs])]
 
 
 def _swift(blend: Blend) -> str:
-    weighted = blend.weighted_paths()
+    shares, paths = zip(*blend.weighted_paths(), strict=True)
     lines = [
-        f"--dataset {shlex.join(path for _, path in weighted)}",
-        f"--interleave_prob {' '.join(plain(share) for share, _ in weighted)}",
+        f"--dataset {shlex.join(paths)}",
+        f"--interleave_prob {' '.join(map(plain, shares))}",
         "--stopping_strategy all_exhausted",
     ]
     return " \\\n".join(lines) + "\n"
@@ -336,16 +302,81 @@ def _read_swift(text: str) -> Phases:
     return [(0, placed(zip(shares, paths, strict=True)))]
 
 
+def _rows(blend: Blend) -> list[dict[str, Any]]:
+    """A row per domain, largest weight first; columns that no domain has are left out."""
+    shares, budget = blend.shares(), blend.settings.budget_tokens
+    rows = []
+    for name in sorted(shares, key=lambda name: (-shares[name], name)):
+        entry, share = blend.entries[name], float(shares[name])
+        prior, tokens = entry.get("prior"), entry.get("tokens")
+        rows.append(
+            {
+                "domain": name,
+                "weight": shares[name],
+                "weight_std": entry.get("weight_std"),
+                "last": entry.get("weight_last"),
+                "prior": prior,
+                "ratio": share / prior if prior else None,
+                "tokens": tokens,
+                "epochs": budget * share / tokens if budget and tokens else None,
+            }
+        )
+    kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    return [{key: row[key] for key in kept} for row in rows]
+
+
+def _markdown(blend: Blend) -> str:
+    forms = {"domain": "", "weight": "f", "tokens": ",", "ratio": ".2f", "epochs": ".2f"}
+    share, rows = f".{blend.settings.decimals}f", _rows(blend)
+    cells = [
+        ["" if row[key] is None else format(row[key], forms.get(key, share)) for key in row]
+        for row in rows
+    ]
+    return markdown(table_of(list(rows[0]), cells)) + "\n"
+
+
+def _csv(blend: Blend) -> str:
+    rows = _rows(blend)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row, "weight": plain(row["weight"])} for row in rows)
+    return text.getvalue()
+
+
+def _read_csv(text: str) -> Phases:
+    rows = csv.DictReader(io.StringIO(text))
+    return [(0, named((row["domain"], row["weight"]) for row in rows))]
+
+
+def _json(blend: Blend) -> str:
+    phases = [
+        {"first_step": phase.first_step, "weights": blend.shares(index)}
+        for index, phase in enumerate(blend.phases)
+    ]
+    return to_json(phases if len(phases) > 1 else blend.shares())
+
+
+def _read_json(text: str) -> Phases:
+    value = json.loads(text)
+    if isinstance(value, dict):
+        value = [{"first_step": 0, "weights": value}]
+    return [(int(each["first_step"]), named(each["weights"].items())) for each in value]
+
+
 FORMATS: Mapping[str, Format] = {
     "olmo-core": (_olmo, _read_olmo),
     "nanotron": (_nanotron, _read_nanotron),
     "levanter": (_levanter, _read_levanter),
     "fast-llm": (_fast_llm, _read_fast_llm),
     "lingua": (_lingua, _read_lingua),
-    "data-juicer": (_juicer, _read_juicer),
-    "energon": (_energon, _read_energon),
+    "data-juicer": (_juicer, partial(_read_list, keys=("dataset", "configs"))),
+    "energon": (_energon, partial(_read_list, keys=("splits", "train", "blend"))),
     "maxtext": (_maxtext, _read_maxtext),
-    "llama-factory": (_factory, _read_factory),
+    "llama-factory": (_factory, partial(_read_datasets, key="interleave_probs")),
     "ms-swift": (_swift, _read_swift),
-    "dataflex": (_flex, _read_flex),
+    "dataflex": (_flex, partial(_read_datasets, key="init_mixture_proportions")),
+    "markdown": (_markdown, None),
+    "json": (_json, _read_json),
+    "csv": (_csv, _read_csv),
 }

@@ -20,41 +20,38 @@ from doge_fast.pipeline.exports.text import (
 
 # The reader that a suffix asks for, by the name that `datasets` and Ray Data give it.
 _READERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".txt": "text",
-    ".arrow": "arrow",
+    **{".jsonl": "json", ".json": "json", ".parquet": "parquet"},
+    **{".csv": "csv", ".txt": "text", ".arrow": "arrow"},
 }
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 
 
 def _reader_of(paths: Sequence[str]) -> str | None:
     """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None."""
-    suffixes = [PurePosixPath(path.split(REMOTE)[-1]).suffixes for path in paths]
-    kept = [[suffix for suffix in found if suffix not in _PACKED] for found in suffixes]
-    readers = {_READERS.get(found[-1]) if found else None for found in kept}
+    readers = set()
+    for path in paths:
+        suffixes = PurePosixPath(path.split(REMOTE)[-1]).suffixes
+        kept = ["", *(suffix for suffix in suffixes if suffix not in _PACKED)]
+        readers.add(_READERS.get(kept[-1]))
     if len(readers) > 1:
         raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
     return readers.pop() if readers else None
 
 
-def _load_dataset(paths: Sequence[str]) -> str:
-    """The call that opens a domain's data as a stream, with the reader its suffix asks for."""
-    reader = _reader_of(paths)
-    if reader is None and len(paths) > 1:
-        raise ValueError(
-            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
-            "(jsonl, parquet, csv, txt, arrow), or make each a domain."
-        )
-    call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
-    return f'load_dataset({call}, split="train", streaming=True)'
-
-
 def _streams(blend: Blend) -> str:
-    """{domain: a stream of its rows}, as source text."""
-    return mapping({name: _load_dataset(blend.paths_of(name)) for name in blend.shares()})
+    """{domain: the call that opens it as a stream, with the reader its suffix asks for}."""
+    calls = {}
+    for name in blend.shares():
+        paths = blend.paths_of(name)
+        reader = _reader_of(paths)
+        if reader is None and len(paths) > 1:
+            raise ValueError(
+                f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
+                "(jsonl, parquet, csv, txt, arrow), or make each a domain."
+            )
+        call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
+        calls[name] = f'load_dataset({call}, split="train", streaming=True)'
+    return mapping(calls)
 
 
 def _datasets(blend: Blend) -> str:
@@ -118,10 +115,10 @@ def _litdata(blend: Blend) -> str:
         # The last token of a block is only predicted.
         loader = f", item_loader=TokensLoader(block_size={(blend.settings.seq_length or 0) + 1})"
         imported = ", TokensLoader"
-    weighted = blend.weighted_paths()
+    shares, folders = zip(*blend.weighted_paths(), strict=True)
     return f"""from litdata import CombinedStreamingDataset, StreamingDataset{imported}
 
-folders = {sequence([string(path) for _, path in weighted])}
+folders = {sequence(map(string, folders))}
 datasets = [
     StreamingDataset(folder, shuffle=True{loader})
     for folder in folders
@@ -129,7 +126,7 @@ datasets = [
 dataset = CombinedStreamingDataset(
     datasets,
     seed={blend.settings.seed},
-    weights={sequence([share for share, _ in weighted], "    ", "()")},
+    weights={sequence(shares, "    ", "()")},
     iterate_over_all=False,
 )
 """
@@ -138,9 +135,8 @@ dataset = CombinedStreamingDataset(
 def _torchtitan(blend: Blend) -> str:
     sources = []
     for name, share in blend.shares().items():
-        paths = blend.paths_of(name)
-        reader = _reader_of(paths)
-        files = f", data_files=[{strings(paths)}]" if reader else ""
+        reader = _reader_of(blend.paths_of(name))
+        files = f", data_files=[{strings(blend.paths_of(name))}]" if reader else ""
         where = string(reader or blend.one_path(name))
         # It looks names up in lower case.
         sources.append(f"source({string(name.lower())}, {plain(share)}, {where}{files})")
@@ -239,13 +235,9 @@ dataset = StreamingDataset(
 
 
 def _foundry(blend: Blend) -> str:
-    length = blend.settings.seq_length
-    dataset = {
-        "streams": _mds_streams(blend, 0),
-        "shuffle": True,
-        "batching_method": "random",
-        **({"max_seq_len": length} if length else {}),
-    }
+    dataset = {"streams": _mds_streams(blend, 0), "shuffle": True, "batching_method": "random"}
+    if blend.settings.seq_length:
+        dataset["max_seq_len"] = blend.settings.seq_length
     value: dict[str, Any] = {"train_loader": {"name": "text", "dataset": dataset}}
     if len(blend.phases) > 1:
         value["callbacks"] = {"curriculum_learning": _curriculum(blend)}
@@ -256,18 +248,14 @@ def _foundry(blend: Blend) -> str:
 def _mds_streams(blend: Blend, phase: int) -> dict[str, Any]:
     return {
         name: _place(blend, name) | {"split": "train", "proportion": share}
-        for name, share in blend.numbers(phase).items()
+        for name, share in blend.shares(phase).items()
     }
 
 
 def _curriculum(blend: Blend) -> dict[str, Any]:
     """LLM Foundry counts a phase by its tokens, and the sum must be the whole training."""
-    blend.require(
-        "seq_length",
-        "batch_size",
-        "budget_tokens",
-        why="phases begin at optimizer steps, and it counts tokens",
-    )
+    why = "phases begin at optimizer steps, and it counts tokens"
+    blend.require("seq_length", "batch_size", "budget_tokens", why=why)
     step, budget = blend.settings.tokens_per_step() or 0, blend.settings.budget_tokens or 0
     starts = [phase.first_step * step for phase in blend.phases]
     if starts[-1] >= budget:
@@ -290,8 +278,7 @@ def _read_foundry(text: str) -> Phases:
     value = value.get("variables", {}) | value
     loader = value.get("train_loader", value)
     phases, start = [(0, _proportions(loader.get("dataset", loader)))], 0
-    callback = value.get("callbacks", {}).get("curriculum_learning")
-    if callback:
+    if callback := value.get("callbacks", {}).get("curriculum_learning"):
         start = _tokens(callback["duration"])
         for each in callback["schedule"]:
             phases.append((start, _proportions(each["dataset"])))
@@ -299,18 +286,18 @@ def _read_foundry(text: str) -> Phases:
     return phases
 
 
-def _tokens(duration: Any) -> int:
-    number, unit = str(duration)[:-3], str(duration)[-3:]
-    if unit != "tok":
-        raise ValueError(f"a curriculum's durations are tokens, as in 1000tok, not {duration!r}")
-    return int(number)
-
-
 def _proportions(dataset: Mapping[str, Any]) -> list[Found]:
     return [
         Found(float(each["proportion"]), name=name, path=each.get("remote") or each.get("local"))
         for name, each in dataset["streams"].items()
     ]
+
+
+def _tokens(duration: Any) -> int:
+    number, unit = str(duration)[:-3], str(duration)[-3:]
+    if unit != "tok":
+        raise ValueError(f"a curriculum's durations are tokens, as in 1000tok, not {duration!r}")
+    return int(number)
 
 
 FORMATS: Mapping[str, Format] = {

@@ -6,8 +6,8 @@ Weights count samples, which are sequences of one length, so shares of tokens ar
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
 from doge_fast.pipeline.exports.blend import Blend, Format, Phases, Split, placed
@@ -28,13 +28,19 @@ _FLAGS: dict[Split, str] = {
 }
 
 
-def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tuple[Decimal, str]]:
+def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tuple[str, str]]:
     """[(share, prefix)] of a split; empty where it has no paths."""
-    if split != "train" and not blend.paths[split]:
-        return []
-    found = [(share, _prefix_of(path)) for share, path in blend.weighted_paths(phase, split)]
-    prefixes = [prefix for _, prefix in found]
-    twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
+    found = []
+    for share, path in blend.weighted_paths(phase, split):
+        if re.search(r"\s", path):
+            raise ValueError(
+                "Megatron splits its lists at white space, and then reads none of the weights; "
+                f"{path!r} has white space. Rename it, or link to it from a path without white "
+                "space."
+            )
+        found.append((plain(share), path.removesuffix(".bin").removesuffix(".idx")))
+    counts = Counter(prefix for _, prefix in found)
+    twice = sorted(prefix for prefix, count in counts.items() if count > 1)
     if twice:
         raise ValueError(
             f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
@@ -43,51 +49,29 @@ def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tupl
     return found
 
 
-def _prefix_of(path: str) -> str:
-    """A path without .bin or .idx; ValueError where it holds white space."""
-    if re.search(r"\s", path):
-        raise ValueError(
-            "Megatron splits its lists at white space, and then reads none of the weights; "
-            f"{path!r} has white space. Rename it, or link to it from a path without white space."
-        )
-    return path.removesuffix(".bin").removesuffix(".idx")
-
-
-def _words(found: Sequence[tuple[Decimal, str]]) -> list[str]:
-    return [word for share, prefix in found for word in (plain(share), prefix)]
+def _words(blend: Blend, split: Split = "train", phase: int = 0) -> list[str]:
+    return [word for pair in _prefixes(blend, split, phase) for word in pair]
 
 
 def _arguments(blend: Blend, phase: int = 0) -> str:
-    given = {
-        flag: shlex.join(_words(_prefixes(blend, split, phase))) for split, flag in _FLAGS.items()
-    }
-    given = {flag: words for flag, words in given.items() if words}
+    words = {flag: _words(blend, split, phase) for split, flag in _FLAGS.items()}
+    given = {flag: shlex.join(each) for flag, each in words.items() if each}
     if len(given) == 1:
         given = {"--data-path": given[_FLAGS["train"]]}
-    return " \\\n".join(f"{flag} {words}" for flag, words in given.items()) + "\n"
-
-
-def _file(blend: Blend) -> str:
-    return " ".join(_words(_prefixes(blend))) + "\n"
-
-
-def _per_split(blend: Blend) -> str:
-    return to_json({split: _words(_prefixes(blend, split)) or None for split in _FLAGS})
+    return " \\\n".join(f"{flag} {each}" for flag, each in given.items()) + "\n"
 
 
 def _phases(blend: Blend) -> str:
     """A launch for each phase: Megatron has no flag for weights that change."""
     firsts = [phase.first_step for phase in blend.phases]
     batch = blend.settings.batch_size
-    transitions = ",".join(str(first) for first in firsts[1:])
     lines = []
-    for index, first in enumerate(firsts):
-        until = f"to {firsts[index + 1]}" if index + 1 < len(firsts) else "to the end"
+    for index, (first, until) in enumerate(zip(firsts, [*firsts[1:], "the end"], strict=True)):
         samples = f", from sample {first * batch} on" if batch else ""
-        lines.append(f"# Phase {index + 1}: iterations {first} {until}{samples}")
+        lines.append(f"# Phase {index + 1}: iterations {first} to {until}{samples}")
         lines.append(f"PHASE_{index + 1}=(")
-        if transitions:
-            lines.append(f"  --phase-transition-iterations {transitions}")
+        if len(firsts) > 1:
+            lines.append(f"  --phase-transition-iterations {','.join(map(str, firsts[1:]))}")
         # Inside the brackets of an array a line break is white space.
         flags = _arguments(blend, index).replace(" \\\n", "\n").splitlines()
         lines += [*(f"  {line}" for line in flags), ")"]
@@ -95,10 +79,9 @@ def _phases(blend: Blend) -> str:
 
 
 def _bridge(blend: Blend) -> str:
-    found = _prefixes(blend)
-    paths = sequence([string(path) for _, path in found], "    ")
-    shares = sequence([share for share, _ in found], "    ")
-    return f"cfg.dataset.blend = [\n    {paths},\n    {shares},\n]\n"
+    shares, prefixes = zip(*_prefixes(blend), strict=True)
+    lists = sequence(map(string, prefixes), "    "), sequence(shares, "    ")
+    return f"cfg.dataset.blend = [\n    {lists[0]},\n    {lists[1]},\n]\n"
 
 
 def _neox(blend: Blend) -> str:
@@ -117,21 +100,13 @@ def _neox(blend: Blend) -> str:
 
 
 def _curator(blend: Blend) -> str:
-    lines = [f"{plain(share)} {path}" for share, path in _prefixes(blend)]
+    lines = map(" ".join, _prefixes(blend))
     return "#!/bin/bash\ncat <<'EOF'\n" + "\n".join(lines) + "\nEOF\n"
 
 
 def _pairs(words: Sequence[str]) -> Phases:
     """[weight, prefix, weight, prefix, ...] -> shares."""
     return [(0, placed(zip(words[::2], words[1::2], strict=True)))]
-
-
-def _read_file(text: str) -> Phases:
-    return _pairs(text.split())
-
-
-def _read_arguments(text: str) -> Phases:
-    return _pairs(arguments(text, "--data-path") or arguments(text, _FLAGS["train"]))
 
 
 def _read_per_split(text: str) -> Phases:
@@ -152,9 +127,18 @@ def _read_curator(text: str) -> Phases:
 
 
 FORMATS: Mapping[str, Format] = {
-    "megatron": (_arguments, _read_arguments),
-    "megatron-file": (_file, _read_file),
-    "megatron-json": (_per_split, _read_per_split),
+    "megatron": (
+        _arguments,
+        lambda text: _pairs(arguments(text, "--data-path") or arguments(text, _FLAGS["train"])),
+    ),
+    "megatron-file": (
+        lambda blend: " ".join(_words(blend)) + "\n",
+        lambda text: _pairs(text.split()),
+    ),
+    "megatron-json": (
+        lambda blend: to_json({split: _words(blend, split) or None for split in _FLAGS}),
+        _read_per_split,
+    ),
     "megatron-phases": (_phases, None),
     "megatron-bridge": (_bridge, None),
     "neox": (_neox, _read_neox),

@@ -8,17 +8,31 @@ import difflib
 import functools
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from doge_fast.pipeline.exports import configs, loaders, megatron, tables
-from doge_fast.pipeline.exports.blend import Blend, Found, Paths, Phases, Settings, Target
-from doge_fast.pipeline.exports.building import build, rows_of, token_shares
-from doge_fast.pipeline.records.weights import check_fields
+from doge_fast.pipeline.exports import configs, loaders, megatron
+from doge_fast.pipeline.exports.blend import (
+    Blend,
+    Found,
+    Paths,
+    Phase,
+    Phases,
+    Rows,
+    Settings,
+    Split,
+    Target,
+    by_document,
+    by_token,
+    check_known,
+    normalised,
+    path_parts,
+)
+from doge_fast.pipeline.records.weights import check_fields, is_weight
 
 GROUP = "doge_fast.exporters"
 # Domains named in a sentence; more are counted.
@@ -68,8 +82,7 @@ def targets() -> dict[str, Target]:
 def _ours() -> dict[str, Target]:
     """Those of targets.yaml, each with what writes and reads its text."""
     about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
-    families = (megatron, configs, loaders, tables)
-    formats = {name: both for family in families for name, both in family.FORMATS.items()}
+    formats = {**megatron.FORMATS, **configs.FORMATS, **loaders.FORMATS}
     return {
         name: Target(name, write=formats[name][0], read=formats[name][1], **fields)
         for name, fields in about.items()
@@ -103,8 +116,7 @@ def export(
     paths: Paths | None = None,
     valid_paths: Paths | None = None,
     test_paths: Paths | None = None,
-    settings: Settings | None = None,
-    **changes: Any,
+    **settings: Any,
 ) -> Exported:
     """Write domain weights as a training framework takes them.
 
@@ -118,8 +130,7 @@ def export(
         paths: {domain: path, list of paths, or {path: its relative part}}.
         valid_paths: likewise of validation data, for the targets that take it.
         test_paths: likewise of test data.
-        settings: what else the target is told.
-        changes: fields of `Settings`, in place of those.
+        settings: fields of `Settings`: what else the target is told.
 
     Returns:
         The text, what was left out, and what the numbers mean.
@@ -128,13 +139,33 @@ def export(
         ValueError: there is no such target, a domain has no path, a path no domain, or the target
             would not take what it was given; the text says what to do.
     """
-    target = _find(to)
-    blend, warnings = build(
-        weights,
-        target,
-        {"train": paths or {}, "valid": valid_paths or {}, "test": test_paths or {}},
-        replace(settings or Settings(), **changes),
+    target, asked, record = _find(to), Settings(**settings), _record(weights)
+    rows = _rows(target, asked)
+    entries = {entry["name"]: entry for entry in record["domains"]}
+    planned, warnings = _plan(record, target, asked)
+    exact = [(first, normalised(shares)) for first, shares in planned]
+    lengths: dict[str, float] = {}
+    if rows == "documents":
+        needed = {name for _, shares in exact for name, share in shares.items() if share}
+        lengths = _lengths(sorted(needed), entries, asked)
+        exact = [(first, by_document(shares, lengths)) for first, shares in exact]
+    given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
+    blend = Blend(
+        phases=[Phase(first, shares) for first, shares in exact],
+        entries=entries,
+        paths={split: path_parts(split, each or {}, entries) for split, each in given.items()},
+        rows=rows,
+        settings=asked,
+        mean_doc_tokens=lengths,
     )
+    kept = blend.names()
+    missing = [name for name in kept if name not in blend.paths["train"]]
+    if target.needs_paths and missing:
+        raise ValueError(
+            f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
+            "Give them as paths={name: path} (--paths NAME=PATH ..., or a JSON or YAML file)."
+        )
+    warnings = [*_left_out(planned, kept, asked.decimals), *warnings]
     notes = (_unit(target, blend), *target.traps)
     return Exported(
         text=_commented(target, [*warnings, *notes]) + target.write(blend),
@@ -142,6 +173,117 @@ def export(
         notes=notes,
         has_comments=target.comment is not None,
     )
+
+
+def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record; a plain {domain: weight} becomes one."""
+    record = weights
+    if not isinstance(weights.get("domains"), Sequence):
+        record = {"domains": [{"name": name, "weight": value} for name, value in weights.items()]}
+    if not record["domains"]:
+        raise ValueError("A mixture needs at least one domain; the weights have none.")
+    for entry in record["domains"]:
+        if not is_weight(entry["weight"]):
+            raise ValueError(
+                f"A domain weight must be a finite number >= 0; that of {entry['name']} is "
+                f"{entry['weight']!r}."
+            )
+    names = [entry["name"] for entry in record["domains"]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"A domain has one weight; the names are {', '.join(names)}.")
+    check_fields(record, "The weights")
+    return record
+
+
+def _rows(target: Target, settings: Settings) -> Rows:
+    """What the target's numbers count: as asked, or its default; ValueError where it cannot."""
+    asked = settings.rows
+    if asked is not None and asked not in target.rows:
+        raise ValueError(
+            f"{target.name} counts {' or '.join(target.rows)}, by its own decision; rows={asked!r} "
+            "cannot change that. Leave it out."
+        )
+    return asked or target.rows[0]
+
+
+_Plan = list[tuple[int, dict[str, float]]]
+
+
+def _plan(record: Mapping[str, Any], target: Target, settings: Settings) -> tuple[_Plan, list[str]]:
+    """[(first step, {domain: weight})] as written, and what is said about phases."""
+    # A base run writes them as "stages".
+    given = record.get("phases") or record.get("stages") or []
+    if given and target.has_phases and not settings.is_constant:
+        phases = [(int(each["first_step"]), dict(each["weights"])) for each in given]
+        return _stretched(phases, record.get("steps"), settings.total_steps())
+    constant = {entry["name"]: float(entry["weight"]) for entry in record["domains"]}
+    # They may be the phases' mean, their last, or of another file altogether.
+    note = (
+        f"Left out: {len(given)} phases. These are the weights that the record has beside them, "
+        "constant throughout."
+    )
+    return [(0, constant)], [note] if given else []
+
+
+def _stretched(phases: _Plan, recorded: int | None, asked: int | None) -> tuple[_Plan, list[str]]:
+    """Phases at the like parts of a training that is longer or shorter than the recorded one."""
+    notes = []
+    if recorded and recorded != asked and len(phases) > 1:
+        if not asked:
+            return phases, [
+                f"Phases begin at steps of the recorded run, which has {recorded}. Give the steps "
+                "of yours (steps), and they begin at the like parts of it."
+            ]
+        phases = [(first * asked // recorded, weights) for first, weights in phases]
+        if len({first for first, _ in phases}) < len(phases):
+            raise ValueError(
+                f"{len(phases)} phases of a run of {recorded} steps do not fit in one of {asked}: "
+                "some would begin at one step. Give more steps, or fewer phases."
+            )
+        notes = [f"Phases of a run of {recorded} steps, at the like parts of {asked}."]
+    last = phases[-1][0]
+    if asked is not None and last >= asked:
+        raise ValueError(
+            f"The last phase begins at step {last}, and the training has {asked}: it would never "
+            "come. Give the steps of the whole training, or fewer phases."
+        )
+    return phases, notes
+
+
+def _left_out(plan: _Plan, kept: Sequence[str], decimals: int) -> list[str]:
+    """Which domains have no share, and why."""
+    positive = {name for _, shares in plan for name, weight in shares.items() if weight}
+    zeros, small = sorted(plan[0][1].keys() - positive), sorted(positive - set(kept))
+    notes = [f"Left out, for the weight is 0: {', '.join(zeros)}."] if zeros else []
+    if small:
+        notes.append(
+            f"Left out, for the share rounds to 0 at {decimals} decimals: "
+            f"{', '.join(small)}. More decimals keep them."
+        )
+    return notes
+
+
+def _lengths(
+    needed: Sequence[str], entries: Mapping[str, Mapping[str, Any]], settings: Settings
+) -> dict[str, float]:
+    """{domain: mean tokens of a document}: as given, else as the record says."""
+    check_known(settings.mean_doc_tokens, entries, "mean_doc_tokens names")
+    found: dict[str, float] = {}
+    for name in needed:
+        entry = entries[name]
+        length = settings.mean_doc_tokens.get(name) or entry.get("mean_doc_tokens")
+        if not length and entry.get("documents"):
+            length = (entry.get("tokens") or 0) / entry["documents"]
+        found[name] = float(length or 0)
+    missing = [name for name, length in found.items() if not length]
+    if missing:
+        raise ValueError(
+            "This framework draws documents, and learned weights are shares of tokens: to convert "
+            "them it takes the mean tokens of a document, which the file does not have for "
+            f"{', '.join(missing)}. Give mean_doc_tokens (--mean-doc-tokens NAME=NUMBER ...), or "
+            "rows='blocks' (--rows blocks) if every row of the data holds equally many tokens."
+        )
+    return found
 
 
 def _unit(target: Target, blend: Blend) -> str:
@@ -177,8 +319,7 @@ def import_weights(
     *,
     source: str,
     paths: Paths | None = None,
-    settings: Settings | None = None,
-    **changes: Any,
+    **settings: Any,
 ) -> dict[str, Any]:
     """The mixture in a framework's file, as a record like weights.json.
 
@@ -190,9 +331,8 @@ def import_weights(
         text: what the file holds.
         source: the target whose format it is; one that is read back.
         paths: as for `export`.
-        settings: of these, `rows` and `mean_doc_tokens` count, and where the format's phases are
-            tokens long `seq_length` and `batch_size`.
-        changes: fields of `Settings`, in place of those.
+        settings: fields of `Settings`; `rows` and `mean_doc_tokens` count, and where the format's
+            phases are tokens long `seq_length` and `batch_size`.
 
     Returns:
         {"method": "imported", "source", "domains", ...}; with "phases" where the weights change,
@@ -206,25 +346,25 @@ def import_weights(
     if target.read is None:
         readable = [name for name, each in targets().items() if each.read]
         raise ValueError(f"{source} is not read back; these are: {', '.join(readable)}.")
-    settings = replace(settings or Settings(), **changes)
-    rows = rows_of(target, settings)
-    names = {
+    asked = Settings(**settings)
+    rows = _rows(target, asked)
+    owners = {
         _clean(path): name
         for name, given in (paths or {}).items()
         for path in ([given] if isinstance(given, str) else given)
     }
     found = _parsed(target, text)
-    unit = 1 if target.phases_in == "steps" else settings.tokens_per_step()
+    unit = 1 if target.phases_in == "steps" else asked.tokens_per_step()
     if unit is None and len(found) > 1:
         raise ValueError(
             f"The phases of {target.name} begin after so many tokens, and weights.json counts "
             "steps: give seq_length and batch_size."
         )
     phases = [
-        (round(first / (unit or 1)), token_shares(_sums(shares, names), rows, settings))
+        (round(first / (unit or 1)), _token_shares(shares, owners, rows, asked))
         for first, shares in found
     ]
-    ordered = dict.fromkeys(name for _, sums in phases for name in sums)
+    ordered = dict.fromkeys(name for _, shares in phases for name in shares)
     unknown = sorted(set(paths or {}) - set(ordered))
     if unknown:
         raise ValueError(
@@ -234,12 +374,8 @@ def import_weights(
     none = dict.fromkeys(ordered, 0.0)
     # How long the last phase lasts is not known, so there is no mean to take.
     last = none | phases[-1][1]
-    record: dict[str, Any] = {
-        "schema_version": 1,
-        "method": "imported",
-        "source": source,
-        "domains": [{"name": name, "weight": weight} for name, weight in last.items()],
-    }
+    record: dict[str, Any] = {"schema_version": 1, "method": "imported", "source": source}
+    record["domains"] = [{"name": name, "weight": weight} for name, weight in last.items()]
     if len(phases) > 1:
         record["phases"] = [{"first_step": first, "weights": none | sums} for first, sums in phases]
     check_fields(record, f"The mixture in the text of {source}")
@@ -249,18 +385,12 @@ def import_weights(
 def _parsed(target: Target, text: str) -> Phases:
     """What `read` finds; a text of another structure is not the format, wherever it shows."""
     assert target.read is not None
+    wrong = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
     try:
         found = target.read(text)
         if not all(shares for _, shares in found) or not found:
             raise ValueError("it holds no weights")
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except wrong as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
     return found
@@ -271,17 +401,24 @@ def _clean(path: str) -> str:
     return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
 
 
-def _sums(shares: Sequence[Found], names: Mapping[str, str]) -> dict[str, float]:
+def _token_shares(
+    shares: Sequence[Found], owners: Mapping[str, str], rows: Rows, settings: Settings
+) -> dict[str, float]:
+    """{domain: share of the tokens}, of shares of what a framework counts."""
     sums: dict[str, float] = {}
     for share in shares:
         path = _clean(share.path or "")
-        name = str(names.get(path) or share.name or PurePosixPath(path).name)
+        name = str(owners.get(path) or share.name or PurePosixPath(path).name)
         if not name:
             raise ValueError(f"A share of {share.weight} has neither a name nor a path.")
         if not 0 <= share.weight < float("inf"):
             raise ValueError(f"A weight must be a finite number >= 0; {name} has {share.weight}.")
         sums[name] = sums.get(name, 0.0) + share.weight
-    return sums
+    parts = normalised(sums)
+    if rows == "documents":
+        needed = [name for name, part in parts.items() if part]
+        parts = by_token(parts, _lengths(needed, {name: {} for name in parts}, settings))
+    return {name: float(part) for name, part in parts.items()}
 
 
 def listing() -> str:

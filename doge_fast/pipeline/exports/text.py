@@ -1,4 +1,4 @@
-"""Forms that several targets share: YAML, JSON, and calls in Python."""
+"""Forms that several targets share: YAML, JSON, command lines, and literals of Python."""
 
 import itertools
 import json
@@ -10,9 +10,16 @@ from typing import Any
 import yaml
 
 
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes a share as the float that a framework reads."""
+
+
+_Dumper.add_representer(Decimal, lambda dumper, share: dumper.represent_float(float(share)))
+
+
 def to_yaml(value: Any) -> str:
-    """Block YAML in the order given, each path on one line."""
-    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100_000))
+    """Block YAML in the order given, each path on one line; a decimal is written as a float."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000))
 
 
 def from_yaml(text: str, where: str = "The text") -> Any:
@@ -24,6 +31,11 @@ def from_yaml(text: str, where: str = "The text") -> Any:
         raise ValueError(f"{where} must be YAML or JSON and is not: {reason}.") from None
 
 
+def to_json(value: Any) -> str:
+    """Indented JSON; a decimal is written as a float."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=float) + "\n"
+
+
 def arguments(text: str, flag: str) -> list[str]:
     """The words after a flag, up to the next one; empty where a command line has not the flag."""
     # A line that goes on is one for the shell.
@@ -32,14 +44,9 @@ def arguments(text: str, flag: str) -> list[str]:
     return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
 
-def to_json(value: Any) -> str:
-    """Indented JSON."""
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def plain(share: Decimal) -> str:
-    """A decimal without an exponent."""
-    return f"{share:f}"
+def plain(value: Decimal | str) -> str:
+    """A decimal without an exponent; source text as it is."""
+    return f"{value:f}" if isinstance(value, Decimal) else value
 
 
 def string(value: str) -> str:
@@ -52,17 +59,13 @@ def strings(values: Iterable[str]) -> str:
     return ", ".join(map(string, values))
 
 
-def mapping(items: Mapping[str, Any]) -> str:
-    """A dict, an item a line; values are source text, a decimal its number."""
-    lines = [f"    {string(key)}: {_source(value)},\n" for key, value in items.items()]
-    return "{\n" + "".join(lines) + "}"
+def mapping(items: Mapping[str, Decimal | str]) -> str:
+    """A dict of decimals or source texts, an item a line."""
+    pairs = (f"{string(key)}: {plain(value)}" for key, value in items.items())
+    return sequence(pairs, brackets="{}")
 
 
-def _source(value: Any) -> str:
-    return plain(value) if isinstance(value, Decimal) else str(value)
-
-
-def sequence(items: Iterable[Any], indent: str = "", brackets: str = "[]") -> str:
-    """A list or tuple, an item a line; items are source text, a decimal its number."""
-    lines = [f"{indent}    {_source(item)},\n" for item in items]
+def sequence(items: Iterable[Decimal | str], indent: str = "", brackets: str = "[]") -> str:
+    """A list (or tuple, or dict) of decimals or source texts, an item a line."""
+    lines = [f"{indent}    {plain(item)},\n" for item in items]
     return f"{brackets[0]}\n{''.join(lines)}{indent}{brackets[1]}"

@@ -106,10 +106,9 @@ def _bounds(
         values = dict.fromkeys(names, none) | dict(bound)
     else:
         values = dict.fromkeys(names, bound)
+    rule = "greater than zero" if what == "max_epochs" else "between 0 and 1"
     for name, value in values.items():
-        is_right = value > 0 if what == "max_epochs" else 0 <= value <= 1
-        if not is_right:
-            rule = "greater than zero" if what == "max_epochs" else "between 0 and 1"
+        if not (value > 0 if what == "max_epochs" else 0 <= value <= 1):
             raise ValueError(f"{what} must be {rule}; that of {name} is {value:g}.")
     return values
 

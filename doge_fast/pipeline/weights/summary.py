@@ -1,7 +1,6 @@
 """What domain weights mean, how two of them differ, and the mean over runs.
 
-Every function takes records as `records.read_weights` returns them, matches domains by name, and
-returns a plain object; none writes a file.
+Records are as `records.read_weights` returns them; domains are matched by name.
 """
 
 import html
@@ -9,6 +8,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import baselines, named, records
@@ -20,10 +20,7 @@ from doge_fast.pipeline.tables import Table, table_of
 
 
 def weight_text(value: float | None, sign: str = "") -> str:
-    """Four decimals, or a power of ten where these would all be zero; nothing for None.
-
-    `sign` "+" is for a change.
-    """
+    """Four decimals, or a power of ten where these would all be zero; `sign` "+" for a change."""
     if value is None:
         return ""
     return f"{value:{sign}{'.0e' if 0 < abs(value) < 5e-5 else '.4f'}}"
@@ -41,9 +38,9 @@ def tokens_text(value: float | None) -> str:
     return "" if value is None else as_ascii(count_text(value))
 
 
-def by_domain(names: Iterable[str], columns: Mapping[str, Sequence[str]]) -> Table:
+def by_domain(names: Iterable[str], columns: Mapping[str, Iterable[str]]) -> Table:
     """A row for each domain; a column for each title that has a text for some of them."""
-    known = {title: texts for title, texts in columns.items() if any(texts)}
+    known = {title: texts for title, each in columns.items() if any(texts := list(each))}
     return table_of(["domain", *known], list(zip(names, *known.values(), strict=True)))
 
 
@@ -67,13 +64,10 @@ class Share:
 
 
 _COLUMNS = {
-    **{"weight": weight_text, "std": weight_text, "last": weight_text, "prior": weight_text},
+    **dict.fromkeys(("weight", "std", "last", "prior"), weight_text),
     **{"ratio": figure_text, "tokens": tokens_text, "epochs": figure_text},
 }
 """Of a table of shares: which field, and how it is written."""
-
-# The bar of a weight; the colour is read on light pages and on dark ones.
-_BAR = '<div style="width:{width:.2f}em;height:.7em;background:#3f7fd0"></div>'
 
 
 @dataclass(frozen=True)
@@ -89,10 +83,8 @@ class WeightsSummary:
         shares = list(self.domains)
         if largest_first:
             shares.sort(key=lambda share: -share.weight)
-        columns = {
-            field: [as_text(getattr(share, field)) for share in shares]
-            for field, as_text in _COLUMNS.items()
-        }
+        fields = {field: [getattr(share, field) for share in shares] for field in _COLUMNS}
+        columns = {field: map(_COLUMNS[field], values) for field, values in fields.items()}
         return by_domain([share.name for share in shares], columns)
 
     @property
@@ -101,26 +93,36 @@ class WeightsSummary:
         count = f"{self.effective_domains:.2f} of {len(self.domains)}"
         return f"Effective domains, exp of the entropy: {count}."
 
-    def _repr_html_(self) -> str:
-        return self.as_html()
-
     def as_html(self) -> str:
         """The table with a bar for each weight."""
-        table = self.table()
-        most = max(share.weight for share in self.domains)
-        lines = [_html_cells("th", [table.corner, *(label for label, _ in table.columns), ""])]
+        table, most = self.table(), max(share.weight for share in self.domains)
+        rows = [_html_row("th", [table.corner, *(label for label, _ in table.columns)], "")]
         for row, share in zip(table.rows, self.domains, strict=True):
-            bar = f"<td>{_BAR.format(width=9 * share.weight / most)}</td>"
-            lines.append(_html_cells("td", [row.label, *(cell.text for cell in row.cells)]) + bar)
-        rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-        return f"<table>\n{rows}\n</table>\n<p>{self.effective_text}</p>"
+            # The colour is read on light pages and on dark ones.
+            style = f"width:{9 * share.weight / most:.2f}em;height:.7em;background:#3f7fd0"
+            texts = [row.label, *(cell.text for cell in row.cells)]
+            rows.append(_html_row("td", texts, f'<div style="{style}"></div>'))
+        return f"<table>\n{''.join(rows)}</table>\n<p>{self.effective_text}</p>"
+
+    _repr_html_ = as_html
 
 
-def _html_cells(tag: str, texts: Sequence[str]) -> str:
-    """Cells of a row, the first of them, a name, to the left."""
+def _html_row(tag: str, texts: Sequence[str], bar: str) -> str:
+    """A row, its first cell, a name, to the left."""
     first, *others = map(html.escape, texts)
-    cells = "".join(f"<{tag}>{text}</{tag}>" for text in others)
-    return f'<{tag} style="text-align:left">{first}</{tag}>{cells}'
+    cells = "".join(f"<{tag}>{each}</{tag}>" for each in (*others, bar))
+    return f'<tr><{tag} style="text-align:left">{first}</{tag}>{cells}</tr>\n'
+
+
+def read_all(paths: Sequence[Path]) -> dict[str, Json]:
+    """{path: record}, in order; at least one, and none twice, which is a slip of the hand."""
+    if not paths:
+        raise ValueError("Name a weights.json, or a run directory that holds one.")
+    files = [path / records.WEIGHTS if path.is_dir() else path for path in paths]
+    twice = [str(path) for path, file in zip(paths, files, strict=True) if files.count(file) > 1]
+    if twice:
+        raise ValueError(f"A file is named once; {twice[0]} is named twice.")
+    return {str(path): records.read_weights(path) for path in paths}
 
 
 def describe(
@@ -145,29 +147,31 @@ def describe(
             that the record does not have.
     """
     check_budget(budget_tokens)
-    weights = records.weights_by_name(record)
-    available = tokens_of(record, tokens)
+    weights, available = records.weights_by_name(record), tokens_of(record, tokens)
     priors = {entry["name"]: entry.get("prior") for entry in record["domains"]}
     is_told = tokens is not None and tokens.keys() == weights.keys()
     is_unknown = all(prior is None for prior in priors.values())
     if all(available.values()) and (is_told or is_unknown):
         priors |= baselines.natural(available)
-    shares = tuple(
-        Share(
-            name=name,
-            weight=weights[name],
-            std=entry.get("weight_std"),
-            last=entry.get("weight_last"),
-            prior=priors[name],
-            ratio=_ratio(weights[name], priors[name]),
-            tokens=None if available[name] is None else int(available[name]),
-            epochs=None
-            if budget_tokens is None or available[name] is None
-            else epochs(weights[name], available[name], budget_tokens),
+    shares = []
+    for entry in record["domains"]:
+        name, weight = entry["name"], float(entry["weight"])
+        held, passes = available[name], None
+        if budget_tokens is not None and held is not None:
+            passes = epochs(weight, held, budget_tokens)
+        shares.append(
+            Share(
+                name=name,
+                weight=weight,
+                std=entry.get("weight_std"),
+                last=entry.get("weight_last"),
+                prior=priors[name],
+                ratio=_ratio(weight, priors[name]),
+                tokens=None if held is None else int(held),
+                epochs=passes,
+            )
         )
-        for name, entry in zip(weights, record["domains"], strict=True)
-    )
-    return WeightsSummary(shares, effective_domains(weights.values()))
+    return WeightsSummary(tuple(shares), effective_domains(weights.values()))
 
 
 def _ratio(weight: float, other: float | None) -> float | None:
@@ -235,20 +239,18 @@ def setting_text(value: Any) -> str:
 
 def story(record: Mapping[str, Any]) -> str:
     """doge, target universal, 300 steps, seed 0."""
-    parts = [str(record.get("method") or "method not known")]
-    if record.get("score") not in (None, "paper"):
-        parts.append(f"score {record['score']}")
-    if record.get("target") is not None:
-        parts.append(f"target {setting_text(record['target'])}")
-    if record.get("steps") is not None:
-        parts.append(plural(record["steps"], "step"))
-    if record.get("seed") is not None:
-        parts.append(f"seed {record['seed']}")
-    if record.get("average"):
-        parts.append(f"mean of {plural(record['average']['count'], 'file')}")
-    if record.get("constraints"):
-        parts.append("constrained")
-    return ", ".join(parts)
+    known = {key: value for key, value in record.items() if value is not None}
+    score, average = known.get("score", "paper"), known.get("average")
+    parts = [
+        str(known.get("method") or "method not known"),
+        "" if score == "paper" else f"score {score}",
+        f"target {setting_text(known['target'])}" if "target" in known else "",
+        plural(known["steps"], "step") if "steps" in known else "",
+        f"seed {known['seed']}" if "seed" in known else "",
+        f"mean of {plural(average['count'], 'file')}" if average else "",
+        "constrained" if known.get("constraints") else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
@@ -302,15 +304,14 @@ def average(mixtures: Mapping[str, Mapping[str, Any]], *, different: Collection[
         )
     weights = {source: records.weights_by_name(record) for source, record in mixtures.items()}
     _check_comparable(mixtures, weights, different)
-    by_name = [{entry["name"]: entry for entry in record["domains"]} for record in found]
     entries = []
-    for name in by_name[0]:
-        each = [entries_of_one[name] for entries_of_one in by_name]
+    for name in weights[next(iter(weights))]:
+        each = [e for record in found for e in record["domains"] if e["name"] == name]
         values = [float(entry["weight"]) for entry in each]
-        lasts = [entry["weight_last"] for entry in each if entry.get("weight_last") is not None]
+        lasts = [entry.get("weight_last") for entry in each]
         entry = {"name": name, "weight": statistics.fmean(values)}
         entry["weight_std"] = statistics.stdev(values)
-        if len(lasts) == len(each):
+        if None not in lasts:
             entry["weight_last"] = statistics.fmean(lasts)
         entries.append(entry | _common(each, ("name", "weight", "weight_std", "weight_last")))
     members = [

@@ -44,21 +44,18 @@ _LONGEST_LINE = 100
 
 def show(config: WeightsShowConfig) -> list[str]:
     """What the weights of the files mean: one in full, several side by side."""
-    found = read_all(config.files)
+    found = summary.read_all(config.files)
     budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
     mixtures = []
     for record in found.values():
-        names = records.weights_by_name(record)
+        names = records.weights_by_name(record) if len(found) > 1 else tokens
         # Of several files not each has every domain that tokens are given for.
-        known = {name: n for name, n in tokens.items() if name in names or len(found) == 1}
+        known = {name: count for name, count in tokens.items() if name in names}
         mixtures.append(summary.describe(record, budget_tokens=budget, tokens=known))
     if config.json:
         described = [
-            {
-                "source": source,
-                **{key: record[key] for key in SETTINGS if key in record},
-                **weights_file.plain(mixture),
-            }
+            {"source": source, **{key: record[key] for key in SETTINGS if key in record}}
+            | weights_file.plain(mixture)
             for (source, record), mixture in zip(found.items(), mixtures, strict=True)
         ]
         return [_json({"budget_tokens": budget, "files": described})]
@@ -68,7 +65,7 @@ def show(config: WeightsShowConfig) -> list[str]:
     return [
         _wrapped(f"{source}: {story(record)}"),
         text(mixtures[0].table(largest_first=config.sort)),
-        *_remarks(mixtures[0], budget),
+        *map(_wrapped, _remarks(mixtures[0], budget)),
     ]
 
 
@@ -79,22 +76,19 @@ def diff(config: WeightsDiffConfig) -> list[str]:
     found = summary.compare(before, after)
     if config.json:
         return [_json({"sources": sources, **weights_file.plain(found)})]
+    ratios = (found.ratio[name] if name in found.after else None for name in found.change)
     columns = {
-        "A": [weight_text(found.before.get(name)) for name in found.change],
-        "B": [weight_text(found.after.get(name)) for name in found.change],
+        "A": map(weight_text, map(found.before.get, found.change)),
+        "B": map(weight_text, map(found.after.get, found.change)),
         "B - A": [weight_text(change, "+") for change in found.change.values()],
-        "B / A": [
-            figure_text(ratio) if name in found.after else "" for name, ratio in found.ratio.items()
-        ],
+        "B / A": map(figure_text, ratios),
     }
     remarks = [
         f"Total variation {found.total_variation:.4f}, the share of a training that goes to other "
         f"domains; mean absolute difference {found.mean_absolute:.4f}."
     ]
-    if found.added:
-        remarks.append(f"Added: {listed(found.added)}.")
-    if found.dropped:
-        remarks.append(f"Dropped: {listed(found.dropped)}.")
+    for what, names in {"Added": found.added, "Dropped": found.dropped}.items():
+        remarks += [f"{what}: {listed(names)}."] if names else []
     if found.settings:
         pairs = found.settings.items()
         told = (f"{key} {setting_text(a)} and {setting_text(b)}" for key, (a, b) in pairs)
@@ -108,7 +102,7 @@ def diff(config: WeightsDiffConfig) -> list[str]:
 
 def average(config: WeightsAverageConfig) -> list[str]:
     """The mean over files, written; its spread, told."""
-    found = read_all(config.files)
+    found = summary.read_all(config.files)
     record = summary.average(found, different=config.different)
     written = _write(config.out, record, config.files)
     means = records.weights_by_name(record)
@@ -122,7 +116,7 @@ def average(config: WeightsAverageConfig) -> list[str]:
         "least": map(min, values),
         "most": map(max, values),
     }
-    texts = {title: list(map(weight_text, column)) for title, column in columns.items()}
+    texts = {title: map(weight_text, column) for title, column in columns.items()}
     remarks = [*_differences(found), _total(summary.describe(record))]
     return [text(by_domain(means, texts)), *map(_wrapped, remarks), *written]
 
@@ -130,13 +124,12 @@ def average(config: WeightsAverageConfig) -> list[str]:
 def constrain(config: WeightsConstrainConfig) -> list[str]:
     """The nearest weights within bounds, written; what bound and how far they moved, told."""
     record = records.read_weights(config.file)
-    names = records.weights_by_name(record)
     tokens = named.numbers(config.tokens, "tokens")
     found = bounds.constrain(
         record,
-        floor=_bound(config.floor, "floor", names, 0.0),
-        cap=_bound(config.cap, "cap", names, 1.0),
-        max_epochs=_bound(config.max_epochs, "max_epochs", names, math.inf),
+        floor=_bound(config.floor, "floor", record, 0.0),
+        cap=_bound(config.cap, "cap", record, 1.0),
+        max_epochs=_bound(config.max_epochs, "max_epochs", record, math.inf),
         budget_tokens=config.budget_tokens,
         tokens=tokens,
         source=str(config.file),
@@ -145,33 +138,21 @@ def constrain(config: WeightsConstrainConfig) -> list[str]:
     after = summary.describe(found.record, budget_tokens=config.budget_tokens, tokens=tokens)
     moved = summary.compare(record, found.record)
     columns = {
-        "before": list(map(weight_text, moved.before.values())),
-        "after": list(map(weight_text, moved.after.values())),
-        "after / before": list(map(figure_text, moved.ratio.values())),
-        "bound by": [found.bound.get(name, "").replace("_", " ") for name in names],
+        "before": map(weight_text, moved.before.values()),
+        "after": map(weight_text, moved.after.values()),
+        "after / before": map(figure_text, moved.ratio.values()),
+        "bound by": [found.bound.get(name, "").replace("_", " ") for name in moved.before],
         "epochs": [figure_text(share.epochs) for share in after.domains],
     }
-    remarks = [*_what_bound(found), *_what_is_lost(record), _total(after)]
     return [
-        text(by_domain(names, columns), left=[3] if found.bound else []),
-        *map(_wrapped, remarks),
+        text(by_domain(moved.before, columns), left=[3] if found.bound else []),
+        *map(_wrapped, [*_what_moved(found, record), _total(after)]),
         *written,
     ]
 
 
-def read_all(paths: Sequence[Path]) -> dict[str, Json]:
-    """{path: record}, in order; at least one, and none twice, which is a slip of the hand."""
-    if not paths:
-        raise ValueError("Name a weights.json, or a run directory that holds one.")
-    files = [path / records.WEIGHTS if path.is_dir() else path for path in paths]
-    twice = [str(path) for path, file in zip(paths, files, strict=True) if files.count(file) > 1]
-    if twice:
-        raise ValueError(f"A file is named once; {twice[0]} is named twice.")
-    return {str(path): records.read_weights(path) for path in paths}
-
-
 def _bound(
-    items: Sequence[str], what: str, names: Mapping[str, float], none: float
+    items: Sequence[str], what: str, record: Mapping[str, Any], none: float
 ) -> dict[str, float]:
     """A number for every domain, those named by their own."""
     alone = [item for item in items if "=" not in item]
@@ -182,7 +163,7 @@ def _bound(
         )
     everywhere = named.number(alone[0], alone[0], what) if alone else none
     own = named.numbers([item for item in items if "=" in item], what)
-    return dict.fromkeys(names, everywhere) | own
+    return dict.fromkeys(records.weights_by_name(record), everywhere) | own
 
 
 def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
@@ -220,9 +201,9 @@ def _side_by_side(
     weights = columns("weight", weight_text)
     for column, mixture in zip(weights.values(), mixtures, strict=True):
         column.append(f"{mixture.effective_domains:.2f}")
-    priors = list(columns("prior", weight_text).values())
-    if all(prior == priors[0] for prior in priors) and all(priors[0]):
-        weights["prior"] = [*priors[0], ""]
+    prior, *others = columns("prior", weight_text).values()
+    if all(prior) and all(other == prior for other in others):
+        weights["prior"] = [*prior, ""]
     table = by_domain([*names, "effective domains"], weights)
     lines = [*_legend(letters, found.items()), text(table)]
     if budget is not None:
@@ -231,7 +212,7 @@ def _side_by_side(
     return lines
 
 
-def _legend(letters: Sequence[str], found: Iterable[tuple[str, Json]]) -> list[str]:
+def _legend(letters: Iterable[str], found: Iterable[tuple[str, Json]]) -> list[str]:
     return [
         _wrapped(f"{letter:<3}{source}: {story(record)}", indent="   ")
         for letter, (source, record) in zip(letters, found, strict=True)
@@ -255,36 +236,32 @@ def _differences(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _what_bound(found: bounds.Constrained) -> list[str]:
+def _what_moved(found: bounds.Constrained, record: Mapping[str, Any]) -> list[str]:
+    """What bound, how far the weights moved, and what the new file does not repeat."""
     words = {"floor": "At the floor", "cap": "At the cap", "max_epochs": "At the epochs allowed"}
     lines = []
     for what, place in words.items():
-        names = [name for name, each in found.bound.items() if each == what]
-        if names:
+        if names := [name for name, each in found.bound.items() if each == what]:
             lines.append(f"{place}: {listed(names)}.")
-    if not lines:
-        lines = ["No bound holds any domain; the weights are as they were."]
     kl = f"{found.kl:.4g} nats" if math.isfinite(found.kl) else "infinite (a zero was lifted)"
-    return [*lines, f"Moved: KL {kl}, total variation {found.total_variation:.4f}."]
-
-
-def _what_is_lost(record: Mapping[str, Any]) -> list[str]:
-    """What the new file does not repeat, being true of the old weights only."""
+    lines = lines or ["No bound holds any domain; the weights are as they were."]
+    lines.append(f"Moved: KL {kl}, total variation {found.total_variation:.4f}.")
     lost = ["deviations over seeds"] if any("weight_std" in e for e in record["domains"]) else []
     lost += ["the schedule of weights"] if any(record.get(s) for s in SCHEDULES) else []
-    return [f"Left out, being those of the weights before: {listed(lost)}."] if lost else []
+    if lost:
+        lines.append(f"Left out, being those of the weights before: {listed(lost)}.")
+    return lines
 
 
 def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
     lines = [_total(mixture)]
-    often = [share for share in mixture.domains if (share.epochs or 0) > MAX_EPOCHS]
+    passes = sorted(((s.epochs or 0, s.name) for s in mixture.domains), key=lambda p: -p[0])
+    often = [f"{name} ({figure_text(each)})" for each, name in passes if each > MAX_EPOCHS]
     unknown = [share.name for share in mixture.domains if share.epochs is None]
     if often:
-        often.sort(key=lambda share: -(share.epochs or 0))
-        most = _some([f"{share.name} ({figure_text(share.epochs)})" for share in often])
         lines.append(
             f"More than {MAX_EPOCHS:g} epochs in {tokens_text(budget)} tokens, where repeated text "
-            f"is worth less: {most}. doge-fast weights constrain --max-epochs bounds them."
+            f"is worth less: {_some(often)}. doge-fast weights constrain --max-epochs bounds them."
         )
     if len(unknown) < len(mixture.domains):
         lines.append(
@@ -295,7 +272,7 @@ def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
         lines.append(
             f"No epochs without a number of tokens: {_some(unknown)}. Pass --tokens NAME=NUMBER."
         )
-    return list(map(_wrapped, lines))
+    return lines
 
 
 def _some(words: Sequence[str]) -> str:
