@@ -34,6 +34,7 @@ from doge_fast.pipeline.model import build_model
 from doge_fast.pipeline.reporting.regret import swarm_of
 from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.reporting.statistics import Difference, change_text
+from doge_fast.pipeline.reporting.wording import as_ascii
 from doge_fast.pipeline.tables import PIPE_WIDTH, Table, table_of, text
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -225,9 +226,8 @@ def judged(file: Path, experiment: Path) -> str:
         _ranks_table(found, regression),
         *_agreement_tables(found, regression.swarm.names),
     )
-    return "\n\n".join(
-        f"{table.title}\n\n{text(table, width=PIPE_WIDTH).rstrip()}" for table in tables
-    )
+    told = (f"{table.title}\n\n{text(table, width=PIPE_WIDTH).rstrip()}" for table in tables)
+    return as_ascii("\n\n".join(told))
 
 
 def _weights_table(found: Learned, regression: swarm.Regression) -> Table:
