@@ -21,7 +21,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
-from doge_fast.pipeline.experiments.presets import demo_of, known_domains, preset_of, with_mu
+from doge_fast.pipeline.experiments.presets import check, demo_of, known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.weights_file import write_json
@@ -91,6 +91,21 @@ def test_another_target_has_a_pace_of_its_own() -> None:
         }
         for name, mu in mus.items():
             assert found[f"proxy-{name}-seed0"] == pytest.approx(mu)
+
+
+def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    entries = [{"name": name, "weight": 1 / 3} for name in "abc"]
+    write_json(file, {"schema_version": 1, "domains": entries})
+    config = replace(preset_of("universal", data="x"), weights=(f"mine={file}",))
+    plan = planned(config, tuple("abc"))
+    (model,) = config.base.models
+    arms = {arm["label"]: arm["runs"] for arm in plan.groups[0]["arms"]}
+    assert arms["mine"] == [f"base-given-mine-{model}-seed{seed}" for seed in config.seeds]
+    given = [job.config for job in plan.jobs if job.name in arms["mine"]]
+    assert {each.weights for each in given if isinstance(each, BaseConfig)} == {str(file)}
+    with pytest.raises(ValueError, match="weights are for the experiments universal and regret"):
+        check(replace(config, name="doremi"))
 
 
 def test_the_plan_is_commands_that_can_be_run_side_by_side(

@@ -151,8 +151,9 @@ class ExperimentConfig:
     wiki40b: ca and nl; demo: reference. known: the domain that another one hides; empty: the
     last."""
     weights: tuple[str, ...] = ()
-    """regret: NAME=FILE, a weights.json or the run directory of a proxy: further weights to train
-    base models at. A finished experiment judges them by its swarm, and trains only these models."""
+    """universal and regret: NAME=FILE, a weights.json or the run directory of a proxy: further
+    weights to train base models at. Added to a finished experiment, only these models are trained;
+    that of regret judges them by its swarm."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """Every run of the plan is repeated with each seed. Runs of one seed have the same
     initialisation and the same order of the data."""

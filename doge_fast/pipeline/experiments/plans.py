@@ -21,7 +21,7 @@ from doge_fast.pipeline.experiments.presets import (
     doremi_steps,
     rates_of,
 )
-from doge_fast.pipeline.experiments.regret import regret
+from doge_fast.pipeline.experiments.regret import given_arms, regret
 
 # Stages of the paper's curricula; one stage is the global average.
 CURRICULA = (2, 3, 10)
@@ -114,6 +114,7 @@ def _universal_perplexity(plan: Planner, model: str) -> Json:
         plan.at_weights(label, "learned", f"doremi-{steps}-{model}", each, model=model)
         for steps, label, each in plan.doremis()
     ]
+    arms += given_arms(plan, f"-{model}", model=model)
     return plan.perplexities(
         arms, _paper_table(model), title=f"Base models of size {model}", pairs=_against_doge(arms)
     )

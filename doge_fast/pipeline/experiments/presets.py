@@ -20,6 +20,7 @@ PAPER_LANGUAGE_TARGETS = ("ca", "nl")
 SLIMPAJAMA, WIKI40B = "DKYoon/SlimPajama-6B", "google/wiki40b"
 # Whose weights are for one target at a time.
 _TARGETED = ("ood", "wiki40b")
+_WITH_WEIGHTS = ("universal", "regret")
 # The paper's rates of its largest model; all others share theirs.
 _RATES = {"684M": (1.5e-4, 5e-5)}
 
@@ -65,6 +66,11 @@ def check(config: ExperimentConfig) -> None:
     if len(set(config.seeds)) < len(config.seeds) or not config.seeds:
         raise ValueError(
             f"seeds must be distinct, and at least one; got {', '.join(map(str, config.seeds))}."
+        )
+    if config.weights and config.name not in _WITH_WEIGHTS:
+        raise ValueError(
+            f"weights are for the experiments {' and '.join(_WITH_WEIGHTS)}; {config.name} has no "
+            "place for further ones."
         )
     if config.name == "wiki40b" and config.corpus.data == "installed":
         raise ValueError(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from doge_fast.pipeline import swarm as swarms
 from doge_fast.pipeline.base import resolve_phases
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import load_corpus
-from doge_fast.pipeline.experiments.planner import RUNS, Plan, Planner, Source, at
+from doge_fast.pipeline.experiments.planner import RUNS, Json, Plan, Planner, Source, at
 from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.records.weights import read_named
 from doge_fast.pipeline.reporting.regret import swarm_of
@@ -46,10 +47,7 @@ def regret(plan: Planner) -> Plan:
     runs = [*_swarm(plan), *(name for arm in arms for name in arm["runs"])]
     # Draws around learned weights cost what learning these does.
     learned = [name for arm in arms for names in arm.get("spent", ()) for name in names]
-    given = [
-        plan.at_weights(label, "given", f"given-{label}", at(str(file)))
-        for label, file in read_named(plan.config.weights, domains=plan.domains).items()
-    ]
+    given = given_arms(plan)
     own = f"best-of-{plan.config.swarm.mixtures}"
     swarm_paths = tuple(plan.out / RUNS / name for name in runs)
     apart = tuple(name for arm in given for name in arm["runs"])
@@ -76,6 +74,14 @@ def regret(plan: Planner) -> Plan:
         "of it does each method find?",
         [group, plan.perplexities(arms, None, focus="regression")],
     )
+
+
+def given_arms(plan: Planner, ending: str = "", **more: Any) -> list[Json]:
+    """Those of `--weights NAME=FILE`; `more` as for `Planner.base`, `ending` of the runs' names."""
+    return [
+        plan.at_weights(label, "given", f"given-{label}{ending}", at(str(file)), **more)
+        for label, file in read_named(plan.config.weights, domains=plan.domains).items()
+    ]
 
 
 def _swarm(plan: Planner) -> list[str]:
