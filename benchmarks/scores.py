@@ -5,8 +5,9 @@
     python -m benchmarks.evidence unpack benchmarks/results/evidence-regret.json regret
     python -m benchmarks.scores judge scores.json --swarm regret
 
-`learn` trains the proxy of a run again, for every score and seed, in a plain loop: every domain's
-batch in two halves, one gradient each, all inner products in float64, everything K x K in NumPy.
+`learn` trains the proxy of a run for all domains at once again, for every score and seed, in a
+plain loop: every domain's batch in two halves, one gradient each, all inner products in float32,
+everything K x K in NumPy and float64.
 So nothing of a score has to be in an operator before it is known to be worth it, and the loop with
 the paper's score checks the library: its weights are those of the run.
 
@@ -141,6 +142,7 @@ def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
     assert optimizer is not None
     assert scheduler is not None
     assert config.mu is not None
+    assert config.target == ("universal",), "every row of the loop is a target"
     parameters = [each for each in model.parameters() if each.requires_grad]
     number, size = len(corpus.names), config.sequences_per_domain
     rows_HN = torch.empty(2 * number, sum(each.numel() for each in parameters))

@@ -234,11 +234,12 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
         simplex.check_mu(ours["mu"])
     tau_R = ours.get(_TAU)
     if tau_R is not None and not (
-        tau_R.shape == (len(objective.rows),) and bool((tau_R.isfinite() & (tau_R >= 0)).all())
+        tau_R.shape == (len(objective.rows),)
+        and bool((tau_R.isfinite() & (tau_R >= 0)).all() & (tau_R > 0).any())
     ):
         raise ValueError(
-            f"the checkpoint's {_TAU} must be {len(objective.rows)} weights >= 0; it is "
-            f"{tau_R.tolist()}."
+            f"the checkpoint's {_TAU} must be {len(objective.rows)} weights >= 0, one of them > 0; "
+            f"it is {tau_R.tolist()}."
         )
     gain_K = ours["gain"]
     if gain_K.shape != shape or not bool(gain_K.isfinite().all()):

@@ -10,7 +10,8 @@ def default_mu(learning_rate: float, sum_of_targets: float) -> float:
     The weights' logarithms move by lr W / mu, so mu follows the peak learning rate; 20 times it is
     0.01 at the paper's 5e-4, which is what the published code takes towards its held-out mix. W is
     a sum over targets and spreads with them: where their weights sum to T, mu is (T + 1) / 2 times
-    as much, four times for all of seven domains at once (docs/evidence.md).
+    as much, four times for all of seven domains at once
+    (docs/evidence-tables.md).
 
     Args:
         learning_rate: > 0, the peak one of the proxy.

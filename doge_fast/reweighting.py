@@ -95,6 +95,8 @@ class DomainWeights:
         """What the last step saw and did."""
         self._start_K = _start(objective.domains, initial)
         self._warned: set[str] = set()
+        # Whether `target_mu` is what follows from mu.
+        self._is_target_mu_default = False
         tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # What the operator moves, and behind it the targets' weights.
         self._state_S: Tensor = torch.cat([new_state(self._start_K.to(device)), tau_R])
@@ -134,9 +136,9 @@ class DomainWeights:
         if mu is None:
             assert lr is not None, "the default of mu follows the learning rate"
             mu = default_mu(lr, sum(objective.tau))
-        if target_mu is None and objective.named == WORST:
-            # 20 lr where mu has its default: a target improves by what one target adds to a score.
-            target_mu = 2 * mu / (sum(objective.tau) + 1)
+        is_default = target_mu is None and objective.named == WORST
+        if is_default:
+            target_mu = _default_target_mu(mu, objective)
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),
@@ -145,7 +147,9 @@ class DomainWeights:
             smoothing=smoothing,
             target_mu=target_mu,
         )
-        return cls(objective, rule, torch.device(device), initial)
+        weights = cls(objective, rule, torch.device(device), initial)
+        weights._is_target_mu_default = is_default
+        return weights
 
     def read(self, name: str) -> Tensor:
         """A copy of one part of the state: "alpha", "alpha_mean", "gain", "tau" or a count."""
@@ -269,8 +273,10 @@ class DomainWeights:
         return step
 
     def set_mu(self, mu: float) -> None:
-        """Use another Bregman coefficient from the next step on."""
+        """Use another Bregman coefficient from the next step on; a default `target_mu` follows."""
         self.rule = replace(self.rule, mu=mu)
+        if self._is_target_mu_default:
+            self.rule = replace(self.rule, target_mu=_default_target_mu(mu, self.objective))
 
     def warn_of_failure(self) -> None:
         """Warn, once each, of weights that never had a score or have collapsed; waits for them."""
@@ -351,6 +357,11 @@ class _Written:
                 self._vector[index].fill_(value)
                 self._known[index] = value
         return self._vector
+
+
+def _default_target_mu(mu: float, objective: Objective) -> float:
+    """20 lr where mu has its default: a target improves by what one target adds to a score."""
+    return 2 * mu / (sum(objective.tau) + 1)
 
 
 def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:

@@ -108,6 +108,8 @@ class ProxyStage(Stage[ProxyConfig]):
         resolved = {} if config.mu is not None else {"mu": self.mu}
         self.resolved = {"initial": initial, "resolved": resolved}
         self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
+        if self.target_mu is not None:
+            self.outline.append(("target mu", f"{self.target_mu:g}"))
 
     def fit(self, model: PreTrainedModel) -> None:
         """The parameters that are selected."""

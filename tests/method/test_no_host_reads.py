@@ -55,7 +55,9 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         {"score": "published", "domain_max_grad_norm": 1.0, "smoothing": 0.1},
         {"selection": ["0.weight"], "max_grad_norm": 1.0},
         {"selection": ["0.weight"], "domain_max_grad_norm": 1.0},
+        {"target_mu": 0.5},
         {"lr": torch.empty((), device="meta")},
+        {"lr": torch.empty((), device="meta"), "target_mu": 0.5},
         {"grad_scale": torch.empty((), device="meta")},
         {"buffer_dtype": torch.bfloat16},
     ],
@@ -73,10 +75,12 @@ def test_without_a_fused_optimizer_one_flag_is_read() -> None:
         run(torch.optim.SGD)
 
 
-def test_the_addresses_of_the_state_stay() -> None:
+@pytest.mark.parametrize("target", ["universal", "worst"])
+def test_the_addresses_of_the_state_stay(target: str) -> None:
     """What a CUDA graph captures is written again at the same place."""
     model = torch.nn.Linear(8, 4)
-    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], target=target)
     seen = set()
     for _ in range(3):
         for name in "ab":
@@ -92,7 +96,7 @@ def test_the_addresses_of_the_state_stay() -> None:
                 *(block.gradient().data_ptr() for block in blocks),
                 *(
                     getattr(optimizer._weights, name)._vector.data_ptr()
-                    for name in ("_settings_C", "_tau_R", "_present_R")
+                    for name in ("_settings_C", "_present_R")
                 ),
             )
         )

@@ -155,6 +155,17 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(carrier: str) -> No
     assert optimizer.tau[0] != 1.0
 
 
+@pytest.mark.parametrize("named", [{}, {"mu": 0.5}, {"target_mu": 0.3}], ids=str)
+def test_a_default_pace_follows_the_mu_of_a_checkpoint(named: dict[str, float]) -> None:
+    def built(lr: float) -> DoGEOptimizer:
+        inner = torch.optim.AdamW(tied_transformer().parameters(), lr=lr)
+        return DoGEOptimizer(inner, domains=[*"abc"], target="worst", **named)  # type: ignore[arg-type]
+
+    began, resumed = built(1e-2), built(1e-3)
+    resumed.load_state_dict(began.state_dict())
+    assert resumed.rule == began.rule
+
+
 def test_a_checkpoint_of_targets_that_stay_is_read() -> None:
     """And begins to move them; one whose targets moved leaves those of a run that keeps them."""
     model, stays = build()
@@ -171,11 +182,13 @@ def test_a_checkpoint_of_targets_that_stay_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "tau", [torch.ones(2), torch.tensor([1.0, -1.0, 3.0]), torch.full((3,), torch.nan)], ids=str
+    "tau",
+    [torch.ones(2), torch.tensor([1.0, -1.0, 3.0]), torch.full((3,), torch.nan), torch.zeros(3)],
+    ids=str,
 )
 def test_a_damaged_checkpoint_changes_nothing(tau: Tensor) -> None:
     _, optimizer = build(target="worst")
     ours = optimizer.doge.state_dict() | {"tau": tau}
-    with pytest.raises(ValueError, match="the checkpoint's tau must be 3 weights >= 0"):
+    with pytest.raises(ValueError, match="tau must be 3 weights >= 0, one of them > 0"):
         optimizer.doge.load_state_dict(ours)
     assert optimizer.tau.tolist() == [1.0, 1.0, 1.0]

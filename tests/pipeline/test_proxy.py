@@ -177,10 +177,13 @@ def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
     assert list(records.read_config(config.out)["corpus"]["targets"]) == ["verse"]
 
 
-def test_the_worst_target_is_followed(proxy: Make) -> None:
+def test_the_worst_target_is_followed(proxy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are in the records, and a run that was killed goes on with them."""
-    config = proxy(target=("worst",), mu=0.02)
+    changes: dict[str, Any] = {"target": ("worst",), "mu": 0.02, "save_every": 3}
+    config, cut = proxy("whole", **changes), proxy("cut", **changes)
     learn_weights(config)
+    killed = killed_at(monkeypatch, ProxyTrainer, "training_step", 6)
+    assert_resumes(learn_weights, cut, config.out, killed)
     record = records.read_weights(config.out)
     assert record["target"] == "worst"
     # 2 mu / (T + 1) of four domains.
