@@ -269,7 +269,9 @@ class DomainWeights:
             moved_R = generalization.target_step(
                 tau_R, improvement_R, present_R, lr=lr, mu=rule.target_mu
             )
-            tau_R.copy_(torch.where(step.skipped, tau_R, moved_R))
+            # A pace that is next to none overflows.
+            stays = step.skipped | ~moved_R.isfinite().all()
+            tau_R.copy_(torch.where(stays, tau_R, moved_R))
         return step
 
     def set_mu(self, mu: float) -> None:

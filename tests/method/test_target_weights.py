@@ -81,6 +81,12 @@ def test_it_goes_to_the_target_that_improves_least() -> None:
     assert reached["worst"].min() > reached["universal"].min() + 0.3
 
 
+def test_a_pace_next_to_none_loses_no_weight() -> None:
+    weights = DomainWeights.of([*"abc"], mu=MU, target_mu=1e-320)
+    move(weights, rows(3))
+    assert weights.read("tau").tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_skipped_step_moves_no_target() -> None:
     weights = DomainWeights.of([*"abc"], target="worst", mu=MU)
     move(weights, rows(3))
