@@ -25,6 +25,9 @@ class Ranks:
     """Up to `MOST` processes that wait for work; importing torch in each costs seconds, once."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -32,6 +35,8 @@ class Ranks:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, there), daemon=True)
             process.start()
+            # Its own end alone is open: a process that dies is heard.
+            there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
@@ -43,18 +48,32 @@ class Ranks:
             work: a function of a module, which each process imports.
             args: that can be pickled.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            for pipe in self._pipes[:num_ranks]:
-                pipe.send((num_ranks, str(Path(folder, "store")), work, args))
-            # Some have imported the work before, and would wait for the others in the group.
-            for pipe in self._pipes[:num_ranks]:
-                pipe.recv()
-            for pipe in self._pipes[:num_ranks]:
-                pipe.send("go")
-            answers = [pipe.recv() for pipe in self._pipes[:num_ranks]]
+        try:
+            answers = self._answers(num_ranks, work, args)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            for process in self._processes:
+                process.join(1)
+            codes = [process.exitcode for process in self._processes]
+            # The next test has others.
+            for process in self._processes:
+                process.kill()
+            self._start()
+            raise AssertionError(f"A rank has died; exit codes: {codes}.") from None
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         assert not failures, "\n".join(failures)
         return [result for _, result in answers]
+
+    def _answers(self, num_ranks: int, work: Work, args: tuple[Any, ...]) -> list[Any]:
+        pipes = self._pipes[:num_ranks]
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in pipes:
+                pipe.send((num_ranks, str(Path(folder, "store")), work, args))
+            # Some have imported the work before, and would wait for the others in the group.
+            for pipe in pipes:
+                pipe.recv()
+            for pipe in pipes:
+                pipe.send("go")
+            return [pipe.recv() for pipe in pipes]
 
     def close(self) -> None:
         """End the processes."""

@@ -10,7 +10,7 @@ import torch
 from torch import multiprocessing
 
 from tests.integrations.test_ranks_that_differ import built, enter
-from tests.ranks import group
+from tests.ranks import Ranks, group
 
 TIMEOUT_SECONDS = 8.0
 NUM_RANKS, LOST = 4, 1
@@ -56,3 +56,14 @@ def test_a_lost_rank_is_named(tmp_path: Path, how: str) -> None:
         print(seconds, said)
         assert seconds < TIMEOUT_SECONDS + 5
         assert said.startswith(f"rank {LOST} did not answer")
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def test_a_test_whose_rank_dies_fails_alone(ranks: Ranks) -> None:
+    """And at once: the harness of these tests."""
+    with pytest.raises(AssertionError, match=r"A rank has died; exit codes: \[3, 3"):
+        ranks.run(2, die)
+    assert ranks.run(2, os.getpgrp) == [os.getpgrp()] * 2
