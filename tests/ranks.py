@@ -96,6 +96,8 @@ def group(
         timeout=timedelta(seconds=timeout_seconds),
     )
     try:
+        # gloo ends a process whose partner leaves while it still connects.
+        dist.barrier()
         yield
     finally:
         dist.destroy_process_group()
