@@ -101,22 +101,25 @@ class DoReMiTrainer(RecordedTrainer):
             model(input_ids=ids_BL, use_cache=False).logits, labels_BL
         )
         # The whole batch: its rows lie on the ranks in order, as many on each.
-        gather, variant = self.accelerator.gather, self.rule.variant
-        all_B, num_domains = gather(domain_ids_B), len(self.sampling_K)
-        losses_AT, reference_AT = gather(losses_BT.detach()), gather(reference_BT)
-        self.domain_losses = group_dro.domain_means(losses_AT, all_B, num_domains)
-        self.reference_losses = group_dro.domain_means(reference_AT, all_B, num_domains)
+        gather = self.accelerator.gather
+        all_B = gather(domain_ids_B)
+        self._move(gather(losses_BT.detach()), gather(reference_BT), all_B)
+        shares_B = group_dro.example_shares(
+            self.weights.alpha, self.sampling_K, all_B, variant=self.rule.variant
+        ).view(self.args.world_size, -1)[self.args.process_index]
+        # Of which DistributedDataParallel takes the mean.
+        return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
+
+    def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
+        num_domains = len(self.sampling_K)
+        self.domain_losses = group_dro.domain_means(losses_BT, domain_ids_B, num_domains)
+        self.reference_losses = group_dro.domain_means(reference_BT, domain_ids_B, num_domains)
         excess_K = group_dro.excess_losses(
-            losses_AT, reference_AT, all_B, self.weights.excess, variant=variant
+            losses_BT, reference_BT, domain_ids_B, self.weights.excess, variant=self.rule.variant
         )
         self.weights = self.weights.moved(
             excess_K, step_size=self.rule.step_size, smoothing=self.rule.smoothing
         )
-        shares_B = group_dro.example_shares(
-            self.weights.alpha, self.sampling_K, all_B, variant=variant
-        ).view(self.args.world_size, -1)[self.args.process_index]
-        # Of which DistributedDataParallel takes the mean.
-        return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The weights, and which reference they follow from."""

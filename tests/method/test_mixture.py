@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from doge_fast.mixture import DomainMixture
-from doge_fast.pipeline.domains import BlockSampler
 
 # A row is a number; its thousands are its domain.
 SIZES = {"web": 60, "code": 25, "books": 7}
@@ -174,6 +173,9 @@ def test_state_goes_through_torch_save(tmp_path):
 
 
 def test_weights_that_stand_still_give_the_batches_of_the_pipeline():
+    pytest.importorskip("datasets")
+    from doge_fast.pipeline.domains import BlockSampler
+
     mixture, pipeline = sized(), BlockSampler(5, START, 12, SIZES)
     for step in range(20):
         rows = {name: FIRST[name] + rows for name, rows in pipeline.blocks(step).items()}

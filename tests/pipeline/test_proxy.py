@@ -48,7 +48,7 @@ def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path)
     run = learn_weights(proxy(data=str(folder), validation_fraction=0.05)).path
     (warning,) = records.read_config(run)["warnings"]
     assert warning.startswith("few: ")
-    assert open_runs([run])[0].warnings == [warning]
+    assert open_runs([run])[0].record["warnings"] == [warning]
 
 
 def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
