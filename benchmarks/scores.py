@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import stats
+from scipy.special import softmax
 from transformers import Trainer, set_seed
 
 from doge_fast.pipeline import records, swarm, training
@@ -32,9 +33,9 @@ from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
 from doge_fast.pipeline.domains import load_corpus, proxy_batch
 from doge_fast.pipeline.model import build_model
-from doge_fast.pipeline.reporting.regret import swarm_of
+from doge_fast.pipeline.reporting.regret import against, swarm_of, worth_of
 from doge_fast.pipeline.reporting.runs import open_runs
-from doge_fast.pipeline.reporting.statistics import Difference, change_text
+from doge_fast.pipeline.reporting.statistics import change_text
 from doge_fast.pipeline.reporting.wording import as_ascii
 from doge_fast.pipeline.tables import PIPE_WIDTH, Table, table_of, text
 
@@ -160,7 +161,7 @@ def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
         gain_K, difficulty_K, factors_K = score.of(halves_HH)
         seen.append((gain_K, difficulty_K))
         logs_K = logs_K + optimizer.param_groups[0]["lr"] * gain_K / config.mu
-        alpha_K = _softmax(logs_K)
+        alpha_K = softmax(logs_K)
         sum_K += alpha_K
         coefficients_H = torch.from_numpy(np.repeat(alpha_K * factors_K / 2, 2)).float()
         start = 0
@@ -186,11 +187,6 @@ def _halves(batch: Any, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor
         half = len(batch[name]["input_ids"]) // 2
         for part in (slice(0, half), slice(half, 2 * half)):
             yield {key: rows[part] for key, rows in batch[name].items()}
-
-
-def _softmax(logs_K: Floats) -> Floats:
-    raised_K: Floats = np.exp(logs_K - logs_K.max())
-    return raised_K / raised_K.sum()
 
 
 def _learn_all(run: Path, out: Path, seeds: Sequence[int], names: Sequence[str]) -> None:
@@ -234,10 +230,11 @@ def judged(file: Path, experiment: Path) -> str:
 
 def _weights_table(found: Learned, regression: swarm.Regression) -> Table:
     names, lines = regression.swarm.names, []
+    uniform_K = np.full(len(names), 1 / len(names))
     for score, seeds in found.items():
         weights_K = np.mean([[each["weights"][name] for name in names] for each in seeds], axis=0)
         predicted = [
-            change_text(Difference(*_change(regression, _part_of(weights_K, share)), 1))
+            change_text(against(regression, softmax(share * np.log(weights_K)), uniform_K))
             for share in _WAY
         ]
         lines.append([score, str(len(seeds)), *(f"{w:.3f}" for w in weights_K), *predicted])
@@ -248,8 +245,7 @@ def _weights_table(found: Learned, regression: swarm.Regression) -> Table:
 def _ranks_table(found: Learned, regression: swarm.Regression) -> Table:
     """Whether domains that are worth more in the swarm have the higher W."""
     names = regression.swarm.names
-    pushed_KK = [_pushed(place, len(names)) for place in range(len(names))]
-    gained_K = [-_change(regression, pushed_K)[0] for pushed_K in pushed_KK]
+    gained_K = [-worth_of(regression, place).mean for place in range(len(names))]
     lines = []
     for score, seeds in found.items():
         gains_QK = _of_quarters(seeds, "gain", names)
@@ -276,25 +272,6 @@ def _agreement_tables(found: Learned, names: Sequence[str]) -> Iterator[Table]:
 def _of_quarters(seeds: Sequence[dict[str, Any]], what: str, names: Sequence[str]) -> Floats:
     """[4, K]: mean over seeds."""
     return np.mean([[each[what][name] for name in names] for each in seeds], axis=0).T
-
-
-def _part_of(weights_K: Floats, share: float) -> Floats:
-    """w^s, normalised: part of the way from uniform weights."""
-    return _softmax(share * np.log(weights_K))
-
-
-def _pushed(place: int, number: int) -> Floats:
-    """Uniform weights, one of them times e^0.5."""
-    return _softmax(np.where(np.arange(number) == place, 0.5, 0.0))
-
-
-def _change(regression: swarm.Regression, weights_K: Floats) -> tuple[float, float, float]:
-    """Of the predicted mean loss against uniform weights, with the interval of the bootstrap."""
-    pair = np.stack([weights_K, np.full(len(weights_K), 1 / len(weights_K))])
-    own, uniform = regression.loss(pair)
-    refits_B2 = regression.loss_B(pair)
-    low, high = np.percentile(refits_B2[:, 0] - refits_B2[:, 1], [2.5, 97.5])
-    return float(own - uniform), float(low), float(high)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,7 +52,8 @@ _IN_WORDS = re.compile(r"\(os error (\d+)\)")
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 # What gloo and NCCL say where another rank is gone.
 _RANK_IS_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe|NCCL|heartbeat|gloo", re.I
+    r"Connection (closed|reset) by peer|Timed out waiting|connectFullMesh failed|gloo/transport"
+    r"|NCCL error|NCCL watchdog"
 )
 
 

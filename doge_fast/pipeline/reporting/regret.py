@@ -93,7 +93,7 @@ def regrets_of(study: Study, group: Json) -> Regrets:
         predicted = above = NO_PAIR
         if regression is not None:
             own_K = np.array([weights[name] for name in regression.swarm.names])
-            predicted = _against(regression, own_K, regression.best_K)
+            predicted = against(regression, own_K, regression.best_K)
         if lowest is not None and label in arms:
             above = arms[label].against(arms[lowest], aim)
         share = sum(weights[name] for name in group.get("special", ()))
@@ -134,12 +134,21 @@ def swarm_of(runs: Iterable[Run], apart: Collection[str], like: Run) -> list[Run
     ]
 
 
-def _against(regression: Regression, own_K: Floats, other_K: Floats) -> Difference:
+def against(regression: Regression, own_K: Floats, other_K: Floats) -> Difference:
+    """Predicted mean losses at two mixtures, with the interval of the bootstrap."""
     pair = np.stack([own_K, other_K])
     own, other = regression.loss(pair)
     refits_B2 = regression.loss_B(pair)
     low, high = _interval(refits_B2[:, 0] - refits_B2[:, 1])
     return Difference(float(own - other), low, high, 1)
+
+
+def worth_of(regression: Regression, place: int) -> Difference:
+    """Of a domain: uniform weights, its own multiplied by exp(0.5), against uniform ones."""
+    uniform_K = np.full(len(regression.swarm.names), 1 / len(regression.swarm.names))
+    pushed_K = uniform_K.copy()
+    pushed_K[place] *= np.exp(_PUSH)
+    return against(regression, pushed_K / pushed_K.sum(), uniform_K)
 
 
 def _interval(values_B: Floats) -> tuple[float, float]:
@@ -229,15 +238,12 @@ def _percent(loss: float) -> str:
 
 def _best_table(group: Json, methods: Sequence[Method], regression: Regression) -> Table:
     """The best mixture, its interval, and what a domain is worth at uniform weights."""
-    number = len(regression.swarm.names)
-    uniform_K = np.full(number, 1 / number)
     # Only the regression's weights come from it; they are the first column.
     shown = [method for method in methods if method.label != group.get("focus")]
     rows = []
     for place, name in enumerate(regression.swarm.names):
         low, high = _interval(regression.best_BK[:, place])
-        pushed_K = np.where(np.arange(number) == place, np.exp(_PUSH), 1.0) * uniform_K
-        worth = _against(regression, pushed_K / pushed_K.sum(), uniform_K)
+        worth = worth_of(regression, place)
         best = Cell(f"{regression.best_K[place]:.3f} [{low:.3f}, {high:.3f}]")
         others = [Cell(weight_text(Stat(method.weights[name]))) for method in shown]
         rows.append(Row(name, [best, parts.difference_cell(worth), *others]))
@@ -268,7 +274,7 @@ def _sentences(group: Json, found: Regrets) -> Iterator[str]:
     regression = found.regression
     if regression is not None:
         number, error = len(regression.swarm.names), regression.errors[regression.law].average
-        won = _against(regression, regression.best_K, np.full(number, 1 / number))
+        won = against(regression, regression.best_K, np.full(number, 1 / number))
         yield (
             f"By the regression the best mixture is {change_text(won)} against uniform weights; "
             f"it predicts the average of models left out to {_percent(error)}, of a spread of "
