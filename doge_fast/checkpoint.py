@@ -4,7 +4,8 @@ As a dict of tensors and names it stands under a key of its own in the optimizer
 torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
 `param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
 floats: version, fingerprint of the names, number of the draw, the parts one after another, mu; the
-weights of the targets stand before mu, where they move.
+weights of the targets stand before mu, where they move, and so do the running norms of a score with
+a common scale.
 Where both are there the dict is read: its parts are named, and people may edit it.
 
 The groups of a living optimizer hold an empty tuple in that place. It has to be there, since a
@@ -34,8 +35,9 @@ VERSION = 2
 # version, fingerprint, draws
 _HEAD = 3
 _COUNTS = ("num_steps", "num_skipped")
-# The targets' weights, where they move.
-_TAU = "tau"
+# The targets' weights and the running norms, [R] each. Either is there where it moves, and the
+# first with the second.
+_TAU, _NORMS = "tau", "norms"
 
 
 class DomainState:
@@ -86,7 +88,7 @@ def named(
     """The dict: tensors, numbers and names only, so that `weights_only=True` reads it.
 
     Args:
-        parts: as `DomainWeights.state`: vectors [K] float64 and counts; "tau" [R], where it moves.
+        parts: as `DomainWeights.state`: vectors [K] float64 and counts; "tau" and "norms" [R].
         objective: whose names go with them.
         draws: number of the draw, `Subset.draws`.
         mu: the Bregman coefficient; None: not known.
@@ -102,8 +104,8 @@ def named(
 
 
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
-    """The tuple of what `named` gave; [6 + 3 K (+ R)] floats, exact. Waits for the device."""
-    names = (*State._fields, *([_TAU] if _TAU in state else []))
+    """The tuple of what `named` gave; [6 + 3 K (+ R or 2 R)] floats. Waits for the device."""
+    names = _names(state)
     # One vector, so that the device is waited for once.
     values_S = torch.cat([state[name].double().view(-1) for name in names])
     head = (state["version"], fingerprint(objective), state["draws"])
@@ -123,8 +125,9 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     vectors = len(State._fields) - len(_COUNTS)
     sizes = [num_domains] * vectors + [1] * len(_COUNTS)
     names = State._fields
-    if len(numbers) > sum(sizes):
-        sizes, names = [*sizes, len(objective.rows)], (*names, _TAU)
+    for further in (_TAU, _NORMS):
+        if len(numbers) > sum(sizes):
+            sizes, names = [*sizes, len(objective.rows)], (*names, further)
     if head[1:2] != (fingerprint(objective),) or len(numbers) != sum(sizes):
         raise ValueError(
             "the parameter groups of the checkpoint hold weights of other domains or another "
@@ -241,6 +244,15 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
             f"the checkpoint's {_TAU} must be {len(objective.rows)} weights >= 0, one of them > 0; "
             f"it is {tau_R.tolist()}."
         )
+    norms_R = ours.get(_NORMS)
+    if norms_R is not None and not (
+        norms_R.shape == (len(objective.rows),)
+        and bool((norms_R.isfinite() & (norms_R >= 0)).all())
+    ):
+        raise ValueError(
+            f"the checkpoint's {_NORMS} must be {len(objective.rows)} finite norms >= 0; "
+            f"it is {norms_R.tolist()}."
+        )
     gain_K = ours["gain"]
     if gain_K.shape != shape or not bool(gain_K.isfinite().all()):
         raise ValueError(
@@ -267,12 +279,17 @@ def _check_kinds(ours: Mapping[str, Any]) -> None:
     for name in ("domains", "rows"):
         if not isinstance(ours[name], list | tuple):
             raise ValueError(f"the checkpoint's {name} must be names; it is {ours[name]!r}.")
-    for name in (*State._fields, *([_TAU] if _TAU in ours else [])):
+    for name in _names(ours):
         if not isinstance(ours[name], Tensor):
             raise ValueError(f"the checkpoint's {name} must be a tensor; it is {ours[name]!r}.")
     for name in _COUNTS:
         if ours[name].numel() != 1 or not float(ours[name]) >= 0:
             raise ValueError(f"the checkpoint's {name} must be a count; it is {ours[name]!r}.")
+
+
+def _names(parts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of the tensors, in the order of the tuple."""
+    return (*State._fields, *(name for name in (_TAU, _NORMS) if name in parts))
 
 
 def _check_names(ours: Mapping[str, Any], objective: Objective) -> None:

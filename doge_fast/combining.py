@@ -54,13 +54,14 @@ def combine(
     """
     columns = exchange.complete(blocks, selected or ())
     with phase("gram"):
-        gram_RR, full_RR = subset.spread(*_grams(columns, exchange, selected, weights))
-    before = None if full_RR is not None else weights.snapshot()
+        products = subset.spread(*_grams(columns, exchange, selected, weights))
+    before = None if products.full_RR is not None else weights.snapshot()
     with phase("reweight"):
         new = subset.gathered(
             weights.move(
-                gram_RR,
-                full_RR=full_RR,
+                products.gram_RR,
+                full_RR=products.full_RR,
+                own_R=products.own_R,
                 seen=present,
                 lr=lr,
                 grad_scale=grad_scale,
@@ -101,7 +102,7 @@ def _grams(
     gram_RR = exchange.summed(inside)
     if not outside:
         return gram_RR, gram_RR
-    if weights.rule.domain_max_grad_norm is None:
+    if not weights.rule.cuts_rows:
         return gram_RR, None
     return gram_RR, gram_RR + exchange.summed(outside)
 

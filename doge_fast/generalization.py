@@ -6,6 +6,7 @@ trained on; R = K + M. All tensors are float64 and stay on the device they came 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,18 @@ from torch import Tensor
 # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by.
 NORM_FLOOR = 1e-6
 
+# Of a common scale: steps that a running norm looks back, and the multiple of it that rows are cut
+# to.
+NORM_MEMORY = 20
+SPIKE = 2.0
+
 
 @dataclass(frozen=True)
 class Score:
     """How W becomes the score that moves the domain weights.
 
-    The default is the paper's: W itself. `PUBLISHED` is the variant of the published code.
+    The default is the paper's: W itself. `PUBLISHED` is the variant of the published code;
+    `UNBIASED` is ours, for all training domains at once.
 
     Args:
         scale_by_mean_norm: divide W by the mean norm of the (clipped) gradients of the training
@@ -26,6 +33,11 @@ class Score:
             linear, not quadratic, in the scale of the gradients.
         bounds: cut the score to [low, high]. Follows the published code, whose bounds are
             (0, 5): anti-aligned domains count as orthogonal ones. None: not cut.
+        is_unbiased: ||g_j||^2 in W_j is the inner product of the gradients of the two halves of
+            domain j's batch, which do not share their noise. Each training domain that is a target
+            then has two rows, and comes in an even number of micro-batches or examples.
+        has_common_scale: divide all gradients by the mean of the training domains' running norms,
+            and cut each to twice its own, in the place of `domain_max_grad_norm`.
 
     Raises:
         ValueError: bounds that are not low < high.
@@ -33,6 +45,8 @@ class Score:
 
     scale_by_mean_norm: bool = False
     bounds: tuple[float, float] | None = None
+    is_unbiased: bool = False
+    has_common_scale: bool = False
 
     def __post_init__(self) -> None:
         """Refuse bounds that leave nothing between them."""
@@ -41,25 +55,28 @@ class Score:
 
     @property
     def name(self) -> str:
-        """ "paper", "published", or the parts of another."""
+        """ "paper", "published", "unbiased", or the parts of another."""
         return next((name for name, score in NAMED_SCORES.items() if score == self), repr(self))
 
 
 PAPER = Score()
 PUBLISHED = Score(scale_by_mean_norm=True, bounds=(0.0, 5.0))
-NAMED_SCORES = {"paper": PAPER, "published": PUBLISHED}
+UNBIASED = Score(is_unbiased=True, has_common_scale=True)
+NAMED_SCORES = {"paper": PAPER, "published": PUBLISHED, "unbiased": UNBIASED}
 
 
 def score_of(score: str | Score) -> Score:
-    """The score that "paper" or "published" names, or the one given.
+    """The score that "paper", "published" or "unbiased" names, or the one given.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of them.
     """
     if isinstance(score, Score):
         return score
     if score not in NAMED_SCORES:
-        raise ValueError(f"score must be 'paper', 'published' or a Score; got {score!r}.")
+        raise ValueError(
+            f"score must be 'paper', 'published', 'unbiased' or a Score; got {score!r}."
+        )
     return NAMED_SCORES[score]
 
 
@@ -126,6 +143,51 @@ def clip_factors(norms_R: Tensor, max_norm: float | Tensor | None) -> Tensor:
     if max_norm is None:
         return torch.ones_like(norms_R)
     return (max_norm / (norms_R + NORM_FLOOR)).clamp(max=1)
+
+
+class CommonScale(NamedTuple):
+    """How the rows of a step stand to the run's norms."""
+
+    norms_R: Tensor
+    """[R] ||g_r||."""
+    factors_R: Tensor
+    """[R] what each row is cut by, at most 1."""
+    scale: Tensor
+    """Scalar: the mean running norm of the training domains; 1 where none has one."""
+    running_R: Tensor
+    """[R] the running norms after the step; 0: no gradient yet."""
+
+    def cut(self, gram_RR: Tensor) -> Tensor:
+        """The inner products of the rows that are cut: diag(s) G diag(s)."""
+        return self.factors_R[:, None] * gram_RR * self.factors_R
+
+
+def common_scale(
+    norms_R: Tensor, running_R: Tensor, present_R: Tensor, num_domains: int, num_steps: Tensor
+) -> CommonScale:
+    """One scale for all rows of a step, which keeps what their norms are to each other.
+
+    s_r  = min(1, 2 m_r / (||g_r|| + 1e-6))
+    m'_r = m_r + (s_r ||g_r|| - m_r) / min(t, 20)
+    c    = mean of m' over the training domains
+
+    A row's first gradient is its running norm. An absent row keeps its own.
+
+    Args:
+        norms_R: [R] ||g_r||.
+        running_R: [R] m, before the step.
+        present_R: [R] bool; rows with a gradient.
+        num_domains: K.
+        num_steps: scalar; t - 1, the steps before this one.
+    """
+    known_R = torch.where(running_R > 0, running_R, norms_R)
+    factors_R = (SPIKE * known_R / (norms_R + NORM_FLOOR)).clamp(max=1)
+    share = 1 / (num_steps + 1).clamp(max=NORM_MEMORY)
+    moved_R = known_R + share * (factors_R * norms_R - known_R)
+    running_R = torch.where(present_R, moved_R, running_R)
+    of_domains_K = running_R[:num_domains]
+    mean = of_domains_K.sum() / (of_domains_K > 0).sum().clamp(min=1)
+    return CommonScale(norms_R, factors_R, torch.where(mean > 0, mean, 1.0), running_R)
 
 
 def scored(

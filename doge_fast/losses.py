@@ -118,18 +118,18 @@ def linear_domain_losses(
     names = [name for name, size in sizes.items() if size]
     examples = [sizes[name] for name in names]
     targets_BL = labels_BL[:, 1:]
-    head = _Head(
-        tuple(_spans(examples, targets_BL.shape[1])),
-        ignore_index,
-        chunk_tokens,
-        _pass_of(weight_VH, examples),
-        None if bias_V is None else _pass_of(bias_V, examples),
-    )
+    passes = [None if each is None else _pass_of(each, examples) for each in (weight_VH, bias_V)]
+    # In a stacked pass a domain may be in halves.
+    segments = next((each.batch.segments for each in passes if each is not None), None)
+    parts = examples if segments is None else [each.last - each.first for each in segments]
+    spans = tuple(_spans(parts, targets_BL.shape[1]))
+    head = _Head(spans, ignore_index, chunk_tokens, *passes)
     hidden_TH = rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h")
     targets_T = rearrange(targets_BL, "b l -> (b l)")
-    sums_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
+    sums_S: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         hidden_TH, weight_VH, bias_V, targets_T, head
     )
+    sums_D = sums_S if len(parts) == len(examples) else sums_S.view(len(examples), -1).sum(1)
     return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
 
 
@@ -137,7 +137,7 @@ class _Head(NamedTuple):
     """What the autograd function is given beside tensors."""
 
     spans: tuple[slice, ...]
-    """Tokens of each domain."""
+    """Tokens of each domain, or of each half of one."""
     ignore_index: int
     chunk_tokens: int | None
     weight_pass: StackedModel | None
@@ -163,7 +163,10 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
     """The stacked pass under way that trains `param`, whose batch must be ours."""
     stacked = pass_of(param)
     if stacked is not None:
-        expected = [segment.last - segment.first for segment in stacked.batch.segments]
+        expected: list[int] = []
+        for segment in stacked.batch.segments:
+            size = segment.last - segment.first
+            expected.append(size + expected.pop() if segment.is_second else size)
         if expected != examples:
             raise ValueError(
                 f"inside stacked() the sizes must be those of its batch, {expected}; got "

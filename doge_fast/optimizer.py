@@ -59,8 +59,8 @@ class DoGEOptimizer(OptimizerWrapper):
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
             `defaults.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
             largest rate that the first group has noted. Checkpoints keep it.
-        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]) or
-            a `Score` with those parts chosen one by one.
+        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]),
+            "unbiased" (W without the noise of a batch, on one scale) or a `Score` with those parts.
         max_grad_norm: norm to which the combined gradient is cut; None leaves that to the loop.
         domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored and
             combined. The default follows the published code (5.0 universal, else 1.0); None, with
@@ -74,8 +74,8 @@ class DoGEOptimizer(OptimizerWrapper):
             target row that the objective needs, all scores are. A step with domains missing is
             combined, not renormalised, by `combine()` or `step()`.
         domains_per_step: S, the training domains of a step, drawn anew for each
-            (`domains_of_step`); None: all. For many domains: memory is that of S domains and of
-            the M measured targets, (S + M) N elements. `doge_fast.subset` says what is estimated.
+            (`domains_of_step`); None: all. Rows are (S + M) N elements, and with an unbiased score
+            (2 S + M) N. `doge_fast.subset` says what is estimated.
         seed: of the draws.
         initial: {domain: weight} that the weights start from, of all `domains`, summing to one;
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
@@ -106,7 +106,7 @@ class DoGEOptimizer(OptimizerWrapper):
         domains: Sequence[str],
         target: Target = UNIVERSAL,
         mu: float | None = None,
-        score: Literal["paper", "published"] | Score = "paper",
+        score: Literal["paper", "published", "unbiased"] | Score = "paper",
         max_grad_norm: float | None = None,
         domain_max_grad_norm: float | None = defaults.DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
@@ -142,7 +142,7 @@ class DoGEOptimizer(OptimizerWrapper):
         self.objective = self._weights.objective
         self._step = Step(
             parameters,
-            Subset.of(self.objective, domains_per_step, seed),
+            Subset.of(self.objective, domains_per_step, seed, self.rule.score),
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,

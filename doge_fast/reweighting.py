@@ -35,8 +35,9 @@ class UpdateRule:
 
     Args:
         mu: > 0, Bregman coefficient.
-        score: the paper's W or the published variant.
-        domain_max_grad_norm: > 0, norm to which every row is cut first; None: not cut.
+        score: the paper's W or another.
+        domain_max_grad_norm: > 0, norm to which every row is cut first; None: not cut. Of no effect
+            where the score has a common scale, which cuts rows itself.
         max_grad_norm: > 0, norm to which the combined gradient is cut; None: not cut.
         smoothing: in [0, 1), mixture with uniform.
         target_mu: > 0, Bregman coefficient of the targets' weights; None: these stay.
@@ -64,6 +65,11 @@ class UpdateRule:
                 raise ValueError(
                     f"{name} must be positive, or None for no clipping; got {value!r}."
                 )
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether rows are cut to a norm over all columns."""
+        return self.domain_max_grad_norm is not None or self.score.has_common_scale
 
 
 class DomainWeights:
@@ -98,8 +104,9 @@ class DomainWeights:
         # Whether `target_mu` is what follows from mu.
         self._is_target_mu_default = False
         tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
-        # What the operator moves, and behind it the targets' weights.
-        self._state_S: Tensor = torch.cat([new_state(self._start_K.to(device)), tau_R])
+        # What the operator moves, and behind it the targets' weights and the running norms.
+        state_S = new_state(self._start_K.to(device))
+        self._state_S: Tensor = torch.cat([state_S, tau_R, torch.zeros_like(tau_R)])
         # And no step has moved them since.
         self._are_loaded = False
         self._present_R = _Written(len(objective.rows), torch.bool)
@@ -152,24 +159,26 @@ class DomainWeights:
         return weights
 
     def read(self, name: str) -> Tensor:
-        """A copy of one part of the state: "alpha", "alpha_mean", "gain", "tau" or a count."""
+        """A copy of a part of the state: "alpha", "alpha_mean", "gain", "tau", "norms", a count."""
         return self._views()[name].clone()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all parts; counts as int64; "tau" only where it moves."""
+        """Copies of all parts; counts as int64; "tau" and "norms" only where they move."""
         parts = {name: view.clone() for name, view in self._views().items()}
-        if self.rule.target_mu is None:
-            del parts["tau"]
+        if not self.rule.score.has_common_scale:
+            del parts["norms"]
+            if self.rule.target_mu is None:
+                del parts["tau"]
         return parts | {name: parts[name].long() for name in COUNTS}
 
     def _views(self) -> dict[str, Tensor]:
-        steps_S, tau_R = self._split(self._state_S)
-        return {**state_views(steps_S)._asdict(), "tau": tau_R}
+        steps_S, tau_R, norms_R = self._split(self._state_S)
+        return {**state_views(steps_S)._asdict(), "tau": tau_R, "norms": norms_R}
 
-    def _split(self, state_S: Tensor) -> tuple[Tensor, Tensor]:
-        """What the operator moves, and the targets' weights."""
+    def _split(self, state_S: Tensor) -> Sequence[Tensor]:
+        """What the operator moves, the targets' weights, the running norms."""
         num_rows = len(self.objective.rows)
-        return state_S[:-num_rows], state_S[-num_rows:]
+        return torch.split(state_S, [len(state_S) - 2 * num_rows, num_rows, num_rows])
 
     def record(self) -> dict[str, Any]:
         """What weights.json says of them (docs/weights.md). Waits for the device."""
@@ -204,7 +213,7 @@ class DomainWeights:
         self._are_loaded = True
         for name, view in self._views().items():
             # Targets that stay, here or there, keep the weights that they have here.
-            if name != "tau" or (name in parts and self.rule.target_mu is not None):
+            if name in parts and (name != "tau" or self.rule.target_mu is not None):
                 view.copy_(parts[name])
 
     def move(
@@ -212,6 +221,7 @@ class DomainWeights:
         gram_RR: Tensor,
         *,
         full_RR: Tensor | None,
+        own_R: Tensor | None = None,
         seen: Collection[str],
         lr: float | Tensor,
         grad_scale: float | Tensor,
@@ -223,6 +233,7 @@ class DomainWeights:
             gram_RR: [R, R] inner products over the columns that enter W, of scaled gradients.
             full_RR: the same over all columns; None: not known (the rule then cuts no row), and
                 the combined gradient is left for the caller to cut.
+            own_R: [R] what stands for the diagonal of `gram_RR` in W; None: the diagonal itself.
             seen: names of the rows that have a gradient; the others have zeros.
             lr: eta of this step.
             grad_scale: what the losses were multiplied by.
@@ -235,12 +246,13 @@ class DomainWeights:
         rule = self.rule
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
-        assert full_RR is not None or rule.domain_max_grad_norm is None
+        assert full_RR is not None or not rule.cuts_rows
         # The weights follow the gradients: the model may have moved since they were made.
         self._state_S = self._state_S.to(gram_RR.device)
         self._are_loaded = False
         device = gram_RR.device
         low, high = rule.score.bounds or (-math.inf, math.inf)
+        max_norm = None if rule.score.has_common_scale else rule.domain_max_grad_norm
         settings = Settings(
             lr=lr,
             mu=rule.mu,
@@ -248,14 +260,27 @@ class DomainWeights:
             scale_by_mean_norm=rule.score.scale_by_mean_norm,
             low=low,
             high=high,
-            domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
+            domain_max_grad_norm=max_norm or math.inf,
             max_grad_norm=math.inf if full_RR is None else share * (rule.max_grad_norm or math.inf),
             smoothing=rule.smoothing,
         )
-        steps_S, tau_R = self._split(self._state_S)
+        steps_S, tau_R, norms_R = self._split(self._state_S)
         present_R = self._present_R.of([n in seen for n in self.objective.rows], device)
+        scaled = None
+        if rule.score.has_common_scale:
+            assert full_RR is not None
+            scaled = generalization.common_scale(
+                full_RR.diagonal().clamp(min=0).sqrt() / grad_scale,
+                norms_R,
+                present_R,
+                len(self.objective.domains),
+                state_views(steps_S).num_steps,
+            )
+            full_RR = scaled.cut(full_RR)
+            gram_RR = scaled.cut(gram_RR) / scaled.scale**2
+            own_R = None if own_R is None else own_R * (scaled.factors_R / scaled.scale) ** 2
         step: LastStep = reweight(
-            gram_RR,
+            gram_RR if own_R is None else gram_RR.diagonal_scatter(own_R),
             steps_S,
             full_RR=full_RR,
             tau_R=tau_R,
@@ -272,6 +297,14 @@ class DomainWeights:
             # A pace that is next to none overflows.
             stays = step.skipped | ~moved_R.isfinite().all()
             tau_R.copy_(torch.where(stays, tau_R, moved_R))
+        if own_R is not None:
+            cut_R = generalization.clip_factors(step.grad_norms, max_norm) / grad_scale
+            step = step._replace(gram=step.gram.diagonal_scatter(gram_RR.diagonal() * cut_R**2))
+        if scaled is not None:
+            norms_R.copy_(torch.where(step.skipped, norms_R, scaled.running_R))
+            step = step._replace(
+                coefficients=step.coefficients * scaled.factors_R, grad_norms=scaled.norms_R
+            )
         return step
 
     def set_mu(self, mu: float) -> None:

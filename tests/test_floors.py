@@ -39,6 +39,7 @@ FLOORS = [
     doge_fast.mixture.steering
     doge_fast.mixture.samplers doge_fast.mixture.state
     doge_fast.mixture.dataset
+    doge_fast.integrations.dealing
     doge_fast.integrations.domain_data
     doge_fast.integrations.causal_lm
     doge_fast.integrations.domain_trainer

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from doge_fast import scale
-from doge_fast.integrations.domain_data import Batch, checked_batch
+from doge_fast.integrations.dealing import Batch
+from doge_fast.integrations.domain_data import checked_batch
 from doge_fast.layers.batch import on_device
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from doge_fast.distributed.exchanges import num_processes
-from doge_fast.integrations import causal_lm, domain_data
-from doge_fast.integrations.domain_data import Part
+from doge_fast.integrations import causal_lm, dealing, domain_data
+from doge_fast.integrations.dealing import Deal, Part
 from doge_fast.sampling import pieces
 
 
@@ -36,6 +36,10 @@ class DomainTrainer(Trainer):
 
     def _draws_domains(self) -> bool:
         """Whether a step has some of the training domains only."""
+        raise NotImplementedError
+
+    def _in_halves(self) -> bool:
+        """Whether each training domain's batch is cut in two halves."""
         raise NotImplementedError
 
     def _left_out(self) -> set[str]:
@@ -87,8 +91,9 @@ class DomainTrainer(Trainer):
         return bool(self.is_fsdp_enabled)
 
     @property
-    def _deal(self) -> domain_data.Deal:
-        return domain_data.of_every_domain if self.cuts_model else pieces
+    def _deal(self) -> Deal:
+        deal: Deal = dealing.of_every_domain if self.cuts_model else pieces
+        return dealing.by_pairs(deal) if self._in_halves() else deal
 
     def prepare_shards(self, model: Any, *, is_last_domain: bool) -> None:
         """Have FSDP2 reduce the gradient of the next domain, also where micro-batches add up.
@@ -124,7 +129,7 @@ class DomainTrainer(Trainer):
                 {name: self._without_unused_columns(part) for name, part in dataset.items()}
             )
         left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
-        if self.cuts_model and left:
+        if left and (self.cuts_model or self._in_halves()):
             # Now, not after an epoch.
             self._deal({"the last batch of an epoch": left}, 0, num_ranks)
         # Which domains a step leaves out is not known yet when examples are read.
@@ -169,7 +174,7 @@ class DomainTrainer(Trainer):
         The targets are those of all ranks in the step, for domains that this rank has.
         """
         parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
-        self.shares = domain_data.shares(parts)
+        self.shares = dealing.shares(parts)
         if self.cuts_model:
             # FSDP2 takes the mean of the ranks, and the parts of a loss add up.
             self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
@@ -190,7 +195,7 @@ class DomainTrainer(Trainer):
         whole = domain_data.checked_batch(batch)
         taken = {name: domain for name, domain in whole.items() if name not in left_out}
         place = self.args.process_index, self.args.world_size
-        return domain_data.part_of(taken, *place, self._deal)
+        return dealing.part_of(taken, *place, self._deal)
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""

@@ -17,12 +17,14 @@ from transformers import Trainer
 
 from doge_fast.combining import factor_of
 from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
+from doge_fast.generalization import Score, score_of
 from doge_fast.integrations import causal_lm
-from doge_fast.integrations.domain_data import Batch, Part
+from doge_fast.integrations.dealing import Batch, Part, halves
 from doge_fast.integrations.domain_trainer import DomainTrainer
 from doge_fast.layers.batch import on_device
 from doge_fast.objective import Objective
 from doge_fast.optimizer import DoGEOptimizer
+from doge_fast.subset import has_halves
 
 Mode = Literal["auto", "sequential", "stacked"]
 
@@ -114,7 +116,7 @@ class DoGETrainer(DomainTrainer):
         domain_column: str = "domain",
         target: str | Sequence[str] | Mapping[str, float] = "universal",
         mu: float | None = None,
-        score: Literal["paper", "published"] = "paper",
+        score: Literal["paper", "published", "unbiased"] | Score = "paper",
         domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
         selection: Sequence[str] | None = None,
@@ -233,6 +235,14 @@ class DoGETrainer(DomainTrainer):
             return len(optimizer.domains_of_step) < len(optimizer.domains)
         return self._doge_options["domains_per_step"] is not None
 
+    def _in_halves(self) -> bool:
+        optimizer = self._doge or self.optimizer
+        if isinstance(optimizer, DoGEOptimizer):
+            return has_halves(optimizer.objective, optimizer.rule.score)
+        options = self._doge_options
+        objective = Objective.of(options["domains"], options["target"])
+        return has_halves(objective, score_of(options["score"]))
+
     def _left_out(self) -> set[str]:
         return set(self.doge.domains) - set(self.doge.domains_of_step)
 
@@ -306,10 +316,14 @@ class DoGETrainer(DomainTrainer):
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
         if self._is_to_be_stacked(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
+        in_halves = set(self.doge.domains) if self._in_halves() else ()
         losses: dict[str, Tensor] = {}
-        for name, batch in inputs.items():
-            self.prepare_shards(model, is_last_domain=len(losses) == len(inputs) - 1)
-            losses[name] = self._backward(model, name, part, batch, num_targets.get(name))
+        for place, (name, batch) in enumerate(inputs.items(), 1):
+            self.prepare_shards(model, is_last_domain=place == len(inputs))
+            whole = [(part, batch)]
+            for piece, its_batch in halves(part, name, batch) if name in in_halves else whole:
+                loss = self._backward(model, name, piece, its_batch, num_targets.get(name))
+                losses[name] = losses[name] + loss if name in losses else loss
         return losses
 
     def _steps_of_mean(self, part: Part, name: str) -> float:

@@ -14,11 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Segment(NamedTuple):
-    """The examples of one domain: `first` up to `last` of the batch, and its row of the buffer."""
+    """The examples of a row of the buffer: `first` up to `last` of the batch."""
 
     row: int
     first: int
     last: int
+    is_second: bool = False
+    """Whether it is the second half of the domain of the segment before."""
 
 
 class Run:

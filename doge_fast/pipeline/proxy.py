@@ -29,6 +29,7 @@ from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
 from doge_fast.reweighting import DomainWeights
+from doge_fast.subset import has_halves
 
 Target = str | dict[str, float]
 
@@ -100,6 +101,14 @@ class ProxyStage(Stage[ProxyConfig]):
         moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
         self.mu, self.rows = moved.rule.mu, moved.objective.rows
         self.target_mu = moved.rule.target_mu
+        in_halves = has_halves(moved.objective, moved.rule.score)
+        if in_halves and config.sequences_per_domain % 2:
+            raise ValueError(
+                f"the score {config.score!r} compares the halves of each domain's batch; give "
+                f"sequences_per_domain (--sequences-per-domain) an even number instead of "
+                f"{config.sequences_per_domain}."
+            )
+        self.num_gradients = len(self.rows) + in_halves * len(corpus.names)
         uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}

@@ -91,7 +91,7 @@ class TestBadArguments:
             ({"smoothing": "x"}, r"must be in \[0, 1\); got 'x'"),
             ({"smoothing": -0.1}, r"must be in \[0, 1\); got -0.1"),
             ({"smoothing": math.nan}, r"must be in \[0, 1\); got nan"),
-            ({"score": "best"}, "'paper', 'published' or a Score; got 'best'"),
+            ({"score": "best"}, "'paper', 'published', 'unbiased' or a Score; got 'best'"),
             ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, or None"),
             ({"max_grad_norm": "x"}, "max_grad_norm must be positive, or None .* got 'x'"),
             ({"max_grad_norm": True}, "max_grad_norm must be positive, or None .* got True"),

@@ -133,7 +133,8 @@ def test_bounds_need_room(bounds: tuple[float, float]) -> None:
 def test_scores_are_named_or_say_their_parts() -> None:
     assert (PAPER.name, PUBLISHED.name) == ("paper", "published")
     other = Score(bounds=(0.0, 1.0))
-    assert other.name == repr(other) == "Score(scale_by_mean_norm=False, bounds=(0.0, 1.0))"
+    assert other.name == repr(other)
+    assert "bounds=(0.0, 1.0)" in other.name
     assert generalization.score_of(other) is other
     assert generalization.score_of("published") is PUBLISHED
     for wrong in ("best", None):

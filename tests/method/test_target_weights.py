@@ -90,10 +90,10 @@ def test_a_pace_next_to_none_loses_no_weight() -> None:
 def test_a_skipped_step_moves_no_target() -> None:
     weights = DomainWeights.of([*"abc"], target="worst", mu=MU)
     move(weights, rows(3))
-    before = weights.snapshot()
+    before = weights.read("tau")
     move(weights, rows(3) * torch.inf)
     assert weights.state()["num_skipped"] == 1
-    assert torch.equal(weights.read("tau"), before[-3:])
+    assert torch.equal(weights.read("tau"), before)
 
 
 def test_a_step_that_is_taken_back_takes_the_targets_back() -> None:

@@ -63,6 +63,12 @@ def test_stored_gradients_count_too(
         learn_weights(replace(config, out=config.out / "other"))
 
 
+def test_halves_of_domains_are_counted(proxy: Callable[..., ProxyConfig]) -> None:
+    assert "gradients of 8 rows" in rehearse(ProxyStage(proxy(score="unbiased")))
+    target = proxy(score="unbiased", target=("verse",))
+    assert "gradients of 4 rows" in rehearse(ProxyStage(target))
+
+
 def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 100)
     parts = {"parameters": 60}

@@ -11,14 +11,17 @@ from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 
 
-def test_the_loop_with_the_papers_score_learns_what_the_library_does(
-    proxy: Callable[..., ProxyConfig],
+@pytest.mark.parametrize(
+    ("variant", "score"), [("paper", "paper"), ("common, unbiased", "unbiased")]
+)
+def test_the_loop_learns_what_the_library_does(
+    proxy: Callable[..., ProxyConfig], variant: str, score: str
 ) -> None:
-    config = proxy(mu=0.01)
+    config = proxy(mu=0.01, score=score)
     found = records.weights_by_name(records.read_weights(learn_weights(config).path))
     assert max(found.values()) - min(found.values()) > 1e-3
     # Both compute in float32, in another order.
-    assert learn(config, VARIANTS["paper"])["weights"] == pytest.approx(found, abs=1e-5)
+    assert learn(config, VARIANTS[variant])["weights"] == pytest.approx(found, abs=1e-5)
 
 
 def halves(seed: int = 0) -> np.ndarray:

@@ -152,9 +152,10 @@ class ProxyConfig(_Stage):
     target_mu: Positive | None = None
     """The weights of the targets move to those that improve least, more slowly for a larger number.
     None: they stay; for target worst 2 mu / (T + 1)."""
-    score: Literal["paper", "published"] = "paper"
+    score: Literal["paper", "published", "unbiased"] = "paper"
     """paper: the score W as in the paper. published: as in the published code, W over the mean norm
-    of the domains' gradients, clipped to [0, 5]."""
+    of the domains' gradients, clipped to [0, 5]. unbiased: W without the noise of a batch, all
+    gradients on one scale; towards all domains at once it keeps twice as many gradients."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may

@@ -270,7 +270,7 @@ def parts_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
         figure.legend(handles, words, loc="outside upper right", ncols=2, handlelength=1.2)
     axes.axvline(0, color=MUTED, linewidth=0.8)
     # W is their sum only where no other score replaced it.
-    if proxy.first.config["score"] == "paper":
+    if proxy.first.config["score"] != "published":
         _write_beside(axes, plot.column_texts(gain_K[order]))
         axes.text(1.02, 1.0, "W", transform=axes.transAxes, va="bottom", color=MUTED)
     plot.name_places(axes, [names[j] for j in order])
