@@ -78,7 +78,7 @@ class PlainStep:
 
     def __call__(self) -> None:
         """Run a step."""
-        if self.config.mode == "stacked":
+        if self.is_stacked:
             for batch in self.tokens.unbind(1):
                 self.learn(batch.flatten(0, 1), self.num_rows)
         else:
@@ -94,6 +94,11 @@ class PlainStep:
         return self.config.domains + self.config.targets
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether one pass is for all rows."""
+        return self.config.mode == "stacked"
+
+    @property
     def parameters(self) -> list[Tensor]:
         """Those that train."""
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -104,7 +109,7 @@ class PlainStep:
         with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
             # One mean per domain; all have as many sequences.
-            num_parts = self.num_rows if self.config.mode == "stacked" else 1
+            num_parts = self.num_rows if self.is_stacked else 1
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
@@ -128,13 +133,14 @@ class DogeStep(PlainStep):
             target={f"target {i}": 1.0 for i in range(config.targets)} or "universal",
             # Large: the weights stay near uniform, and the step costs the same.
             mu=1e6,
-            micro_batches=config.micro_batches,
+            score=config.score,
+            micro_batches=config.micro_batches * (1 if self.is_stacked else num_halves(config)),
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
 
     def __call__(self) -> None:
         """Run a step."""
-        if self.config.mode == "stacked":
+        if self.is_stacked:
             sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
             for batch in self.tokens.unbind(1):
                 with self.optimizer.stacked(self.model, sizes):
@@ -142,8 +148,9 @@ class DogeStep(PlainStep):
         else:
             for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
                 for batch in of_domain:
-                    with self.optimizer.domain(name):
-                        self.learn(batch)
+                    for half in batch.chunk(num_halves(self.config)):
+                        with self.optimizer.domain(name):
+                            self.learn(half, num_halves(self.config))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -156,8 +163,8 @@ class DogeStep(PlainStep):
         """
         rows = self.optimizer.buffer.num_bytes
         num_passes = len(self.tokens) * self.config.micro_batches
-        is_one_pass = self.config.mode == "stacked" or num_passes == 1
-        return rows + is_one_pass * rows // self.num_rows
+        is_one_pass = self.is_stacked or num_passes == 1
+        return rows + is_one_pass * rows // self.optimizer.buffer.num_rows
 
     def least_traffic(self) -> dict[str, Traffic]:
         """What each phase cannot avoid to move, activations left aside.
@@ -175,22 +182,28 @@ class DogeStep(PlainStep):
         state = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
         # Of the rows: written by each micro-batch, read again by those after the first.
         written, read_again = rows * num_micro, rows * (num_micro - 1)
-        if self.config.mode == "stacked":
+        if self.is_stacked:
             forward = once * num_micro
             backward, accumulate = Traffic(forward + read_again, written), Traffic(0, 0)
         else:
-            forward = once * num_micro * R
+            forward = once * num_micro * R * num_halves(self.config)
             backward, accumulate = Traffic(forward, forward), Traffic(forward + read_again, written)
-        square = 8 * R**2
+        # Those of the buffer, where a domain may have two halves.
+        F, square = self.optimizer.buffer.num_rows, 8 * R**2
         return {
             "forward": Traffic(forward, 0),
             "backward": backward,
             "accumulate": accumulate,
-            "gram": Traffic(rows, square),
+            "gram": Traffic(rows, 8 * F**2),
             "reweight": Traffic(2 * square, square),
-            "weighted_sum": Traffic(rows * self.config.domains // R, once),
+            "weighted_sum": Traffic(rows * (F - self.config.targets) // F, once),
             "inner_step": Traffic(2 * once + state, once + state),
         }
+
+
+def num_halves(config: ProfileConfig) -> int:
+    """Rows of a training domain."""
+    return 2 if config.score == "unbiased" and not config.targets else 1
 
 
 SIDES = {step.name: step for step in (PlainStep, DogeStep)}
@@ -266,7 +279,7 @@ def _check_memory(config: ProfileConfig, device: torch.device, num_parameters: i
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
     if config.optimizer == "sgd":
         del parts["AdamW"]
-    num_rows = config.domains + config.targets
+    num_rows = config.targets + config.domains * num_halves(config)
     dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
     rows = scale.rows_bytes(num_parameters, num_rows, dtype.itemsize)
     parts[f"gradients of {num_rows} rows"] = rows

@@ -34,6 +34,7 @@ from doge_fast.pipeline.profile_steps import (
     DogeStep,
     PlainStep,
     Traffic,
+    num_halves,
     peak_memory,
 )
 from doge_fast.tracing import observed
@@ -162,7 +163,7 @@ def _of_steps(config: ProfileConfig, device: torch.device) -> tuple[Profile, int
         versions=versions(),
         implementations={operator: chosen(device, operator) for operator in OPERATORS},
         num_parameters=sum(p.numel() for p in doge_step.parameters),
-        num_rows=doge_step.num_rows,
+        num_rows=doge_step.optimizer.buffer.num_rows,
         row_bytes=doge_step.optimizer.buffer.num_bytes,
         tokens=doge_step.tokens.numel(),
         plain_ms=ratio.baseline_ms,
@@ -255,6 +256,11 @@ def _check(config: ProfileConfig) -> None:
         raise ValueError(
             f"micro_batches must divide the sequences of a domain; got {config.sequences} "
             f"sequences in {config.micro_batches} micro-batches."
+        )
+    if config.sequences // config.micro_batches % num_halves(config):
+        raise ValueError(
+            "the unbiased score compares the halves of each micro-batch; got "
+            f"{config.sequences // config.micro_batches} sequences in one. Pass an even number."
         )
     if config.threads is not None and config.threads > MOST_THREADS:
         raise ValueError(f"threads must be at most {MOST_THREADS}; got {config.threads}.")
