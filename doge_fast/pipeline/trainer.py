@@ -291,12 +291,17 @@ class RecordedTrainer(Trainer, TrainerCallback):
         is_last = step >= state.max_steps
         self.lost.add(self.stage.is_lost(self))
         if too_many := self.lost.too_many(step):
-            self._end_as_lost(step, too_many)
+            self._add_line(step)
+            self._end_as_lost(self._lost_in_a_row(step, too_many))
         if step % config.log_every == 0 or is_last:
             self._add_line(step)
         every = config.training.eval_every
         if is_last or (every is not None and step % every == 0):
             self.record({"step": step, "kind": "eval", "loss": self.evaluate_domains()})
+            # At the end the stage looks at it.
+            if not is_last and (names := health.not_finite(self.held_out)):
+                told = health.domains_told(names)
+                self._end_as_lost(f"at step {step} the held-out loss of {told} is not finite")
             # Not part of what a step costs.
             self._last_line, self._last_step = time.monotonic(), step
         if control.should_save and (is_last or self.lost.in_a_row()):
@@ -323,19 +328,32 @@ class RecordedTrainer(Trainer, TrainerCallback):
         """No bar any more."""
         self.bar.close()
 
-    def _end_as_lost(self, step: int, number: int) -> None:
-        """Keep the line of this step, and raise `Diverged`; every rank does."""
-        self._add_line(step)
+    def _end_as_lost(self, what: str) -> None:
+        """Keep the lines up to here, and raise `Diverged`; every rank does."""
         self.flush()
         self.bar.close()
         # A launcher ends the others as soon as one has ended.
         self.accelerator.wait_for_everyone()
+        raise health.diverged(self.stage.out, what)
+
+    def _lost_in_a_row(self, step: int, number: int) -> str:
+        """How many steps were lost up to this one, and whose; else, of whose blocks."""
         names = self.stage.lost_domains(self)
         whose = f" of {health.domains_told(names)}" if names else ""
-        raise health.Diverged(
-            f"{self.stage.out} has diverged: up to step {step}, {number} steps in a row were lost, "
-            f"for the loss or the gradient{whose} is not finite. {health.WAY_OUT}"
+        told = (
+            f"up to step {step}, {number} steps in a row were lost, for the loss or the "
+            f"gradient{whose} is not finite"
         )
+        held = self.stage.batch_domains
+        first = step - self.lost.in_a_row() + 1
+        # Of a row that has ended since somebody looked, the first step is not known.
+        if names or not held(0) or first > step + 1 - number:
+            return told
+        told += f"; the first, step {first}, had a batch of {health.domains_told(held(first - 1))}"
+        if first > 1:
+            # Its weights are what the gradient of the step before has made of them.
+            told += f", after one of {health.domains_told(held(first - 2))}"
+        return told
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()
