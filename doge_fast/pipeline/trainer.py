@@ -39,6 +39,9 @@ from doge_fast.pipeline import health, progress, ranks, records
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
+# A second SIGTERM within this time is the first one again: torchrun passes on what a cluster has
+# sent to its processes too.
+ECHO_SECONDS = 5.0
 
 Value = TypeVar("Value")
 
@@ -89,7 +92,8 @@ class StopWhenTold(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._is_told = False
+        # When it came, by the clock that goes on.
+        self._told_at: float | None = None
         self._stopped_at: int | None = None
         # Of several ranks: what they heard in the step before, while it is on its way.
         self._heard: tuple[Any, torch.Tensor] | None = None
@@ -113,21 +117,23 @@ class StopWhenTold(TrainerCallback):
             raise failures.Terminated(
                 f"A checkpoint holds step {self._stopped_at}; the same command goes on from there."
             )
-        if self._is_told:
+        if self._told_at is not None:
             # It came too late to stop anything: the run is closed in a moment.
             _log.warning("SIGTERM has come after the last step; the run is completed.")
 
     def _hear(self, number: int, frame: object) -> None:
-        if self._is_told:
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
+        elif now - self._told_at > ECHO_SECONDS:
             # Somebody does not want to wait.
             raise failures.Terminated
-        self._is_told = True
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
     ) -> None:
         """Stop where this rank, or any of several, has heard of it."""
-        is_stopping = self._is_told if self._group is None else self._have_all_heard()
+        is_stopping = self._told_at is not None if self._group is None else self._have_all_heard()
         if is_stopping and state.global_step < state.max_steps:
             self._stopped_at = state.global_step
             control.should_save = control.should_training_stop = True
@@ -135,7 +141,7 @@ class StopWhenTold(TrainerCallback):
     def _have_all_heard(self) -> bool:
         """Whether a rank had heard by the step before this one; the same answer on every rank."""
         before = self._heard
-        told = torch.tensor([int(self._is_told)])
+        told = torch.tensor([int(self._told_at is not None)])
         self._heard = dist.all_reduce(told, group=self._group, async_op=True), told
         if before is None:
             return False
