@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from doge_fast import DoGEOptimizer, parameters
+from doge_fast import DoGEOptimizer, combining, parameters
 from tests.models import domain_tokens, tied_transformer
 
 DOMAINS = ("a", "b", "c")
@@ -673,6 +673,15 @@ class TestGradients:
             plain.zero_grad()
         for param, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(param, other, rtol=1e-9, atol=1e-12)
+
+    def test_the_factor_of_a_scaler_lies_on_the_device(self) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        factor = combining.scale_of(None, scaler, torch.device("cpu"))
+        assert isinstance(factor, Tensor)
+        assert factor == 256.0
+        far = combining.scale_of(None, torch.amp.GradScaler("cpu"), torch.device("meta"))
+        assert isinstance(far, Tensor)
+        assert far.device.type == "meta"
 
     def test_memory_is_rows_plus_one_gradient(self) -> None:
         model, optimizer = build(target="x")
