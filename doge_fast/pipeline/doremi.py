@@ -80,6 +80,8 @@ class DoReMiTrainer(RecordedTrainer):
             num_steps=torch.zeros((), dtype=torch.float64, device=device),
         )
         self.domain_losses = self.reference_losses = torch.full_like(self.sampling_K, math.nan)
+        # Whose losses were not finite in the first step in which any was.
+        self.is_lost_K = torch.zeros_like(self.sampling_K, dtype=torch.bool)
 
     def compute_loss(
         self,
@@ -112,6 +114,8 @@ class DoReMiTrainer(RecordedTrainer):
 
     def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
         num_domains = len(self.sampling_K)
+        is_lost_K = _not_finite(losses_BT + reference_BT, domain_ids_B, num_domains)
+        self.is_lost_K = torch.where(self.is_lost_K.any(), self.is_lost_K, is_lost_K)
         self.domain_losses = group_dro.domain_means(losses_BT, domain_ids_B, num_domains)
         self.reference_losses = group_dro.domain_means(reference_BT, domain_ids_B, num_domains)
         excess_K = group_dro.excess_losses(
@@ -179,6 +183,11 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
             "tokens": self.tokens(step),
         }
 
+    def lost_domains(self, trainer: "DoReMiTrainer") -> list[str]:
+        """Of the first step that was lost: it leaves no number in the weights of the model."""
+        found = zip(self.corpus.names, trainer.is_lost_K.tolist(), strict=True)
+        return [name for name, is_lost in found if is_lost]
+
     def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
         """Weights that have collapsed; the excess has no limit."""
         return health.warnings_of(line, mu=1.0, high=math.inf) if "excess" in line else {}
@@ -199,6 +208,13 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
             reference=self.reference_record,
         )
         super().end(trainer)
+
+
+def _not_finite(losses_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Tensor:
+    """[K] whether an example of the domain has a loss that is not finite; waits for nothing."""
+    ids_K1 = torch.arange(num_domains, device=domain_ids_B.device).unsqueeze(1)
+    is_lost_B = ~losses_BT.isfinite().all(1)
+    return ((domain_ids_B == ids_K1) & is_lost_B).any(1)
 
 
 def _reference_weights(run: Path, corpus: Corpus) -> dict[str, float]:

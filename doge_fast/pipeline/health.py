@@ -6,6 +6,7 @@ numbers looks like one that learned nothing.
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ WAY_OUT = (
 
 class Diverged(RuntimeError):
     """The training computes no numbers any more, and its result would mean nothing."""
+
+
+def diverged(run: Path, what: str) -> Diverged:
+    """The error of a run that has lost its numbers, and what shows it."""
+    return Diverged(f"{run} has diverged: {what}. {WAY_OUT}")
 
 
 class LostSteps:

@@ -100,6 +100,14 @@ class Stage(Generic[Config]):
         """Domains whose loss or gradient is not finite in this step, where that is known."""
         return []
 
+    def batch_domains(self, step: int) -> list[str]:
+        """Domains of which the batch of a step (0 is the first) has blocks, where it may lack some.
+
+        Raises:
+            ValueError: `step` < 0.
+        """
+        return []
+
     def num_lost(self, trainer: Any) -> int:
         """Steps of the whole run that moved nothing."""
         return 0
@@ -117,7 +125,7 @@ class Stage(Generic[Config]):
             what = f"{lost} of its {steps} steps were lost, for a gradient is not finite in them"
         else:
             return
-        raise health.Diverged(f"{self.out} has diverged: {what}. {health.WAY_OUT}")
+        raise health.diverged(self.out, what)
 
     def is_finished(self) -> bool:
         """Whether the run in the directory came to its end; looks at what it left.
@@ -210,6 +218,11 @@ class MixtureStage(Stage[Mixed]):
         num_blocks = {name: len(self.corpus.train[name]) for name in self.corpus.names}
         seed = self.config.training.seed
         return BlockSampler(seed, self.weights, self.config.batch_size, num_blocks)
+
+    def batch_domains(self, step: int) -> list[str]:
+        """As the mixture rounds them."""
+        (counts_K,) = self._mixture.counts(np.array([step]))
+        return [name for name, count in zip(self.corpus.names, counts_K, strict=True) if count]
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As the mixture rounds them."""

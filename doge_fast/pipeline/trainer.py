@@ -39,6 +39,9 @@ from doge_fast.pipeline import health, progress, ranks, records
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
+# A second SIGTERM within this time is the first one again: torchrun passes on what a cluster has
+# sent to its processes too.
+ECHO_SECONDS = 5.0
 
 Value = TypeVar("Value")
 
@@ -89,7 +92,8 @@ class StopWhenTold(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._is_told = False
+        # When it came, by the clock that goes on.
+        self._told_at: float | None = None
         self._stopped_at: int | None = None
         # Of several ranks: what they heard in the step before, while it is on its way.
         self._heard: tuple[Any, torch.Tensor] | None = None
@@ -113,21 +117,23 @@ class StopWhenTold(TrainerCallback):
             raise failures.Terminated(
                 f"A checkpoint holds step {self._stopped_at}; the same command goes on from there."
             )
-        if self._is_told:
+        if self._told_at is not None:
             # It came too late to stop anything: the run is closed in a moment.
             _log.warning("SIGTERM has come after the last step; the run is completed.")
 
     def _hear(self, number: int, frame: object) -> None:
-        if self._is_told:
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
+        elif now - self._told_at > ECHO_SECONDS:
             # Somebody does not want to wait.
             raise failures.Terminated
-        self._is_told = True
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
     ) -> None:
         """Stop where this rank, or any of several, has heard of it."""
-        is_stopping = self._is_told if self._group is None else self._have_all_heard()
+        is_stopping = self._told_at is not None if self._group is None else self._have_all_heard()
         if is_stopping and state.global_step < state.max_steps:
             self._stopped_at = state.global_step
             control.should_save = control.should_training_stop = True
@@ -135,7 +141,7 @@ class StopWhenTold(TrainerCallback):
     def _have_all_heard(self) -> bool:
         """Whether a rank had heard by the step before this one; the same answer on every rank."""
         before = self._heard
-        told = torch.tensor([int(self._is_told)])
+        told = torch.tensor([int(self._told_at is not None)])
         self._heard = dist.all_reduce(told, group=self._group, async_op=True), told
         if before is None:
             return False
@@ -291,12 +297,17 @@ class RecordedTrainer(Trainer, TrainerCallback):
         is_last = step >= state.max_steps
         self.lost.add(self.stage.is_lost(self))
         if too_many := self.lost.too_many(step):
-            self._end_as_lost(step, too_many)
+            self._add_line(step)
+            self._end_as_lost(self._lost_in_a_row(step, too_many))
         if step % config.log_every == 0 or is_last:
             self._add_line(step)
         every = config.training.eval_every
         if is_last or (every is not None and step % every == 0):
             self.record({"step": step, "kind": "eval", "loss": self.evaluate_domains()})
+            # At the end the stage looks at it.
+            if not is_last and (names := health.not_finite(self.held_out)):
+                told = health.domains_told(names)
+                self._end_as_lost(f"at step {step} the held-out loss of {told} is not finite")
             # Not part of what a step costs.
             self._last_line, self._last_step = time.monotonic(), step
         if control.should_save and (is_last or self.lost.in_a_row()):
@@ -323,19 +334,32 @@ class RecordedTrainer(Trainer, TrainerCallback):
         """No bar any more."""
         self.bar.close()
 
-    def _end_as_lost(self, step: int, number: int) -> None:
-        """Keep the line of this step, and raise `Diverged`; every rank does."""
-        self._add_line(step)
+    def _end_as_lost(self, what: str) -> None:
+        """Keep the lines up to here, and raise `Diverged`; every rank does."""
         self.flush()
         self.bar.close()
         # A launcher ends the others as soon as one has ended.
         self.accelerator.wait_for_everyone()
+        raise health.diverged(self.stage.out, what)
+
+    def _lost_in_a_row(self, step: int, number: int) -> str:
+        """How many steps were lost up to this one, and whose; else, of whose blocks."""
         names = self.stage.lost_domains(self)
         whose = f" of {health.domains_told(names)}" if names else ""
-        raise health.Diverged(
-            f"{self.stage.out} has diverged: up to step {step}, {number} steps in a row were lost, "
-            f"for the loss or the gradient{whose} is not finite. {health.WAY_OUT}"
+        told = (
+            f"up to step {step}, {number} steps in a row were lost, for the loss or the "
+            f"gradient{whose} is not finite"
         )
+        held = self.stage.batch_domains
+        first = step - self.lost.in_a_row() + 1
+        # Of a row that has ended since somebody looked, the first step is not known.
+        if names or not held(0) or first > step + 1 - number:
+            return told
+        told += f"; the first, step {first}, had a batch of {health.domains_told(held(first - 1))}"
+        if first > 1:
+            # Its weights are what the gradient of the step before has made of them.
+            told += f", after one of {health.domains_told(held(first - 2))}"
+        return told
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()

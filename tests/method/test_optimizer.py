@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from doge_fast import DoGEOptimizer, parameters
+from doge_fast import DoGEOptimizer, combining, parameters
 from tests.models import domain_tokens, tied_transformer
 
 DOMAINS = ("a", "b", "c")
@@ -584,16 +584,24 @@ class TestGradients:
         norm_b = torch.cat([e.flatten() for e in expected]).norm()
         torch.testing.assert_close(optimizer.last.grad_norms[1], norm_b, rtol=1e-12, atol=0)
 
-    def test_grad_scale_changes_nothing_but_the_factor_in_p_grad(self) -> None:
-        grads, alphas = [], []
+    @pytest.mark.parametrize("is_selected", [False, True])
+    def test_grad_scale_changes_nothing_but_the_factor_in_p_grad(self, is_selected: bool) -> None:
+        """With a selection the norm that is cut is taken from the combined gradient."""
+        grads, alphas, norms = [], [], []
         for scale in (1.0, 1024.0):
-            model, optimizer = build(max_grad_norm=0.1, micro_batches=None)
+            model = tied_transformer()
+            selection = [next(model.parameters())] if is_selected else None
+            model, optimizer = build(
+                model, max_grad_norm=0.1, micro_batches=None, selection=selection
+            )
             for row, name in enumerate(DOMAINS):
                 with optimizer.domain(name):
                     (model(domain_tokens(row, 0)) * scale).backward()
             optimizer.combine(grad_scale=scale)
             grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]) / scale)
             alphas.append(optimizer.alpha)
+            norms.append(optimizer.last.combined_norm)
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-15)
         torch.testing.assert_close(alphas[0], alphas[1], rtol=1e-12, atol=0)
 
@@ -665,6 +673,15 @@ class TestGradients:
             plain.zero_grad()
         for param, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(param, other, rtol=1e-9, atol=1e-12)
+
+    def test_the_factor_of_a_scaler_lies_on_the_device(self) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        factor = combining.scale_of(None, scaler, torch.device("cpu"))
+        assert isinstance(factor, Tensor)
+        assert factor == 256.0
+        far = combining.scale_of(None, torch.amp.GradScaler("cpu"), torch.device("meta"))
+        assert isinstance(far, Tensor)
+        assert far.device.type == "meta"
 
     def test_memory_is_rows_plus_one_gradient(self) -> None:
         model, optimizer = build(target="x")

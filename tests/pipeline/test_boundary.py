@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from doge_fast import cli, failures
-from doge_fast.pipeline import named, records
+from doge_fast.pipeline import named, records, trainer
 from doge_fast.pipeline.config import BaseConfig, ExperimentConfig, ProxyConfig
 from doge_fast.pipeline.experiments.runner import run_experiment
 from tests.pipeline.stages import assert_same_run, words_of, write_weights
@@ -302,6 +303,24 @@ def test_sigterm_leaves_a_checkpoint_and_loses_nothing(
     assert not (config.out / "model").exists()
     ended(start(config))
     assert_same_run(config.out, whole.out)
+
+
+def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    before = signal.signal(signal.SIGTERM, failures.raise_terminated)
+    try:
+        with trainer.StopWhenTold().watching():
+            for clock[0] in (100.0, 100.1, 100.0 + trainer.ECHO_SECONDS):
+                signal.raise_signal(signal.SIGTERM)
+            clock[0] += 0.1
+            with pytest.raises(failures.Terminated):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is failures.raise_terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_before_a_training_ends_as_ctrl_c_does(

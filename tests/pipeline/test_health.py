@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from doge_fast import cli
+from doge_fast import cli, group_dro
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import health, records, training
 from doge_fast.pipeline.base import train_base
@@ -23,13 +23,14 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     SelectConfig,
 )
-from doge_fast.pipeline.doremi import learn_by_excess_loss
+from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.health import Diverged, LostSteps, warnings_of
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.selection import measure_cancellation
+from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, words_of
 from tests.pipeline.written_runs import write_proxy
 
@@ -72,23 +73,25 @@ def run_of(stage: str, configured: Callable[..., Callable[..., Any]]) -> tuple[A
 
 @pytest.mark.parametrize("stage", ["proxy", "base", "doremi", "select"])
 @pytest.mark.parametrize(
-    ("max_skipped_steps", "last_step", "why"),
+    ("max_skipped_steps", "eval_every", "last_step", "why"),
     [
         # The first step is one of the warm-up, at a rate of zero; the second one ends it.
-        (3, 5, "up to step 5, 3 steps in a row were lost, for the loss or the gradient"),
-        (20, 8, "the held-out loss of code, prose, table and verse is not finite"),
+        (3, None, 5, "up to step 5, 3 steps in a row were lost, for the loss or the gradient"),
+        (20, None, 8, "the held-out loss of code, prose, table and verse is not finite"),
+        (20, 6, 6, "at step 6 the held-out loss of code, prose, table and verse is not finite"),
     ],
-    ids=["in a row", "at the end"],
+    ids=["in a row", "at the end", "on the way"],
 )
 def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
     configured: Callable[..., Callable[..., Any]],
     stage: str,
     max_skipped_steps: int,
+    eval_every: int | None,
     last_step: int,
     why: str,
 ) -> None:
     call, config = run_of(stage, configured)
-    patience = replace(config.training, max_skipped_steps=max_skipped_steps)
+    patience = replace(config.training, max_skipped_steps=max_skipped_steps, eval_every=eval_every)
     with pytest.raises(Diverged) as error:
         call(replace(config, training=patience, log_every=1))
     said = str(error.value)
@@ -137,6 +140,83 @@ def test_the_domain_is_named_and_a_second_try_ends_alike(
     # Patience is no other run.
     with pytest.raises(Diverged, match="up to step 13, 8 steps in a row"):
         learn_weights(proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=8))
+
+
+def test_a_held_out_loss_that_is_lost_on_the_way_ends_the_run_and_a_second_try_alike(
+    proxy: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one domain, while every step still moves the model."""
+    measure = RecordedTrainer.evaluate_domains
+
+    def lost(self: RecordedTrainer) -> dict[str, float]:
+        is_lost = self.state.global_step >= 6
+        measure(self)["verse"] *= math.inf if is_lost else 1.0
+        return self.held_out
+
+    monkeypatch.setattr(RecordedTrainer, "evaluate_domains", lost)
+    config = proxy(steps=12, save_every=2, eval_every=3, log_every=4)
+    for _ in range(2):
+        with pytest.raises(Diverged, match="at step 6 the held-out loss of verse is not finite"):
+            learn_weights(config)
+        # None of the step that shows it, from which the run would go on.
+        found = sorted(each.name for each in (config.out / "checkpoints").glob("checkpoint-*"))
+        assert found == ["checkpoint-2", "checkpoint-4"]
+        lines = [(line["kind"], line["step"]) for line in records.read_metrics(config.out)]
+        assert lines == [("train", 0), ("eval", 3), ("train", 4), ("eval", 6)]
+        assert not (config.out / "weights.json").exists()
+
+
+@pytest.mark.parametrize("first_lost", [1, 6])
+def test_a_run_on_mixed_batches_names_those_that_it_was_lost_in(
+    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch, first_lost: int
+) -> None:
+    compute = RecordedTrainer.compute_loss
+
+    def infinite(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
+        is_lost = self.state.global_step + 1 == first_lost
+        return compute(self, *args, **kwargs) * (math.inf if is_lost else 1.0)
+
+    monkeypatch.setattr(RecordedTrainer, "compute_loss", infinite)
+    config = base(steps=40, batch_size=3, save_every=2, max_skipped_steps=5)
+    with pytest.raises(Diverged) as error:
+        train_base(config)
+    drawn = [line["tokens"] for line in records.read_metrics(config.out, kind="train")]
+    drawn.insert(0, dict.fromkeys(NAMES, 0))
+
+    def held(step: int) -> str:
+        found = [name for name in NAMES if drawn[step][name] > drawn[step - 1][name]]
+        assert len(found) == 3
+        return health.domains_told(found)
+
+    told = f"is not finite; the first, step {first_lost}, had a batch of {held(first_lost)}"
+    told += f", after one of {held(first_lost - 1)}. " if first_lost > 1 else ". "
+    assert f"{told}Its records are kept" in str(error.value)
+
+
+def test_a_run_by_excess_loss_names_the_domain(
+    configured: Callable[..., Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the first step that was lost, whose gradient leaves no number in the model."""
+    compute, measure = DoReMiTrainer.compute_loss, group_dro.token_losses
+    poisoned = []
+
+    def told(self: DoReMiTrainer, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        is_verse = inputs["domain_ids"] == NAMES.index("verse")
+        poisoned[:] = [is_verse & (self.state.global_step + 1 >= 6)]
+        return compute(self, model, inputs, *args, **kwargs)
+
+    def infinite(*args: Any) -> torch.Tensor:
+        return measure(*args) * torch.where(poisoned[0], math.inf, 1.0).unsqueeze(1)
+
+    reference = train_base(configured(BaseConfig, batch_size=8)("reference")).path
+    monkeypatch.setattr(DoReMiTrainer, "compute_loss", told)
+    monkeypatch.setattr(group_dro, "token_losses", infinite)
+    config = configured(
+        DoReMiConfig, batch_size=8, reference=reference, steps=40, max_skipped_steps=5
+    )()
+    expected = "up to step 10, 5 steps in a row were lost, .* the gradient of verse is not finite. "
+    with pytest.raises(Diverged, match=expected):
+        learn_by_excess_loss(config)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.trainer import RecordedTrainer
-from tests.pipeline.stages import words_of
+from tests.pipeline.stages import assert_same_run, words_of
 from tests.ranks import Ranks, as_launched
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -242,6 +242,12 @@ def torchrun(num_ranks: int, *words: str) -> subprocess.Popen[str]:
     )
 
 
+def wait_for(found: Callable[[], Any], running: subprocess.Popen[str]) -> None:
+    while not found():
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.1)
+
+
 @EXHAUSTIVE
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("verb", ["proxy", "base"])
@@ -257,10 +263,8 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_run_goes_on(
     words = [verb, *words_of(config), *own[verb]]
     running = torchrun(2, *words)
     checkpoints = config.out / "checkpoints"
-    while not list(checkpoints.glob("checkpoint-*")):
-        assert running.poll() is None, running.communicate()
-        time.sleep(0.1)
-    os.kill(second_rank_of(running.pid), signal.SIGKILL)
+    wait_for(lambda: list(checkpoints.glob("checkpoint-*")), running)
+    os.kill(ranks_of(running.pid)[1], signal.SIGKILL)
     printed, said = running.communicate(timeout=120)
     assert running.returncode != 0
     assert printed == ""
@@ -282,17 +286,53 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_run_goes_on(
     assert steps[-1] == 120
 
 
-def second_rank_of(launcher: int) -> int:
-    """Process id of rank 1."""
+@EXHAUSTIVE
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_told_twice", [False, True], ids=["torchrun", "and its ranks"])
+def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(
+    ranks: Ranks, settings: dict[str, Any], tmp_path: Path, is_told_twice: bool
+) -> None:
+    """torchrun passes on what it is sent; a cluster may send it to every process."""
+    settings["training"] = replace(settings["training"], steps=60)
+    stage, whole = stage_of("proxy", settings, tmp_path / "whole")
+    config = replace(whole, out=tmp_path / "ranks")
+
+    ranks.run(2, on_a_rank, stage, whole)
+    words = ["proxy", *words_of(config), "--sequences-per-domain", "3"]
+    running = torchrun(2, *words)
+    metrics = config.out / records.METRICS
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, running)
+    # The ranks first: torchrun would end before a signal of ours.
+    for each in [*(ranks_of(running.pid).values() if is_told_twice else ()), running.pid]:
+        os.kill(each, signal.SIGTERM)
+    _, said = running.communicate(timeout=200)
+    assert running.returncode != 0
+    assert said.count("Ended by SIGTERM. A checkpoint holds step") == 2, said
+    assert not (config.out / "model").exists()
+    (left,) = (config.out / "checkpoints").glob("checkpoint-*")
+    first = records.step_of(left)
+    assert 0 < first < 60
+    again = torchrun(2, *words)
+    _, said = again.communicate(timeout=200)
+    assert again.returncode == 0, said
+    assert f"resuming at step {first} of 60" in said
+    assert_same_run(config.out, whole.out)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """{rank: process id}."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            variables = (folder / "environ").read_bytes().split(b"\0")
+            variables = dict(
+                each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0")
+            )
         except (OSError, IndexError):
             continue
-        if parent == launcher and b"RANK=1" in variables:
-            return int(folder.name)
-    raise AssertionError("rank 1 has ended already")
+        if parent == launcher and b"RANK" in variables:
+            found[int(variables[b"RANK"])] = int(folder.name)
+    return found
 
 
 # What is refused, before anything is written.
