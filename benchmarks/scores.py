@@ -5,19 +5,27 @@
     python -m benchmarks.evidence unpack benchmarks/results/evidence-regret.json regret
     python -m benchmarks.scores judge scores.json --swarm regret
 
-`learn` trains the proxy of a run for all domains at once again, for every score and seed, in a
-plain loop: every domain's batch in two halves, one gradient each, all inner products in float32,
-everything K x K in NumPy and float64.
+    python -m benchmarks.evidence unpack benchmarks/results/evidence-wiki40b.json wiki40b
+    python -m benchmarks.scores learn wiki40b/runs/proxy-for-{ca,nl}-seed0 --only paper common \
+        --out scores-wiki40b.json
+    python -m benchmarks.scores weights scores-wiki40b.json
+
+`learn` trains the proxies of runs again, for every score and seed, in a plain loop: every row's
+batch in two halves, one gradient each, all inner products in float32, everything R x R in NumPy and
+float64.
 So nothing of a score has to be in an operator before it is known to be worth it, and the loop with
 the paper's score checks the library: its weights are those of the run.
 
-`judge` asks the regression over a swarm of base models what base models would come to at these
-weights, and whether what a score says of a domain is what the swarm says that it is worth.
+`weights` shows what was learned. `judge` asks the regression over a swarm of base models what base
+models would come to at these weights, and whether what a score says of a domain is what the swarm
+says that it is worth.
 """
 
 import argparse
+import itertools
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +36,17 @@ from scipy import stats
 from scipy.special import softmax
 from transformers import Trainer, set_seed
 
+from doge_fast.objective import WORST, Objective
 from doge_fast.pipeline import records, swarm, training
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
-from doge_fast.pipeline.domains import load_corpus, proxy_batch
+from doge_fast.pipeline.domains import load_corpus, mix_sampler, proxy_batch
 from doge_fast.pipeline.model import build_model
+from doge_fast.pipeline.proxy import parse_target
 from doge_fast.pipeline.reporting.regret import against, swarm_of, worth_of
 from doge_fast.pipeline.reporting.runs import open_runs
-from doge_fast.pipeline.reporting.statistics import change_text
-from doge_fast.pipeline.reporting.wording import as_ascii
+from doge_fast.pipeline.reporting.statistics import change_text, stat_of
+from doge_fast.pipeline.reporting.wording import as_ascii, weight_text
 from doge_fast.pipeline.tables import PIPE_WIDTH, Table, table_of, text
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -58,8 +68,8 @@ class Variant:
     """A score: what becomes of the inner products of a step before their rows are summed."""
 
     is_common: bool = False
-    """All rows are divided by the mean of the domains' running norms, and a row is cut to twice its
-    own; False: every row is cut to the run's `domain_max_grad_norm`."""
+    """All rows are divided by the mean of the training domains' running norms, and a row is cut to
+    twice its own; False: every row is cut to the run's `domain_max_grad_norm`."""
     is_unbiased: bool = False
     """||g_j||^2 is the inner product of the gradients of the batch's two halves, which do not share
     their noise; False: that of the whole batch with itself."""
@@ -83,48 +93,52 @@ VARIANTS = {
 class Score:
     """A variant and what it remembers."""
 
-    def __init__(self, variant: Variant, max_norm: float) -> None:
+    def __init__(self, variant: Variant, max_norm: float, objective: Objective) -> None:
         self.variant = variant
         self.max_norm = max_norm
-        self._norms_K: Floats | None = None
-        self._gram_KK: Floats | None = None
+        self.number = len(objective.domains)
+        self.tau_R = np.array(objective.tau)
+        self._norms_R: Floats | None = None
+        self._gram_RR: Floats | None = None
         self._step = 0
 
     def of(self, halves_HH: Floats) -> tuple[Floats, Floats, Floats]:
-        """(W, the difficulty in it, cut factors of the rows), [K] each.
+        """(W, the difficulty in it, cut factors of the training rows), [K] each.
 
         Args:
-            halves_HH: [2 K, 2 K] inner products, the halves of a domain side by side.
+            halves_HH: [2 R, 2 R] inner products, the halves of a row side by side; the training
+                domains first, then what is measured only.
         """
         self._step += 1
-        number = len(halves_HH) // 2
-        of_pairs = halves_HH.reshape(number, 2, number, 2)
-        gram_KK = of_pairs.mean((1, 3))
-        norms_K = np.sqrt(gram_KK.diagonal())
-        factors_K, scale = self._factors(norms_K)
+        rows, own = len(self.tau_R), slice(self.number)
+        of_pairs = halves_HH.reshape(rows, 2, rows, 2)
+        gram_RR = of_pairs.mean((1, 3))
+        norms_R = np.sqrt(gram_RR.diagonal())
+        factors_R, scale = self._factors(norms_R)
         if self.variant.is_unbiased:
-            np.fill_diagonal(gram_KK, of_pairs[range(number), 0, range(number), 1])
+            np.fill_diagonal(gram_RR, of_pairs[range(rows), 0, range(rows), 1])
         if not self.variant.has_difficulty:
-            np.fill_diagonal(gram_KK, 0.0)
-        gram_KK = self._remembered(gram_KK * np.outer(factors_K, factors_K) / scale**2)
-        return gram_KK.sum(1), gram_KK.diagonal().copy(), factors_K
+            np.fill_diagonal(gram_RR, 0.0)
+        gram_RR = self._remembered(gram_RR * np.outer(factors_R, factors_R) / scale**2)
+        difficulty_R = self.tau_R * gram_RR.diagonal()
+        return (gram_RR @ self.tau_R)[own], difficulty_R[own], factors_R[own]
 
-    def _factors(self, norms_K: Floats) -> tuple[Floats, float]:
+    def _factors(self, norms_R: Floats) -> tuple[Floats, float]:
         if not self.variant.is_common:
-            return np.minimum(1, self.max_norm / (norms_K + _NORM_FLOOR)), 1.0
-        if self._norms_K is None:
-            self._norms_K = norms_K
-        factors_K = np.minimum(1, _SPIKE * self._norms_K / (norms_K + _NORM_FLOOR))
+            return np.minimum(1, self.max_norm / (norms_R + _NORM_FLOOR)), 1.0
+        if self._norms_R is None:
+            self._norms_R = norms_R
+        factors_R = np.minimum(1, _SPIKE * self._norms_R / (norms_R + _NORM_FLOOR))
         share = 1 / min(self._step, _NORM_MEMORY)
-        self._norms_K = self._norms_K + share * (factors_K * norms_K - self._norms_K)
-        return factors_K, float(self._norms_K.mean())
+        self._norms_R = self._norms_R + share * (factors_R * norms_R - self._norms_R)
+        return factors_R, float(self._norms_R[: self.number].mean())
 
-    def _remembered(self, gram_KK: Floats) -> Floats:
-        if self._gram_KK is None:
-            self._gram_KK = gram_KK
+    def _remembered(self, gram_RR: Floats) -> Floats:
+        if self._gram_RR is None:
+            self._gram_RR = gram_RR
         share = 1 / min(self._step, self.variant.memory)
-        self._gram_KK = self._gram_KK + share * (gram_KK - self._gram_KK)
-        return self._gram_KK
+        self._gram_RR = self._gram_RR + share * (gram_RR - self._gram_RR)
+        return self._gram_RR
 
 
 def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
@@ -134,7 +148,9 @@ def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
         {"weights": {domain: average}, "gain" and "difficulty": {domain: mean of each quarter}}.
     """
     told = config.training
-    corpus = load_corpus(config.corpus)
+    corpus = load_corpus(config.corpus, targets=config.targets)
+    objective = Objective.of(corpus.names, parse_target(config.target))
+    assert objective.named != WORST, "the weights of the targets stay in the loop"
     set_seed(told.seed)
     model = build_model(config.model, corpus.tokenizer, block_size=corpus.block_size)
     trainer = Trainer(model=model, args=training.training_arguments(told, config.out))
@@ -143,17 +159,18 @@ def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
     assert optimizer is not None
     assert scheduler is not None
     assert config.mu is not None
-    assert config.target == ("universal",), "every row of the loop is a target"
     parameters = [each for each in model.parameters() if each.requires_grad]
     number, size = len(corpus.names), config.sequences_per_domain
-    rows_HN = torch.empty(2 * number, sum(each.numel() for each in parameters))
-    score = Score(variant, config.domain_max_grad_norm or np.inf)
+    mix = mix_sampler(corpus, size=size, seed=told.seed)
+    num_halves = 2 * len(objective.rows)
+    rows_HN = torch.empty(num_halves, sum(each.numel() for each in parameters))
+    score = Score(variant, config.domain_max_grad_norm or np.inf, objective)
     logs_K, sum_K = np.zeros(number), np.zeros(number)
     seen: list[tuple[Floats, Floats]] = []
     set_seed(told.seed)
     for step in range(told.steps):
-        batch = proxy_batch(corpus, step, size=size, seed=told.seed, mix=None)
-        for row_N, half in zip(rows_HN, _halves(batch, corpus.names), strict=True):
+        batch = proxy_batch(corpus, step, size=size, seed=told.seed, mix=mix)
+        for row_N, half in zip(rows_HN, _halves(batch, objective.rows), strict=True):
             model.zero_grad()
             model(**half).loss.backward()
             torch.cat([each.grad.flatten() for each in parameters], out=row_N)
@@ -167,7 +184,7 @@ def learn(config: ProxyConfig, variant: Variant) -> dict[str, Any]:
         start = 0
         for each in parameters:
             columns = rows_HN[:, start : start + each.numel()]
-            each.grad = (coefficients_H @ columns).view_as(each)
+            each.grad = (coefficients_H @ columns[: 2 * number]).view_as(each)
             start += each.numel()
         torch.nn.utils.clip_grad_norm_(parameters, told.max_grad_norm)
         optimizer.step()
@@ -189,20 +206,44 @@ def _halves(batch: Any, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor
             yield {key: rows[part] for key, rows in batch[name].items()}
 
 
-def _learn_all(run: Path, out: Path, seeds: Sequence[int], names: Sequence[str]) -> None:
-    config = filled(ProxyConfig(out), read_file(run / records.CONFIG, "proxy"))
+def _learn_all(runs: Sequence[Path], out: Path, seeds: Sequence[int], names: Sequence[str]) -> None:
     learned = records.read_json(out)["learned"] if out.exists() else []
-    for seed in seeds:
-        for name in names:
-            if any((each["score"], each["seed"]) == (name, seed) for each in learned):
-                continue
-            began = time.monotonic()
-            told = replace(config, training=replace(config.training, seed=seed))
-            found = learn(told, VARIANTS[name])
-            learned.append({"score": name, "seed": seed, **found})
-            records.write_json(out, {"benchmark": "scores", "learned": learned})
-            weights = ", ".join(f"{each} {w:.4f}" for each, w in found["weights"].items())
-            print(f"{name}, seed {seed}: {weights} ({time.monotonic() - began:.0f} s)", flush=True)
+    known = {(each["proxy"], each["score"], each["seed"]) for each in learned}
+    for seed, run, name in itertools.product(seeds, runs, names):
+        proxy = re.sub(r"-seed\d+$", "", run.name)
+        if (proxy, name, seed) in known:
+            continue
+        began = time.monotonic()
+        config = filled(ProxyConfig(out), read_file(run / records.CONFIG, "proxy"))
+        told = replace(config, training=replace(config.training, seed=seed))
+        found = learn(told, VARIANTS[name])
+        learned.append({"proxy": proxy, "score": name, "seed": seed, **found})
+        records.write_json(out, {"benchmark": "scores", "learned": learned})
+        weights = ", ".join(f"{each} {w:.4f}" for each, w in found["weights"].items())
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"{proxy}, {name}, seed {seed}: {weights} ({took})", flush=True)
+
+
+def shown(file: Path) -> str:
+    """A table for each proxy: its weights by every score, with standard errors over seeds.
+
+    Args:
+        file: what `learn` left.
+    """
+    found: dict[str, Learned] = {}
+    for each in records.read_json(file)["learned"]:
+        found.setdefault(each["proxy"], {}).setdefault(each["score"], []).append(each)
+    return _told(_learned_table(proxy, learned) for proxy, learned in found.items())
+
+
+def _learned_table(proxy: str, found: Learned) -> Table:
+    first, *_ = (each for seeds in found.values() for each in seeds)
+    lines = []
+    for name in first["weights"]:
+        weights = (stat_of(each["weights"][name] for each in seeds) for seeds in found.values())
+        lines.append([name, *(weight_text(each) for each in weights)])
+    lines.append(["seeds", *(str(len(seeds)) for seeds in found.values())])
+    return table_of(["domain", *found], lines, title=f"Weights of {proxy}")
 
 
 def judged(file: Path, experiment: Path) -> str:
@@ -224,6 +265,10 @@ def judged(file: Path, experiment: Path) -> str:
         _ranks_table(found, regression),
         *_agreement_tables(found, regression.swarm.names),
     )
+    return _told(tables)
+
+
+def _told(tables: Iterable[Table]) -> str:
     told = (f"{table.title}\n\n{text(table, width=PIPE_WIDTH).rstrip()}" for table in tables)
     return as_ascii("\n\n".join(told))
 
@@ -275,22 +320,24 @@ def _of_quarters(seeds: Sequence[dict[str, Any]], what: str, names: Sequence[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Learn, or judge."""
+    """Learn, show what was learned, or judge it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     learner = verbs.add_parser("learn")
-    learner.add_argument("run", type=Path, help="directory of a proxy run")
+    learner.add_argument("runs", type=Path, nargs="+", help="directories of proxy runs")
     learner.add_argument("--out", type=Path, required=True, help="JSON; what it has is kept")
     learner.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     learner.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    shower = verbs.add_parser("weights")
+    shower.add_argument("file", type=Path, help="what learn left")
     judge = verbs.add_parser("judge")
     judge.add_argument("file", type=Path, help="what learn left")
     judge.add_argument("--swarm", type=Path, required=True, help="an experiment regret")
     args = parser.parse_args(arguments)
-    if args.verb == "judge":
-        print(judged(args.file, args.swarm))
+    if args.verb == "learn":
+        _learn_all(args.runs, args.out, args.seeds, args.only)
     else:
-        _learn_all(args.run, args.out, args.seeds, args.only)
+        print(shown(args.file) if args.verb == "weights" else judged(args.file, args.swarm))
     return 0
 
 

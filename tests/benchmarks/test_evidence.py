@@ -57,6 +57,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             record = json.loads(file.read_text(encoding="utf-8"))
             found[file.stem] = terminal_table([evidence.unpack(record, folder / file.stem)])
         found["scores"] = scores.judged(RESULTS / "scores.json", folder / "evidence-regret")
+        for file in sorted(RESULTS.glob("scores-*.json")):
+            found[file.stem] = scores.shown(file)
     return found
 
 
