@@ -40,7 +40,7 @@ class Score:
             and cut each to twice its own, in the place of `domain_max_grad_norm`.
 
     Raises:
-        ValueError: bounds that are not low < high.
+        ValueError: bounds that are not low < high; or unbiased over the mean norm.
     """
 
     scale_by_mean_norm: bool = False
@@ -49,9 +49,14 @@ class Score:
     has_common_scale: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse bounds that leave nothing between them."""
+        """Refuse bounds that leave nothing between them, and a scale that is all noise."""
         if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"score bounds must be low < high; got {self.bounds}.")
+        if self.is_unbiased and self.scale_by_mean_norm:
+            raise ValueError(
+                "a score cannot both be is_unbiased and scale_by_mean_norm, since norms hold the "
+                "noise of a batch. Pass has_common_scale=True for a scale that changes slowly."
+            )
 
     @property
     def name(self) -> str:

@@ -282,7 +282,8 @@ class DomainWeights:
         step: LastStep = reweight(
             gram_RR if own_R is None else gram_RR.diagonal_scatter(own_R),
             steps_S,
-            full_RR=full_RR,
+            # What stands for a square in W may be negative, and is no square of a norm.
+            full_RR=gram_RR if full_RR is None else full_RR,
             tau_R=tau_R,
             present_R=present_R,
             settings_C=self._settings_C.of(settings, device),
