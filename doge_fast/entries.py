@@ -8,7 +8,7 @@ combined.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,17 +38,6 @@ def check_count(name: str, count: float) -> None:
     """Refuse what cannot weigh a domain's gradient."""
     if not simplex.is_number(count) or not 0 < count < float("inf"):
         raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
-
-
-class _Row(NamedTuple):
-    """What a row of the buffer has got in this step."""
-
-    weight: float
-    """What it weighs in the mean over ranks."""
-    times: int
-
-
-_NO_ROW = _Row(0.0, 0)
 
 
 class Entries:
@@ -96,8 +85,12 @@ class Entries:
         # With the default group and the kind of parameters that it was settled for.
         self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
-        # By row, in the order of the rows of the buffer; a domain in halves has two.
-        self._rows: dict[str, _Row] = {}
+        # By domain: what its rows weigh in the mean over ranks. Halves weigh alike, or their sum
+        # would not be the mean of the ranks' gradients.
+        self._counts: dict[str, float] = {}
+        # By row, how often it was filled; in the order of the rows of the buffer. A domain in
+        # halves has two.
+        self._rows: dict[str, int] = {}
         self.seen: frozenset[str] = frozenset()
         """The domains that have a gradient on some rank, as last agreed on."""
 
@@ -174,10 +167,10 @@ class Entries:
         return min(self._subset.halves_of(name), key=self._times_of)
 
     def _times_of(self, half: str) -> int:
-        return self._rows.get(half, _NO_ROW).times
+        return self._rows.get(half, 0)
 
     def _row_of(self, half: str, count: float) -> int:
-        self._rows.setdefault(half, _NO_ROW)
+        self._rows.setdefault(half, 0)
         if not self.exchange.has_own_rows:
             row, num_params = self._subset.slot_of(half), len(self._trained.params)
             self.exchange.enter(row, count, self._subset.slots, num_params)
@@ -195,10 +188,9 @@ class Entries:
         self._times.update(counts.keys())
         for name, count in counts.items():
             halves = self._subset.halves_of(name)
-            filled = halves if is_whole else (self._next_half(name),)
-            for half in filled:
-                row = self._rows[half]
-                self._rows[half] = _Row(row.weight + count / len(filled), row.times + 1)
+            self._counts[name] = self._counts.get(name, 0.0) + count
+            for half in halves if is_whole else (self._next_half(name),):
+                self._rows[half] += 1
             if self._times[name] == self.micro_batches:
                 for half in filter(self._rows.__contains__, halves):
                     self._send(half, self._trained.params)
@@ -215,6 +207,7 @@ class Entries:
         if self._exchange is not None:
             self._exchange[1].forget()
         self._times.clear()
+        self._counts.clear()
         self._rows.clear()
 
     # What is refused.
@@ -284,14 +277,13 @@ class Entries:
                 # Later, where domains are missing, this rank would raise alone.
                 raise RuntimeError(DROPPED + WAY_ON)
             self._refuse_one_half()
-            for half, row in self._rows.items():
-                if row.weight:
+            for half, times in self._rows.items():
+                if times:
                     self._send(half, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
             settings = {**settings, **self._settings(params)}
-        counts = {half: row.weight for half, row in self._rows.items()}
-        report = Report(counts, params, dtypes, settings)
+        report = Report(self._weights_of_rows(), params, dtypes, settings)
         agreement = self.exchange.agree(self._subset.slots, report)
         halves_of, here = self._subset.halves_of, agreement.seen
         self.seen = frozenset(
@@ -299,6 +291,12 @@ class Entries:
         )
         self._refuse_missing(is_dropped=is_dropped)
         return agreement.dtypes
+
+    def _weights_of_rows(self) -> dict[str, float]:
+        """What each row weighs in the mean over ranks; 0 for one that was begun and not left."""
+        halves_of, names = self._subset.halves_of, self._subset.rows
+        domain_of = {half: name for name in names for half in halves_of(name)}
+        return {half: self._counts.get(domain_of[half], 0.0) for half in self._rows}
 
     def _settings(self, params: Sequence[Tensor]) -> dict[str, object]:
         """What must be the same on all ranks, by the name that a message gives it."""
