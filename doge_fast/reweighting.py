@@ -167,8 +167,8 @@ class DomainWeights:
         parts = {name: view.clone() for name, view in self._views().items()}
         if not self.rule.score.has_common_scale:
             del parts["norms"]
-            if self.rule.target_mu is None:
-                del parts["tau"]
+        if self.rule.target_mu is None:
+            del parts["tau"]
         return parts | {name: parts[name].long() for name in COUNTS}
 
     def _views(self) -> dict[str, Tensor]:
@@ -215,6 +215,9 @@ class DomainWeights:
             # Targets that stay, here or there, keep the weights that they have here.
             if name in parts and (name != "tau" or self.rule.target_mu is not None):
                 view.copy_(parts[name])
+            elif name == "norms":
+                # Of a run that did not keep them: those from before are not its own.
+                view.zero_()
 
     def move(
         self,

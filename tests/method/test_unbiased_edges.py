@@ -1,8 +1,11 @@
 """An unbiased score where its parts meet other options."""
 
+import copy
+
 import pytest
 import torch
 
+from doge_fast import checkpoint
 from doge_fast.generalization import Score
 from tests.method.test_unbiased_score import (
     NAMES,
@@ -38,3 +41,42 @@ def test_a_negative_difficulty_is_no_overflow() -> None:
 def test_an_unbiased_score_has_no_mean_norm() -> None:
     with pytest.raises(ValueError, match="cannot both be is_unbiased and scale_by_mean_norm"):
         Score(is_unbiased=True, scale_by_mean_norm=True)
+
+
+def test_a_domain_named_like_a_half_is_refused() -> None:
+    model = model_of()
+    names = ["a", "a, second half"]
+    with pytest.raises(ValueError, match="would name the second half of another domain's batch"):
+        optimizer_of(model, domains=names)
+    optimizer_of(model, domains=names, score="paper")
+    optimizer_of(model, domains=names, target="x")
+
+
+def test_a_state_without_norms_leaves_none() -> None:
+    """What a run has measured before it loads another's state is not that one's."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    run_by_halves(optimizer, model, 3)
+    optimizer.step()
+    optimizer.zero_grad()
+    paper = optimizer_of(model_of(), score="paper", micro_batches=1)
+    optimizer.load_state_dict(paper.state_dict())
+    assert not optimizer.doge.state_dict()["norms"].any()
+
+
+@pytest.mark.parametrize("form", ["whole", "groups"])
+@pytest.mark.parametrize("target_mu", [None, 0.5])
+def test_targets_that_stayed_are_not_loaded(form: str, target_mu: float | None) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, target={"a": 1.0, "b": 3.0}, target_mu=target_mu)
+    run_by_halves(optimizer, model, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    if form == "groups":
+        del saved[checkpoint.KEY]
+    worst = optimizer_of(model_of(), target="worst")
+    worst.load_state_dict(saved)
+    expected = [1.0] * 3 if target_mu is None else optimizer.tau.tolist()
+    assert worst.tau.tolist() == expected
+    norms_R = optimizer.doge.state_dict()["norms"]
+    assert torch.equal(worst.doge.state_dict()["norms"], norms_R)
