@@ -1,12 +1,16 @@
 """An unbiased score where its parts meet other options."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from doge_fast import checkpoint
+from doge_fast import DoGEOptimizer, checkpoint
 from doge_fast.generalization import Score
+from doge_fast.losses import linear_domain_losses
 from tests.method.test_unbiased_score import (
     NAMES,
     TO_ROUNDING,
@@ -80,3 +84,42 @@ def test_targets_that_stayed_are_not_loaded(form: str, target_mu: float | None) 
     assert worst.tau.tolist() == expected
     norms_R = optimizer.doge.state_dict()["norms"]
     assert torch.equal(worst.doge.state_dict()["norms"], norms_R)
+
+
+@pytest.mark.parametrize("names_in_halves", [["weight"], ["bias"]], ids=str)
+@pytest.mark.parametrize("target", ["universal", {"a": 1.0, "x": 0.5}], ids=str)
+def test_a_head_may_belong_to_two_passes_of_which_one_has_halves(
+    names_in_halves: list[str], target: Any
+) -> None:
+    """Of both a target that is measured has one row, and the loss is that of the domains."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)).double()
+    tokens_BL, sizes = torch.randint(7, (8, 6)), {"a": 2, "x": 2, "b": 4}
+    if target == "universal":
+        sizes = {"a": 2, "b": 6}
+    params = dict(model[1].named_parameters())
+    halved = [params.pop(name) for name in names_in_halves]
+    options: dict[str, Any] = {"domains": ["a", "b"], "target": target, "mu": 1.0}
+    options["domain_max_grad_norm"] = None
+    unbiased, paper = (
+        DoGEOptimizer(torch.optim.SGD(each, lr=0.1), score=score, **options)
+        for each, score in ((halved, Score(is_unbiased=True)), ([*params.values()], "paper"))
+    )
+    with unbiased.stacked(model, sizes), paper.stacked(model, sizes):
+        hidden, head = model[0](tokens_BL), model[1]
+        losses = linear_domain_losses(
+            hidden, head.weight, tokens_BL, sizes, bias_V=head.bias, chunk_tokens=4
+        )
+        losses.sum().backward()
+    rows = dict(zip(sizes, tokens_BL.split(list(sizes.values())), strict=True))
+
+    def loss_of(name: str) -> torch.Tensor:
+        logits = model(rows[name])[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), rows[name][:, 1:].flatten())
+
+    torch.testing.assert_close(losses, torch.stack([*map(loss_of, sizes)]), **TO_ROUNDING)
+    for optimizer, its in ((unbiased, halved), (paper, [*params.values()])):
+        grads = [torch.autograd.grad(loss_of(name), its) for name in optimizer.rows]
+        rows_RN = torch.stack([torch.cat([each.flatten() for each in parts]) for parts in grads])
+        assert optimizer.last is not None
+        torch.testing.assert_close(optimizer.last.gram, rows_RN @ rows_RN.T, **TO_ROUNDING)
