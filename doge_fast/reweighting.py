@@ -346,11 +346,13 @@ class DomainWeights:
         if num_effective >= least or is_expected or not is_for_all:
             return None
         largest = names[int(state.alpha.argmax())]
+        clip = f"domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is off, or "
+        if self.rule.score.has_common_scale:
+            clip = "or "
         return (
             f"the domain weights have collapsed: {num_effective:.2f} of {len(names)} domains are "
             f"in use after {int(state.num_steps)} steps, most of it {largest!r}. Pass a larger mu "
-            f"(it is {self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is "
-            "off, or smoothing=0.1."
+            f"(it is {self.rule.mu:g}), {clip}smoothing=0.1."
         )
 
     @property
