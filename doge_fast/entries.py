@@ -8,7 +8,7 @@ combined.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,17 @@ def check_count(name: str, count: float) -> None:
     """Refuse what cannot weigh a domain's gradient."""
     if not simplex.is_number(count) or not 0 < count < float("inf"):
         raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
+
+
+class _Row(NamedTuple):
+    """What a row of the buffer has got in this step."""
+
+    count: float
+    """What counts for its gradient, of all times."""
+    times: int
+
+
+_NO_ROW = _Row(0.0, 0)
 
 
 class Entries:
@@ -85,12 +96,8 @@ class Entries:
         # With the default group and the kind of parameters that it was settled for.
         self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
-        # By domain: what its rows weigh in the mean over ranks. Halves weigh alike, or their sum
-        # would not be the mean of the ranks' gradients.
-        self._counts: dict[str, float] = {}
-        # By row, how often it was filled; in the order of the rows of the buffer. A domain in
-        # halves has two.
-        self._rows: dict[str, int] = {}
+        # By row, in the order of the rows of the buffer; a domain in halves has two.
+        self._rows: dict[str, _Row] = {}
         self.seen: frozenset[str] = frozenset()
         """The domains that have a gradient on some rank, as last agreed on."""
 
@@ -167,10 +174,10 @@ class Entries:
         return min(self._subset.halves_of(name), key=self._times_of)
 
     def _times_of(self, half: str) -> int:
-        return self._rows.get(half, 0)
+        return self._rows.get(half, _NO_ROW).times
 
     def _row_of(self, half: str, count: float) -> int:
-        self._rows.setdefault(half, 0)
+        self._rows.setdefault(half, _NO_ROW)
         if not self.exchange.has_own_rows:
             row, num_params = self._subset.slot_of(half), len(self._trained.params)
             self.exchange.enter(row, count, self._subset.slots, num_params)
@@ -188,9 +195,10 @@ class Entries:
         self._times.update(counts.keys())
         for name, count in counts.items():
             halves = self._subset.halves_of(name)
-            self._counts[name] = self._counts.get(name, 0.0) + count
-            for half in halves if is_whole else (self._next_half(name),):
-                self._rows[half] += 1
+            filled = halves if is_whole else (self._next_half(name),)
+            for half in filled:
+                row = self._rows[half]
+                self._rows[half] = _Row(row.count + count / len(filled), row.times + 1)
             if self._times[name] == self.micro_batches:
                 for half in filter(self._rows.__contains__, halves):
                     self._send(half, self._trained.params)
@@ -207,7 +215,6 @@ class Entries:
         if self._exchange is not None:
             self._exchange[1].forget()
         self._times.clear()
-        self._counts.clear()
         self._rows.clear()
 
     # What is refused.
@@ -277,8 +284,8 @@ class Entries:
                 # Later, where domains are missing, this rank would raise alone.
                 raise RuntimeError(DROPPED + WAY_ON)
             self._refuse_one_half()
-            for half, times in self._rows.items():
-                if times:
+            for half, row in self._rows.items():
+                if row.times:
                     self._send(half, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
@@ -293,10 +300,15 @@ class Entries:
         return agreement.dtypes
 
     def _weights_of_rows(self) -> dict[str, float]:
-        """What each row weighs in the mean over ranks; 0 for one that was begun and not left."""
-        halves_of, names = self._subset.halves_of, self._subset.rows
-        domain_of = {half: name for name in names for half in halves_of(name)}
-        return {half: self._counts.get(domain_of[half], 0.0) for half in self._rows}
+        """What each row weighs in the mean over ranks; 0 for one that was begun and not left.
+
+        Halves weigh alike, or their sum would not be the mean of the ranks' gradients.
+        """
+        weights: dict[str, float] = {}
+        for halves in map(self._subset.halves_of, self._subset.rows):
+            count = sum((self._rows.get(half, _NO_ROW).count for half in halves), 0.0)
+            weights |= dict.fromkeys(halves, count)
+        return {half: weights[half] for half in self._rows}
 
     def _settings(self, params: Sequence[Tensor]) -> dict[str, object]:
         """What must be the same on all ranks, by the name that a message gives it."""
