@@ -43,8 +43,8 @@ def check_count(name: str, count: float) -> None:
 class _Row(NamedTuple):
     """What a row of the buffer has got in this step."""
 
-    count: float
-    """What counts for its gradient, of all times."""
+    weight: float
+    """Counts of what was added to it."""
     times: int
 
 
@@ -198,7 +198,7 @@ class Entries:
             filled = halves if is_whole else (self._next_half(name),)
             for half in filled:
                 row = self._rows[half]
-                self._rows[half] = _Row(row.count + count / len(filled), row.times + 1)
+                self._rows[half] = _Row(row.weight + count / len(filled), row.times + 1)
             if self._times[name] == self.micro_batches:
                 for half in filter(self._rows.__contains__, halves):
                     self._send(half, self._trained.params)
@@ -306,7 +306,7 @@ class Entries:
         """
         weights: dict[str, float] = {}
         for halves in map(self._subset.halves_of, self._subset.rows):
-            count = sum((self._rows.get(half, _NO_ROW).count for half in halves), 0.0)
+            count = sum((self._rows.get(half, _NO_ROW).weight for half in halves), 0.0)
             weights |= dict.fromkeys(halves, count)
         return {half: weights[half] for half in self._rows}
 
