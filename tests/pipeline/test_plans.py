@@ -190,6 +190,10 @@ def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
             "ood needs a domain",
         ),
         ({"name": "curriculum", "base": {"steps": 1}}, "curriculum needs runs of 2 steps"),
+        (
+            {"name": "universal", "proxy": {"score": "unbiased", "sequences_per_domain": 3}},
+            "proxy.sequences_per_domain must be even",
+        ),
     ],
 )
 def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:
