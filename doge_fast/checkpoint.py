@@ -4,8 +4,8 @@ As a dict of tensors and names it stands under a key of its own in the optimizer
 torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
 `param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
 floats: version, fingerprint of the names, number of the draw, the parts one after another, mu; the
-weights of the targets stand before mu, where they move, and so do the running norms of a score with
-a common scale.
+weights of the targets stand before mu, where they move, and after them the running norms of a score
+with a common scale, behind zeros where the weights of the targets stay.
 Where both are there the dict is read: its parts are named, and people may edit it.
 
 The groups of a living optimizer hold an empty tuple in that place. It has to be there, since a
@@ -35,8 +35,7 @@ VERSION = 2
 # version, fingerprint, draws
 _HEAD = 3
 _COUNTS = ("num_steps", "num_skipped")
-# The targets' weights and the running norms, [R] each. Either is there where it moves, and the
-# first with the second.
+# The targets' weights and the running norms, [R] each, where they move.
 _TAU, _NORMS = "tau", "norms"
 
 
@@ -105,9 +104,10 @@ def named(
 
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
     """The tuple of what `named` gave; [6 + 3 K (+ R or 2 R)] floats. Waits for the device."""
-    names = _names(state)
+    if _NORMS in state and _TAU not in state:
+        state = {**state, _TAU: torch.zeros_like(state[_NORMS])}
     # One vector, so that the device is waited for once.
-    values_S = torch.cat([state[name].double().view(-1) for name in names])
+    values_S = torch.cat([state[name].double().view(-1) for name in _names(state)])
     head = (state["version"], fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
@@ -136,6 +136,9 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
         )
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
     parts = dict(zip(names, pieces, strict=True))
+    if _NORMS in parts and not parts[_TAU].any():
+        # They stay, and have their place in the tuple alone.
+        del parts[_TAU]
     counts = {name: parts[name].long().view(()) for name in _COUNTS}
     return named(parts | counts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
 

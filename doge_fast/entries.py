@@ -44,7 +44,7 @@ class _Row(NamedTuple):
     """What a row of the buffer has got in this step."""
 
     weight: float
-    """What it weighs in the mean over ranks."""
+    """Counts of what was added to it."""
     times: int
 
 
@@ -285,13 +285,12 @@ class Entries:
                 raise RuntimeError(DROPPED + WAY_ON)
             self._refuse_one_half()
             for half, row in self._rows.items():
-                if row.weight:
+                if row.times:
                     self._send(half, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
             settings = {**settings, **self._settings(params)}
-        counts = {half: row.weight for half, row in self._rows.items()}
-        report = Report(counts, params, dtypes, settings)
+        report = Report(self._weights_of_rows(), params, dtypes, settings)
         agreement = self.exchange.agree(self._subset.slots, report)
         halves_of, here = self._subset.halves_of, agreement.seen
         self.seen = frozenset(
@@ -299,6 +298,17 @@ class Entries:
         )
         self._refuse_missing(is_dropped=is_dropped)
         return agreement.dtypes
+
+    def _weights_of_rows(self) -> dict[str, float]:
+        """What each row weighs in the mean over ranks; 0 for one that was begun and not left.
+
+        Halves weigh alike, or their sum would not be the mean of the ranks' gradients.
+        """
+        weights: dict[str, float] = {}
+        for halves in map(self._subset.halves_of, self._subset.rows):
+            count = sum((self._rows.get(half, _NO_ROW).weight for half in halves), 0.0)
+            weights |= dict.fromkeys(halves, count)
+        return {half: weights[half] for half in self._rows}
 
     def _settings(self, params: Sequence[Tensor]) -> dict[str, object]:
         """What must be the same on all ranks, by the name that a message gives it."""

@@ -14,9 +14,9 @@ from torch import Tensor
 # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by.
 NORM_FLOOR = 1e-6
 
-# Of a common scale: steps that a running norm looks back, and the multiple of it that rows are cut
-# to.
+# Steps over which a running norm is a mean.
 NORM_MEMORY = 20
+# Rows are cut to this multiple of their running norm.
 SPIKE = 2.0
 
 
@@ -33,14 +33,15 @@ class Score:
             linear, not quadratic, in the scale of the gradients.
         bounds: cut the score to [low, high]. Follows the published code, whose bounds are
             (0, 5): anti-aligned domains count as orthogonal ones. None: not cut.
-        is_unbiased: ||g_j||^2 in W_j is the inner product of the gradients of the two halves of
-            domain j's batch, which do not share their noise. Each training domain that is a target
-            then has two rows, and comes in an even number of micro-batches or examples.
-        has_common_scale: divide all gradients by the mean of the training domains' running norms,
-            and cut each to twice its own, in the place of `domain_max_grad_norm`.
+        is_unbiased: in the place of ||g_j||^2 in W_j is 4 < a_j , b_j >, with the gradients of the
+            two halves of domain j's batch, which do not share their noise. Where a training domain
+            is a target, all of them have two rows, and come in an even number of micro-batches or
+            examples.
+        has_common_scale: cut each gradient to twice its running norm, in the place of
+            `domain_max_grad_norm`, and divide all by the mean running norm of the training domains.
 
     Raises:
-        ValueError: bounds that are not low < high.
+        ValueError: bounds that are not low < high; or unbiased over the mean norm.
     """
 
     scale_by_mean_norm: bool = False
@@ -49,9 +50,14 @@ class Score:
     has_common_scale: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse bounds that leave nothing between them."""
+        """Refuse bounds that leave nothing between them, and a scale that is all noise."""
         if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"score bounds must be low < high; got {self.bounds}.")
+        if self.is_unbiased and self.scale_by_mean_norm:
+            raise ValueError(
+                "a score cannot both be is_unbiased and scale_by_mean_norm, since norms hold the "
+                "noise of a batch. Pass has_common_scale=True for a scale that changes slowly."
+            )
 
     @property
     def name(self) -> str:
@@ -146,7 +152,7 @@ def clip_factors(norms_R: Tensor, max_norm: float | Tensor | None) -> Tensor:
 
 
 class CommonScale(NamedTuple):
-    """How the rows of a step stand to the run's norms."""
+    """What the rows of a step are cut by, and the scale that they are divided by."""
 
     norms_R: Tensor
     """[R] ||g_r||."""
@@ -165,13 +171,13 @@ class CommonScale(NamedTuple):
 def common_scale(
     norms_R: Tensor, running_R: Tensor, present_R: Tensor, num_domains: int, num_steps: Tensor
 ) -> CommonScale:
-    """One scale for all rows of a step, which keeps what their norms are to each other.
+    """One scale for all rows of a step: it keeps the ratios of their norms.
 
     s_r  = min(1, 2 m_r / (||g_r|| + 1e-6))
     m'_r = m_r + (s_r ||g_r|| - m_r) / min(t, 20)
-    c    = mean of m' over the training domains
+    c    = mean of m' over the training domains that have had a gradient
 
-    A row's first gradient is its running norm. An absent row keeps its own.
+    The norm of a row's first gradient is its first running norm. An absent row keeps its own.
 
     Args:
         norms_R: [R] ||g_r||.

@@ -167,8 +167,8 @@ class DomainWeights:
         parts = {name: view.clone() for name, view in self._views().items()}
         if not self.rule.score.has_common_scale:
             del parts["norms"]
-            if self.rule.target_mu is None:
-                del parts["tau"]
+        if self.rule.target_mu is None:
+            del parts["tau"]
         return parts | {name: parts[name].long() for name in COUNTS}
 
     def _views(self) -> dict[str, Tensor]:
@@ -215,6 +215,9 @@ class DomainWeights:
             # Targets that stay, here or there, keep the weights that they have here.
             if name in parts and (name != "tau" or self.rule.target_mu is not None):
                 view.copy_(parts[name])
+            elif name == "norms":
+                # Of a run that did not keep them: those from before are not its own.
+                view.zero_()
 
     def move(
         self,
@@ -282,7 +285,8 @@ class DomainWeights:
         step: LastStep = reweight(
             gram_RR if own_R is None else gram_RR.diagonal_scatter(own_R),
             steps_S,
-            full_RR=full_RR,
+            # What stands for a square in W may be negative, and is no square of a norm.
+            full_RR=gram_RR if full_RR is None else full_RR,
             tau_R=tau_R,
             present_R=present_R,
             settings_C=self._settings_C.of(settings, device),
@@ -342,11 +346,13 @@ class DomainWeights:
         if num_effective >= least or is_expected or not is_for_all:
             return None
         largest = names[int(state.alpha.argmax())]
+        clip = f"domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is off, or "
+        if self.rule.score.has_common_scale:
+            clip = "or "
         return (
             f"the domain weights have collapsed: {num_effective:.2f} of {len(names)} domains are "
             f"in use after {int(state.num_steps)} steps, most of it {largest!r}. Pass a larger mu "
-            f"(it is {self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is "
-            "off, or smoothing=0.1."
+            f"(it is {self.rule.mu:g}), {clip}smoothing=0.1."
         )
 
     @property

@@ -91,6 +91,12 @@ class Subset:
             raise ValueError(f"seed must be an integer, at least 0; got {seed!r}.")
         tau_K = objective.tau[: len(objective.domains)]
         in_halves = has_halves(objective, score)
+        seconds = map(_SECOND.format, objective.domains)
+        if in_halves and (taken := [name for name in seconds if name in objective.rows]):
+            raise ValueError(
+                f"{taken} would name the second half of another domain's batch, which a score that "
+                "is_unbiased keeps apart. Give these domains or targets another name."
+            )
         if num_domains is None or num_domains == len(objective.domains):
             return cls(objective, None, seed, in_halves=in_halves)
         least = 2 if any(tau_K) else 1
@@ -118,6 +124,7 @@ class Subset:
         self.rows: tuple[str, ...] = names + self._objective.measured
         halves = [half for name in names for half in self.halves_of(name)]
         self.slots: tuple[str, ...] = (*halves, *self._objective.measured)
+        """Names of the buffer's rows."""
         self._slots = {name: slot for slot, name in enumerate(self.slots)}
 
     @property

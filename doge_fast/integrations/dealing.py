@@ -47,24 +47,28 @@ def of_every_domain(sizes: Mapping[str, int], rank: int, num_ranks: int) -> dict
     Raises:
         ValueError: a domain has fewer examples than there are ranks.
     """
-    few = {name: size for name, size in sizes.items() if size < num_ranks}
-    if few:
-        raise ValueError(
-            f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} examples. Give "
-            f"each domain at least {num_ranks} in a step, and pass "
-            "TrainingArguments(dataloader_drop_last=True) where only the last one has fewer."
-        )
+    _refuse_few(sizes, num_ranks)
     return {
         name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
         for name, size in sizes.items()
     }
 
 
-def by_pairs(deal: Deal) -> Deal:
-    """Likewise, with an even number of examples of each domain for every rank.
+def _refuse_few(sizes: Mapping[str, int], num_ranks: int, least: int = 1) -> None:
+    """Raise ValueError if a domain has fewer than `least` examples for each rank."""
+    needed = least * num_ranks
+    if few := {name: size for name, size in sizes.items() if size < needed}:
+        raise ValueError(
+            f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} examples. Give "
+            f"each domain at least {needed} in a step, and pass "
+            "TrainingArguments(dataloader_drop_last=True) where only the last one has fewer."
+        )
 
-    Raises:
-        ValueError: of the deal that is made, a domain has an odd number of examples.
+
+def by_pairs(deal: Deal) -> Deal:
+    """The same deal of pairs of examples, so that every rank can cut what it has in halves.
+
+    What is returned raises ValueError where a domain has an odd number of examples.
     """
 
     def dealt(sizes: Mapping[str, int], rank: int, num_ranks: int) -> dict[str, tuple[int, int]]:
@@ -75,6 +79,9 @@ def by_pairs(deal: Deal) -> Deal:
                 "per_device_train_batch_size, and TrainingArguments(dataloader_drop_last=True) "
                 "where the last batch has fewer."
             )
+        if deal is of_every_domain:
+            # Before it would count pairs.
+            _refuse_few(sizes, num_ranks, least=2)
         pairs = deal({name: size // 2 for name, size in sizes.items()}, rank, num_ranks)
         return {name: (2 * first, 2 * last) for name, (first, last) in pairs.items()}
 
@@ -116,8 +123,9 @@ def _cut(name: str, batch: Batch, first: int, last: int) -> Batch:
     lengths = _lengths(batch)
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            "a finished batch is cut along its first axis where several ranks share a domain; in "
-            f"that of {name!r} the axes are {lengths}. Give every entry the examples as first axis."
+            "a finished batch is cut along its first axis where several ranks share a domain, or "
+            f"a score compares its halves; in that of {name!r} the axes are {lengths}. Give every "
+            "entry the examples as first axis."
         )
     return {key: rows[first:last] for key, rows in batch.items()}
 

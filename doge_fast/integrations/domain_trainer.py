@@ -95,16 +95,20 @@ class DomainTrainer(Trainer):
         deal: Deal = dealing.of_every_domain if self.cuts_model else pieces
         return dealing.by_pairs(deal) if self._in_halves() else deal
 
-    def prepare_shards(self, model: Any, *, is_last_domain: bool) -> None:
-        """Have FSDP2 reduce the gradient of the next domain, also where micro-batches add up.
+    def prepare_shards(self, model: Any, *, is_last: bool) -> None:
+        """Have FSDP2 reduce the gradient of the next pass, also where micro-batches add up.
 
-        Parameters that it keeps after a forward pass stay until the step's last domain.
+        Parameters that it keeps after a forward pass stay until the step's last pass.
+
+        Args:
+            model: in shards.
+            is_last: whether it is the last pass of the micro-batch.
         """
         if not self.cuts_model:
             return
         model.set_requires_gradient_sync(True)
         if not self.accelerator.state.fsdp_plugin.reshard_after_forward:
-            model.set_reshard_after_backward(is_last_domain and self.accelerator.sync_gradients)
+            model.set_reshard_after_backward(is_last and self.accelerator.sync_gradients)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of batches `{domain: batch}`; the class says what `train_dataset` may be."""

@@ -317,13 +317,16 @@ class DoGETrainer(DomainTrainer):
         if self._is_to_be_stacked(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
         in_halves = set(self.doge.domains) if self._in_halves() else ()
+        pieces = [
+            (name, *piece)
+            for name, batch in inputs.items()
+            for piece in (halves(part, name, batch) if name in in_halves else [(part, batch)])
+        ]
         losses: dict[str, Tensor] = {}
-        for place, (name, batch) in enumerate(inputs.items(), 1):
-            self.prepare_shards(model, is_last_domain=place == len(inputs))
-            whole = [(part, batch)]
-            for piece, its_batch in halves(part, name, batch) if name in in_halves else whole:
-                loss = self._backward(model, name, piece, its_batch, num_targets.get(name))
-                losses[name] = losses[name] + loss if name in losses else loss
+        for place, (name, piece, batch) in enumerate(pieces, 1):
+            self.prepare_shards(model, is_last=place == len(pieces))
+            loss = self._backward(model, name, piece, batch, num_targets.get(name))
+            losses[name] = losses[name] + loss if name in losses else loss
         return losses
 
     def _steps_of_mean(self, part: Part, name: str) -> float:

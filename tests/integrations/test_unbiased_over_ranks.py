@@ -92,6 +92,31 @@ def test_and_with_the_optimizer_in_shards(ranks: Ranks) -> None:
         torch.testing.assert_close(found["parameters"], alone["parameters"], rtol=1e-10, atol=1e-12)
 
 
+def norms_by_counts(score: str) -> Tensor:
+    """Of a step in which the halves of one rank have different counts."""
+    model, rank = model_of(), dist.get_rank()
+    optimizer = DoGEOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        **{"domains": DOMAINS, "mu": 0.5, "score": score, "micro_batches": 2},
+    )
+    for name in DOMAINS:
+        for number, count in enumerate([(1, 3), (2, 5)][rank]):
+            with optimizer.domain(name, count=count):
+                (loss_of(model, half(name, 0, rank, number), name) / 2).backward()
+    optimizer.step()
+    assert optimizer.last is not None
+    return optimizer.last.grad_norms
+
+
+def test_a_gradient_is_the_mean_of_the_ranks_by_the_counts_of_both_halves(ranks: Ranks) -> None:
+    for found, expected in zip(
+        ranks.run(2, norms_by_counts, "unbiased"),
+        ranks.run(2, norms_by_counts, "paper"),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
 def odd() -> str:
     optimizer = DoGEOptimizer(
         torch.optim.SGD((model := model_of()).parameters(), lr=0.1),

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from doge_fast import DoGEOptimizer, exchange
+from doge_fast.generalization import Score
 from doge_fast.wrapper import SkipFlag
 
 
@@ -39,7 +40,7 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         **({"mu": 0.01, "domain_max_grad_norm": None, "micro_batches": None} | options),
     )
     for _ in range(2):
-        for name in "abx":
+        for name in "aabbx":
             with optimizer.domain(name):
                 model(torch.empty(4, 8, device="meta")).square().mean().backward()
         optimizer.combine(grad_scale=grad_scale)
@@ -56,6 +57,9 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         {"selection": ["0.weight"], "max_grad_norm": 1.0},
         {"selection": ["0.weight"], "domain_max_grad_norm": 1.0},
         {"target_mu": 0.5},
+        {"score": "unbiased", "max_grad_norm": 1.0, "target_mu": 0.5},
+        {"score": "unbiased", "selection": ["0.weight"]},
+        {"score": Score(is_unbiased=True), "selection": ["0.weight"]},
         {"lr": torch.empty((), device="meta")},
         {"lr": torch.empty((), device="meta"), "target_mu": 0.5},
         {"grad_scale": torch.empty((), device="meta")},
@@ -76,14 +80,18 @@ def test_without_a_fused_optimizer_one_flag_is_read() -> None:
 
 
 @pytest.mark.parametrize("target", ["universal", "worst"])
-def test_the_addresses_of_the_state_stay(target: str) -> None:
+@pytest.mark.parametrize("score", ["paper", "unbiased"])
+def test_the_addresses_of_the_state_stay(target: str, score: str) -> None:
     """What a CUDA graph captures is written again at the same place."""
     model = torch.nn.Linear(8, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DoGEOptimizer(inner, domains=["a", "b"], target=target)
+    optimizer = DoGEOptimizer(
+        inner,
+        **{"domains": ["a", "b"], "target": target, "score": score, "micro_batches": 2},
+    )
     seen = set()
     for _ in range(3):
-        for name in "ab":
+        for name in "aabb":
             with optimizer.domain(name):
                 model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()

@@ -455,6 +455,8 @@ def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
     with pytest.warns(UserWarning, match=said):
         weights.warn_of_failure()
     assert_silent(weights)
+    with pytest.warns(UserWarning, match=r"a larger mu \(it is 0\.25\), or smoothing=0\.1"):
+        moved([0.001, 0.998, 0.001], score="unbiased").warn_of_failure()
 
 
 @pytest.mark.parametrize(

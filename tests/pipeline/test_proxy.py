@@ -335,6 +335,17 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
     assert_resumes(learn_weights, cut, whole.out, killed)
 
 
+def test_a_killed_run_goes_on_with_its_running_norms(
+    proxy: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"save_every": 3, "score": "unbiased", "sequences_per_domain": 2}
+    whole, cut = proxy("whole", **changes), proxy("cut", **changes)
+    learn_weights(whole)
+    assert records.read_weights(whole.out)["score"] == "unbiased"
+    killed = killed_at(monkeypatch, ProxyTrainer, "training_step", 6)
+    assert_resumes(learn_weights, cut, whole.out, killed)
+
+
 @pytest.mark.exhaustive
 def test_a_process_killed_at_any_moment_resumes_too(proxy: Make) -> None:
     changes: dict[str, Any] = {"steps": 200, "save_every": 5, "log_every": 7}

@@ -174,7 +174,15 @@ class Planner:
             "score": told.score,
             "domain_max_grad_norm": told.domain_max_grad_norm or None,
         }
-        return self._add(ProxyConfig, name, seed, **(own | more))
+        own |= more
+        needs_pairs = own["score"] == "unbiased" and own["target"] == ("universal",)
+        if needs_pairs and own["sequences_per_domain"] % 2:
+            # Before runs that need no proxy are made.
+            raise ValueError(
+                "proxy.sequences_per_domain must be even for the score unbiased, which compares "
+                f"the halves of each domain's batch; got {own['sequences_per_domain']}."
+            )
+        return self._add(ProxyConfig, name, seed, **own)
 
     def base(self, seed: int, name: str, weights: str | Path, **more: Any) -> Path:
         """Train at weights; `more` are fields of `BaseConfig`, or as for `_add`."""

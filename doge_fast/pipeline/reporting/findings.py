@@ -329,6 +329,8 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[parts.S
 
 def _parts_note(proxy: Proxy) -> str:
     texts = parts.TEXTS["gain"]["parts"]
+    score = proxy.first.config["score"]
     is_for_all = {UNIVERSAL, WORST} & set(proxy.first.config["target"])
-    note: str = texts["universal" if is_for_all else "target"]
-    return note + (texts["published"] if proxy.first.config["score"] == "published" else "")
+    for_all = "unbiased" if score == "unbiased" else "universal"
+    note: str = texts[for_all if is_for_all else "target"]
+    return note + (texts["published"] if score == "published" else "")

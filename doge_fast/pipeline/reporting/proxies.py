@@ -190,6 +190,8 @@ class Proxy:
         is_for_all = self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, WORST, MIX}
         if weight > _COLLAPSED and len(self.domains) > 1:
             doge = "A larger mu, smoothing or domain_max_grad_norm"
+            if not self.is_doremi and self.first.config["score"] == "unbiased":
+                doge = "A larger mu or smoothing"
             remedy = "A smaller step_size or more smoothing" if self.is_doremi else doge
             yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
         elif not self.has_moved:
