@@ -422,3 +422,10 @@ def test_release_gives_memory_back() -> None:
     buffer.release()
     assert buffer.num_bytes == 0
     assert buffer.touched([p]) == []
+
+
+def test_an_allocation_that_fails_says_what_would_need_less() -> None:
+    num_rows = 2**60
+    with pytest.raises(RuntimeError) as error:
+        flat_buffer._new_rows(torch.nn.Parameter(torch.zeros(8)), num_rows, torch.float32)
+    assert error.value.__notes__ == [flat_buffer.OUT_OF_MEMORY.format(num_rows=num_rows)]

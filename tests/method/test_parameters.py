@@ -44,6 +44,33 @@ def test_a_selection_is_found_again_where_a_host_replaces_parameters(kind: str) 
         assert ours.selected_ids() == {id(later)}
 
 
+def test_a_selection_waits_where_nothing_is_trained_yet() -> None:
+    """As where a host empties the groups before it puts its own parameters there."""
+    one = param(2)
+    ours = tracked([one], selection=[one])
+    ours.scan()
+    ours.groups[0]["params"] = []
+    assert ours.scan() == []
+    assert ours.selected_ids() == set()
+    ours.groups[0]["params"] = [one]
+    ours.scan()
+    assert ours.selected_ids() == {id(one)}
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, None),
+        (0.5, 0.5),
+        (torch.tensor(0.5), 0.5),
+        (torch.empty((), device="meta"), None),
+    ],
+    ids=str,
+)
+def test_a_number_on_a_device_is_not_waited_for(value: Any, found: float | None) -> None:
+    assert parameters.on_host(value) == found
+
+
 def test_the_weights_move_by_the_rate_of_the_first_group() -> None:
     """And by no other: a second group that trains ten times as fast changes no weight."""
     alphas = []

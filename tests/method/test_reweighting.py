@@ -107,9 +107,10 @@ def test_scores_of_both_texts() -> None:
     published = scored(gain_K, norms_K, present_K, PUBLISHED)
     expected = torch.tensor([0.0, 2 / (2 + 1e-6), 5.0], dtype=torch.float64)
     torch.testing.assert_close(published, expected, rtol=1e-15, atol=0)
-    present_K[2] = False
-    scaled = scored(gain_K, norms_K, present_K, Score(scale_by_mean_norm=True))
-    torch.testing.assert_close(scaled, gain_K / (1.5 + 1e-6), rtol=1e-15, atol=0)
+    for absent, mean_norm in ((2, 1.5), (0, 2.0), (1, 0.0)):
+        present_K[absent] = False
+        scaled = scored(gain_K, norms_K, present_K, Score(scale_by_mean_norm=True))
+        torch.testing.assert_close(scaled, gain_K / (mean_norm + 1e-6), rtol=1e-15, atol=0)
 
 
 def test_published_score_is_linear_in_the_scale_of_the_gradients() -> None:

@@ -304,3 +304,16 @@ def test_one_domain_at_a_time_is_enough_for_a_measured_target() -> None:
         run_step(optimizer, model, ("d7",))
         optimizer.zero_grad()
     assert optimizer.num_steps == 3
+
+
+def test_a_checkpoint_of_a_version_without_draws_starts_at_the_first() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    state = optimizer.state_dict()
+    del state["doge"]["draws"]
+    first = optimizer.domains_of_step
+    run_step(optimizer, model)
+    optimizer.zero_grad()
+    assert optimizer.domains_of_step != first
+    optimizer.load_state_dict(state)
+    assert optimizer.domains_of_step == first
