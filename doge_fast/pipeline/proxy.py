@@ -108,7 +108,7 @@ class ProxyStage(Stage[ProxyConfig]):
                 f"sequences_per_domain (--sequences-per-domain) an even number instead of "
                 f"{config.sequences_per_domain}."
             )
-        self.num_gradients = len(self.rows) + in_halves * len(corpus.names)
+        self.num_in_halves = in_halves * len(corpus.names)
         uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}

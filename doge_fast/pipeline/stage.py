@@ -51,8 +51,10 @@ class Stage(Generic[Config]):
     def __init__(self, config: Config) -> None:
         self.config: Config = config
         self.out: Path = config.out
-        self.num_gradients = 0
-        """Gradients that a step keeps: of domains, of their halves, of targets."""
+        self.rows: Sequence[str] = ()
+        """Domains and targets of which a step keeps a gradient each."""
+        self.num_in_halves = 0
+        """Those of them of which it keeps two."""
         self.start: Mapping[str, float] | None = None
         """Domain weights before the first step, where they are to be learned."""
         self.options: Json = {}
@@ -372,10 +374,10 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
 
 def _check_memory(stage: Stage[Any], num_parameters: int) -> None:
     advice = "Take a smaller model (--model, --num-layers, --embed-dim)"
-    if stage.num_gradients:
+    if stage.rows:
         advice += ", fewer domains, or share them among processes (torchrun)"
     device = training.device_of(stage.config.training.device, needs_float64=stage.needs_float64)
-    needed = memory.needed(num_parameters, stage.num_gradients)
+    needed = memory.needed(num_parameters, len(stage.rows), stage.num_in_halves)
     memory.refuse_what_cannot_fit(needed, device, advice=f"{advice}.")
 
 
