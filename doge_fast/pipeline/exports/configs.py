@@ -346,7 +346,11 @@ def _csv(blend: Blend) -> str:
 
 def _read_csv(text: str) -> Phases:
     rows = csv.DictReader(io.StringIO(text))
-    return [(0, named((row["domain"], row["weight"]) for row in rows))]
+    try:
+        return [(0, named((row["domain"], row["weight"]) for row in rows))]
+    except csv.Error as error:
+        # Which is no ValueError.
+        raise ValueError(str(error)) from error
 
 
 def _json(blend: Blend) -> str:

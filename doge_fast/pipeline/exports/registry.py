@@ -390,6 +390,9 @@ def _parsed(target: Target, text: str) -> Phases:
         found = target.read(text)
         if not all(shares for _, shares in found) or not found:
             raise ValueError("it holds no weights")
+        for share in (share for _, shares in found for share in shares):
+            if not isinstance(share.path or "", str):
+                raise ValueError(f"{share.path!r} is no path")
     except wrong as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
