@@ -15,6 +15,7 @@ the weights are on the device and a copy would be out of date after one step.
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -128,7 +129,8 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     for further in (_TAU, _NORMS):
         if len(numbers) > sum(sizes):
             sizes, names = [*sizes, len(objective.rows)], (*names, further)
-    if head[1:2] != (fingerprint(objective),) or len(numbers) != sum(sizes):
+    has_numbers = len(numbers) == sum(sizes) and all(map(math.isfinite, head))
+    if head[1:2] != (fingerprint(objective),) or not has_numbers:
         raise ValueError(
             "the parameter groups of the checkpoint hold weights of other domains or another "
             f"target than those of this optimizer, {list(objective.domains)} with the rows "
@@ -207,7 +209,7 @@ def check_version(version: float) -> None:
     """Refuse what a later version has written."""
     if version > VERSION:
         raise ValueError(
-            f"the checkpoint's DoGE state has version {int(version)}; this library reads "
+            f"the checkpoint's DoGE state has version {version:g}; this library reads "
             f"up to {VERSION}. Update doge_fast."
         )
 
