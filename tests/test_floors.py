@@ -61,6 +61,7 @@ FLOORS = [
     doge_fast.pipeline.records.runs
     doge_fast.pipeline.records.weights doge_fast.pipeline.records.metrics \
         doge_fast.pipeline.records.manifest
+    doge_fast.pipeline.records.finished
     doge_fast.pipeline.experiments.known doge_fast.pipeline.model doge_fast.pipeline.domains \
         doge_fast.pipeline.records doge_fast.pipeline.baselines \
         doge_fast.pipeline.exports.blend

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from doge_fast import group_dro
 from doge_fast.group_dro import DomainWeights, WeightUpdate
-from doge_fast.pipeline import health, records, stage, training
+from doge_fast.pipeline import health, records, stage
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model
@@ -158,13 +158,13 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
         """The reference, whose weights are where the learned ones start."""
         run = self.config.reference
         self.weights = self.start = _reference_weights(run, self.corpus)
-        self.reference = open_model(run / training.MODEL)
+        self.reference = open_model(run / records.MODEL)
         config = records.read_config(run)["config"]
         steps = config["training"]["steps"]
         self.reference_record = {
             "run": run,
             "model": config["model"]["model"],
-            "model_sha256": _sha256(run / training.MODEL),
+            "model_sha256": _sha256(run / records.MODEL),
             "parameters": self.reference.num_parameters(),
             "steps": steps,
             "tokens": steps * config["batch_size"] * self.corpus.block_size,
@@ -225,7 +225,7 @@ def _reference_weights(run: Path, corpus: Corpus) -> dict[str, float]:
             f"reference must be a base run; {run} holds a {recorded['stage']} run. Train one with "
             "doge-fast base, at the reference weights."
         )
-    training.check_finished(run)
+    records.check_finished(run)
     weights = records.weights_by_name(records.read_weights(run, domains=corpus.names))
     # Losses can be subtracted on the same tokens only.
     for what, key in (("the tokenizer", "tokenizer_sha256"), ("blocks of", "block_size")):

@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     _log.info("%s: reading %s", config.run, config.data or record["config"]["corpus"]["data"])
     held_out = _own(config, record) if config.data is None else _other(config, config.data, record)
     _log.info("%s: opening the model", config.run)
-    model = open_model(config.run / training.MODEL)
+    model = open_model(config.run / records.MODEL)
     torch.nn.Module.to(model, training.meet(config.device))
     names = dict.fromkeys((*(config.domains or held_out), *config.target))
     loss, blocks = held_out_losses(
@@ -94,7 +94,7 @@ def table(result: Json) -> str:
 
 def _check(config: EvaluateConfig, record: Json) -> None:
     check_ranges(config)
-    training.check_finished(config.run)
+    records.check_finished(config.run)
     training.device_of(config.device)
     own = record["config"]["corpus"]["data"]
     if config.data is None:
@@ -144,7 +144,7 @@ def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, dataset
         data=data,
         text_column=config.text_column,
         domain_column=config.domain_column,
-        tokenizer=str(config.run / training.MODEL),
+        tokenizer=str(config.run / records.MODEL),
         block_size=record["corpus"]["block_size"],
         cache_dir=config.cache_dir,
     )

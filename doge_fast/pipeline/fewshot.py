@@ -98,7 +98,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """
     record, asked = records.read_config(config.run), config.tasks
     tasks = open_tasks(config)
-    folder = config.run / training.MODEL
+    folder = config.run / records.MODEL
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
     torch.nn.Module.to(model, training.device_of(config.device))
     scorer: Any = _Scorer(
@@ -129,7 +129,7 @@ def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
         ValueError, RuntimeError: as `few_shot`.
     """
     records.read_config(config.run)
-    training.check_finished(config.run)
+    records.check_finished(config.run)
     check_ranges(config)
     return load_tasks(config.tasks)
 

@@ -64,6 +64,13 @@ class Part:
 
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """{domain: where it is read}, for all that `config.data` holds."""
+    parts = _parts(config, targets)
+    by_column = f"the column {config.domain_column} of " if config.domain_column else ""
+    named.check_visible(parts, f"{by_column}{config.data}")
+    return parts
+
+
+def _parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     path = Path(config.data).expanduser()
     if config.streaming:
         _check_streaming(config)
@@ -128,7 +135,6 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
                 "row's domain with domain_column (--domain-column), or give every domain a folder."
             )
         files_of[name] = files
-    named.check_visible(files_of, str(directory))
     if not files_of:
         raise ValueError(
             f"{directory} must hold a folder or file per domain, of {', '.join(SUFFIXES)}; "
@@ -278,9 +284,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
 
     key = cache.digest([part.fingerprint, config.text_column])
     file = cache.made(config, "names", f"{key}.json", find)
-    names = list(json.loads(file.read_text(encoding="utf-8")))
-    named.check_visible(names, f"the column {config.domain_column} of {config.data}")
-    return names
+    return list(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _rows_part(

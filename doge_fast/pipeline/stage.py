@@ -135,20 +135,20 @@ class Stage(Generic[Config]):
         Raises:
             ValueError: it did, and what it left is damaged.
         """
-        if not training.check_model(self.out, is_hashed=False):
+        if not records.check_model(self.out, is_hashed=False):
             return False
         try:
             records.read_weights(self.out)
         except ValueError as error:
             raise ValueError(
                 f"{self.out} is complete, and its result is damaged: {error} Restore it, or remove "
-                f"{self.out / training.MODEL} to have it trained again."
+                f"{self.out / records.MODEL} to have it trained again."
             ) from None
         return True
 
     def end(self, trainer: Any) -> None:
         """Leave the results; the last one is what `is_finished` looks at, whole or not there."""
-        beside = self.out / f".{training.MODEL}"
+        beside = self.out / f".{records.MODEL}"
         shutil.rmtree(beside, ignore_errors=True)
         model = cast(PreTrainedModel, trainer.model)
         # Trainer switches it off for training; whoever generates wants it.
@@ -157,7 +157,7 @@ class Stage(Generic[Config]):
         self.corpus.tokenizer.save_pretrained(beside)
         atomic_file.open_as_new(beside)
         records.write_manifest(beside)
-        os.replace(beside, self.out / training.MODEL)
+        os.replace(beside, self.out / records.MODEL)
         atomic_file.keep_names(self.out)
 
     def write_weights(self, columns: Mapping[str, Mapping[str, float]], **fields: Any) -> None:
@@ -336,7 +336,7 @@ def _refuse_more_steps(stage: Stage[Any]) -> None:
         return
     if asked < done:
         return
-    model = out / training.MODEL
+    model = out / records.MODEL
     further = (
         " Or train its model further, with a learning rate that starts anew and the other settings "
         f"as they were: {stage.further} {out} --model {model} --pretrained --tokenizer {model} "

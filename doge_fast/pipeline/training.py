@@ -1,86 +1,25 @@
-"""What every stage tells Trainer, on which device, and what says that a run is complete."""
+"""What every stage tells Trainer, and on which device."""
 
 from pathlib import Path
 from typing import cast
 
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError, safe_open
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
 
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline import ranks, records
 from doge_fast.pipeline.config import TrainingConfig
 
-MODEL = "model"
 # The project of a tracker that sorts runs into projects, where its own variable names no other.
 PROJECT = "doge-fast"
 # What to install for a tracker whose name is not that of its package.
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
 # In the order of preference.
 _ACCELERATORS = ("cuda", "xpu", "mps")
-
-
-def is_finished(out: Path) -> bool:
-    """Whether the run in `out` came to its end; `model/` is the last thing that it leaves."""
-    try:
-        return check_model(out, is_hashed=False)
-    except ValueError:
-        return False
-
-
-def check_finished(run: Path) -> None:
-    """Raise ValueError where a run has no model yet, or a damaged one; reads all of it."""
-    if not check_model(run):
-        raise ValueError(
-            f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
-            "resumes."
-        )
-
-
-def check_model(out: Path, *, is_hashed: bool = True) -> bool:
-    """Whether a run has left a model; an empty folder is none.
-
-    Args:
-        out: the run directory.
-        is_hashed: read all of it; False: what takes no time.
-
-    Raises:
-        FileFailure: it has left one that is damaged.
-    """
-    folder = out / MODEL
-    if not any(folder.glob("*")):
-        return False
-    try:
-        if (folder / records.MANIFEST).exists():
-            records.read_manifest(folder, is_hashed=is_hashed)
-        else:
-            _check_unlisted(folder)
-    except ValueError as error:
-        raise FileFailure(
-            f"{folder} is damaged: {str(error).rstrip('.')}. Restore it, or remove the folder and "
-            "repeat the command that began the run."
-        ) from None
-    return True
-
-
-def _check_unlisted(folder: Path) -> None:
-    """Of a model that no manifest describes: an earlier version's, or somebody's own."""
-    records.read_json(folder / "config.json")
-    weights = list(folder.glob("*.safetensors"))
-    for file in weights:
-        try:
-            # Its header says how long it is.
-            with safe_open(file, framework="np"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{file.name} is not whole ({error})") from None
-    if not weights:
-        raise ValueError("it holds no .safetensors")
 
 
 def training_arguments(

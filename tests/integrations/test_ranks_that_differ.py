@@ -142,9 +142,9 @@ def test_a_copy_may_go_on_alone(ranks: Ranks) -> None:
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-13)
 
 
-def of_other(options: dict[str, Any], is_moved: bool) -> str:
+def of_other(options: dict[str, Any], is_moved: bool, own_options: dict[str, Any]) -> str:
     rank = dist.get_rank()
-    model, optimizer = built(**(options if rank else {}))
+    model, optimizer = built(**(options if rank else own_options))
     if is_moved and rank:
         with torch.no_grad():
             next(model.parameters()).add_(1e-9)
@@ -170,9 +170,15 @@ def of_other(options: dict[str, Any], is_moved: bool) -> str:
 def test_ranks_that_differ_say_in_what(
     ranks: Ranks, options: dict[str, Any], is_moved: bool, what: str
 ) -> None:
-    one, other = ranks.run(2, of_other, options, is_moved)
+    one, other = ranks.run(2, of_other, options, is_moved, {})
     assert one == other
     assert one.startswith(f"the ranks differ in {what}: rank 1 from rank 0.")
+
+
+def test_ranks_with_selections_of_their_own_say_so(ranks: Ranks) -> None:
+    selections = [{"selection": [name]} for name in ("0.weight", "0.bias")]
+    for said in ranks.run(2, of_other, selections[0], False, selections[1]):
+        assert said.startswith("the ranks differ in the selection: rank 1 from rank 0.")
 
 
 def of_other_in_the_run(what: str) -> str:

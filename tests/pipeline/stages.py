@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from doge_fast.pipeline import records, training
+from doge_fast.pipeline import records
 
 # The domains of `small_corpus`.
 NAMES = ["code", "prose", "table", "verse"]
@@ -76,7 +76,7 @@ def assert_resumes(
     """A run that is killed, its last line torn, comes to the bits of the uninterrupted one."""
     with killed:
         stage(config)
-    assert not training.is_finished(config.out)
+    assert not records.is_finished(config.out)
     with (config.out / records.METRICS).open("a") as torn:
         torn.write('{"step": 7, "kind": "tr')
     stage(config)

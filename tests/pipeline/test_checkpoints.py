@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records, training
+from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
@@ -417,9 +417,9 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     for file in model.iterdir():
         file.unlink()
-    assert not training.is_finished(base_run.out)
+    assert not records.is_finished(base_run.out)
     with pytest.raises(ValueError, match=r"its run is not complete\. Repeat the command"):
-        training.check_finished(base_run.out)
+        records.check_finished(base_run.out)
     train_base(base_run)
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
@@ -445,9 +445,9 @@ def test_a_damaged_model_is_not_complete_and_not_trained_over(
         if file == "tokenizer.json":
             pytest.skip("without a manifest nobody knows of it")
         (model / "manifest.json").unlink()
-    assert not training.is_finished(base_run.out)
+    assert not records.is_finished(base_run.out)
     before = (base_run.out / "metrics.jsonl").read_bytes()
-    for call in (lambda: train_base(base_run), lambda: training.check_finished(base_run.out)):
+    for call in (lambda: train_base(base_run), lambda: records.check_finished(base_run.out)):
         with pytest.raises(
             ValueError, match=r"model is damaged: .* Restore it, or remove the fold"
         ):
@@ -458,14 +458,14 @@ def test_a_damaged_model_is_not_complete_and_not_trained_over(
 def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> None:
     flip(base_run.out / "model" / "model.safetensors")
     # Not each time that somebody asks whether a run is there.
-    assert training.is_finished(base_run.out)
+    assert records.is_finished(base_run.out)
     with pytest.raises(ValueError, match=r"model\.safetensors is not what was written"):
-        training.check_finished(base_run.out)
+        records.check_finished(base_run.out)
 
 
 def test_a_model_of_an_earlier_version_has_no_manifest(base_run: BaseConfig) -> None:
     (base_run.out / "model" / "manifest.json").unlink()
-    training.check_finished(base_run.out)
+    records.check_finished(base_run.out)
     assert train_base(base_run).path == base_run.out
 
 

@@ -25,7 +25,7 @@ from doge_fast.group_dro import (
     excess_losses,
     token_losses,
 )
-from doge_fast.pipeline import domains, records, report, training
+from doge_fast.pipeline import domains, records, report
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
 from doge_fast.pipeline.domains import BlockSampler, mixed_batch
@@ -490,7 +490,7 @@ def test_a_reference_is_a_finished_base_run_with_every_domain(
     assert "is not a run directory" in refusal(tmp_path / "nowhere")
     cut = tmp_path / "cut"
     shutil.copytree(reference(), cut)
-    shutil.rmtree(cut / training.MODEL)
+    shutil.rmtree(cut / records.MODEL)
     assert "its run is not complete" in refusal(cut)
     learned = learn_weights(proxy(steps=2)).path
     assert "reference must be a base run" in refusal(learned)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from doge_fast import cli, group_dro
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.pipeline import health, records, training
+from doge_fast.pipeline import health, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -104,7 +104,7 @@ def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
         # Of a base run these are what it was given.
         {"weights.json"} if stage == "base" else set()
     )
-    assert not training.is_finished(config.out)
+    assert not records.is_finished(config.out)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from doge_fast.pipeline import records, stage, training
+from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
@@ -366,7 +366,7 @@ def test_a_process_killed_at_any_moment_resumes_too(proxy: Make) -> None:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    assert not training.is_finished(cut.out)
+    assert not records.is_finished(cut.out)
     learn_weights(cut)
     learn_weights(whole)
     assert_same_run(cut.out, whole.out)

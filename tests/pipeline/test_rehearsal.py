@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records, training
+from doge_fast.pipeline import records
 from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyStage, ProxyTrainer, learn_weights
@@ -48,7 +48,7 @@ def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
 def training_model(run: Path) -> Any:
     from doge_fast.pipeline.model import open_model
 
-    return open_model(run / training.MODEL)
+    return open_model(run / records.MODEL)
 
 
 def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(

@@ -227,7 +227,7 @@ def _is_there(job: Job) -> bool:
     """Whether a run can be read by others."""
     if isinstance(job.config, SelectConfig):
         return is_selected(job.config)
-    return training.is_finished(job.config.out)
+    return records.is_finished(job.config.out)
 
 
 def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:

@@ -23,6 +23,12 @@ from doge_fast.pipeline.records.checkpoints import (
     resume_checkpoint,
     step_of,
 )
+from doge_fast.pipeline.records.finished import (
+    MODEL,
+    check_finished,
+    check_model,
+    is_finished,
+)
 from doge_fast.pipeline.records.manifest import MANIFEST, read_manifest, write_manifest
 from doge_fast.pipeline.records.measures import (
     check_experiment,

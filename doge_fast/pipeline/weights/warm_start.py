@@ -1,7 +1,7 @@
 """Domain weights carried to the domains of another corpus, for a proxy to begin with."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ def warm_start(
 
     Args:
         record: as `records.read_weights` returns it.
-        tokens: {domain: training tokens} of the K new domains, in order.
+        tokens: {domain: training tokens, each > 0} of the K new domains, in order.
         split: {old domain: the new ones made of it}; one of them may have the old name.
         added_share: of each new domain: "uniform", 1/K; "natural", its share of the tokens; or a
             number in (0, 1).
@@ -58,7 +58,8 @@ def warm_start(
     parts = {name: tuple(new) for name, new in (split or {}).items()}
     _check_split(parts, old, tokens)
     shares = {
-        name: baselines.natural({part: tokens[part] for part in new}) for name, new in parts.items()
+        name: {part: tokens[part] / sum(tokens[each] for each in new) for part in new}
+        for name, new in parts.items()
     }
     kept = tuple(name for name in tokens if name in old and name not in parts)
     carried = {name: old[name] for name in kept}
@@ -81,7 +82,7 @@ def warm_start(
 
 
 def _check_split(
-    parts: Mapping[str, Sequence[str]], old: Mapping[str, float], new: Collection[str]
+    parts: Mapping[str, Sequence[str]], old: Mapping[str, float], new: Mapping[str, int]
 ) -> None:
     taken: set[str] = set()
     for name, into in parts.items():
@@ -90,7 +91,7 @@ def _check_split(
                 f"split must name a domain of the file, which are {', '.join(old)}; {name} is not "
                 "among them."
             )
-        unknown = [part for part in into if part not in new]
+        unknown = [part for part in into if not new.get(part)]
         if unknown or not into:
             raise ValueError(
                 f"split must divide {name} into domains of the corpus, which are {', '.join(new)}; "
