@@ -156,14 +156,18 @@ def _print(lines: Sequence[str]) -> int:
             print(named.visible(line))
         sys.stdout.flush()
     except OSError as error:
-        # Closing ours at exit must not fail too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute()
         if isinstance(error, BrokenPipeError):
             # The reader, `head` for example, has closed the pipe.
             return 0
         error.filename = "The standard output"
         return _refuse(*_ending(error, [], None))
     return 0
+
+
+def _mute() -> None:
+    """Closing our standard output at exit must not fail too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overviews(words: list[str]) -> list[str]:
@@ -181,7 +185,12 @@ def _configured(words: list[str]) -> Any:
     name, _ = _verb_of(words)
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
-    config = parse(words)
+    try:
+        config = parse(words)
+    except BrokenPipeError:
+        # Of help: it is printed there, to a reader that has enough of it.
+        _mute()
+        raise SystemExit(0) from None
     check_ranges(config)
     return config
 
