@@ -40,8 +40,10 @@ test: $(call STAMP,all)  ## tests of every part, under 8 minutes on two busy cor
 test-all: $(call STAMP,all)  ## every test that takes no minutes by itself
 	$(BIN)/python -m pytest $(STRICT) -m 'not soak' $(SHARED)
 
-soak: $(call STAMP,all)  ## the tests of minutes too, and a thousand examples of every law
-	$(BIN)/python -m pytest $(STRICT) --hypothesis-profile many
+LAWS = tests/method/test_properties.py tests/test_fuzzing.py
+soak: $(call STAMP,all)  ## beside those: tests of minutes each, and a thousand examples of every law
+	$(BIN)/python -m pytest $(STRICT) -m soak $(SHARED)
+	$(BIN)/python -m pytest $(STRICT) --hypothesis-profile many $(LAWS) $(SHARED)
 
 # Of each module of the core, drawn from a seed; all of them take hours: SAMPLE=0.
 SAMPLE ?= 70
