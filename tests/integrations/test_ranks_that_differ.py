@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import company, data_parallel
+from doge_fast.entries import DROPPED
 from doge_fast.sampling import pieces
 from tests.integrations.test_several_processes import examples, losses, small_model
 from tests.ranks import Ranks
@@ -88,6 +89,24 @@ def test_an_exception_on_one_rank_drops_the_step_on_all(ranks: Ranks) -> None:
     optimizer.step()
     torch.testing.assert_close(theta_N, values(model), rtol=0, atol=1e-13)
     assert torch.equal(theta_N, other_N)
+
+
+def with_exception_and_step() -> str:
+    """Both ranks step; the one that dropped its domains has seen all that it has."""
+    rank = dist.get_rank()
+    model, optimizer = built()
+    if rank:
+        with pytest.raises(KeyError, match="mine"), optimizer.domain("b"):
+            raise KeyError("mine")
+    for name in SIZES:
+        enter(model, optimizer, name)
+    return raised(optimizer.step)
+
+
+def test_a_rank_that_dropped_its_step_raises_with_the_others(ranks: Ranks) -> None:
+    one, other = ranks.run(2, with_exception_and_step)
+    assert one.startswith("this step was dropped on all ranks, since rank 1 raised an exception")
+    assert other.startswith(DROPPED)
 
 
 def after_a_step_alone() -> tuple[Tensor, Tensor]:
