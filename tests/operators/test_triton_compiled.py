@@ -28,8 +28,9 @@ pytestmark = pytest.mark.skipif(
 Kernels = dict[str, dict[str, int]]
 # 32.6 bytes a nanosecond and multiprocessor of an H200: 40 to 64 KB in all that memory takes.
 LEAST_AHEAD = 48 << 10
-# Bytes of a thread, of ragged rows: eight of float64, or 200.
-MOST_SPILLED = 176
+# Bytes of a thread. One number may wait in local memory while rows are read; of ragged rows more
+# do, of eight in float64 or of 200.
+ONE_NUMBER, MOST_SPILLED = 8, 176
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def is_right(name: str, measured: dict[str, int]) -> bool:
         measured["narrow_loads"] <= measured["allowed_narrow_loads"] or measured["wanted"] == 0
     )
     has_products = (measured["matrix_products"] > 0) == measured["uses_matrix_units"]
-    # Rows of a flat buffer are never ragged; others may spill a little on sm_80.
-    is_kept = measured["stack_bytes"] <= (MOST_SPILLED if "ragged" in name else 0)
+    # Rows of a flat buffer are never ragged.
+    is_kept = measured["stack_bytes"] <= (MOST_SPILLED if "ragged" in name else ONE_NUMBER)
     return is_kept and is_wide and is_only_wide and has_products
 
 
