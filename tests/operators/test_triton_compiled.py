@@ -28,9 +28,15 @@ pytestmark = pytest.mark.skipif(
 Kernels = dict[str, dict[str, int]]
 # 32.6 bytes a nanosecond and multiprocessor of an H200: 40 to 64 KB in all that memory takes.
 LEAST_AHEAD = 48 << 10
-# Bytes of a thread. One number may wait in local memory while rows are read; of ragged rows more
-# do, of eight in float64 or of 200.
-ONE_NUMBER, MOST_SPILLED = 8, 176
+# {kernel: bytes of a thread in local memory}: those that spill, as Triton 3.9 compiles them.
+SPILLS = {
+    "gram of 8 rows, torch.float64, ragged, sm_80": 8,
+    "gram of 200 rows, torch.float32, ragged, sm_80": 24,
+    "gram of 200 rows, torch.bfloat16, ragged, sm_80": 176,
+    "gram of 200 rows, torch.float16, ragged, sm_80": 176,
+    # One number, stored once and read once.
+    "weighted_sum of 10 rows, torch.bfloat16 to torch.float32, aligned, sm_90": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +92,15 @@ def check(kernels: Kernels, least: int) -> None:
 
 
 def is_right(name: str, measured: dict[str, int]) -> bool:
-    """Little in local memory, rows in loads of 16 bytes alone, matrix units where meant."""
+    """No spills but those known, rows in loads of 16 bytes alone, matrix units where meant."""
     is_wide = measured["wide_loads"] >= measured["wanted"]
     # Of reductions, of ragged blocks and of the K x K step nothing is wanted.
     is_only_wide = (
         measured["narrow_loads"] <= measured["allowed_narrow_loads"] or measured["wanted"] == 0
     )
     has_products = (measured["matrix_products"] > 0) == measured["uses_matrix_units"]
-    # Rows of a flat buffer are never ragged.
-    is_kept = measured["stack_bytes"] <= (MOST_SPILLED if "ragged" in name else ONE_NUMBER)
-    return is_kept and is_wide and is_only_wide and has_products
+    has_spilled = measured["stack_bytes"] > SPILLS.get(name, 0)
+    return not has_spilled and is_wide and is_only_wide and has_products
 
 
 def compiled(which: str, cache: Path) -> dict[str, dict[str, int]]:
