@@ -3,6 +3,7 @@
     python -m benchmarks.evidence pack experiments/ood benchmarks/results/evidence-ood.json
     python -m benchmarks.evidence unpack benchmarks/results/evidence-ood.json experiments/ood-again
     doge-fast report --runs experiments/ood-again
+    python -m benchmarks.evidence compare experiments/ood-unbiased experiments/ood-again
 
 What `doge-fast experiment` printed and drew can be made anew from such a file, without the corpus
 and without the models: it holds every record of every finished run as it is, but of the lines of a
@@ -10,6 +11,7 @@ training only some, evenly spread, with the first and the last, to six digits.
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,10 @@ from typing import Any
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.reporting.runs import open_runs
+from doge_fast.pipeline.reporting.statistics import Arm, change_text
+from doge_fast.pipeline.reporting.study import open_study
+from doge_fast.pipeline.reporting.wording import as_ascii
+from doge_fast.pipeline.tables import table_of, text
 
 # Of the lines of one run's training.
 KEPT_LINES = 40
@@ -100,13 +106,44 @@ def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
+def compared(own: Path, other: Path) -> str:
+    """Base models of one experiment against those of another, on each target, seed by seed.
+
+    Args:
+        own: directory of an experiment with tables of targets.
+        other: of another one, with the same targets.
+
+    Returns:
+        A row for each target; a column for each arm of both: own perplexity against the other's,
+        with the interval of the paired differences.
+    """
+    mine, theirs = _arms_by_target(own), _arms_by_target(other)
+    labels = [label for label in next(iter(mine.values())) if label in next(iter(theirs.values()))]
+    rows = [[target] for target in mine]
+    for row, label in itertools.product(rows, labels):
+        target = row[0]
+        difference = mine[target][label].against(theirs[target][label], [target])
+        row.append(change_text(difference))
+    return as_ascii(text(table_of(["target", *labels], rows)))
+
+
+def _arms_by_target(experiment: Path) -> dict[str, dict[str, Arm]]:
+    """{target: {label: its base models}}."""
+    study = open_study([experiment])
+    rows = [row for group in study.groups for row in group.get("rows", ())]
+    return {row["target"]: {arm["label"]: study.arm(arm) for arm in row["arms"]} for row in rows}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Pack or unpack."""
+    """Pack, unpack or compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("do", choices=("pack", "unpack"))
+    parser.add_argument("do", choices=("pack", "unpack", "compare"))
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args(arguments)
+    if args.do == "compare":
+        print(compared(args.source, args.out))
+        return 0
     if args.do == "unpack":
         unpack(json.loads(args.source.read_text(encoding="utf-8")), args.out)
     else:

@@ -28,12 +28,27 @@ pytestmark = pytest.mark.skipif(
 Kernels = dict[str, dict[str, int]]
 # 32.6 bytes a nanosecond and multiprocessor of an H200: 40 to 64 KB in all that memory takes.
 LEAST_AHEAD = 48 << 10
-# {kernel: bytes of a thread in local memory}: those that spill, as Triton 3.9 compiles them.
+_HALF, _FLOATS = (
+    "torch.float16",
+    ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"),
+)
+# {kernel: bytes of a thread in local memory}: those that spill, as Triton 3.9 compiles them. All
+# but the last are of ragged rows, which a flat buffer does not have.
 SPILLS = {
     "gram of 8 rows, torch.float64, ragged, sm_80": 8,
     "gram of 200 rows, torch.float32, ragged, sm_80": 24,
     "gram of 200 rows, torch.bfloat16, ragged, sm_80": 176,
     "gram of 200 rows, torch.float16, ragged, sm_80": 176,
+    **{
+        f"weighted_sum of 7 rows, {_HALF} to {out}, ragged, {gpu}": num_bytes
+        for gpu, num_bytes in (("sm_80", 112), ("sm_90", 136))
+        for out in ("torch.bfloat16", "torch.float16")
+    },
+    **{
+        f"weighted_sum of 22 rows, {_HALF} to {out}, ragged, {gpu}": num_bytes
+        for gpu, num_bytes in (("sm_80", 32), ("sm_90", 16))
+        for out in _FLOATS
+    },
     # One number, stored once and read once.
     "weighted_sum of 10 rows, torch.bfloat16 to torch.float32, aligned, sm_90": 8,
 }
