@@ -7,6 +7,8 @@ CONSTRAINTS := .ci/constraints.txt
 # One stamp per set of extras and torch, so that another TORCH= installs again.
 STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
 
+# Half an environment is none: Debian without python3-venv leaves one that has no pip.
+.DELETE_ON_ERROR:
 .PHONY: help demo test test-all soak mutants fuzz sanitize bench docs lint typecheck format check-wheel release clean
 
 help:  ## what can be made
