@@ -7,7 +7,9 @@ CONSTRAINTS := .ci/constraints.txt
 # One stamp per set of extras and torch, so that another TORCH= installs again.
 STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
 
-.PHONY: help demo test test-all soak mutants fuzz sanitize bench docs lint typecheck format check-wheel release clean
+# Half an environment is none: Debian without python3-venv leaves one that has no pip.
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all soak mutants fuzz sanitize bench docs notebook lint typecheck format check-wheel address release clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +68,9 @@ bench: $(call STAMP,all)  ## operators, steps and peers on this machine, in minu
 docs: $(call STAMP,all)  ## the documentation as pages, in docs/_build/index.html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
+notebook: | $(BIN)/python  ## examples/weights.ipynb, from its page and the address in pyproject.toml
+	$(BIN)/python docs/_extensions/notebook.py
+
 lint: $(call STAMP,all)  ## linter and formatter check
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -80,8 +85,13 @@ format: $(call STAMP,all)  ## rewrite the sources in the house format
 check-wheel: $(call STAMP,all)  ## wheel, sdist, editable install and plain checkout all import
 	$(BIN)/python -m pytest tests/test_layout.py
 
-# Publishing is a person's decision; this makes and checks what is published.
-release: $(call STAMP,all)  ## wheel and sdist in dist/, checked, and what is left to do by hand
+# Publishing is a person's decision, and so is where the repository is public. This makes and checks
+# what is published.
+address:
+	@grep -q '^Repository = "https://' pyproject.toml || \
+	{ echo 'pyproject.toml has no [project.urls] Repository: see "A release" in CONTRIBUTING.md' >&2; exit 1; }
+
+release: address $(call STAMP,all)  ## wheel and sdist in dist/, checked, and what is left to do by hand
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/python -m pip install --quiet twine

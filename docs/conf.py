@@ -6,6 +6,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent)]
 
+import notebook  # noqa: E402
+
 from doge_fast import __version__  # noqa: E402
 
 project = "doge_fast"
@@ -23,7 +25,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 
-myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence"]
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence", "substitution"]
+myst_substitutions = {"on_colab": notebook.on_colab(notebook.address())}
 myst_heading_anchors = 3
 
 html_theme = "furo"

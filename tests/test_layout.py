@@ -5,14 +5,17 @@ outside the checkout with the interpreter's own packages (torch, numpy) still vi
 """
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.processes import printed_by
 
@@ -144,6 +147,16 @@ def test_packages_are_all_listed() -> None:
         for path in (ROOT / "doge_fast").rglob("__init__.py")
     }
     assert listed == there | {"doge_fast._src.kernels", "doge_fast._src.csrc"}
+
+
+def test_what_is_pinned_runs_on_the_python_of_debian() -> None:
+    """Of the pinned packages that are installed here; another release would not be found there."""
+    pins = (ROOT / ".ci/constraints.txt").read_text(encoding="utf-8")
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", pins, re.M):
+        found = next(iter(metadata.distributions(name=name)), None)
+        if found is not None and found.version == version:
+            pythons = SpecifierSet(found.metadata.get("Requires-Python") or "")
+            assert pythons.contains("3.11.2"), f"{name} {version} asks for Python {pythons}"
 
 
 def test_library_needs_torch_numpy_and_einops_only() -> None:

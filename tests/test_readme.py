@@ -4,6 +4,9 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,21 @@ def test_make_has_what_is_asked_of_it() -> None:
     assert len(made) >= 2
     # What a change must pass leaves nothing out but the soak.
     assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not there")
+def test_make_keeps_no_half_of_an_environment(tmp_path: Path) -> None:
+    """As on a Debian without python3-venv: an environment with Python is made, and none of pip."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python = tmp_path / "python3"
+    half = f'"{sys.executable}" -m venv --without-pip .venv'
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || ! {half}\n', encoding="utf-8")
+    python.chmod(0o755)
+    make = ["make", ".venv/bin/python", "PYTHON=./python3"]
+    for _ in range(2):
+        made = subprocess.run(make, cwd=tmp_path, capture_output=True, check=False)
+        assert made.returncode != 0
+        assert b"./python3 -m venv .venv" in made.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,14 @@
 """The notebook is the page, and its cells run from top to bottom."""
 
 import ast
+import importlib
 import json
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,13 +24,61 @@ def code_cells() -> list[str]:
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_is_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What makes the notebook."""
     monkeypatch.syspath_prepend(str(ROOT / "docs/_extensions"))
-    import notebook
+    return importlib.import_module("notebook")
 
-    page = notebook.PAGE.read_text(encoding="utf-8")
-    # Else: python docs/_extensions/notebook.py
-    assert NOTEBOOK.read_text(encoding="utf-8") == notebook.notebook(page)
+
+def execute(cell: str, names: dict[str, Any]) -> ast.stmt:
+    """Runs a cell; `typed` of the names gets the commands, lines with a %. Its last statement."""
+    tree = ast.parse(re.sub(r"%(pip .+)", lambda line: f"typed({line[1]!r})", cell))
+    exec(compile(tree, "cell", "exec"), names)
+    return tree.body[-1]
+
+
+def test_the_notebook_is_the_page(maker: ModuleType) -> None:
+    page = maker.PAGE.read_text(encoding="utf-8")
+    # Else: make notebook
+    assert NOTEBOOK.read_text(encoding="utf-8") == maker.notebook(page, maker.address())
+
+
+def test_the_first_cell_installs_on_colab_alone(
+    maker: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((_, cell),) = maker.cells("", "https://github.com/OWNER/NAME")
+    typed: list[str] = []
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
+    execute(cell, {"typed": typed.append})
+    monkeypatch.setitem(sys.modules, "doge_fast", None)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.delitem(sys.modules, "google.colab")
+        execute(cell, {"typed": typed.append})
+    assert typed == []
+    execute(cell, {"typed": typed.append})
+    (command,) = typed
+    assert command.endswith('"doge-fast[pipeline] @ git+https://github.com/OWNER/NAME"')
+
+
+def test_the_page_links_to_colab_once_there_is_an_address(maker: ModuleType) -> None:
+    opened = "https://colab.research.google.com/github/OWNER/NAME/blob/main/examples/weights.ipynb"
+    assert f"]({opened})" in maker.on_colab("https://github.com/OWNER/NAME")
+    for other in (None, "https://forge.example/OWNER/NAME"):
+        assert "Upload notebook" in maker.on_colab(other)
+        assert "](" not in maker.on_colab(other)
+
+
+def test_a_release_needs_an_address(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not there")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for urls in ("", '[project.urls]\nRepository = "https://github.com/OWNER/NAME"\n'):
+        (tmp_path / "pyproject.toml").write_text(urls, encoding="utf-8")
+        asked = subprocess.run(["make", "address"], cwd=tmp_path, capture_output=True, check=False)
+        assert (asked.returncode == 0) == bool(urls)
+        assert (b"has no [project.urls] Repository" in asked.stderr) != bool(urls)
+    assert "\nrelease: address " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 @pytest.mark.exhaustive
@@ -32,13 +86,10 @@ def test_the_notebook_is_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    install, *cells = code_cells()
-    assert "%pip install" in install
     shown = []
-    for cell in cells:
-        tree = ast.parse(cell)
-        exec(compile(tree, "cell", "exec"), names)
-        if isinstance(last := tree.body[-1], ast.Expr) and isinstance(last.value, ast.Name):
+    for cell in code_cells():
+        last = execute(cell, names)
+        if isinstance(last, ast.Expr) and isinstance(last.value, ast.Name):
             shown.append(names[last.value.id])
     (run,) = shown
     page = run._repr_html_()
