@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import resource
 import sys
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -327,6 +328,20 @@ def test_a_run_killed_at_any_byte_resumes_to_the_uninterrupted_record(tmp_path):
         for step in range(2, 4):
             records.append_metrics(tmp_path, train_line(step))
         assert path.read_bytes() == whole
+
+
+def test_a_line_that_finds_no_room_is_an_error(tmp_path):
+    """The system then writes a part of it and says how much; the next line would follow that."""
+    records.append_metrics(tmp_path, train_line(0))
+    room = (tmp_path / "metrics.jsonl").stat().st_size + 10
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            records.append_metrics(tmp_path, train_line(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert records.read_metrics(tmp_path) == [train_line(0)]
 
 
 def test_resuming_from_before_the_beginning_empties_the_record(tmp_path):
