@@ -30,6 +30,15 @@ def texts_of(config: type) -> dict[str, str]:
     return texts
 
 
+def required(config: type) -> tuple[str, ...]:
+    """The fields of a dataclass that have no default."""
+    return tuple(
+        field.name
+        for field in dataclasses.fields(config)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+
 def read_file(path: Path, verb: str) -> Json:
     """The fields that a file gives for a verb.
 
