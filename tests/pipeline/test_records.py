@@ -221,7 +221,7 @@ def test_read_config_wants_a_run(tmp_path):
         ({"schema_version": True}, "schema_version; it says True"),
         ({"schema_version": 1, "stage": "proxy"}, "it lacks config, corpus"),
         (
-            {"schema_version": 1, "stage": "tune", "config": {}, "corpus": {}},
+            {"schema_version": 1, "stage": "tune", "config": {}, "corpus": CORPUS},
             "must name a stage, one of proxy, base, .*; it says 'tune'",
         ),
     ],

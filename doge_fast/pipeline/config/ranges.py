@@ -9,14 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Finite numbers from a least one on.
-
-    Args:
-        least: of them.
-        most: of them.
-        above: whether they lie above `least`.
-        below: whether they lie below `most`.
-    """
+    """Finite numbers from `least` to `most`, both included unless they lie `above` or `below`."""
 
     least: float
     most: float = math.inf

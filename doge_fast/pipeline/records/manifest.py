@@ -13,6 +13,7 @@ from typing import Any
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.records.runs import Json, read_record
+from doge_fast.pipeline.records.shapes import ManifestRecord
 from doge_fast.weights_file import SCHEMA_VERSION, write_json
 
 MANIFEST = "manifest.json"
@@ -58,13 +59,8 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
     """
     absent = f"{MANIFEST} is missing: it was not written to its end, or by an earlier version"
     try:
-        record = read_record(folder / MANIFEST, ["files"], absent=absent)
-        files = record["files"]
-        if not isinstance(files, dict) or not all(
-            isinstance(each, dict) for each in files.values()
-        ):
-            raise ValueError(f"{MANIFEST} does not say what each file is")
-        for name, entry in files.items():
+        record = read_record(folder / MANIFEST, ManifestRecord, absent=absent)
+        for name, entry in record["files"].items():
             _check(folder / name, name, entry, is_hashed=is_hashed)
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
