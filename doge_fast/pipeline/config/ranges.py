@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -40,6 +41,9 @@ PositiveShare = Annotated[float, Range(0, 1, above=True)]
 # Of a whole that is never all of it.
 Share = Annotated[float, Range(0, 1, below=True)]
 
+# torch, numpy and Arrow count in 64 bits.
+_MOST_WHOLE = 2**63 - 1
+
 
 def check(config: Any) -> None:
     """Look at every field of a dataclass, and of those inside.
@@ -73,7 +77,11 @@ def _check(name: str, value: Any, hint: Any) -> None:
     elif kind is Annotated:
         number, (limits, *_) = parts[0], parts[1:]
         is_number = isinstance(value, int if number is int else int | float)
-        if isinstance(value, bool) or not is_number or not math.isfinite(value):
+        if number is int and is_number and value > _MOST_WHOLE:
+            raise ValueError(f"{name} must be at most {_MOST_WHOLE}; got {value!r}.")
+        # Not isfinite, which raises where a whole number is too large for a float.
+        is_finite = is_number and abs(value) <= sys.float_info.max
+        if isinstance(value, bool) or not is_finite:
             what = "a whole" if number is int else "a finite"
             raise ValueError(f"{name} must be {what} number, {limits}; got {value!r}.")
         if not limits.holds(value):
