@@ -69,6 +69,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
             if value is not None and part is not type(None):
                 _check(name, value, part)
     elif kind is tuple:
+        if not isinstance(value, tuple | list):
+            raise ValueError(f"{name} must be a tuple of values; got {value!r}.")
         for each in value:
             _check(name, each, parts[0])
     elif kind is Literal:
