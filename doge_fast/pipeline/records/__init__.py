@@ -29,7 +29,7 @@ from doge_fast.pipeline.records.finished import (
     check_model,
     is_finished,
 )
-from doge_fast.pipeline.records.manifest import MANIFEST, read_manifest, write_manifest
+from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
 from doge_fast.pipeline.records.measures import (
     check_experiment,
     evaluation,

@@ -6,7 +6,6 @@ reader knows.
 """
 
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def write_manifest(folder: Path, **fields: Any) -> None:
     """
     files = _files(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
-        kept = pool.map(_keep, files)
+        kept = pool.map(atomic_file.keep, files)
         digests = list(pool.map(_digest, files))
         list(kept)
     for directory in {file.parent for file in files}:
@@ -86,12 +85,3 @@ def _files(folder: Path) -> list[Path]:
 def _digest(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _keep(file: Path) -> None:
-    """Have what a file holds survive a loss of power."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

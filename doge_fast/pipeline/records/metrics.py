@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,9 +44,8 @@ def keep_metrics(run: Path) -> Json:
     """
     path = run / METRICS
     path.touch()
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        content = file.read()
+    atomic_file.keep(path)
+    content = path.read_bytes()
     return {"lines": content.count(b"\n"), "bytes": len(content), "sha256": _sha256(content)}
 
 
