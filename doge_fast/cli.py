@@ -128,9 +128,11 @@ def _make_visible(record: logging.LogRecord) -> bool:
 
 def _print(lines: Sequence[str]) -> int:
     """The verb's answer, from the first rank."""
+    encoding = sys.stdout.encoding or "utf-8"
     try:
         for line in lines if ranks.is_first() else ():
-            print(named.visible(line))
+            # What the terminal has no letters for is written as in Python, as on stderr.
+            print(named.visible(line).encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
         _mute()
