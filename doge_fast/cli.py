@@ -315,18 +315,16 @@ def _evaluate(config: configs.EvaluateConfig) -> list[str]:
         raise ValueError("With --no-perplexity there is nothing to measure; name --tasks.")
     # Both speak before either computes: what is wrong with a task need not wait.
     if config.tasks.tasks:
-        from doge_fast.pipeline.fewshot import open_tasks
+        from doge_fast.pipeline import fewshot
 
         ranks.refuse_several("evaluate --tasks")
-        open_tasks(config)
+        fewshot.open_tasks(config)
     lines = []
     if config.perplexity:
         from doge_fast.pipeline.evaluation import evaluate, table
 
         lines.append(table(evaluate(config)))
     if config.tasks.tasks:
-        from doge_fast.pipeline import fewshot
-
         lines.append(fewshot.table(fewshot.few_shot(config)))
     return lines
 
