@@ -137,7 +137,7 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
             "sequences, a shorter block_size, mode=sequential), for a smaller model, or share it "
             "among processes (torchrun); --dry-run says what is needed.",
         )
-    is_over_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
+    is_over_ranks = (os.environ.get("WORLD_SIZE") or "1") != "1"
     if is_over_ranks and isinstance(error, RuntimeError) and _RANK_IS_LOST.search(str(error)):
         return Ending(
             WORLD,

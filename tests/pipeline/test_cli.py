@@ -300,6 +300,15 @@ def test_a_terminal_without_the_letters_of_a_name_is_no_error(
         assert f"\n{shown} " in said.getvalue().decode(encoding)
 
 
+def test_variables_of_a_launcher_that_are_empty_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("doge-fast ")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_alone_shows_what_is_loading(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
