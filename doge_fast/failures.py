@@ -204,7 +204,7 @@ def unforeseen(error: BaseException, words: list[str], directory: Path | None = 
     for folder in (temporary,) if directory is None else (directory, temporary):
         # One that is not there, is full or is somebody else's takes no log.
         with suppress(OSError):
-            atomic_file.write(folder / name, content)
+            atomic_file.write(folder / name, content.encode(errors="backslashreplace"))
             return Ending(WORLD, f"{told} with {folder / name}, which holds the traceback.")
     way_out = "DOGE_FAST_TRACEBACK=1 in the environment shows where it came from"
     return Ending(WORLD, f"{told}; no log could be written, and {way_out}.")
