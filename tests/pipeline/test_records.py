@@ -276,6 +276,15 @@ def test_write_json_replaces_whole_files_and_leaves_nothing_beside(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"x.json must be in UTF-8, and its line '.out.: .r.udcff"):
+        records.write_json(tmp_path / "x.json", {"a": 1, "out": Path("r\udcff")})
+    assert not list(tmp_path.iterdir())
+    out = tmp_path / "r\udcff"
+    with pytest.raises(ValueError, match=r"must be in UTF-8, .* Rename what it names\."):
+        records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
+
+
 def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     records.write_json(path, {"a": 1})
