@@ -159,6 +159,10 @@ class GroupRecord:
     title: str
     arms: tuple[ArmRecord, ...] = ()
     rows: tuple[dict[str, Any], ...] = ()
+    aim: tuple[str, ...] = ()
+    swarm: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    focus: str | None = None
 
 
 @dataclass(frozen=True)
