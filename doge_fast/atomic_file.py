@@ -63,11 +63,16 @@ def keep_names(directory: Path) -> None:
     """Have the names in a directory survive a loss of power, where the system can."""
     # Windows opens no directories, and some network file systems do not sync them.
     with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        keep(directory)
+
+
+def keep(path: Path) -> None:
+    """Have what a file or a directory holds survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sweep(path: Path) -> None:

@@ -21,28 +21,8 @@ from typing import Any, NamedTuple
 
 import doge_fast
 from doge_fast import failures
+from doge_fast.pipeline import config as configs
 from doge_fast.pipeline import named, ranks
-from doge_fast.pipeline.config import (
-    BaseConfig,
-    DemoConfig,
-    DoReMiConfig,
-    EvaluateConfig,
-    ExperimentConfig,
-    ExportConfig,
-    InfoConfig,
-    PlanConfig,
-    ProfileConfig,
-    ProxyConfig,
-    ReportConfig,
-    SelectConfig,
-    TargetConfig,
-    WeightsAverageConfig,
-    WeightsCardConfig,
-    WeightsConstrainConfig,
-    WeightsDiffConfig,
-    WeightsPlotConfig,
-    WeightsShowConfig,
-)
 from doge_fast.pipeline.config.ranges import check as check_ranges
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
@@ -50,6 +30,7 @@ EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
 # Of packages that a verb imports when it is asked for more than usual.
 _EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm", "sklearn": "regret"}
+_RESUMES = "A training resumes from its last checkpoint with the same command."
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -89,13 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 config = _configured(words)
                 lines = _answer(config, words)
     except KeyboardInterrupt:
-        return _refuse(
-            EXIT_INTERRUPTED,
-            "Interrupted. A training resumes from its last checkpoint with the same command.",
-        )
+        return _refuse(EXIT_INTERRUPTED, f"Interrupted. {_RESUMES}")
     except failures.Terminated as end:
-        told = str(end) or "A training resumes from its last checkpoint with the same command."
-        return _refuse(failures.TERMINATED, f"Ended by SIGTERM. {told}")
+        return _refuse(failures.TERMINATED, f"Ended by SIGTERM. {str(end) or _RESUMES}")
     except Exception as error:
         if os.environ.get(TRACEBACK):
             raise
@@ -151,9 +128,11 @@ def _make_visible(record: logging.LogRecord) -> bool:
 
 def _print(lines: Sequence[str]) -> int:
     """The verb's answer, from the first rank."""
+    encoding = sys.stdout.encoding or "utf-8"
     try:
         for line in lines if ranks.is_first() else ():
-            print(named.visible(line))
+            # What the terminal has no letters for is written as in Python, as on stderr.
+            print(named.visible(line).encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
         _mute()
@@ -199,7 +178,7 @@ def _answer(config: Any, words: list[str]) -> list[str]:
     """The verb's lines."""
     verb = VERBS[_verb_of(words)[0]]
     _load(verb.loads)
-    if isinstance(config, ExperimentConfig) and config.plan:
+    if isinstance(config, configs.ExperimentConfig) and config.plan:
         return _plan(config, words)
     return verb.run(config)
 
@@ -280,22 +259,17 @@ def _load(packages: Sequence[str]) -> None:
 
 def _in(module: str, function: str) -> Callable[[Any], list[str]]:
     """A verb that is a function of ours, imported when it is called."""
-
-    def run(config: Any) -> list[str]:
-        lines: list[str] = getattr(import_module(f"doge_fast.{module}"), function)(config)
-        return lines
-
-    return run
+    return lambda config: getattr(import_module(f"doge_fast.{module}"), function)(config)
 
 
-def _demo(config: DemoConfig) -> list[str]:
+def _demo(config: configs.DemoConfig) -> list[str]:
     from doge_fast.pipeline.experiments.presets import demo_of
     from doge_fast.pipeline.experiments.runner import run_experiment
 
     return run_experiment(demo_of(config))
 
 
-def _proxy(config: ProxyConfig) -> list[str]:
+def _proxy(config: configs.ProxyConfig) -> list[str]:
     from doge_fast.pipeline.proxy import ProxyStage, learn_weights
 
     if config.dry_run:
@@ -303,7 +277,7 @@ def _proxy(config: ProxyConfig) -> list[str]:
     return _learned(learn_weights(config).path)
 
 
-def _base(config: BaseConfig) -> list[str]:
+def _base(config: configs.BaseConfig) -> list[str]:
     from doge_fast.pipeline.base import BaseStage, train_base
 
     if config.dry_run:
@@ -318,7 +292,7 @@ def _rehearsed(stage: Any) -> list[str]:
     return [rehearse(stage)]
 
 
-def _doremi(config: DoReMiConfig) -> list[str]:
+def _doremi(config: configs.DoReMiConfig) -> list[str]:
     from doge_fast.pipeline.doremi import learn_by_excess_loss
 
     return _learned(learn_by_excess_loss(config).path)
@@ -330,41 +304,39 @@ def _learned(run: Path) -> list[str]:
     return [*remarks_on(run), f"weights: {run / 'weights.json'}"]
 
 
-def _select(config: SelectConfig) -> list[str]:
+def _select(config: configs.SelectConfig) -> list[str]:
     from doge_fast.pipeline.selection import measure_cancellation, table
 
     return [table(measure_cancellation(config))]
 
 
-def _evaluate(config: EvaluateConfig) -> list[str]:
+def _evaluate(config: configs.EvaluateConfig) -> list[str]:
     if not config.perplexity and not config.tasks.tasks:
         raise ValueError("With --no-perplexity there is nothing to measure; name --tasks.")
     # Both speak before either computes: what is wrong with a task need not wait.
     if config.tasks.tasks:
-        from doge_fast.pipeline.fewshot import open_tasks
+        from doge_fast.pipeline import fewshot
 
         ranks.refuse_several("evaluate --tasks")
-        open_tasks(config)
+        fewshot.open_tasks(config)
     lines = []
     if config.perplexity:
         from doge_fast.pipeline.evaluation import evaluate, table
 
         lines.append(table(evaluate(config)))
     if config.tasks.tasks:
-        from doge_fast.pipeline import fewshot
-
         lines.append(fewshot.table(fewshot.few_shot(config)))
     return lines
 
 
-def _report(config: ReportConfig) -> list[str]:
+def _report(config: configs.ReportConfig) -> list[str]:
     from doge_fast.pipeline.report import terminal_table, write_report
 
     page = write_report(config)
     return [terminal_table(config.runs, config.weights), f"report: {page}"]
 
 
-def _plan(config: ExperimentConfig, words: Sequence[str]) -> list[str]:
+def _plan(config: configs.ExperimentConfig, words: Sequence[str]) -> list[str]:
     from doge_fast.pipeline.experiments.runner import plan_lines
 
     typed = ["doge-fast", *(word for word in words if word != "--plan"), "--no-plan"]
@@ -372,14 +344,14 @@ def _plan(config: ExperimentConfig, words: Sequence[str]) -> list[str]:
     return plan_lines(config, shlex.join(typed if has_file else typed[:-1]))
 
 
-def _info(config: InfoConfig) -> list[str]:
+def _info(config: configs.InfoConfig) -> list[str]:
     from doge_fast.info import info, text
 
     facts = info()
     return [json.dumps(facts, indent=1) if config.json else text(facts)]
 
 
-def _profile(config: ProfileConfig) -> list[str]:
+def _profile(config: configs.ProfileConfig) -> list[str]:
     from doge_fast.pipeline.profiling import profile, table
 
     files = {"json": config.json, "trace": config.trace, "operators": config.trace_operators}
@@ -389,31 +361,28 @@ def _profile(config: ProfileConfig) -> list[str]:
 
 _WEIGHTS, _PAGES = "pipeline.weights.verbs", "pipeline.weights.pages"
 _RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
+# What verbs load that draw, and compute nothing.
+_DRAWS = ("matplotlib.figure",)
 VERBS: dict[str, Verb] = {
-    "demo": Verb(DemoConfig, _demo),
-    "proxy": Verb(ProxyConfig, _proxy, takes_ranks=True),
-    "base": Verb(BaseConfig, _base, takes_ranks=True),
-    "doremi": Verb(DoReMiConfig, _doremi, takes_ranks=True),
-    "select": Verb(SelectConfig, _select, takes_ranks=True),
-    "evaluate": Verb(EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
-    "target": Verb(
-        TargetConfig,
-        _in("pipeline.task_target", "write_target"),
-        is_positional=True,
-        loads=("torch", "lm_eval"),
-    ),
-    "report": Verb(ReportConfig, _report, loads=("matplotlib.figure",)),
-    "experiment": Verb(ExperimentConfig, _in(_RUNNER, "run_experiment"), is_positional=True),
-    "weights show": Verb(WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),
-    "weights diff": Verb(WeightsDiffConfig, _in(_WEIGHTS, "diff"), True, ()),
-    "weights average": Verb(WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
-    "weights constrain": Verb(WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),
-    "weights plot": Verb(WeightsPlotConfig, _in(_PAGES, "plot"), True, ("matplotlib.figure",)),
-    "weights card": Verb(WeightsCardConfig, _in(_PAGES, "card"), True, ("matplotlib.figure",)),
-    "export": Verb(ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
-    "info": Verb(InfoConfig, _info, loads=("torch",)),
-    "plan": Verb(PlanConfig, _in("planning", "plan"), loads=()),
-    "profile": Verb(ProfileConfig, _profile, loads=("torch", "transformers")),
+    "demo": Verb(configs.DemoConfig, _demo),
+    "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
+    "base": Verb(configs.BaseConfig, _base, takes_ranks=True),
+    "doremi": Verb(configs.DoReMiConfig, _doremi, takes_ranks=True),
+    "select": Verb(configs.SelectConfig, _select, takes_ranks=True),
+    "evaluate": Verb(configs.EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
+    "target": Verb(configs.TargetConfig, _in(_TARGET, "write_target"), True, ("torch", "lm_eval")),
+    "report": Verb(configs.ReportConfig, _report, loads=_DRAWS),
+    "experiment": Verb(configs.ExperimentConfig, _in(_RUNNER, "run_experiment"), True),
+    "weights show": Verb(configs.WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),
+    "weights diff": Verb(configs.WeightsDiffConfig, _in(_WEIGHTS, "diff"), True, ()),
+    "weights average": Verb(configs.WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
+    "weights constrain": Verb(configs.WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),
+    "weights plot": Verb(configs.WeightsPlotConfig, _in(_PAGES, "plot"), True, _DRAWS),
+    "weights card": Verb(configs.WeightsCardConfig, _in(_PAGES, "card"), True, _DRAWS),
+    "export": Verb(configs.ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
+    "info": Verb(configs.InfoConfig, _info, loads=("torch",)),
+    "plan": Verb(configs.PlanConfig, _in("planning", "plan"), loads=()),
+    "profile": Verb(configs.ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 
 

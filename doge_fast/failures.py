@@ -137,7 +137,7 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
             "sequences, a shorter block_size, mode=sequential), for a smaller model, or share it "
             "among processes (torchrun); --dry-run says what is needed.",
         )
-    is_over_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
+    is_over_ranks = (os.environ.get("WORLD_SIZE") or "1") != "1"
     if is_over_ranks and isinstance(error, RuntimeError) and _RANK_IS_LOST.search(str(error)):
         return Ending(
             WORLD,
@@ -199,22 +199,15 @@ def unforeseen(error: BaseException, words: list[str], directory: Path | None = 
     text = "".join(traceback.format_exception(error))
     content = f"doge-fast {' '.join(map(repr, words))}\nPython {sys.version}\n\n{text}"
     name = f"doge-fast-error-{secrets.token_hex(4)}.log"
-    told = f"{type(error).__name__}: {one_line(error)}"
-    for folder in (directory, Path(tempfile.gettempdir())):
-        if folder is None or not folder.is_dir():
-            continue
+    told = f"This was not foreseen: {type(error).__name__}: {one_line(error)}. Please report it"
+    temporary = Path(tempfile.gettempdir())
+    for folder in (temporary,) if directory is None else (directory, temporary):
+        # One that is not there, is full or is somebody else's takes no log.
         with suppress(OSError):
-            atomic_file.write(folder / name, content)
-            return Ending(
-                WORLD,
-                f"This was not foreseen: {told}. Please report it with {folder / name}, which "
-                "holds the traceback.",
-            )
-    return Ending(
-        WORLD,
-        f"This was not foreseen: {told}. Please report it; no log could be written, and "
-        "DOGE_FAST_TRACEBACK=1 in the environment shows where it came from.",
-    )
+            atomic_file.write(folder / name, content.encode(errors="backslashreplace"))
+            return Ending(WORLD, f"{told} with {folder / name}, which holds the traceback.")
+    way_out = "DOGE_FAST_TRACEBACK=1 in the environment shows where it came from"
+    return Ending(WORLD, f"{told}; no log could be written, and {way_out}.")
 
 
 def one_line(error: BaseException) -> str:

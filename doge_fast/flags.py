@@ -18,16 +18,8 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from doge_fast.pipeline.config import (
-    BaseArmsConfig,
-    CorpusConfig,
-    DoReMiArmsConfig,
-    ExperimentConfig,
-    ExportConfig,
-    ProxyArmsConfig,
-    SelectionArmsConfig,
-)
-from doge_fast.pipeline.config.fields import Json, filled, read_file, texts_of
+from doge_fast.pipeline import config as configs
+from doge_fast.pipeline.config.fields import Json, filled, read_file, required, texts_of
 from doge_fast.pipeline.named import visible
 
 _ABOUT_FILE = (
@@ -36,9 +28,12 @@ _ABOUT_FILE = (
 )
 # What an experiment says of one kind of run: several have steps or a model, so their flags are
 # --proxy.steps, --base.steps; all other flags are the fields' names alone.
-PREFIXED = (ProxyArmsConfig, BaseArmsConfig, DoReMiArmsConfig, SelectionArmsConfig)
+PREFIXED = (
+    *(configs.ProxyArmsConfig, configs.BaseArmsConfig, configs.DoReMiArmsConfig),
+    configs.SelectionArmsConfig,
+)
 # May be left out and stands without a flag all the same.
-_POSITIONAL_FIELDS = {(ExportConfig, "file")}
+_POSITIONAL_FIELDS = {(configs.ExportConfig, "file")}
 
 
 def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool) -> Any:
@@ -57,8 +52,9 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     file, words = _file_of(words, verb)
     given = {} if file is None else read_file(file, verb)
     flags = _flags_of(config, is_positional)
-    default = _with_missing(config)
-    if config is ExperimentConfig:
+    # What must be given is missing, which tyro will say.
+    default = config(**dict.fromkeys(required(config), tyro.MISSING))
+    if config is configs.ExperimentConfig:
         default = _preset_of(words, given, flags, str(file))
     return _parsed(words, flags, filled(default, given, str(file)), verb)
 
@@ -91,12 +87,12 @@ def _visibly(words: Sequence[str]) -> Iterator[None]:
         print(visible(said.getvalue()), end="", file=sys.stderr)
 
 
-def _preset_of(words: Sequence[str], given: Json, flags: type, file: str) -> ExperimentConfig:
+def _preset_of(words: Sequence[str], given: Json, flags: type, file: str) -> Any:
     """What holds for an experiment where no flag and no file says otherwise: its preset."""
     from doge_fast.pipeline.experiments.presets import preset_of
 
     # Parsed twice: which preset, and which corpus it makes way for, is among the words.
-    unsaid = ExperimentConfig("universal", corpus=CorpusConfig(data=""))
+    unsaid = configs.ExperimentConfig("universal", corpus=configs.CorpusConfig(data=""))
     asked = [word for word in words if word not in ("-h", "--help")]
     said = _parsed(asked, flags, filled(unsaid, given, file), "experiment")
     preset = preset_of(said.name, said.preset, data=said.corpus.data or None)
@@ -112,45 +108,27 @@ def _file_of(words: Sequence[str], verb: str) -> tuple[Path | None, list[str]]:
     return known.config, others
 
 
-def _with_missing(config: type) -> Any:
-    """An instance of defaults; what must be given is missing, which tyro will say."""
-    required = {
-        field.name: tyro.MISSING
-        for field in dataclasses.fields(config)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    return config(**required)
-
-
 @cache
 def _flags_of(config: type, is_positional: bool = False) -> type:
     """The dataclass as tyro shall see it: help on one line, names of flags."""
-    hints, texts, missing = get_type_hints(config), texts_of(config), _with_missing(config)
-    fields: list[tuple[str, Any, Any]] = []
+    hints, texts = get_type_hints(config), texts_of(config)
+    positional = required(config) if is_positional else ()
+    fields: list[tuple[str, Any]] = []
     for field in dataclasses.fields(config):
-        hint = hints[field.name]
-        marks: list[Any] = []
+        name, hint = field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
             hint = _flags_of(hint)  # type: ignore[arg-type]
         else:
-            told = tyro.conf.arg(
-                help=texts.get(field.name),
-                name=_flag(field.name),
-                prefix_name=config in PREFIXED,
-            )
-            marks.append(told)
-        is_required = is_positional and getattr(missing, field.name) is tyro.MISSING
-        if is_required or (config, field.name) in _POSITIONAL_FIELDS:
-            marks.append(tyro.conf.Positional)
-        fields.append((field.name, Annotated[hint, *marks] if marks else hint, dataclasses.field()))
+            # `from_` is a field because `from` is a word of Python.
+            flag = name.strip("_").replace("_", "-")
+            told = tyro.conf.arg(help=texts.get(name), name=flag, prefix_name=config in PREFIXED)
+            hint = Annotated[hint, told]
+        if name in positional or (config, name) in _POSITIONAL_FIELDS:
+            hint = Annotated[hint, tyro.conf.Positional]
+        fields.append((name, hint))
     made = dataclasses.make_dataclass(config.__name__, fields, frozen=True)
     made.__doc__ = _one_line(config.__doc__)
     return made
-
-
-def _flag(name: str) -> str:
-    """`from_` is a field because `from` is a word of Python."""
-    return name.strip("_").replace("_", "-")
 
 
 def _converted(value: Any, kind: type) -> Any:

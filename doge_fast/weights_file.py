@@ -49,6 +49,17 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` (see `plain`) as JSON, whole or not at all."""
+    """Write `value` (see `plain`) as JSON, whole or not at all.
+
+    Raises:
+        ValueError: a text in it is none, as a file's name of other bytes than UTF-8's is none.
+    """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    atomic_file.write(path, text + "\n")
+    try:
+        data = f"{text}\n".encode()
+    except UnicodeEncodeError as error:
+        line = text.split("\n")[text.count("\n", 0, error.start)].strip()
+        raise ValueError(
+            f"{path} must be in UTF-8, and its line {line!a} would not be. Rename what it names."
+        ) from None
+    atomic_file.write(path, data)

@@ -65,7 +65,7 @@ def refuse_what_cannot_fit(parts: Mapping[str, int], device: torch.device, *, ad
         ValueError: it cannot fit.
     """
     free = free_bytes(device)
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if device.type == "cpu" else 1
     needed = num_here * sum(parts.values())
     if free is None or needed <= free:
         return

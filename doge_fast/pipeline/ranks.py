@@ -1,16 +1,19 @@
-"""The processes that a launcher such as torchrun has started for one run; the first one writes."""
+"""The processes that a launcher such as torchrun has started for one run; the first one writes.
+
+A variable that is empty, as a script leaves one of a cluster that it is not on, says nothing.
+"""
 
 import os
 
 
 def number() -> int:
     """How many there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def place() -> tuple[int, int]:
     """(This one, counted from 0, and their number.)"""
-    return int(os.environ.get("RANK", "0")), number()
+    return int(os.environ.get("RANK") or 0), number()
 
 
 def is_first() -> bool:

@@ -140,6 +140,22 @@ def test_what_nobody_foresaw_leaves_a_log(
         cli.main(["info"])
 
 
+def test_a_log_may_hold_what_is_no_text(
+    verb: Callable[[Any], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Half of a character, as a file's name of other bytes has it in what a library says."""
+    monkeypatch.setattr(failures.tempfile, "gettempdir", lambda: str(tmp_path))
+    verb(lambda config: from_a_library()(RuntimeError("a\udcffb")))
+    said = answer(["info"], capsys)
+    assert said.code == failures.WORLD
+    (log,) = tmp_path.iterdir()
+    assert f"RuntimeError: a\\udcffb. Please report it with {log}" in said.err
+    assert "RuntimeError: a\\udcffb" in log.read_text(encoding="utf-8")
+
+
 def test_the_log_lies_in_the_run_that_it_is_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """The command line says what the dataclasses say, and refuses in one sentence."""
 
 import dataclasses
+import io
 import re
 import subprocess
 import sys
@@ -286,6 +287,26 @@ def test_a_reader_that_has_enough_is_no_error(words: str) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert len(done.stdout) == 1
     assert done.stderr == ""
+
+
+def test_a_terminal_without_the_letters_of_a_name_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records.write_weights(tmp_path / "w.json", {"domains": [{"name": "\u65e5", "weight": 1.0}]})
+    for encoding, shown in {"ascii": "\\u65e5", "utf-8": "\u65e5"}.items():
+        said = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding=encoding))
+        assert cli.main(["weights", "show", str(tmp_path / "w.json")]) == 0
+        assert f"\n{shown} " in said.getvalue().decode(encoding)
+
+
+def test_variables_of_a_launcher_that_are_empty_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("doge-fast ")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -49,6 +49,10 @@ def test_every_number_of_every_verb_has_a_range() -> None:
         ({"seed": 2**32}, "seed must be at least 0 and at most 4294967295; got 4294967296."),
         ({"steps": 2.5}, "steps must be a whole number, at least 1; got 2.5."),
         ({"steps": True}, "steps must be a whole number, at least 1; got True."),
+        ({"steps": 2**63}, "steps must be at most 9223372036854775807; got 9223372036854775808."),
+        ({"steps": 10**400}, "steps must be at most 9223372036854775807; got 10000"),
+        ({"steps": -(10**400)}, "steps must be a whole number, at least 1; got -10000"),
+        ({"mu": 10**400}, "mu must be a finite number, greater than 0; got 10000"),
         (
             {"weight_decay": float("nan")},
             "weight_decay must be a finite number, at least 0; got nan",
@@ -63,6 +67,9 @@ def test_every_number_of_every_verb_has_a_range() -> None:
             "validation_fraction must be greater than 0 and less than 1",
         ),
         ({"block_size": 1}, "block_size must be at least 2; got 1."),
+        # A word is several letters.
+        ({"target": "verse"}, "target must be a tuple of values; got 'verse'."),
+        ({"domains": 7}, "domains must be a tuple of values; got 7."),
         ({"mode": "fast"}, "mode must be one of auto, sequential, stacked; got 'fast'."),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16; got 'int8'."),
     ],

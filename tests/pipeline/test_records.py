@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import resource
 import sys
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -220,7 +221,7 @@ def test_read_config_wants_a_run(tmp_path):
         ({"schema_version": True}, "schema_version; it says True"),
         ({"schema_version": 1, "stage": "proxy"}, "it lacks config, corpus"),
         (
-            {"schema_version": 1, "stage": "tune", "config": {}, "corpus": {}},
+            {"schema_version": 1, "stage": "tune", "config": {}, "corpus": CORPUS},
             "must name a stage, one of proxy, base, .*; it says 'tune'",
         ),
     ],
@@ -275,6 +276,15 @@ def test_write_json_replaces_whole_files_and_leaves_nothing_beside(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"x.json must be in UTF-8, and its line '.out.: .r.udcff"):
+        records.write_json(tmp_path / "x.json", {"a": 1, "out": Path("r\udcff")})
+    assert not list(tmp_path.iterdir())
+    out = tmp_path / "r\udcff"
+    with pytest.raises(ValueError, match=r"must be in UTF-8, .* Rename what it names\."):
+        records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
+
+
 def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     records.write_json(path, {"a": 1})
@@ -327,6 +337,20 @@ def test_a_run_killed_at_any_byte_resumes_to_the_uninterrupted_record(tmp_path):
         for step in range(2, 4):
             records.append_metrics(tmp_path, train_line(step))
         assert path.read_bytes() == whole
+
+
+def test_a_line_that_finds_no_room_is_an_error(tmp_path):
+    """The system then writes a part of it and says how much; the next line would follow that."""
+    records.append_metrics(tmp_path, train_line(0))
+    room = (tmp_path / "metrics.jsonl").stat().st_size + 10
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            records.append_metrics(tmp_path, train_line(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert records.read_metrics(tmp_path) == [train_line(0)]
 
 
 def test_resuming_from_before_the_beginning_empties_the_record(tmp_path):

@@ -30,6 +30,15 @@ def texts_of(config: type) -> dict[str, str]:
     return texts
 
 
+def required(config: type) -> tuple[str, ...]:
+    """The fields of a dataclass that have no default."""
+    return tuple(
+        field.name
+        for field in dataclasses.fields(config)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+
 def read_file(path: Path, verb: str) -> Json:
     """The fields that a file gives for a verb.
 
@@ -85,7 +94,7 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
         if key not in hints:
             raise ValueError(_unknown(key, default, where))
         now = getattr(default, key)
-        if not dataclasses.is_dataclass(now) or isinstance(now, type):
+        if not dataclasses.is_dataclass(now):
             changes[key] = _converted(value, hints[key], f"{where}: {key}")
         elif isinstance(value, Mapping):
             changes[key] = filled(now, value, f"{where}: {key}")
@@ -110,7 +119,7 @@ def _unknown(key: str, config: Any, where: str) -> str:
     """The refusal of a key, with the fields nearest to it, wherever they are."""
     names = dict(_paths(config))
     near = difflib.get_close_matches(key, names, n=2, cutoff=0.6)
-    told = ", ".join(path for name in near for path in [names[name]])
+    told = ", ".join(names[name] for name in near)
     known = ", ".join(field.name for field in dataclasses.fields(config))
     return f"{where}: {key} is no field. " + (
         f"The nearest is {told}." if told else f"The fields are {known}."

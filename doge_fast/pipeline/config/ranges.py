@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -9,14 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Finite numbers from a least one on.
-
-    Args:
-        least: of them.
-        most: of them.
-        above: whether they lie above `least`.
-        below: whether they lie below `most`.
-    """
+    """Finite numbers from `least` to `most`, both included unless they lie `above` or `below`."""
 
     least: float
     most: float = math.inf
@@ -47,6 +41,9 @@ PositiveShare = Annotated[float, Range(0, 1, above=True)]
 # Of a whole that is never all of it.
 Share = Annotated[float, Range(0, 1, below=True)]
 
+# torch, numpy and Arrow count in 64 bits.
+_MOST_WHOLE = 2**63 - 1
+
 
 def check(config: Any) -> None:
     """Look at every field of a dataclass, and of those inside.
@@ -72,6 +69,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
             if value is not None and part is not type(None):
                 _check(name, value, part)
     elif kind is tuple:
+        if not isinstance(value, tuple | list):
+            raise ValueError(f"{name} must be a tuple of values; got {value!r}.")
         for each in value:
             _check(name, each, parts[0])
     elif kind is Literal:
@@ -80,7 +79,11 @@ def _check(name: str, value: Any, hint: Any) -> None:
     elif kind is Annotated:
         number, (limits, *_) = parts[0], parts[1:]
         is_number = isinstance(value, int if number is int else int | float)
-        if isinstance(value, bool) or not is_number or not math.isfinite(value):
+        if number is int and is_number and value > _MOST_WHOLE:
+            raise ValueError(f"{name} must be at most {_MOST_WHOLE}; got {value!r}.")
+        # Not isfinite, which raises where a whole number is too large for a float.
+        is_finite = is_number and abs(value) <= sys.float_info.max
+        if isinstance(value, bool) or not is_finite:
             what = "a whole" if number is int else "a finite"
             raise ValueError(f"{name} must be {what} number, {limits}; got {value!r}.")
         if not limits.holds(value):

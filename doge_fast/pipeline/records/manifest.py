@@ -6,13 +6,13 @@ reader knows.
 """
 
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.records.runs import Json, read_record
+from doge_fast.pipeline.records.shapes import ManifestRecord
 from doge_fast.weights_file import SCHEMA_VERSION, write_json
 
 MANIFEST = "manifest.json"
@@ -34,7 +34,7 @@ def write_manifest(folder: Path, **fields: Any) -> None:
     """
     files = _files(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
-        kept = pool.map(_keep, files)
+        kept = pool.map(atomic_file.keep, files)
         digests = list(pool.map(_digest, files))
         list(kept)
     for directory in {file.parent for file in files}:
@@ -58,13 +58,8 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
     """
     absent = f"{MANIFEST} is missing: it was not written to its end, or by an earlier version"
     try:
-        record = read_record(folder / MANIFEST, ["files"], absent=absent)
-        files = record["files"]
-        if not isinstance(files, dict) or not all(
-            isinstance(each, dict) for each in files.values()
-        ):
-            raise ValueError(f"{MANIFEST} does not say what each file is")
-        for name, entry in files.items():
+        record = read_record(folder / MANIFEST, ManifestRecord, absent=absent)
+        for name, entry in record["files"].items():
             _check(folder / name, name, entry, is_hashed=is_hashed)
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
@@ -90,12 +85,3 @@ def _files(folder: Path) -> list[Path]:
 def _digest(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _keep(file: Path) -> None:
-    """Have what a file holds survive a loss of power."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

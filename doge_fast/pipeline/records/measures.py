@@ -1,6 +1,5 @@
 """evaluation.json, fewshot.json and experiment.json: what was measured, and of which runs."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from doge_fast.pipeline.records.shapes import (
     EvaluationRecord,
     ExperimentRecord,
     FewShotRecord,
-    check_shape,
 )
 from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
 
@@ -76,7 +74,7 @@ def read_evaluation(run: Path) -> Json:
     """evaluation.json of a run directory; ValueError where it is absent or damaged."""
     absent = f"{run} holds no {EVALUATION}: run doge-fast evaluate on it."
     file = run / EVALUATION
-    record = _shaped(file, absent, EvaluationRecord, has_schema=False)
+    record = read_record(file, EvaluationRecord, absent=absent, has_schema=False)
     if not record["loss"].keys() == record["blocks"].keys() == record["perplexity"].keys():
         raise FileFailure(
             f"{file} is damaged: loss, blocks and perplexity are not of the same domains. {WAY_OUT}"
@@ -120,7 +118,7 @@ def few_shot(
 def read_few_shot(run: Path) -> Json:
     """fewshot.json of a run directory; ValueError where it is absent or damaged."""
     absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
-    return _shaped(run / FEWSHOT, absent, FewShotRecord)
+    return read_record(run / FEWSHOT, FewShotRecord, absent=absent)
 
 
 def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
@@ -171,11 +169,4 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
 def read_experiment(path: Path) -> Json:
     """experiment.json of its directory; ValueError where it is absent or damaged."""
     absent = f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there."
-    return _shaped(path / EXPERIMENT, absent, ExperimentRecord)
-
-
-def _shaped(file: Path, absent: str, kind: type, *, has_schema: bool = True) -> Json:
-    keys = [field.name for field in dataclasses.fields(kind)]
-    record = read_record(file, keys, absent=absent, has_schema=has_schema)
-    check_shape(record, kind, file)
-    return record
+    return read_record(path / EXPERIMENT, ExperimentRecord, absent=absent)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ _log = logging.getLogger("doge_fast")
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
-    """Append one line to metrics.jsonl, in one write.
+    """Append one line to metrics.jsonl, in one write where there is room for all of it.
 
     Args:
         run: the run directory.
@@ -27,11 +26,13 @@ def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: `step` or `kind` is missing or is something else.
+        OSError: the line is not written, or not all of it.
     """
     record = plain(line)
     _check_line(record, "A line of metrics.jsonl")
     text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    with (run / METRICS).open("ab", buffering=0) as file:
+    # Buffered: what the system leaves of a line is written again, which says what is wrong.
+    with (run / METRICS).open("ab") as file:
         file.write(text.encode())
 
 
@@ -43,9 +44,8 @@ def keep_metrics(run: Path) -> Json:
     """
     path = run / METRICS
     path.touch()
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        content = file.read()
+    atomic_file.keep(path)
+    content = path.read_bytes()
     return {"lines": content.count(b"\n"), "bytes": len(content), "sha256": _sha256(content)}
 
 

@@ -11,6 +11,7 @@ from platform import python_version
 from typing import Any, get_args
 
 from doge_fast.failures import FileFailure
+from doge_fast.pipeline.config.fields import required
 from doge_fast.pipeline.records.shapes import (
     STAGES,
     WAY_OUT,
@@ -138,17 +139,13 @@ def read_config(run: Path) -> Json:
         ValueError: it is absent or damaged.
     """
     file = run / CONFIG
-    record = read_record(
-        file,
-        ("stage", "config", "corpus"),
-        absent=f"{run} is not a run directory: it holds no {CONFIG}.",
-    )
+    absent = f"{run} is not a run directory: it holds no {CONFIG}."
+    record = read_record(file, ConfigRecord, absent=absent)
     if record["stage"] not in get_args(Stage):
         raise FileFailure(
             f"{file} must name a stage, one of {', '.join(get_args(Stage))}; it says "
             f"{record['stage']!r}."
         )
-    check_shape(record, ConfigRecord, file)
     for name, sizes in (record["corpus"]["domains"] | record["corpus"]["targets"]).items():
         check_shape(sizes, DomainSizes, f"{file}, {name}")
     told = check_shape(record["config"], STAGES[record["stage"]], f"{file}, config")
@@ -225,12 +222,12 @@ def read_json(path: Path) -> Json:
 _JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
 
 
-def read_record(path: Path, keys: Sequence[str], *, absent: str, has_schema: bool = True) -> Json:
-    """A record of a directory, of a schema that is known and with every key a reader asks for.
+def read_record(path: Path, kind: type, *, absent: str, has_schema: bool = True) -> Json:
+    """A record of a directory, of a schema that is known and with all that a reader asks for.
 
     Args:
         path: the file.
-        keys: what it must hold.
+        kind: its class in `shapes`.
         absent: what is said where there is none.
         has_schema: whether it says which schema it follows.
     """
@@ -239,11 +236,13 @@ def read_record(path: Path, keys: Sequence[str], *, absent: str, has_schema: boo
     record = read_json(path)
     if has_schema:
         check_schema(record, path)
+    keys = required(kind)
     missing = [key for key in keys if key not in record]
     if missing:
         raise FileFailure(
             f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}. {WAY_OUT}"
         )
+    check_shape(record, kind, path)
     return record
 
 

@@ -56,9 +56,10 @@ class CorpusRecord:
 
 @dataclass(frozen=True)
 class ConfigRecord:
-    """config.json, without what the stage was told."""
+    """config.json. Which stages there are, and what each was told, is looked at beside it."""
 
-    stage: Stage
+    stage: Any
+    config: Any
     corpus: CorpusRecord
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
@@ -91,6 +92,13 @@ class MetricsLine:
     seconds: Number = None
     combined_norm: Number = None
     skipped: bool = False
+
+
+@dataclass(frozen=True)
+class ManifestRecord:
+    """manifest.json."""
+
+    files: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,10 @@ class GroupRecord:
     title: str
     arms: tuple[ArmRecord, ...] = ()
     rows: tuple[dict[str, Any], ...] = ()
+    aim: tuple[str, ...] = ()
+    swarm: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    focus: str | None = None
 
 
 @dataclass(frozen=True)
