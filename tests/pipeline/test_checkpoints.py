@@ -233,6 +233,7 @@ REPAIRED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     ],
     "a torn line and the rest": lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
     "an empty line": lambda lines: [*lines[:2], b"\n", *lines[2:]],
+    "nested brackets": lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[2:]],
     "bytes that are no text": lambda lines: [*lines[:2], b"\xff\x00\n", *lines[2:]],
 }
 
