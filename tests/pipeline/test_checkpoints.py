@@ -198,6 +198,18 @@ def test_with_the_checkpoints_removed_it_begins_again_to_the_same_bits(
     assert_same_run(run, whole)
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches and the length of the run are those of the name, weights those of the files."""
+    folder = run / "checkpoints"
+    shutil.copytree(folder / BEFORE, folder / "checkpoint-7")
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        assert records.resume_checkpoint(run) == folder / NEWEST
+    told = "checkpoint-7 is damaged: it was written after step 4"
+    assert caplog.messages == [f"{run}: {told}. {NEWEST} is used."]
+
+
 def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run: Path) -> None:
     """A copy without a manifest, as a killed `cp` leaves it; and what a killed run was writing."""
     folder = run / "checkpoints"

@@ -86,7 +86,7 @@ def complete_checkpoint(run: Path, step: int) -> None:
     written = folder / WRITING / name
     # A pickle of what config.json says.
     (written / "training_args.bin").unlink(missing_ok=True)
-    write_manifest(written, **{METRICS: keep_metrics(run)})
+    write_manifest(written, step=step, **{METRICS: keep_metrics(run)})
     # One of this very step belongs to the same trajectory, or is damaged.
     shutil.rmtree(folder / name, ignore_errors=True)
     os.replace(written, folder / name)
@@ -112,6 +112,8 @@ def resume_checkpoint(run: Path) -> Path | None:
     for checkpoint in found:
         try:
             written = read_manifest(checkpoint)
+            if written.get("step") != step_of(checkpoint):
+                raise ValueError(f"it was written after step {written.get('step')}")
             resume_metrics(run, written.get(METRICS))
         except ValueError as error:
             damaged.append(f"{checkpoint.name} is damaged: {str(error).rstrip('.')}")
