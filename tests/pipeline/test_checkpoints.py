@@ -191,10 +191,11 @@ def test_without_a_whole_checkpoint_nothing_is_trained(
 
 
 def test_with_the_checkpoints_removed_it_begins_again_to_the_same_bits(
-    config: ProxyConfig, whole: Path, run: Path
+    config: ProxyConfig, whole: Path, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(run / "checkpoints")
     learn_weights(replace(config, out=run))
+    assert f"{run}: there is no checkpoint; it begins again at the first step." in caplog.messages
     assert_same_run(run, whole)
 
 

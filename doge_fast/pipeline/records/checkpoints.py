@@ -126,6 +126,8 @@ def resume_checkpoint(run: Path) -> Path | None:
             f"{run} cannot go on, for no checkpoint is whole ({'; '.join(damaged)}). Restore one, "
             f"or remove {run / CHECKPOINTS} to begin again at the first step."
         )
+    if (run / METRICS).exists():
+        _log.warning("%s: there is no checkpoint; it begins again at the first step.", run)
     resume_metrics(run, None)
     return None
 
