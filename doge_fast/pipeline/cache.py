@@ -133,7 +133,7 @@ def _one_at_a_time(folder: Path, name: str) -> Iterator[bool]:
 
     Where a file system has no locks, which is what is yielded, both make the same.
     """
-    lock = FileLock(folder / name)
+    lock = FileLock(folder / name, fallback_to_soft=False)
     with suppress(OSError, NotImplementedError):
         folder.mkdir(exist_ok=True)
         lock.acquire()

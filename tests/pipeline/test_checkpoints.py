@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import itertools
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records
+from doge_fast.pipeline import cache, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
@@ -220,6 +221,22 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run: Path) -> None
     (folder / ".writing" / "checkpoint-8").mkdir(parents=True)
     assert records.resume_checkpoint(run) == folder / NEWEST
     assert not (folder / ".writing").exists()
+
+
+def test_without_locks_in_the_file_system_a_warning_is_all(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No marker takes their place: it would outlive a process of another machine."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with records.alone(run), records.alone(run):
+        assert caplog.text.count("its file system has no locks; start one launch at a time") == 2
+    locks = tmp_path / "locks"
+    with cache._one_at_a_time(locks, "key") as first, cache._one_at_a_time(locks, "key") as second:
+        assert (first, second) == (False, False)
 
 
 # metrics.jsonl, of which the newest checkpoint knows 9 lines and the one before it 6.

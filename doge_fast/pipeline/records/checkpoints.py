@@ -42,7 +42,8 @@ def alone(run: Path) -> Iterator[None]:
     """
     folder = run / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    # A marker instead of flock would outlive a process of another machine.
+    lock = FileLock(folder / ".lock", fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
