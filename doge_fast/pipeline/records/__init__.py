@@ -19,6 +19,7 @@ no word for NaN and infinity: in metrics they become null, in weights they are a
 
 from doge_fast.pipeline.records.checkpoints import (
     alone,
+    check_alone,
     complete_checkpoint,
     resume_checkpoint,
     step_of,
