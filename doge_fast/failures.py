@@ -90,6 +90,9 @@ def reading(file: str | os.PathLike[str], way_out: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
+            if error.filename is None:
+                # Arrow does not say which.
+                error.filename = os.fspath(file)
             raise
         raise FileFailure(f"{file} cannot be read: {one_line(error)}. {way_out}") from error
 

@@ -376,6 +376,9 @@ def test_reading_and_writing_name_the_file(tmp_path: Path) -> None:
         failures.reading(tmp_path / "d", "Mend it."),
     ):
         raise KeyError(3)
+    with pytest.raises(OSError, match="denied") as told, failures.reading("e.parquet", "Mend it."):
+        raise OSError(errno.EACCES, "denied")
+    assert told.value.filename == "e.parquet"
 
 
 def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(
