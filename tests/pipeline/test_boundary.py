@@ -381,6 +381,28 @@ def test_reading_and_writing_name_the_file(tmp_path: Path) -> None:
     assert told.value.filename == "e.parquet"
 
 
+def test_a_run_that_may_not_be_read_is_not_left_out_of_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_proxy(tmp_path / "one")
+    hidden = write_proxy(tmp_path / "two")
+    listdir = os.listdir
+
+    def refused(folder: Path) -> list[str]:
+        if folder == hidden:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listdir(folder)
+
+    # chmod stops nobody who is root; lexists says no where it may not look.
+    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(
+        os.path, "lexists", lambda path: hidden not in Path(path).parents and os.path.exists(path)
+    )
+    said = answer(["report", "--runs", str(tmp_path)], capsys)
+    assert said.code == failures.WORLD
+    assert f"{hidden}: Permission denied. Change its permissions" in said.err
+
+
 def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
