@@ -96,14 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except failures.Terminated as end:
         told = str(end) or "A training resumes from its last checkpoint with the same command."
         return _refuse(failures.TERMINATED, f"Ended by SIGTERM. {told}")
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # Not Exception: panics of libraries in Rust are none.
         if os.environ.get(TRACEBACK):
             raise
         return _refuse(*_ending(error, words, _directory_of(config)))
     return _print(lines)
 
 
-def _ending(error: Exception, words: list[str], directory: Path | None) -> failures.Ending:
+def _ending(error: BaseException, words: list[str], directory: Path | None) -> failures.Ending:
     """The exit code and the sentence of whatever a verb raised."""
     if isinstance(error, ModuleNotFoundError) and not _is_ours(error):
         extra = _EXTRAS.get(str(error.name), "pipeline")

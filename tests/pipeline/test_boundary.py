@@ -62,6 +62,10 @@ def from_here(error: BaseException) -> None:
     space["call"](error)
 
 
+class PanicException(BaseException):
+    """As pyo3 raises it where tokenizers or safetensors panic."""
+
+
 CASES = [
     # (whose, error, code, what is said)
     ("ours", ValueError("A rule. A way out."), 2, "A rule. A way out."),
@@ -70,6 +74,7 @@ CASES = [
     ("theirs", failures.FileFailure("x.json is damaged."), 1, "x.json is damaged."),
     ("theirs", ValueError("expected 3 got 4"), 1, "not foreseen: ValueError: expected 3 got 4."),
     ("theirs", RuntimeError("mat1 and mat2"), 1, "not foreseen: RuntimeError: mat1 and mat2."),
+    ("theirs", PanicException("capacity overflow"), 1, "not foreseen: PanicException: capacity ov"),
     ("theirs", KeyError("a"), 1, "not foreseen: KeyError: 'a'."),
     ("ours", AssertionError(), 1, "not foreseen: AssertionError: AssertionError."),
     ("theirs", OSError(errno.ENOSPC, "x", "a.bin"), 1, "a.bin: No space left on device. Make room"),
@@ -99,7 +104,7 @@ CASES = [
 def test_every_kind_of_failure_has_its_code_and_sentence(
     verb: Callable[[Any], None],
     whose: str,
-    error: Exception,
+    error: BaseException,
     code: int,
     told: str,
     capsys: pytest.CaptureFixture[str],
