@@ -73,14 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(EXIT_INTERRUPTED, f"Interrupted. {_RESUMES}")
     except failures.Terminated as end:
         return _refuse(failures.TERMINATED, f"Ended by SIGTERM. {str(end) or _RESUMES}")
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # Not Exception: panics of libraries in Rust are none.
         if os.environ.get(TRACEBACK):
             raise
         return _refuse(*_ending(error, words, _directory_of(config)))
     return _print(lines)
 
 
-def _ending(error: Exception, words: list[str], directory: Path | None) -> failures.Ending:
+def _ending(error: BaseException, words: list[str], directory: Path | None) -> failures.Ending:
     """The exit code and the sentence of whatever a verb raised."""
     if isinstance(error, ModuleNotFoundError) and not _is_ours(error):
         extra = _EXTRAS.get(str(error.name), "pipeline")

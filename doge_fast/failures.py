@@ -90,6 +90,9 @@ def reading(file: str | os.PathLike[str], way_out: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
+            if error.filename is None:
+                # Arrow does not say which.
+                error.filename = os.fspath(file)
             raise
         raise FileFailure(f"{file} cannot be read: {one_line(error)}. {way_out}") from error
 
@@ -149,7 +152,7 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
 
 def _of_the_system(error: BaseException, directory: Path | None) -> Ending | None:
     """What the operating system did not do, in whatever disguise."""
-    number = _error_number(error)
+    number = error_number(error)
     if number is None:
         return None
     file = getattr(error, "filename", None)
@@ -164,7 +167,7 @@ def _system_ending(number: int) -> Ending:
     return Ending(code, f"{os.strerror(number)}. {remedy}")
 
 
-def _error_number(error: BaseException) -> int | None:
+def error_number(error: BaseException) -> int | None:
     """errno of a failure of the system; libraries that write files have their own words for it."""
     if isinstance(error, OSError) and error.errno:
         return error.errno

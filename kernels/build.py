@@ -268,7 +268,7 @@ def _locked(path: Path) -> Iterator[bool]:
     from filelock import FileLock
 
     # A build that takes longer is ended.
-    lock = FileLock(path, timeout=_TIMEOUT_S)
+    lock = FileLock(path, timeout=_TIMEOUT_S, fallback_to_soft=False)
     # Without a lock two may build, and either rename gives a whole library.
     with contextlib.suppress(OSError, NotImplementedError):
         lock.acquire()

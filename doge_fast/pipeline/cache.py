@@ -6,6 +6,7 @@ longer agrees with them is made again. Processes that want the same thing at the
 the ranks of a run for example, wait for the first of them.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from doge_fast.failures import FileFailure, one_line
+from doge_fast.failures import FileFailure, error_number, one_line
 from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.weights_file import write_json
@@ -29,6 +30,7 @@ _log = logging.getLogger("doge_fast")
 
 _SCRATCH = ".making-"
 _BLOCK_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def made(config: CorpusConfig, kind: str, key: str, make: Callable[[Path], object]) -> Path:
@@ -71,7 +73,7 @@ def made_together(
             scratch = TemporaryDirectory(
                 dir=folder, prefix=f"{_SCRATCH}{lock}-", ignore_cleanup_errors=True
             )
-        with scratch as scratch_name:
+        with scratch as scratch_name, _refused_where_full(folder):
             written = {name: Path(scratch_name, str(n)) for n, name in enumerate(absent)}
             make(written)
             for name, path in written.items():
@@ -88,6 +90,18 @@ def _refused(folder: Path) -> Iterator[None]:
             f"The cache must be writable; {folder} is not: {one_line(error)}. "
             "Name another with cache_dir (--cache-dir) or $DOGE_FAST_CACHE."
         ) from error
+
+
+@contextmanager
+def _refused_where_full(folder: Path) -> Iterator[None]:
+    """As `_refused`, for those who write there and do not say which file."""
+    try:
+        yield
+    except Exception as error:
+        if (number := error_number(error)) not in _FULL:
+            raise
+        with _refused(folder):
+            raise OSError(number, os.strerror(number)) from error
 
 
 def _sweep(folder: Path, lock: str) -> None:
@@ -133,7 +147,7 @@ def _one_at_a_time(folder: Path, name: str) -> Iterator[bool]:
 
     Where a file system has no locks, which is what is yielded, both make the same.
     """
-    lock = FileLock(folder / name)
+    lock = FileLock(folder / name, fallback_to_soft=False)
     with suppress(OSError, NotImplementedError):
         folder.mkdir(exist_ok=True)
         lock.acquire()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 
-from doge_fast.pipeline import memory, tables, training
+from doge_fast.pipeline import memory, records, tables, training
 from doge_fast.pipeline import stage as stages
 from doge_fast.pipeline.memory import size_text
 from doge_fast.pipeline.stage import Stage
@@ -117,9 +117,9 @@ def _time(stage: Stage[Any], model: PreTrainedModel) -> Iterator[tuple[str, str]
     )
     with tempfile.TemporaryDirectory() as folder:
         timed.out = Path(folder) / f"{stage.out.name} (timing)"
-        timed.out.mkdir()
         timed.config = replace(config, out=timed.out, training=short)
-        device = stages.train(timed, model, callbacks=[clock]).args.device.type
+        with records.alone(timed.out):
+            device = stages.train(timed, model, callbacks=[clock]).args.device.type
     step = statistics.median(after - before for before, after in itertools.pairwise(clock.times))
     total = timedelta(seconds=round(step * config.training.steps))
     if device == "cuda":

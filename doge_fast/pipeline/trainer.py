@@ -251,7 +251,10 @@ class RecordedTrainer(Trainer, TrainerCallback):
 
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
-        for line in self._pending if self.args.should_save else ():
+        is_writing = bool(self._pending) and self.args.should_save
+        if is_writing:
+            records.check_alone(self.stage.config.out)
+        for line in self._pending if is_writing else ():
             plain: dict[str, Any] = {
                 key: value.read() if isinstance(value, ByName) else value
                 for key, value in line.items()

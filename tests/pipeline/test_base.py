@@ -1,6 +1,7 @@
 """Stage two trains at the weights it was given, whoever gave them, and survives being killed."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.trainer import RecordedTrainer
+from doge_fast.weights_file import write_json
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, write_weights
 
 Make = Callable[..., BaseConfig]
@@ -133,6 +135,32 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
     assert launches == list(range(len(launches)))
     assert_same_run(config.out, train_base(base("single", save_every=3)).path)
     assert not (config.out / records.CHECKPOINTS).exists()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_whose_directory_is_removed_ends_there(
+    base: Make, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """It neither ends without its lines nor writes among those of another process."""
+    config, other = base(save_every=2), base("other")
+    train_base(other)
+    step = RecordedTrainer.training_step
+
+    def removed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 3:
+            shutil.rmtree(config.out)
+            if begun:
+                shutil.copytree(other.out, config.out)
+                (config.out / "checkpoints").mkdir()
+                write_json(config.out / "checkpoints" / ".owner.json", {"pid": 1, "host": "x"})
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(RecordedTrainer, "training_step", removed)
+    told = "was moved or removed while this process trained there"
+    with pytest.raises(ValueError, match=told + (", and another one began" if begun else r"\.")):
+        train_base(config)
+    if begun:
+        assert_same_run(config.out, other.out)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ def from_here(error: BaseException) -> None:
     space["call"](error)
 
 
+class PanicException(BaseException):
+    """As pyo3 raises it where tokenizers or safetensors panic."""
+
+
 CASES = [
     # (whose, error, code, what is said)
     ("ours", ValueError("A rule. A way out."), 2, "A rule. A way out."),
@@ -70,6 +74,7 @@ CASES = [
     ("theirs", failures.FileFailure("x.json is damaged."), 1, "x.json is damaged."),
     ("theirs", ValueError("expected 3 got 4"), 1, "not foreseen: ValueError: expected 3 got 4."),
     ("theirs", RuntimeError("mat1 and mat2"), 1, "not foreseen: RuntimeError: mat1 and mat2."),
+    ("theirs", PanicException("capacity overflow"), 1, "not foreseen: PanicException: capacity ov"),
     ("theirs", KeyError("a"), 1, "not foreseen: KeyError: 'a'."),
     ("ours", AssertionError(), 1, "not foreseen: AssertionError: AssertionError."),
     ("theirs", OSError(errno.ENOSPC, "x", "a.bin"), 1, "a.bin: No space left on device. Make room"),
@@ -99,7 +104,7 @@ CASES = [
 def test_every_kind_of_failure_has_its_code_and_sentence(
     verb: Callable[[Any], None],
     whose: str,
-    error: Exception,
+    error: BaseException,
     code: int,
     told: str,
     capsys: pytest.CaptureFixture[str],
@@ -392,6 +397,31 @@ def test_reading_and_writing_name_the_file(tmp_path: Path) -> None:
         failures.reading(tmp_path / "d", "Mend it."),
     ):
         raise KeyError(3)
+    with pytest.raises(OSError, match="denied") as told, failures.reading("e.parquet", "Mend it."):
+        raise OSError(errno.EACCES, "denied")
+    assert told.value.filename == "e.parquet"
+
+
+def test_a_run_that_may_not_be_read_is_not_left_out_of_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_proxy(tmp_path / "one")
+    hidden = write_proxy(tmp_path / "two")
+    listdir = os.listdir
+
+    def refused(folder: Path) -> list[str]:
+        if folder == hidden:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listdir(folder)
+
+    # chmod stops nobody who is root; lexists says no where it may not look.
+    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(
+        os.path, "lexists", lambda path: hidden not in Path(path).parents and os.path.exists(path)
+    )
+    said = answer(["report", "--runs", str(tmp_path)], capsys)
+    assert said.code == failures.WORLD
+    assert f"{hidden}: Permission denied. Change its permissions" in said.err
 
 
 def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(

@@ -1,5 +1,7 @@
 """The cache is found, keeps what came first, and says so when it cannot be written."""
 
+import errno
+
 import pytest
 from filelock import FileLock
 
@@ -27,6 +29,25 @@ def test_a_cache_that_cannot_be_written(tmp_path, config):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"The cache must be writable; .* Name another with cache"):
         load_corpus(rename(config, cache_dir=tmp_path / "file" / "cache"))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, "Error writing bytes to file"),
+        Exception("No space left on device (os error 28)"),
+    ],
+    ids=["Arrow", "tokenizers"],
+)
+def test_a_disk_that_is_full_of_the_cache(tmp_path, failure):
+    """Neither says which file it was writing."""
+
+    def make(_):
+        raise failure
+
+    told = r"The cache must be writable; .*blocks is not: .*No space left on device\. Name another"
+    with pytest.raises(ValueError, match=told):
+        cache.made(CorpusConfig(cache_dir=tmp_path), "blocks", "key", make)
 
 
 def test_the_cache_is_found_through_the_environment(tmp_path, config, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import itertools
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records
+from doge_fast.pipeline import cache, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
@@ -191,11 +192,24 @@ def test_without_a_whole_checkpoint_nothing_is_trained(
 
 
 def test_with_the_checkpoints_removed_it_begins_again_to_the_same_bits(
-    config: ProxyConfig, whole: Path, run: Path
+    config: ProxyConfig, whole: Path, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(run / "checkpoints")
     learn_weights(replace(config, out=run))
+    assert f"{run}: there is no checkpoint; it begins again at the first step." in caplog.messages
     assert_same_run(run, whole)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches and the length of the run are those of the name, weights those of the files."""
+    folder = run / "checkpoints"
+    shutil.copytree(folder / BEFORE, folder / "checkpoint-7")
+    with caplog.at_level("WARNING", logger="doge_fast"):
+        assert records.resume_checkpoint(run) == folder / NEWEST
+    told = "checkpoint-7 is damaged: it was written after step 4"
+    assert caplog.messages == [f"{run}: {told}. {NEWEST} is used."]
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run: Path) -> None:
@@ -207,6 +221,22 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run: Path) -> None
     (folder / ".writing" / "checkpoint-8").mkdir(parents=True)
     assert records.resume_checkpoint(run) == folder / NEWEST
     assert not (folder / ".writing").exists()
+
+
+def test_without_locks_in_the_file_system_a_warning_is_all(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No marker takes their place: it would outlive a process of another machine."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with records.alone(run), records.alone(run):
+        assert caplog.text.count("its file system has no locks; start one launch at a time") == 2
+    locks = tmp_path / "locks"
+    with cache._one_at_a_time(locks, "key") as first, cache._one_at_a_time(locks, "key") as second:
+        assert (first, second) == (False, False)
 
 
 # metrics.jsonl, of which the newest checkpoint knows 9 lines and the one before it 6.
@@ -233,6 +263,7 @@ REPAIRED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     ],
     "a torn line and the rest": lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
     "an empty line": lambda lines: [*lines[:2], b"\n", *lines[2:]],
+    "nested brackets": lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[2:]],
     "bytes that are no text": lambda lines: [*lines[:2], b"\xff\x00\n", *lines[2:]],
 }
 

@@ -1,4 +1,4 @@
-# ruff: noqa: F401, F403
+# ruff: noqa: F401
 # mypy: implicit-reexport
 """What a run leaves on disk, and what is believed when it is read back.
 
@@ -17,12 +17,59 @@ moment leaves complete files and at most one torn line, which the next run drops
 no word for NaN and infinity: in metrics they become null, in weights they are an error.
 """
 
-from doge_fast.pipeline.records.checkpoints import *
-from doge_fast.pipeline.records.finished import *
-from doge_fast.pipeline.records.manifest import *
-from doge_fast.pipeline.records.measures import *
-from doge_fast.pipeline.records.metrics import *
-from doge_fast.pipeline.records.runs import *
-from doge_fast.pipeline.records.shapes import *
-from doge_fast.pipeline.records.weights import *
+from doge_fast.pipeline.records.checkpoints import (
+    alone,
+    check_alone,
+    complete_checkpoint,
+    resume_checkpoint,
+    step_of,
+)
+from doge_fast.pipeline.records.finished import (
+    MODEL,
+    check_finished,
+    check_model,
+    is_finished,
+)
+from doge_fast.pipeline.records.manifest import MANIFEST, read_manifest, write_manifest
+from doge_fast.pipeline.records.measures import (
+    check_experiment,
+    evaluation,
+    few_shot,
+    read_evaluation,
+    read_experiment,
+    read_few_shot,
+    write_experiment,
+)
+from doge_fast.pipeline.records.metrics import (
+    append_metrics,
+    keep_metrics,
+    read_metrics,
+    resume_metrics,
+)
+from doge_fast.pipeline.records.runs import (
+    CHECKPOINTS,
+    CONFIG,
+    EVALUATION,
+    EXPERIMENT,
+    FEWSHOT,
+    METRICS,
+    QUEUE,
+    WEIGHTS,
+    WRITING,
+    Json,
+    check_corpus,
+    check_run,
+    open_run,
+    read_config,
+    read_json,
+    versions,
+)
+from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, Stage, check_shape
+from doge_fast.pipeline.records.weights import (
+    check_out,
+    read_named,
+    read_weights,
+    weights_by_name,
+    write_weights,
+)
 from doge_fast.weights_file import plain, write_json

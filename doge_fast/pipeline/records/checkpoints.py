@@ -42,7 +42,8 @@ def alone(run: Path) -> Iterator[None]:
     """
     folder = run / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    # A marker instead of flock would outlive a process of another machine.
+    lock = FileLock(folder / ".lock", fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -58,6 +59,24 @@ def alone(run: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_alone(run: Path) -> None:
+    """Look whether this process still has the run directory; who has it last, has it.
+
+    Raises:
+        FileFailure: it was moved or removed, or another launch began there since.
+    """
+    try:
+        owner = read_json(run / CHECKPOINTS / _OWNER)
+    except (ValueError, OSError):
+        owner = {}
+    if (owner.get("pid"), owner.get("host")) != (os.getpid(), node()):
+        raise FileFailure(
+            f"{run} was moved or removed while this process trained there"
+            f"{', and another one began' if owner else ''}. Repeat the command, or name another "
+            "directory."
+        )
 
 
 def _owner(folder: Path) -> str:
@@ -86,7 +105,7 @@ def complete_checkpoint(run: Path, step: int) -> None:
     written = folder / WRITING / name
     # A pickle of what config.json says.
     (written / "training_args.bin").unlink(missing_ok=True)
-    write_manifest(written, **{METRICS: keep_metrics(run)})
+    write_manifest(written, step=step, **{METRICS: keep_metrics(run)})
     # One of this very step belongs to the same trajectory, or is damaged.
     shutil.rmtree(folder / name, ignore_errors=True)
     os.replace(written, folder / name)
@@ -112,6 +131,8 @@ def resume_checkpoint(run: Path) -> Path | None:
     for checkpoint in found:
         try:
             written = read_manifest(checkpoint)
+            if written.get("step") != step_of(checkpoint):
+                raise ValueError(f"it was written after step {written.get('step')}")
             resume_metrics(run, written.get(METRICS))
         except ValueError as error:
             damaged.append(f"{checkpoint.name} is damaged: {str(error).rstrip('.')}")
@@ -124,6 +145,8 @@ def resume_checkpoint(run: Path) -> Path | None:
             f"{run} cannot go on, for no checkpoint is whole ({'; '.join(damaged)}). Restore one, "
             f"or remove {run / CHECKPOINTS} to begin again at the first step."
         )
+    if (run / METRICS).exists():
+        _log.warning("%s: there is no checkpoint; it begins again at the first step.", run)
     resume_metrics(run, None)
     return None
 

@@ -94,7 +94,7 @@ def _whole_lines(content: bytes) -> list[bytes]:
     """The first of the lines of each step and kind, without those that are none."""
     found: dict[tuple[int, str], bytes] = {}
     for text in content.splitlines(keepends=True):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             line = json.loads(text)
             _check_line(line, METRICS)
             found.setdefault((line["step"], line["kind"]), text)

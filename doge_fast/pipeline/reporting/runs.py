@@ -197,10 +197,11 @@ def _run_directories(path: Path) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     """Whether a run wrote in it; of models, which have a config.json too, none names a stage."""
-    if os.path.lexists(folder / records.METRICS):
+    # Raises where nobody may look: what is left out of a report must not go without a word.
+    names = os.listdir(folder)
+    if records.METRICS in names:
         return True
-    config = folder / records.CONFIG
-    return os.path.lexists(config) and "stage" in records.read_json(config)
+    return records.CONFIG in names and "stage" in records.read_json(folder / records.CONFIG)
 
 
 def _read_run(path: Path) -> Run:
