@@ -33,7 +33,7 @@ MEND = "Restore the file, or take it out of the corpus."
 
 def data_files(path: Path) -> list[Path]:
     """The file itself, or all below a directory, of a kind that is read; hidden ones are not."""
-    if path.is_file():
+    if existing(path).is_file():
         return [path] if suffix_of(path) else []
     found: list[Path] = []
     for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
