@@ -266,7 +266,10 @@ def _check(config: ProfileConfig) -> None:
         raise ValueError(f"json, trace and trace_operators must be different files; got {files}.")
     for path in files:
         with failures.writing(path):
+            was_there = path.exists()
             path.open("a").close()
+            if not was_there:
+                path.unlink()
 
 
 def _device(config: ProfileConfig) -> torch.device:
