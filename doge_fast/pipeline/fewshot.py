@@ -28,7 +28,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from doge_fast.failures import one_line
+from doge_fast.failures import one_line, reading
 from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
@@ -305,7 +305,8 @@ def _read_documents(path: Path) -> list[dict[str, Any]]:
             f"task_data must be a directory with {name}/train.jsonl and {name}/validation.jsonl; "
             f"{path} does not exist."
         )
-    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    with reading(path, "Restore the file."):
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
     found = [_document(line, name, f"{path}, line {n}") for n, line in lines if line.strip()]
     if not found:
         raise ValueError(f"{path} must hold one JSON object a line; it is empty.")
