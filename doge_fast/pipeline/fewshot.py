@@ -221,12 +221,10 @@ def _check_task(name: str, task: Any, shots: int) -> None:
             f"{task.OUTPUT_TYPE}, measured by {', '.join(task.aggregation())}. Run lm-eval itself "
             "on the run's model/ for it."
         )
-    fixed = task.get_config("num_fewshot")
-    if fixed == 0 and shots:
+    if shots and task.get_config("num_fewshot") == 0:
         raise ValueError(f"lm-eval fixes {name} at 0 shots; got shots={shots}. Pass shots=0.")
-    pool = len(task.fewshot_docs()) if shots else 1
     # One more is drawn, in case one of them is the document that is asked about.
-    if pool <= shots:
+    if shots and (pool := len(task.fewshot_docs())) <= shots:
         raise ValueError(
             f"{shots} shots need at least {shots + 1} documents to draw from; {name} has {pool} "
             f"in its {task.get_config('training_split') or 'only'} split. Pass a smaller shots."

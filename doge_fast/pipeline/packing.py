@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,12 @@ def by_part(parts: Mapping[str, Part]) -> Groups:
 
 def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
     """The tokenizer that `config` names, or one trained on these domains."""
-    is_trained = config.tokenizer == "train"
-    name = _trained_tokenizer(config, parts) if is_trained else Path(config.tokenizer).expanduser()
+    name = Path(config.tokenizer).expanduser()
+    if config.tokenizer == "train":
+        prints = {name: part.fingerprint for part, names in parts.items() for name in names}
+        key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
+        make = functools.partial(_train_tokenizer, parts, config.vocab_size)
+        name = cache.made(config, "tokenizers", key, make)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
     except Exception as error:
@@ -104,16 +109,8 @@ def _packing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return backend
 
 
-def _trained_tokenizer(config: CorpusConfig, parts: Groups) -> Path:
-    """The folder of a byte-level BPE trained on an equal share of every domain's text."""
-    prints = {name: part.fingerprint for part, names in parts.items() for name in names}
-    key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
-    return cache.made(
-        config, "tokenizers", key, functools.partial(_train_tokenizer, parts, config.vocab_size)
-    )
-
-
 def _train_tokenizer(parts: Groups, vocab_size: int, folder: Path) -> None:
+    """A byte-level BPE of an equal share of every domain's text."""
     # In the order of the names, targets among them: another target trains no other tokenizer.
     texts = list(_tokenizer_texts(sorted(parts.items(), key=lambda each: min(each[1]))))
     _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
@@ -276,8 +273,9 @@ def _fill(
 ) -> None:
     """Tokenise the documents and hand them to the writers, until all of these are full."""
     # A token rarely has more than eight characters: no use in tokenising far past a limit.
-    chars = max(8 * (writer.limit or _BATCH_CHARS) for writer in writers.values())
-    for batch in _batches(_wanted(writers, documents), min(chars, _BATCH_CHARS)):
+    chars = min(_BATCH_CHARS, 8 * max(writer.limit for writer in writers.values()))
+    wanted = _wanted(writers, documents)
+    while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         for (name, _, split), encoding in zip(batch, encodings, strict=True):
@@ -300,18 +298,15 @@ def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]
             yield name, text, split
 
 
-def _batches(documents: Iterable[Placed], max_chars: int) -> Iterator[list[Placed]]:
+def _batch(documents: Iterator[Placed], max_chars: int) -> list[Placed]:
     """As many documents as one call of the tokenizer takes."""
     batch: list[Placed] = []
-    chars = 0
-    for document in documents:
+    for document in itertools.islice(documents, _BATCH_DOCUMENTS):
         batch.append(document)
-        chars += len(document[1])
-        if len(batch) >= _BATCH_DOCUMENTS or chars >= max_chars:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+        max_chars -= len(document[1])
+        if max_chars <= 0:
+            break
+    return batch
 
 
 class _BlockWriter:
@@ -321,7 +316,7 @@ class _BlockWriter:
 
     def __init__(self, path: Path, block_size: int, vocab_size: int, limit: int | None) -> None:
         self.block_size = block_size
-        self.limit = None if limit is None else max(limit // block_size, 1) * block_size
+        self.limit = sys.maxsize if limit is None else max(limit // block_size, 1) * block_size
         self.documents = 0
         self.tokens = 0
         self.pending = array("H" if vocab_size <= 2**16 else "i")
@@ -331,14 +326,13 @@ class _BlockWriter:
 
     @property
     def is_full(self) -> bool:
-        return self.limit is not None and self.tokens >= self.limit
+        return self.tokens >= self.limit
 
     def add(self, ids: Sequence[int]) -> None:
         """The tokens of a document, up to the limit."""
         if self.is_full:
             return
-        if self.limit is not None:
-            ids = ids[: self.limit - self.tokens]
+        ids = ids[: self.limit - self.tokens]
         self.documents += 1
         self.tokens += len(ids)
         self.pending.extend(ids)
