@@ -137,7 +137,7 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, Sequence[str]]]) -> Iterator[st
     """The same number of characters from every domain that has them."""
     for part, names in parts:
         left = dict.fromkeys(names, _TOKENIZER_CHARS_PER_DOMAIN)
-        for name, text in progress.over(part.train(), "reading for the tokenizer", "document"):
+        for name, text in progress.over(part.train(), "reading for the tokenizer"):
             if left.get(name, 0) > 0:
                 yield text[: left[name]]
                 left[name] -= len(text)
@@ -198,13 +198,12 @@ def _pack_part(
         for split, limit in limits.items():
             file = folder / f"{split}.arrow"
             writers[name, split] = _BlockWriter(file, config.block_size, len(tokenizer), limit)
-    train = progress.over(part.train(), f"packing {', '.join(folders)}", "document")
+    train = progress.over(part.train(), f"packing {', '.join(folders)}")
     if part.validation is None:
         placed = _divided(train, _holdout_borders(config, part, tuple(folders)))
         _fill(writers, placed, backend, end_of_text)
     else:
-        what = f"packing held-out {', '.join(folders)}"
-        held_out = progress.over(part.validation(), what, "document")
+        held_out = progress.over(part.validation(), f"packing held-out {', '.join(folders)}")
         for split, documents in (("train", train), ("validation", held_out)):
             own = {key: writer for key, writer in writers.items() if key[1] == split}
             placed = ((name, text, split) for name, text in documents)
@@ -247,7 +246,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
         return dict.fromkeys(names, int(config.validation_fraction * 2**64))
     hashes: dict[str, set[int]] = {name: set() for name in names}
     sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
-    for name, text in progress.over(sample, "choosing held-out documents", "document"):
+    for name, text in progress.over(sample, "choosing held-out documents"):
         if name in hashes:
             hashes[name].add(_text_hash(text))
     borders = {}

@@ -57,6 +57,8 @@ class PlainStep:
         self.is_stacked = config.mode == "stacked"
         # R: training domains and targets.
         self.num_rows = config.domains + config.targets
+        # Losses of a step, of which the mean is learned from.
+        self.num_losses = self.num_rows * config.micro_batches
         torch.manual_seed(0)
         vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
         # The plain side is built first.
@@ -79,20 +81,18 @@ class PlainStep:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.model.config.vocab_size, shape, generator=generator)
         self.tokens = tokens.to(self.device)
+        of_all_rows = [batch.flatten(0, 1) for batch in self.tokens.unbind(1)]
+        self.batches = of_all_rows if self.is_stacked else list(self.tokens.flatten(0, 1))
 
     def __call__(self) -> None:
         """Run a step."""
-        if self.is_stacked:
-            for batch in self.tokens.unbind(1):
-                self.learn(batch.flatten(0, 1), self.num_rows)
-        else:
-            for batch in self.tokens.flatten(0, 1):
-                self.learn(batch, self.num_rows)
+        for batch in self.batches:
+            self.learn(batch)
         with phase("inner_step"):
             self.inner.step()
         self.inner.zero_grad()
 
-    def learn(self, tokens: Tensor, divisor: int = 1) -> None:
+    def learn(self, tokens: Tensor) -> None:
         """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
         is_mixed = self.config.dtype == "bfloat16"
         with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
@@ -102,8 +102,7 @@ class PlainStep:
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
-            divisor *= self.config.micro_batches
-            loss = losses.view(num_parts, -1).mean(1).sum() / divisor
+            loss = losses.view(num_parts, -1).mean(1).sum() / self.num_losses
         with phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -116,6 +115,8 @@ class DogeStep(PlainStep):
     def __init__(self, config: ProfileConfig) -> None:
         super().__init__(config)
         dtype = config.buffer_dtype
+        # Each domain's own.
+        self.num_losses = config.micro_batches * (1 if self.is_stacked else num_halves(config))
         self.optimizer = DoGEOptimizer(
             self.inner,
             domains=[f"domain {i}" for i in range(config.domains)],
@@ -123,7 +124,7 @@ class DogeStep(PlainStep):
             # Large: the weights stay near uniform, and the step costs the same.
             mu=1e6,
             score=config.score,
-            micro_batches=config.micro_batches * (1 if self.is_stacked else num_halves(config)),
+            micro_batches=self.num_losses,
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
 
@@ -131,15 +132,15 @@ class DogeStep(PlainStep):
         """Run a step."""
         if self.is_stacked:
             sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
-            for batch in self.tokens.unbind(1):
+            for batch in self.batches:
                 with self.optimizer.stacked(self.model, sizes):
-                    self.learn(batch.flatten(0, 1))
+                    self.learn(batch)
         else:
             for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
                 for batch in of_domain:
                     for half in batch.chunk(num_halves(self.config)):
                         with self.optimizer.domain(name):
-                            self.learn(half, num_halves(self.config))
+                            self.learn(half)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

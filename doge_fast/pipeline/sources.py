@@ -265,7 +265,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     """The domains that occur, remembered in the cache: finding them reads every row."""
 
     def find(file: Path) -> None:
-        names = {name for name, _ in progress.over(part.train(), "finding domains", "document")}
+        names = {name for name, _ in progress.over(part.train(), "finding domains")}
         file.write_text(json.dumps(sorted(names)), encoding="utf-8")
 
     key = cache.digest([part.fingerprint, config.text_column])
