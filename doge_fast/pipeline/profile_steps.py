@@ -257,11 +257,7 @@ class _Vocabulary(list[int]):
 
 
 def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
-    """Say what the two steps will take, and refuse what cannot fit.
-
-    Raises:
-        ValueError: the least that they keep is more than what is free.
-    """
+    """Say what the two steps will keep at least, and refuse what cannot fit."""
     # Both models are there at once.
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
     if config.optimizer == "sgd":
