@@ -1,8 +1,7 @@
 """The files of a corpus: which are read, whether they can be, text files cut into documents."""
 
 import codecs
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,26 @@ _START_BYTES = 65_536
 MEND = "Restore the file, or take it out of the corpus."
 
 
-def data_files(path: Path) -> list[Path]:
-    """The file itself, or all below a directory, of a kind that is read; hidden ones are not."""
-    if path.is_file():
+def data_files(path: Path, around: Sequence[Path] = ()) -> list[Path]:
+    """The file itself, or all below a directory, of a kind that is read; hidden ones are not.
+
+    Args:
+        path: of either; links are followed.
+        around: the folders that it was reached through, without links.
+
+    Raises:
+        ValueError: a link leads nowhere, or to a folder around it; a folder has a file's name.
+    """
+    if existing(path).is_file():
         return [path] if suffix_of(path) else []
-    found: list[Path] = []
-    for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for inside in (Path(folder, name) for name in folders):
-            if inside.is_symlink() and Path(folder).resolve().is_relative_to(inside.resolve()):
-                raise ValueError(f"{inside} is a link to a folder around it. Remove it.")
-            if suffix_of(inside):
-                raise ValueError(f"{inside} has the name of a file and is a folder. Rename it.")
-        files = [Path(folder, name) for name in names if not name.startswith(".")]
-        found += [existing(file) for file in files if suffix_of(file)]
-    return sorted(found)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    here = path.resolve()
+    if any(folder.is_relative_to(here) for folder in around):
+        raise ValueError(f"{path} is a link to a folder around it. Remove it.")
+    if around and suffix_of(path):
+        raise ValueError(f"{path} has the name of a file and is a folder. Rename it.")
+    shown = (each for each in path.iterdir() if not each.name.startswith("."))
+    inside = [each for each in shown if suffix_of(each) or each.is_dir()]
+    return sorted(file for each in inside for file in data_files(each, (*around, here)))
 
 
 def existing(path: Path) -> Path:

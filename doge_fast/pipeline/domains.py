@@ -249,10 +249,10 @@ def _choose_names(
     config: CorpusConfig, targets: Sequence[str], found: Sequence[str]
 ) -> tuple[str, ...]:
     """Training domains in order: those asked for, or all found less the targets."""
-    for what, asked in (("domains", config.domains), ("target", targets)):
-        if twice := sorted({name for name in asked if asked.count(name) > 1}):
-            raise ValueError(f"A domain is named once; {what} names {', '.join(twice)} twice.")
-        named.check(what, asked, found, config.data)
+    if twice := sorted({name for name in config.domains if config.domains.count(name) > 1}):
+        raise ValueError(f"A domain is named once; domains names {', '.join(twice)} twice.")
+    named.check("domains", config.domains, found, config.data)
+    named.check("target", targets, found, config.data)
     names = config.domains or tuple(name for name in found if name not in targets)
     if not names:
         raise ValueError(

@@ -1,7 +1,6 @@
 """Per-domain perplexity of a run's model on held-out documents, its own or others."""
 
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -100,7 +99,7 @@ def _check(config: EvaluateConfig, record: Json) -> None:
     if config.data is None:
         known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
         _check_names(config, f"{config.run} knows", known)
-    elif os.path.abspath(config.data) == os.path.abspath(own):
+    elif Path(config.data).expanduser().resolve() == Path(own).expanduser().resolve():
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
@@ -127,15 +126,27 @@ def _file(config: EvaluateConfig) -> Path:
 
 def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of the run's corpus, if it still is that one."""
-    own = record["config"]["corpus"]
-    corpus = load_corpus(filled(CorpusConfig(), own), targets=tuple(record["corpus"]["targets"]))
-    expected, found = record["corpus"]["tokenizer_sha256"], corpus.tokenizer_sha256
+    own, trained_on = record["config"]["corpus"], record["corpus"]
+    corpus = load_corpus(filled(CorpusConfig(), own), targets=tuple(trained_on["targets"]))
+    expected, found = trained_on["tokenizer_sha256"], corpus.tokenizer_sha256
     if expected != found:
         raise ValueError(
             f"{config.run} was trained with the tokenizer {expected[:12]}; its corpus gives "
             f"{found[:12]} now, so its files have changed. Restore them, or train again."
         )
+    before, now = _documents(trained_on), _documents(corpus.describe())
+    if changed := [name for name in before | now if before.get(name) != now.get(name)]:
+        raise ValueError(
+            f"{config.run} was trained on another corpus: {own['data']} holds other text of "
+            f"{', '.join(changed)} now. Restore it, or train again."
+        )
     return corpus.validation
+
+
+def _documents(corpus: Json) -> dict[str, tuple[int, int]]:
+    """{domain: (documents, held-out blocks)}: what the target "mix" leaves as it is."""
+    domains = corpus["domains"] | corpus["targets"]
+    return {name: (of["documents"], of["validation_blocks"]) for name, of in domains.items()}
 
 
 def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, datasets.Dataset]:

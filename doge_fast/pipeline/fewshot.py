@@ -28,7 +28,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from doge_fast.failures import one_line
+from doge_fast.failures import one_line, reading
 from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
@@ -147,7 +147,7 @@ def load_tasks(asked: TasksConfig) -> dict[str, Any]:
         _check_name(name)
     tasks = {}
     for name in names:
-        tasks[name] = _local_task(name, asked.task_data) if asked.task_data else _hub_task(name)
+        tasks[name] = _open_task(name, asked.task_data)
         _check_task(name, tasks[name], asked.shots)
     return tasks
 
@@ -221,12 +221,10 @@ def _check_task(name: str, task: Any, shots: int) -> None:
             f"{task.OUTPUT_TYPE}, measured by {', '.join(task.aggregation())}. Run lm-eval itself "
             "on the run's model/ for it."
         )
-    fixed = task.get_config("num_fewshot")
-    if fixed == 0 and shots:
+    if shots and task.get_config("num_fewshot") == 0:
         raise ValueError(f"lm-eval fixes {name} at 0 shots; got shots={shots}. Pass shots=0.")
-    pool = len(task.fewshot_docs()) if shots else 1
     # One more is drawn, in case one of them is the document that is asked about.
-    if pool <= shots:
+    if shots and (pool := len(task.fewshot_docs())) <= shots:
         raise ValueError(
             f"{shots} shots need at least {shots + 1} documents to draw from; {name} has {pool} "
             f"in its {task.get_config('training_split') or 'only'} split. Pass a smaller shots."
@@ -249,37 +247,33 @@ def _folders() -> dict[str, set[Path]]:
     return found
 
 
-def _hub_task(name: str) -> Any:
-    """The task with the documents that lm-eval names on the Hub."""
+def _open_task(name: str, folder: Path | None) -> Any:
+    """The task with the documents that lm-eval names on the Hub, or with those of `folder`/NAME."""
+    asked: Any = [name]
+    if folder is not None:
+        read = datasets.Dataset.from_list
+        splits = {split: _read_documents(file) for split, file in _files(folder, name).items()}
+        changes = {
+            "custom_dataset": lambda **_: datasets.DatasetDict(
+                {split: read(rows) for split, rows in splits.items()}
+            ),
+            "training_split": "train",
+            "validation_split": "validation",
+            **dict.fromkeys(("test_split", "fewshot_split")),
+        }
+        # As a member of a group, which is how lm-eval lets a registered task be changed.
+        asked = {"group": "task-data", "task": [{"task": name, **changes}]}
     try:
-        return _task_manager(name).load([name])["tasks"][name]
-    # Whatever the Hub, its cache and the network raise; all are of libraries of their own.
+        return _task_manager(name).load(asked)["tasks"][name]
+    # Whatever the Hub, its cache and the network raise, or code of the task itself over documents
+    # that it does not understand.
     except Exception as error:
-        raise RuntimeError(
-            f"The documents of {name} cannot be had from the Hub ({one_line(error)}). Connect "
-            f"this machine, or pass --task-data DIR, a directory with {name}/train.jsonl and "
-            f"{name}/validation.jsonl."
-        ) from error
-
-
-def _local_task(name: str, folder: Path) -> Any:
-    """The task with the documents of `folder`/`name`, scored on its validation file."""
-    splits = {split: _read_documents(file) for split, file in _files(folder, name).items()}
-    read = datasets.Dataset.from_list
-    changes = {
-        "custom_dataset": lambda **_: datasets.DatasetDict(
-            {split: read(rows) for split, rows in splits.items()}
-        ),
-        "training_split": "train",
-        "validation_split": "validation",
-        **dict.fromkeys(("test_split", "fewshot_split")),
-    }
-    # As a member of a group, which is how lm-eval lets a registered task be changed.
-    group = {"group": "task-data", "task": [{"task": name, **changes}]}
-    try:
-        return _task_manager(name).load(group)["tasks"][name]
-    # Code of the task itself, over documents that it does not understand.
-    except Exception as error:
+        if folder is None:
+            raise RuntimeError(
+                f"The documents of {name} cannot be had from the Hub ({one_line(error)}). Connect "
+                f"this machine, or pass --task-data DIR, a directory with {name}/train.jsonl and "
+                f"{name}/validation.jsonl."
+            ) from error
         raise ValueError(
             f"lm-eval's {name} cannot read the documents in {folder / name}: {one_line(error)}. "
             "They need the columns that the task's data set has on the Hub."
@@ -309,7 +303,8 @@ def _read_documents(path: Path) -> list[dict[str, Any]]:
             f"task_data must be a directory with {name}/train.jsonl and {name}/validation.jsonl; "
             f"{path} does not exist."
         )
-    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    with reading(path, "Restore the file."):
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
     found = [_document(line, name, f"{path}, line {n}") for n, line in lines if line.strip()]
     if not found:
         raise ValueError(f"{path} must hold one JSON object a line; it is empty.")

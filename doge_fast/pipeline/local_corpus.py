@@ -126,8 +126,7 @@ def save(directory: Path) -> None:
     _log.info("Collecting text of this Python environment.")
     for name, domain in load().items():
         (directory / name).mkdir(parents=True)
-        for split in ("train", "validation"):
-            documents: tuple[str, ...] = getattr(domain, split)
+        for split, documents in vars(domain).items():
             lines = (json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in documents)
             file = directory / name / f"{split}.jsonl"
             file.write_text("".join(lines), encoding="utf-8")

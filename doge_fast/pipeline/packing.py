@@ -6,12 +6,13 @@ cache entry is everything its blocks depend on, so another tokenizer, block size
 file packs again, and nothing else does.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import logging
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from doge_fast.failures import FileFailure, one_line
-from doge_fast.mixture.permutation import Ints
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.sources import Part
@@ -41,36 +41,38 @@ _BATCH_DOCUMENTS = 256
 _BATCH_CHARS = 1_000_000
 
 # Each part once, with the domains that are read from it.
-Groups = Sequence[tuple[Part, Sequence[str]]]
+Groups = Mapping[Part, Sequence[str]]
 # Domain, text and split of a document.
 Placed = tuple[str, str, str]
 
 
 def by_part(parts: Mapping[str, Part]) -> Groups:
     """The parts of {domain: part}, every split of which begins with a document."""
-    grouped: dict[int, tuple[Part, list[str]]] = {}
+    grouped: dict[Part, list[str]] = {}
     for name, part in parts.items():
-        grouped.setdefault(id(part), (part, []))[1].append(name)
-    for part, names in grouped.values():
+        grouped.setdefault(part, []).append(name)
+    for part, names in grouped.items():
         for split, documents in (("train", part.train), ("validation", part.validation)):
             if documents is not None and next(documents(), None) is None:
                 raise ValueError(
                     f"A domain needs text; the {split} split of {', '.join(names)} is empty."
                 )
-    return list(grouped.values())
+    return grouped
 
 
 def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
     """The tokenizer that `config` names, or one trained on these domains."""
-    is_trained = config.tokenizer == "train"
-    name = str(
-        _trained_tokenizer(config, parts) if is_trained else Path(config.tokenizer).expanduser()
-    )
+    name = Path(config.tokenizer).expanduser()
+    if config.tokenizer == "train":
+        prints = {name: part.fingerprint for part, names in parts.items() for name in names}
+        key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
+        make = functools.partial(_train_tokenizer, parts, config.vocab_size)
+        name = cache.made(config, "tokenizers", key, make)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(str(name))
     except Exception as error:
         # Whatever it stumbles over is in the file.
-        kind = FileFailure if Path(name).exists() else ValueError
+        kind = FileFailure if name.exists() else ValueError
         raise kind(
             f"The tokenizer {name} does not open: {one_line(error)}. Give a folder with a "
             'tokenizer.json, a Hub id, or "train".'
@@ -83,10 +85,8 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
 
 def _end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The token between documents: the tokenizer's eos_token, or <|endoftext|>."""
-    if tokenizer.eos_token_id is not None:
-        return int(tokenizer.eos_token_id)
-    found = tokenizer.get_vocab().get(END_OF_TEXT)
-    if found is None:
+    found = tokenizer.eos_token_id
+    if found is None and (found := tokenizer.get_vocab().get(END_OF_TEXT)) is None:
         raise ValueError(
             f"Documents are joined by an end-of-text token; the tokenizer "
             f"{tokenizer.name_or_path} has neither an eos_token nor {END_OF_TEXT}."
@@ -109,18 +109,10 @@ def _packing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return backend
 
 
-def _trained_tokenizer(config: CorpusConfig, parts: Groups) -> Path:
-    """The folder of a byte-level BPE trained on an equal share of every domain's text."""
-    prints = {name: part.fingerprint for part, names in parts for name in names}
-    key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
-    return cache.made(
-        config, "tokenizers", key, functools.partial(_train_tokenizer, parts, config.vocab_size)
-    )
-
-
 def _train_tokenizer(parts: Groups, vocab_size: int, folder: Path) -> None:
+    """A byte-level BPE of an equal share of every domain's text."""
     # In the order of the names, targets among them: another target trains no other tokenizer.
-    texts = list(_tokenizer_texts(sorted(parts, key=lambda each: min(each[1]))))
+    texts = list(_tokenizer_texts(sorted(parts.items(), key=lambda each: min(each[1]))))
     _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -141,11 +133,11 @@ def _train_tokenizer(parts: Groups, vocab_size: int, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _tokenizer_texts(parts: Groups) -> Iterator[str]:
+def _tokenizer_texts(parts: Iterable[tuple[Part, Sequence[str]]]) -> Iterator[str]:
     """The same number of characters from every domain that has them."""
     for part, names in parts:
         left = dict.fromkeys(names, _TOKENIZER_CHARS_PER_DOMAIN)
-        for name, text in progress.over(part.train(), "reading for the tokenizer", "document"):
+        for name, text in progress.over(part.train(), "reading for the tokenizer"):
             if left.get(name, 0) > 0:
                 yield text[: left[name]]
                 left[name] -= len(text)
@@ -168,14 +160,12 @@ def pack(
     """{domain: blocks}, packing what the cache does not hold."""
     sha256 = tokenizer_sha256(tokenizer)
     packed: dict[str, Packed] = {}
-    for part, names in parts:
+    for part, names in parts.items():
         fraction = config.validation_fraction if _is_shared(config, part) else None
         # All that a domain's blocks depend on.
         facts = [config.text_column, sha256, config.block_size, config.max_tokens_per_domain]
-        keys = {
-            name: cache.digest([_FORMAT, name, part.fingerprint, *facts, fraction])
-            for name in names
-        }
+        facts = [part.fingerprint, *facts, fraction]
+        keys = {name: cache.digest([_FORMAT, name, *facts]) for name in names}
         make = functools.partial(_pack_part, config, part, tokenizer)
         entries = cache.made_together(config, "blocks", keys, make)
         packed |= {name: _open_entry(entry) for name, entry in entries.items()}
@@ -199,21 +189,27 @@ def _pack_part(
 ) -> None:
     """Pack the domains of `folders` in one pass over their documents."""
     backend, end_of_text = _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer)
-    limit = held_out_limit = config.max_tokens_per_domain
-    if limit is not None and _is_shared(config, part):
-        held_out_limit = int(config.validation_fraction * limit)
-    with contextlib.ExitStack() as opened:
-        writers: Writers = {}
-        for name, folder in folders.items():
-            folder.mkdir()
-            for split, most in (("train", limit), ("validation", held_out_limit)):
-                file = folder / f"{split}.arrow"
-                writer = _BlockWriter(file, config.block_size, len(tokenizer), most)
-                writers[name, split] = opened.enter_context(contextlib.closing(writer))
-        for splits, documents in _passes(config, part, tuple(folders)):
-            filled = {key: writers[key] for key in writers if key[1] in splits}
-            _fill(filled, documents, backend, end_of_text)
+    limits = dict.fromkeys(("train", "validation"), config.max_tokens_per_domain)
+    if config.max_tokens_per_domain is not None and _is_shared(config, part):
+        limits["validation"] = int(config.validation_fraction * config.max_tokens_per_domain)
+    writers: Writers = {}
+    for name, folder in folders.items():
+        folder.mkdir()
+        for split, limit in limits.items():
+            file = folder / f"{split}.arrow"
+            writers[name, split] = _BlockWriter(file, config.block_size, len(tokenizer), limit)
+    train = progress.over(part.train(), f"packing {', '.join(folders)}")
+    if part.validation is None:
+        placed = _divided(train, _holdout_borders(config, part, tuple(folders)))
+        _fill(writers, placed, backend, end_of_text)
+    else:
+        held_out = progress.over(part.validation(), f"packing held-out {', '.join(folders)}")
+        for split, documents in (("train", train), ("validation", held_out)):
+            own = {key: writer for key, writer in writers.items() if key[1] == split}
+            placed = ((name, text, split) for name, text in documents)
+            _fill(own, placed, backend, end_of_text)
     for (name, split), writer in writers.items():
+        writer.close()
         # Else it cannot be trained on or measured.
         if writer.tokens < writer.block_size:
             raise ValueError(
@@ -230,19 +226,6 @@ def _pack_part(
 def _is_shared(config: CorpusConfig, part: Part) -> bool:
     """Whether held-out text is a share of all; else a split that the data brings, as it is."""
     return part.validation is None or config.streaming
-
-
-def _passes(
-    config: CorpusConfig, part: Part, names: Sequence[str]
-) -> Iterator[tuple[Sequence[str], Iterator[Placed]]]:
-    """What is read one after the other, each with the splits that it fills."""
-    train = progress.over(part.train(), f"packing {', '.join(names)}", "document")
-    if part.validation is None:
-        yield ("train", "validation"), _divided(train, _holdout_borders(config, part, names))
-        return
-    held_out = progress.over(part.validation(), f"packing held-out {', '.join(names)}", "document")
-    yield ("train",), ((name, text, "train") for name, text in train)
-    yield ("validation",), ((name, text, "validation") for name, text in held_out)
 
 
 def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
@@ -263,7 +246,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
         return dict.fromkeys(names, int(config.validation_fraction * 2**64))
     hashes: dict[str, set[int]] = {name: set() for name in names}
     sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
-    for name, text in progress.over(sample, "choosing held-out documents", "document"):
+    for name, text in progress.over(sample, "choosing held-out documents"):
         if name in hashes:
             hashes[name].add(_text_hash(text))
     borders = {}
@@ -289,12 +272,13 @@ def _fill(
 ) -> None:
     """Tokenise the documents and hand them to the writers, until all of these are full."""
     # A token rarely has more than eight characters: no use in tokenising far past a limit.
-    chars = max(8 * (writer.limit or _BATCH_CHARS) for writer in writers.values())
-    for batch in _batches(_wanted(writers, documents), min(chars, _BATCH_CHARS)):
+    chars = min(_BATCH_CHARS, 8 * max(writer.limit for writer in writers.values()))
+    wanted = _wanted(writers, documents)
+    while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         for (name, _, split), encoding in zip(batch, encodings, strict=True):
-            writers[name, split].add(np.array([*encoding.ids, end_of_text], dtype=np.int64))
+            writers[name, split].add([*encoding.ids, end_of_text])
 
 
 def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]:
@@ -313,18 +297,15 @@ def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]
             yield name, text, split
 
 
-def _batches(documents: Iterable[Placed], max_chars: int) -> Iterator[list[Placed]]:
+def _batch(documents: Iterator[Placed], max_chars: int) -> list[Placed]:
     """As many documents as one call of the tokenizer takes."""
     batch: list[Placed] = []
-    chars = 0
-    for document in documents:
+    for document in itertools.islice(documents, _BATCH_DOCUMENTS):
         batch.append(document)
-        chars += len(document[1])
-        if len(batch) >= _BATCH_DOCUMENTS or chars >= max_chars:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+        max_chars -= len(document[1])
+        if max_chars <= 0:
+            break
+    return batch
 
 
 class _BlockWriter:
@@ -334,31 +315,27 @@ class _BlockWriter:
 
     def __init__(self, path: Path, block_size: int, vocab_size: int, limit: int | None) -> None:
         self.block_size = block_size
-        self.limit = None if limit is None else max(limit // block_size, 1) * block_size
+        self.limit = sys.maxsize if limit is None else max(limit // block_size, 1) * block_size
         self.documents = 0
         self.tokens = 0
-        self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
-        self.pending: list[Ints] = []
-        self.num_pending = 0
-        value = pa.from_numpy_dtype(self.dtype)
-        self.schema = pa.schema([("input_ids", pa.list_(value, self.block_size))])
+        self.pending = array("H" if vocab_size <= 2**16 else "i")
+        value = pa.from_numpy_dtype(self.pending.typecode)
+        self.schema = pa.schema([("input_ids", pa.list_(value, block_size))])
         self.writer = pa.ipc.new_stream(str(path), self.schema)
 
     @property
     def is_full(self) -> bool:
-        return self.limit is not None and self.tokens >= self.limit
+        return self.tokens >= self.limit
 
-    def add(self, ids: Ints) -> None:
+    def add(self, ids: Sequence[int]) -> None:
         """The tokens of a document, up to the limit."""
         if self.is_full:
             return
-        if self.limit is not None:
-            ids = ids[: self.limit - self.tokens]
+        ids = ids[: self.limit - self.tokens]
         self.documents += 1
         self.tokens += len(ids)
-        self.pending.append(ids)
-        self.num_pending += len(ids)
-        if self.num_pending >= self._BLOCKS_PER_WRITE * self.block_size:
+        self.pending.extend(ids)
+        if len(self.pending) >= self._BLOCKS_PER_WRITE * self.block_size:
             self._flush()
 
     def close(self) -> None:
@@ -367,13 +344,11 @@ class _BlockWriter:
 
     def _flush(self) -> None:
         """Write the whole blocks among the pending tokens."""
-        tokens = np.concatenate(self.pending) if self.pending else np.empty(0, np.int64)
-        whole = len(tokens) // self.block_size * self.block_size
-        if whole:
-            values = pa.array(tokens[:whole].astype(self.dtype))
+        if whole := len(self.pending) // self.block_size * self.block_size:
+            values = pa.array(np.array(self.pending[:whole]))
             blocks = pa.FixedSizeListArray.from_arrays(values, self.block_size)
             self.writer.write_batch(pa.record_batch([blocks], schema=self.schema))
-        self.pending, self.num_pending = [tokens[whole:]], len(tokens) - whole
+            del self.pending[:whole]
 
 
 # {(domain, split): where its tokens go}.

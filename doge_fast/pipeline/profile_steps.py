@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,6 +24,7 @@ from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.tracing import phase
+from doge_fast.weights_file import plain
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +51,18 @@ class PlainStep:
 
     name = "plain"
 
-    def __init__(self, config: ProfileConfig, device: torch.device) -> None:
+    def __init__(self, config: ProfileConfig) -> None:
         self.config = config
-        self.device = device
+        self.device = torch.device(config.device)
+        self.is_stacked = config.mode == "stacked"
+        # R: training domains and targets.
+        self.num_rows = config.domains + config.targets
+        # Losses of a step, of which the mean is learned from.
+        self.num_losses = self.num_rows * config.micro_batches
         torch.manual_seed(0)
         vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
         # The plain side is built first.
-        check = partial(_check_memory, config, device) if self.name == "plain" else None
+        check = partial(_check_memory, config) if self.name == "plain" else None
         model: Any = build_model(
             ModelConfig(model=config.model),
             vocabulary,
@@ -65,45 +70,29 @@ class PlainStep:
             told_size=check,
         )
         # Dropout would draw numbers, other ones for each side.
-        self.model = model.train(False).to(device)
+        self.model = model.train(False).to(self.device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
-        fused = device.type == "cuda" or None
+        fused = self.device.type == "cuda" or None
         self.inner = kind(self.model.named_parameters(), lr=1e-5, fused=fused)
         # [R, micro-batches, sequences of one, L], the same for both steps.
         num_micro, length = config.micro_batches, config.sequence_length
         shape = (self.num_rows, num_micro, config.sequences // num_micro, length)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.model.config.vocab_size, shape, generator=generator)
-        self.tokens = tokens.to(device)
+        self.tokens = tokens.to(self.device)
+        of_all_rows = [batch.flatten(0, 1) for batch in self.tokens.unbind(1)]
+        self.batches = of_all_rows if self.is_stacked else list(self.tokens.flatten(0, 1))
 
     def __call__(self) -> None:
         """Run a step."""
-        if self.is_stacked:
-            for batch in self.tokens.unbind(1):
-                self.learn(batch.flatten(0, 1), self.num_rows)
-        else:
-            for batch in self.tokens.flatten(0, 1):
-                self.learn(batch, self.num_rows)
+        for batch in self.batches:
+            self.learn(batch)
         with phase("inner_step"):
             self.inner.step()
         self.inner.zero_grad()
 
-    @property
-    def num_rows(self) -> int:
-        """R: training domains and targets."""
-        return self.config.domains + self.config.targets
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether one pass is for all rows."""
-        return self.config.mode == "stacked"
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Those that train."""
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def learn(self, tokens: Tensor, divisor: int = 1) -> None:
+    def learn(self, tokens: Tensor) -> None:
         """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
         is_mixed = self.config.dtype == "bfloat16"
         with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
@@ -113,8 +102,7 @@ class PlainStep:
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
-            divisor *= self.config.micro_batches
-            loss = losses.view(num_parts, -1).mean(1).sum() / divisor
+            loss = losses.view(num_parts, -1).mean(1).sum() / self.num_losses
         with phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -124,9 +112,11 @@ class DogeStep(PlainStep):
 
     name = "doge"
 
-    def __init__(self, config: ProfileConfig, device: torch.device) -> None:
-        super().__init__(config, device)
+    def __init__(self, config: ProfileConfig) -> None:
+        super().__init__(config)
         dtype = config.buffer_dtype
+        # Each domain's own.
+        self.num_losses = config.micro_batches * (1 if self.is_stacked else num_halves(config))
         self.optimizer = DoGEOptimizer(
             self.inner,
             domains=[f"domain {i}" for i in range(config.domains)],
@@ -134,7 +124,7 @@ class DogeStep(PlainStep):
             # Large: the weights stay near uniform, and the step costs the same.
             mu=1e6,
             score=config.score,
-            micro_batches=config.micro_batches * (1 if self.is_stacked else num_halves(config)),
+            micro_batches=self.num_losses,
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
 
@@ -142,15 +132,15 @@ class DogeStep(PlainStep):
         """Run a step."""
         if self.is_stacked:
             sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
-            for batch in self.tokens.unbind(1):
+            for batch in self.batches:
                 with self.optimizer.stacked(self.model, sizes):
-                    self.learn(batch.flatten(0, 1))
+                    self.learn(batch)
         else:
             for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
                 for batch in of_domain:
                     for half in batch.chunk(num_halves(self.config)):
                         with self.optimizer.domain(name):
-                            self.learn(half, num_halves(self.config))
+                            self.learn(half)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -214,14 +204,13 @@ def print_peak(side: str, settings: str) -> None:
     config = ProfileConfig(**json.loads(settings))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = torch.device(config.device)
-    step = SIDES[side](config, device)
+    step = SIDES[side](config)
     for _ in range(WARM_UP):
         step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if step.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(step.device)
         step()
-        print(torch.cuda.max_memory_allocated(device))
+        print(torch.cuda.max_memory_allocated(step.device))
         return
     # 5 resets the high-water mark of the resident set (man 5 proc).
     Path("/proc/self/clear_refs").write_text("5")
@@ -232,7 +221,7 @@ def print_peak(side: str, settings: str) -> None:
     print(int(line.split()[1]) * 1024)
 
 
-def peak_memory(config: ProfileConfig, formula: int, device: torch.device) -> dict[str, int] | None:
+def peak_memory(config: ProfileConfig, formula: int) -> dict[str, int] | None:
     """Peaks of both sides, each in a process of its own; None where one cannot be measured."""
     environment = {
         **os.environ,
@@ -241,14 +230,12 @@ def peak_memory(config: ProfileConfig, formula: int, device: torch.device) -> di
         "MALLOC_TRIM_THRESHOLD_": "65536",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    # Paths are no JSON, and the child writes no files; auto has been settled.
-    settings = asdict(replace(config, json=None, trace=None, trace_operators=None))
-    settings["device"] = str(device)
+    settings = json.dumps(plain(config))
     code = f"import sys; from {__name__} import print_peak; print_peak(*sys.argv[1:])"
     peaks: dict[str, int] = {}
     for side in SIDES:
         done = subprocess.run(
-            [sys.executable, "-c", code, side, json.dumps(settings)],
+            [sys.executable, "-c", code, side, settings],
             env=environment,
             capture_output=True,
             text=True,
@@ -269,12 +256,8 @@ class _Vocabulary(list[int]):
     eos_token_id = 0
 
 
-def _check_memory(config: ProfileConfig, device: torch.device, num_parameters: int) -> None:
-    """Say what the two steps will take, and refuse what cannot fit.
-
-    Raises:
-        ValueError: the least that they keep is more than what is free.
-    """
+def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
+    """Say what the two steps will keep at least, and refuse what cannot fit."""
     # Both models are there at once.
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
     if config.optimizer == "sgd":
@@ -286,7 +269,7 @@ def _check_memory(config: ProfileConfig, device: torch.device, num_parameters: i
     text = memory.size_text(sum(parts.values()))
     _log.info("profile: both steps keep %s, and activations", text)
     advice = "Take a smaller --model, fewer --domains, or --buffer-dtype bfloat16."
-    memory.refuse_what_cannot_fit(parts, device, advice=advice)
+    memory.refuse_what_cannot_fit(parts, torch.device(config.device), advice=advice)
 
 
 def _vocab_size(config: ProfileConfig) -> int:

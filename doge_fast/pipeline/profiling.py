@@ -118,19 +118,18 @@ def profile(config: ProfileConfig) -> Profile:
     Raises:
         ValueError: a setting outside its range, an unknown model, a device that is not there.
     """
-    device = _device(config)
+    config = replace(config, device=str(_device(config)))
     _check(config)
     threads = torch.get_num_threads()
     try:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        measured, formula = _of_steps(config, device)
+        measured, formula = _of_steps(config)
         if config.memory:
             # What this process held is free again: on a GPU its children need the space.
             gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            measured = replace(measured, memory=peak_memory(config, formula, device))
+            torch.cuda.empty_cache()
+            measured = replace(measured, memory=peak_memory(config, formula))
     finally:
         torch.set_num_threads(threads)
     if config.json is not None:
@@ -138,9 +137,10 @@ def profile(config: ProfileConfig) -> Profile:
     return measured
 
 
-def _of_steps(config: ProfileConfig, device: torch.device) -> tuple[Profile, int]:
+def _of_steps(config: ProfileConfig) -> tuple[Profile, int]:
     """All but the memory, and what that should be by its formula."""
-    plain_step, doge_step = PlainStep(config, device), DogeStep(config, device)
+    plain_step, doge_step = PlainStep(config), DogeStep(config)
+    device = plain_step.device
     calls = {step.name: step for step in (plain_step, doge_step)}
     for _ in range(WARM_UP):
         for call in calls.values():
@@ -157,7 +157,7 @@ def _of_steps(config: ProfileConfig, device: torch.device) -> tuple[Profile, int
             synchronize(device)
         seen.export_chrome_trace(str(config.trace_operators))
     measured = Profile(
-        settings=plain(replace(config, device=str(device))),
+        settings=plain(config),
         device=device_name(device),
         threads=torch.get_num_threads(),
         versions=versions(),
@@ -219,22 +219,18 @@ def _seconds(zero: Any, mark: Any) -> float:
 
 def _phases(spans: list[Span], least: dict[str, Traffic], limits: Bandwidth) -> tuple[Phase, ...]:
     """The DoGE step taken apart; medians over its steps. "other" is what no phase covers."""
-    of_steps: dict[str, list[float]] = defaultdict(list)
-    of_step: dict[str, float] = defaultdict(float)
+    steps: list[dict[str, float]] = [defaultdict(float)]
     for span, own in _own_seconds([span for span in spans if span.side == "doge"]):
-        of_step[span.name] += own
+        steps[-1]["other" if span.name == "step" else span.name] += own
         if span.name == "step":
-            of_steps["step"].append(span.end - span.start)
-            of_steps["other"].append(own)
-            for name in PHASES:
-                of_steps[name].append(of_step[name])
-            of_step.clear()
-    medians = {name: statistics.median(values) for name, values in of_steps.items()}
+            steps[-1]["step"] = span.end - span.start
+            steps.append(defaultdict(float))
     phases = []
     for name in (*PHASES, "other"):
-        seconds, traffic = medians[name], least.get(name, Traffic(0, 0))
+        seconds, whole = (statistics.median(step[n] for step in steps[:-1]) for n in (name, "step"))
+        traffic = least.get(name, Traffic(0, 0))
         fraction = traffic.seconds(limits) / seconds if seconds > 0 else 0.0
-        phases.append(Phase(name, 1e3 * seconds, seconds / medians["step"], sum(traffic), fraction))
+        phases.append(Phase(name, 1e3 * seconds, seconds / whole, sum(traffic), fraction))
     return tuple(phases)
 
 
@@ -270,7 +266,10 @@ def _check(config: ProfileConfig) -> None:
         raise ValueError(f"json, trace and trace_operators must be different files; got {files}.")
     for path in files:
         with failures.writing(path):
+            was_there = path.exists()
             path.open("a").close()
+            if not was_there:
+                path.unlink()
 
 
 def _device(config: ProfileConfig) -> torch.device:

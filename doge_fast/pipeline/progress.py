@@ -29,6 +29,6 @@ def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
     return tqdm(**options, **_STYLE)
 
 
-def over(items: Iterable[Any], what: str, unit: str) -> Iterator[Any]:
-    """`items`, with a bar once they have taken a second."""
-    yield from tqdm(items, desc=visible(what), unit=f" {unit}s", delay=1, **_STYLE)
+def over(documents: Iterable[Any], what: str) -> Iterator[Any]:
+    """`documents`, with a bar once they have taken a second."""
+    yield from tqdm(documents, desc=visible(what), unit=" documents", delay=1, **_STYLE)

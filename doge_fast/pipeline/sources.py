@@ -21,22 +21,9 @@ import numpy as np
 
 from doge_fast.failures import FileFailure, one_line, reading
 from doge_fast.mixture.permutation import shuffled
-from doge_fast.pipeline import cache, local_corpus, named, progress
+from doge_fast.pipeline import cache, corpus_files, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.corpus_files import (
-    MEND,
-    SUFFIXES,
-    TEXT_DOCUMENT_CHARS,
-    data_files,
-    existing,
-    guarded,
-    is_empty,
-    kind_of,
-    stamp_of,
-    suffix_of,
-    text_document_chars,
-    text_documents,
-)
+from doge_fast.pipeline.corpus_files import MEND, SUFFIXES, is_empty, kind_of, suffix_of
 
 _log = logging.getLogger("doge_fast")
 
@@ -64,29 +51,27 @@ class Part:
 
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """{domain: where it is read}, for all that `config.data` holds."""
-    parts = _parts(config, targets)
-    by_column = f"the column {config.domain_column} of " if config.domain_column else ""
-    named.check_visible(parts, f"{by_column}{config.data}")
-    return parts
-
-
-def _parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     path = Path(config.data).expanduser()
     if config.streaming:
         _check_streaming(config)
     if config.data == "installed":
         key = local_corpus.fingerprint()
-        return _directory_parts(cache.made(config, "installed", key, local_corpus.save), config)
-    if not path.exists():
-        return _hub_parts(config, targets)
-    if config.domain_column is not None:
-        return _column_parts(config, _path_splits(path), stamp_of(data_files(path)), targets)
-    if path.is_file():
+        parts = _directory_parts(cache.made(config, "installed", key, local_corpus.save), config)
+    elif not path.exists():
+        parts = _hub_parts(config, targets)
+    elif config.domain_column is not None:
+        splits, files = _path_splits(path), corpus_files.data_files(path)
+        parts = _column_parts(config, splits, corpus_files.stamp_of(files), targets)
+    elif path.is_file():
         raise ValueError(
             f"{path} is one file: name the column that holds a row's domain with domain_column "
             "(--domain-column), or give a directory with one folder or file per domain."
         )
-    return _directory_parts(path, config)
+    else:
+        parts = _directory_parts(path, config)
+    by_column = f"the column {config.domain_column} of " if config.domain_column else ""
+    named.check_visible(parts, f"{by_column}{config.data}")
+    return parts
 
 
 def _check_streaming(config: CorpusConfig) -> None:
@@ -116,7 +101,7 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith("."):
             continue
-        files = data_files(existing(entry))
+        files = corpus_files.data_files(entry)
         if not files and (entry.is_file() or config.domains):
             continue
         if not files:
@@ -155,11 +140,11 @@ def _files_part(name: str, directory: Path, files: Sequence[Path], config: Corpu
             f"The domain {name} needs training files; {directory / name} holds only "
             f"{', '.join(file.name for file in files)}."
         )
-    chars = text_document_chars(files) if list(splits) == ["train"] else TEXT_DOCUMENT_CHARS
-    stamp = stamp_of(files)
-    # Another cut makes other documents of the same files.
-    fingerprint = stamp if chars == TEXT_DOCUMENT_CHARS else cache.digest([stamp, chars])
-    return _part(splits, functools.partial(_file_documents, config, name, chars), fingerprint)
+    chars, stamp = corpus_files.TEXT_DOCUMENT_CHARS, corpus_files.stamp_of(files)
+    if list(splits) == ["train"] and (own := corpus_files.text_document_chars(files)) < chars:
+        # Another cut makes other documents of the same files.
+        chars, stamp = own, cache.digest([stamp, own])
+    return _part(splits, functools.partial(_file_documents, config, name, chars), stamp)
 
 
 def _part(splits: Mapping[str, Any], read: Callable[..., Any], fingerprint: str) -> Part:
@@ -183,7 +168,7 @@ def _file_documents(
     for kind, group in itertools.groupby(sorted(filled, key=kind_of), key=kind_of):
         paths = list(group)
         if kind == "text":
-            yield from ((name, text) for text in text_documents(paths, text_chars))
+            yield from ((name, text) for text in corpus_files.text_documents(paths, text_chars))
         else:
             where = str(paths[0] if len(paths) == 1 else paths[0].parent)
             yield from _row_documents(config, where, name, _open_files(kind, paths, where))
@@ -215,7 +200,7 @@ def _row_documents(
     columns = {"text_column": config.text_column}
     if domain is None:
         columns["domain_column"] = str(config.domain_column).split(".")[0]
-    first = next(guarded(rows, where), None)
+    first = next(corpus_files.guarded(rows, where), None)
     if first is None:
         return
     for option, column in columns.items():
@@ -224,7 +209,8 @@ def _row_documents(
                 f'{where} has no column "{column}"; its columns are {", ".join(first)}. '
                 f"Name the right one with {option} (--{option.replace('_', '-')})."
             )
-    for batch in guarded(_batches(rows.select_columns(list(columns.values())), config), where):
+    rows = rows.select_columns(list(columns.values()))
+    for batch in corpus_files.guarded(_batches(rows, config), where):
         names = itertools.repeat(domain) if domain else _domains(batch, config)
         for name, text in zip(names, batch[config.text_column], strict=False):
             if not isinstance(text, str | None):
@@ -279,7 +265,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     """The domains that occur, remembered in the cache: finding them reads every row."""
 
     def find(file: Path) -> None:
-        names = {name for name, _ in progress.over(part.train(), "finding domains", "document")}
+        names = {name for name, _ in progress.over(part.train(), "finding domains")}
         file.write_text(json.dumps(sorted(names)), encoding="utf-8")
 
     key = cache.digest([part.fingerprint, config.text_column])

@@ -46,9 +46,9 @@ def write_target(config: TargetConfig) -> list[str]:
         kept = [text for text in drawn if text not in scored]
         lines += [json.dumps({"text": text, "task": name}) for text in kept]
         rows.append((name, str(len(kept)), str(len(drawn) - len(kept))))
-    content = "".join(f"{line}\n" for line in lines)
+    content = "".join(f"{line}\n" for line in lines).encode()
     # A domain of the corpus may have that name.
-    if config.out.exists() and config.out.read_text(encoding="utf-8") != content:
+    if config.out.exists() and config.out.read_bytes() != content:
         raise ValueError(f"{config.out} holds something else. Remove it, or name another file.")
     config.out.parent.mkdir(parents=True, exist_ok=True)
     atomic_file.write(config.out, content)

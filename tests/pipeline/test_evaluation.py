@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_a_changed_corpus_is_not_measured(run: BaseConfig, tmp_path: Path) -> No
         evaluate(EvaluateConfig(run=run.out, device="cpu"))
 
 
+def test_a_corpus_that_has_grown_is_not_measured(
+    run: BaseConfig, base: Callable[..., BaseConfig], small_corpus: Path, tmp_path: Path
+) -> None:
+    """With a tokenizer of its own the tokenizer tells nothing of the text."""
+    data = shutil.copytree(small_corpus, tmp_path / "data")
+    grown = base(out="grown", data=str(data), tokenizer=str(run.out / "model"), targets=("verse",))
+    train_base(grown)
+    ask = EvaluateConfig(run=grown.out, device="cpu")
+    before = evaluate(ask)
+    with (data / "prose.jsonl").open("a") as file:
+        file.write('{"text": "the and of a range"}\n' * 3)
+    write_jsonl(data / "news.jsonl", ["one day", "another day"] * 40)
+    with pytest.raises(ValueError, match=r"another corpus: .*data holds other text of prose, news"):
+        evaluate(ask)
+    assert records.read_evaluation(grown.out) == before
+
+
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Text of three domains, of which one brings a validation split."""
@@ -143,6 +161,9 @@ def test_some_domains_of_other_text_go_where_they_are_told(
         evaluate(replace(ask, out=run.out / "evaluation.json"))
     with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held out"):
         evaluate(replace(ask, data=run.corpus.data))
+    (tmp_path / "link").symlink_to(run.corpus.data)
+    with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held out"):
+        evaluate(replace(ask, data=str(tmp_path / "link")))
 
 
 def test_the_average_of_the_target_is_told_apart(run: BaseConfig) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from doge_fast import cli
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, TasksConfig
 from doge_fast.pipeline.domains import Corpus
@@ -334,6 +335,9 @@ def test_local_files_are_checked(ask: EvaluateConfig, tmp_path: Path) -> None:
         open_tasks(asked)
     (tmp_path / "copa" / "train.jsonl").write_text("{\n")
     with pytest.raises(ValueError, match="line 1, must hold JSON and does not"):
+        open_tasks(asked)
+    (tmp_path / "copa" / "train.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(FileFailure, match=r"copa/train.jsonl cannot be read: 'utf-8' codec"):
         open_tasks(asked)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from doge_fast.pipeline import packing, sources
+from doge_fast.pipeline import packing
 from doge_fast.pipeline.domains import load_corpus
 from tests.grids import grid
 from tests.pipeline.corpora import (
@@ -137,8 +137,8 @@ def test_max_tokens_reads_no_further(tmp_path, config):
         write_jsonl(tmp_path / "data" / name / "validation.jsonl", texts(f"held-out {name}"))
         (tmp_path / "data" / f"{name}.jsonl").rename(tmp_path / "data" / name / "train.jsonl")
     limited = rename(config, data=str(tmp_path / "data"), max_tokens_per_domain=64)
-    folder = packing._trained_tokenizer(config, packing.by_part(sources.find_parts(config, [])))
-    assert load_corpus(rename(limited, tokenizer=str(folder))).train_tokens == {"a": 64, "b": 64}
+    folder = load_corpus(config).tokenizer.name_or_path
+    assert load_corpus(rename(limited, tokenizer=folder)).train_tokens == {"a": 64, "b": 64}
 
 
 @pytest.fixture
@@ -185,8 +185,7 @@ def test_a_changed_file_is_packed_anew(tmp_path, config, packings):
     path = write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
     base = rename(config, data=str(tmp_path / "data"))
-    folder = packing._trained_tokenizer(base, packing.by_part(sources.find_parts(base, [])))
-    fixed = rename(base, tokenizer=str(folder))
+    fixed = rename(base, tokenizer=load_corpus(base).tokenizer.name_or_path)
     load_corpus(fixed)
     before = path.stat()
     path.write_text(path.read_text().replace("kernel", "k3rnel"))

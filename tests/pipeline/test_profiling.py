@@ -196,6 +196,15 @@ def test_a_setting_out_of_range_is_refused(changes: dict[str, Any], message: str
         profile(quick(**changes))
 
 
+def test_a_profile_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    files = {"json": tmp_path / "old.json", "trace": tmp_path / "new.json"}
+    with pytest.raises(ValueError, match="model must be a size of the family"):
+        profile(quick(model="huge", **files))
+    assert [file.name for file in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "{}"
+
+
 def test_the_table_says_what_was_measured() -> None:
     measured = dataclasses.replace(
         profile(QUICK), memory={"plain": 10**9, "doge": 2 * 10**9, "extra": 10**9, "formula": 10**9}

@@ -300,6 +300,13 @@ def test_no_domain_vanishes(tmp_path, config, form, sentence):
     check_refused(rename(config, data=str(tmp_path)), f"{path} .*{sentence}")
 
 
+def test_links_that_lead_to_each_other_are_refused(tmp_path, config):
+    for name, other in ("ab", "ba"):
+        write_jsonl(tmp_path / name / "train.jsonl", texts(name))
+        (tmp_path / name / "more").symlink_to(tmp_path / other)
+    check_refused(rename(config, data=str(tmp_path)), "a/more/more is a link to a folder around it")
+
+
 def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, config):
     write_jsonl(tmp_path / "good.jsonl", texts("good"))
     (tmp_path / "scripts").mkdir()

@@ -137,7 +137,7 @@ def test_the_seed_gives_the_documents(mingled, columned, monkeypatch, tmp_path):
 
 def test_every_row_is_read_once(mingled, columned):
     config = columned(data=str(mingled), domains=("book", "code", "web"))
-    (part, _), *others = packing.by_part(sources.find_parts(config, []))
+    (part, _), *others = packing.by_part(sources.find_parts(config, [])).items()
     assert not others
     assert sorted(part.train()) == sorted(rows_of("", 0, FILES * ROWS))
 

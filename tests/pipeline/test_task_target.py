@@ -94,6 +94,9 @@ def test_refusals(task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ask("piqa", "code.jsonl")
     ask("piqa", "piqa.jsonl")
     ask("piqa", "piqa.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"latin\.jsonl holds something else\. Remove it"):
+        ask("piqa", "latin.jsonl")
     # As lm-eval finds it on the Hub: scored on its only split.
     asked = {"question": "Is it?", "mc1_targets": {"choices": ["no", "yes"], "labels": [1, 0]}}
     there = datasets.DatasetDict({"validation": datasets.Dataset.from_list([asked])})
