@@ -687,6 +687,15 @@ def test_phases_are_read_back(name: str) -> None:
             import_weights(text, source=name, paths=PATHS)
 
 
+def test_a_phase_without_a_domain_is_read_back_as_documents() -> None:
+    phases = [PHASES[0], {"first_step": 1024, "weights": {"web": 0.5, "code": 0.5, "book": 0.0}}]
+    text = made("llm-foundry", record(phases=phases), rows="documents", decimals=12)
+    options = {"rows": "documents", "mean_doc_tokens": LENGTHS}
+    found = import_weights(text, source="llm-foundry", seq_length=2048, batch_size=64, **options)
+    for phase, given in zip(found["phases"], phases, strict=True):
+        assert phase["weights"] == pytest.approx(given["weights"], abs=1e-7)
+
+
 def test_an_imported_domain_is_known_by_the_end_of_its_path() -> None:
     found = import_weights("30 /a/web_text_document 10 /b/code", source="megatron-file")
     assert [(each["name"], each["weight"]) for each in found["domains"]] == [
