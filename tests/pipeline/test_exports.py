@@ -821,6 +821,11 @@ def test_bad_weights_and_settings_are_refused() -> None:
         export(WEIGHTS, to="xyz")
     with pytest.raises(ValueError, match="seq_length must be at least 1; got 0"):
         export(WEIGHTS, to="json", seq_length=0)
+    # LLM Foundry would be told "1000000000.0tok".
+    with pytest.raises(
+        ValueError, match=r"budget_tokens must be a whole number.*; got 1000000000\.0"
+    ):
+        export(WEIGHTS, to="json", budget_tokens=1e9)
     with pytest.raises(ValueError, match="mean_doc_tokens must be above 0; that of web is 0"):
         export(WEIGHTS, to="json", mean_doc_tokens={"web": 0.0})
     with pytest.raises(ValueError, match="datasets is not read back; these are: megatron,"):
