@@ -963,7 +963,10 @@ def test_a_run_directory_knows_the_length_of_its_documents(
     corpus = CORPUS | {"domains": {"web": held, "code": held | {"documents": 40}}}
     run = tmp_path / "run"
     records.open_run(run, stage="base", config=BaseConfig(run), corpus=corpus)
-    records.write_weights(run, record({"web": 0.5, "code": 0.5}))
+    # As every stage writes them.
+    counts = {"web": {"mean_doc_tokens": 800.0}, "code": {"tokens": 8000, "documents": 40}}
+    domains = [{"name": name, "weight": 0.5, **each} for name, each in counts.items()]
+    records.write_weights(run, {"domains": domains})
     words = ["--to", "lingua", "--paths", "web=/data/web", "code=/data/code"]
     for file in (run, run / "weights.json"):
         assert cli.main(["export", str(file), *words]) == 0
