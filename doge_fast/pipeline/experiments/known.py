@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from doge_fast.defaults import default_mu
 from doge_fast.pipeline import generated_corpus
 from doge_fast.pipeline.config import CorpusConfig, ExperimentConfig
 from doge_fast.pipeline.experiments.planner import Json, Plan, Planner
-from doge_fast.pipeline.experiments.presets import is_generated, rates_of
+from doge_fast.pipeline.experiments.presets import is_generated, with_mu
 from doge_fast.pipeline.records.weights import write_weights
 from doge_fast.pipeline.sources import find_parts
 
@@ -135,12 +134,9 @@ def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
         streaming=False,
     )
     targets = () if case.target is None else (case.target,)
-    told = whole.config
-    mu = told.proxy.mu
-    if whole.asked.proxy.mu is None:
-        mu = default_mu(rates_of(told, told.proxy.model)[0], 1 if targets else len(case.domains))
-    proxy = replace(told.proxy, mu=mu)
-    plan = Planner(replace(told, corpus=corpus, proxy=proxy), case.domains, whole.out)
+    asked = replace(whole.asked, corpus=corpus)
+    config = with_mu(asked, case.domains, is_targeted=case.target is not None)
+    plan = Planner(config, case.domains, whole.out)
     plan.jobs = whole.jobs
     aimed: dict[str, Any] = {"target": targets} if targets else {}
     learn = plan.proxy(case.name, **aimed)
