@@ -265,9 +265,10 @@ def test_what_jobs_of_a_cluster_need_is_said(
     assert not (tmp_path / "x").exists()
 
 
-def test_what_submitit_does_not_take_is_said(shared: Make) -> None:
+@pytest.mark.parametrize("word", ["walltime=10", "cluster=nowhere", "name=["])
+def test_what_submitit_does_not_take_is_said(shared: Make, word: str) -> None:
     pytest.importorskip("submitit")
-    config = shared(submitit=("cluster=local", "walltime=10"))
+    config = shared(submitit=("cluster=local", word))
     with pytest.raises(ValueError, match="submitit does not take these parameters"):
         run_experiment(config)
 
