@@ -22,6 +22,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import runner
+from doge_fast.pipeline.experiments.planner import Job
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.compared import comparison_verdict
@@ -86,15 +87,15 @@ class StopAfter:
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left, self.is_on = count, True
-        run = runner._run
+        train = runner._train
 
-        def counted(config: Any) -> Path:
+        def counted(job: Job) -> None:
             if self.is_on and not self.left:
                 raise KeyboardInterrupt
             self.left -= 1
-            return run(config)
+            train(job)
 
-        monkeypatch.setattr(runner, "_run", counted)
+        monkeypatch.setattr(runner, "_train", counted)
 
     def undo(self) -> None:
         self.is_on = False

@@ -687,6 +687,15 @@ def test_phases_are_read_back(name: str) -> None:
             import_weights(text, source=name, paths=PATHS)
 
 
+def test_a_phase_without_a_domain_is_read_back_as_documents() -> None:
+    phases = [PHASES[0], {"first_step": 1024, "weights": {"web": 0.5, "code": 0.5, "book": 0.0}}]
+    text = made("llm-foundry", record(phases=phases), rows="documents", decimals=12)
+    options = {"rows": "documents", "mean_doc_tokens": LENGTHS}
+    found = import_weights(text, source="llm-foundry", seq_length=2048, batch_size=64, **options)
+    for phase, given in zip(found["phases"], phases, strict=True):
+        assert phase["weights"] == pytest.approx(given["weights"], abs=1e-7)
+
+
 def test_an_imported_domain_is_known_by_the_end_of_its_path() -> None:
     found = import_weights("30 /a/web_text_document 10 /b/code", source="megatron-file")
     assert [(each["name"], each["weight"]) for each in found["domains"]] == [
@@ -812,6 +821,11 @@ def test_bad_weights_and_settings_are_refused() -> None:
         export(WEIGHTS, to="xyz")
     with pytest.raises(ValueError, match="seq_length must be at least 1; got 0"):
         export(WEIGHTS, to="json", seq_length=0)
+    # LLM Foundry would be told "1000000000.0tok".
+    with pytest.raises(
+        ValueError, match=r"budget_tokens must be a whole number.*; got 1000000000\.0"
+    ):
+        export(WEIGHTS, to="json", budget_tokens=1e9)
     with pytest.raises(ValueError, match="mean_doc_tokens must be above 0; that of web is 0"):
         export(WEIGHTS, to="json", mean_doc_tokens={"web": 0.0})
     with pytest.raises(ValueError, match="datasets is not read back; these are: megatron,"):
@@ -949,7 +963,10 @@ def test_a_run_directory_knows_the_length_of_its_documents(
     corpus = CORPUS | {"domains": {"web": held, "code": held | {"documents": 40}}}
     run = tmp_path / "run"
     records.open_run(run, stage="base", config=BaseConfig(run), corpus=corpus)
-    records.write_weights(run, record({"web": 0.5, "code": 0.5}))
+    # As every stage writes them.
+    counts = {"web": {"mean_doc_tokens": 800.0}, "code": {"tokens": 8000, "documents": 40}}
+    domains = [{"name": name, "weight": 0.5, **each} for name, each in counts.items()]
+    records.write_weights(run, {"domains": domains})
     words = ["--to", "lingua", "--paths", "web=/data/web", "code=/data/code"]
     for file in (run, run / "weights.json"):
         assert cli.main(["export", str(file), *words]) == 0

@@ -101,6 +101,17 @@ def test_another_target_has_a_pace_of_its_own() -> None:
             assert found[f"proxy-{name}-seed0"] == pytest.approx(mu)
 
 
+def test_a_case_with_a_mixed_target_has_the_pace_of_one_target() -> None:
+    """W towards one batch of all domains spreads as towards one target, in every case."""
+    # Of one target, of seven domains and of eight: a case has one of them twice.
+    for batch, mus in (("same", [0.02, 0.08, 0.09]), ("mix", [0.02])):
+        config = filled(preset_of("known", data="x"), {"proxy": {"target_batch": batch}})
+        jobs = [job.config for job in planned(config, SLIMPAJAMA).jobs]
+        assert sorted({job.mu for job in jobs if isinstance(job, ProxyConfig)}) == pytest.approx(
+            mus
+        )
+
+
 def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     entries = [{"name": name, "weight": 1 / 3} for name in "abc"]

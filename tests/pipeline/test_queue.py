@@ -21,6 +21,7 @@ from doge_fast import cli, failures
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments import runner
+from doge_fast.pipeline.experiments.planner import Job
 from doge_fast.pipeline.experiments.queue import EVENTS, Queue, devices_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from tests.pipeline.stages import lines_of
@@ -265,9 +266,10 @@ def test_what_jobs_of_a_cluster_need_is_said(
     assert not (tmp_path / "x").exists()
 
 
-def test_what_submitit_does_not_take_is_said(shared: Make) -> None:
+@pytest.mark.parametrize("word", ["walltime=10", "cluster=nowhere", "name=["])
+def test_what_submitit_does_not_take_is_said(shared: Make, word: str) -> None:
     pytest.importorskip("submitit")
-    config = shared(submitit=("cluster=local", "walltime=10"))
+    config = shared(submitit=("cluster=local", word))
     with pytest.raises(ValueError, match="submitit does not take these parameters"):
         run_experiment(config)
 
@@ -276,15 +278,15 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
     experiment: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = experiment("proxy_vs_base")
-    make = runner._run
+    train = runner._train
 
-    def failing(stage: object) -> Path:
-        if stage.out.name == FIRST:  # type: ignore[attr-defined]
+    def failing(job: Job) -> None:
+        if job.name == FIRST:
             raise ValueError("The domains are at odds.")
-        return make(stage)  # type: ignore[arg-type]
+        train(job)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_run", failing)
+        patch.setattr(runner, "_train", failing)
         patch.setitem(cli.VERBS, "experiment", cli.Verb(ExperimentConfig, runner.run_experiment))
         patch.setattr(cli, "parse", lambda _: config)
         assert cli.main(["experiment", "proxy_vs_base"]) == failures.WORLD

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from doge_fast.defaults import default_mu
 from doge_fast.pipeline import generated_corpus
 from doge_fast.pipeline.config import CorpusConfig, ExperimentConfig
-from doge_fast.pipeline.experiments.planner import Json, Plan, Planner, at
-from doge_fast.pipeline.experiments.presets import is_generated, rates_of
+from doge_fast.pipeline.experiments.planner import Json, Plan, Planner
+from doge_fast.pipeline.experiments.presets import is_generated, with_mu
 from doge_fast.pipeline.records.weights import write_weights
 from doge_fast.pipeline.sources import find_parts
 
@@ -73,13 +72,13 @@ def known(plan: Planner) -> Plan:
         learned.append(proxies)
         corpora.append(partial(_write, case, folder, plan.config))
     table = plan.weights(learned, None, title="What DoGE finds")
-    made = plan.finish(
+    return plan.finish(
         "Corpora whose best mixture is known",
         "Where a domain is noise, is there twice, hides the target or helps nobody, is it given "
         "what it should be?",
         [*groups, table],
+        corpora=corpora,
     )
-    return replace(made, corpora=corpora)
 
 
 def _cases(names: Sequence[str], target: str) -> Iterator[Case]:
@@ -126,9 +125,8 @@ def _cases(names: Sequence[str], target: str) -> Iterator[Case]:
 
 def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
     """The arms of a case, its runs added to the plan; and the arm of its proxies."""
-    told = whole.config
     corpus = replace(
-        told.corpus,
+        whole.config.corpus,
         data=str(folder),
         domains=case.domains,
         text_column=CorpusConfig().text_column,
@@ -136,20 +134,19 @@ def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
         streaming=False,
     )
     targets = () if case.target is None else (case.target,)
-    mu = told.proxy.mu
-    if not whole.is_mu_given:
-        mu = default_mu(rates_of(told, told.proxy.model)[0], 1 if targets else len(case.domains))
-    proxy = replace(told.proxy, mu=mu)
-    plan = Planner(replace(told, corpus=corpus, proxy=proxy), case.domains, whole.out)
+    asked = replace(whole.asked, corpus=corpus)
+    config = with_mu(asked, case.domains, is_targeted=case.target is not None)
+    plan = Planner(config, case.domains, whole.out)
     plan.jobs = whole.jobs
     aimed: dict[str, Any] = {"target": targets} if targets else {}
-    learn = partial(plan.proxy, name=case.name, **aimed)
-    base = partial(plan.at_weights, targets=targets)
+    learn = plan.proxy(case.name, **aimed)
     arms = [plan.uniform(f"{case.name}-uniform", targets=targets)]
     for file, weights in _ladder(case, folder).items():
         share = sum(weights[name] for name in case.special)
-        arms.append(base(f"share {share:.3f}", "given", file.stem, at(str(file))))
-    arms.append(base("DoGE", "learned", f"{case.name}-doge", learn))
+        base = plan.base(file.stem, file, targets=targets)
+        arms.append(plan.arm(f"share {share:.3f}", "given", base))
+    doge = plan.base(f"{case.name}-doge", learn, targets=targets)
+    arms.append(plan.arm("DoGE", "learned", doge))
     group = {
         "kind": "regret",
         "title": case.title,

@@ -7,7 +7,7 @@ arm, so arms are compared seed by seed.
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +26,10 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of, with_mu
 
 Json = dict[str, Any]
-# For a seed, what `BaseConfig.weights` says.
-Source = Callable[[int], str | Path]
+Make = Callable[[int], Path]
+"""Puts the run of a seed in the plan, where it is not there, and says where it will be."""
+Source = str | Path | Make
+"""The weights of a base run: a baseline or a file, or the run that is to learn them."""
 RUNS = "runs"
 
 
@@ -65,8 +67,8 @@ class Plan:
     question: str
     config: ExperimentConfig
     """What was asked for, mu a number."""
-    jobs: list[Job] = field(default_factory=list)
-    groups: list[Json] = field(default_factory=list)
+    jobs: list[Job]
+    groups: list[Json]
     corpora: Sequence[Callable[[], None]] = ()
     """What makes the corpora that the runs read, each unless it is there."""
 
@@ -89,11 +91,6 @@ class Plan:
         return [waves[wave] for wave in sorted(waves)]
 
 
-def at(baseline: str) -> Source:
-    """Weights that need no run, whatever the seed."""
-    return lambda seed: baseline
-
-
 class Planner:
     """Makes an experiment's runs, each once.
 
@@ -104,8 +101,8 @@ class Planner:
     """
 
     def __init__(self, config: ExperimentConfig, names: Sequence[str], out: Path) -> None:
-        self.config, self.names, self.out = with_mu(config, names), tuple(names), out
-        self.is_mu_given = config.proxy.mu is not None
+        self.asked, self.config = config, with_mu(config, names)
+        self.names, self.out = tuple(names), out
         self.jobs: dict[Path, Job] = {}
 
     @property
@@ -113,34 +110,30 @@ class Planner:
         """Training domains: those asked for, or all."""
         return self.config.corpus.domains or self.names
 
-    def finish(self, title: str, question: str, groups: list[Json]) -> Plan:
-        """All that was asked for so far, as a plan."""
-        return Plan(title, question, self.config, list(self.jobs.values()), groups)
+    def finish(self, title: str, question: str, groups: list[Json], **more: Any) -> Plan:
+        """All that was asked for so far, as a plan; `more` are fields of `Plan`."""
+        return Plan(title, question, self.config, list(self.jobs.values()), groups, **more)
 
-    def over_seeds(self, make: Callable[[int], Path]) -> list[str]:
+    def over_seeds(self, make: Make) -> list[str]:
         """Names of a run for every seed."""
         return [make(seed).name for seed in self.config.seeds]
 
-    def arm(self, label: str, about: str, make: Callable[[int], Path], **more: Any) -> Json:
+    def arm(self, label: str, about: str, make: Make, **more: Any) -> Json:
         """An arm of a table."""
         return {"label": label, "about": about, "runs": self.over_seeds(make), **more}
 
-    def at_weights(self, label: str, about: str, name: str, source: Source, **more: Any) -> Json:
-        """An arm of base models at the weights that `source` gives; `more` as for `base`."""
-        return self.arm(label, about, self.as_base(name, source, **more))
-
     def uniform(self, name: str = "uniform", **more: Any) -> Json:
-        """The arm that others are compared with."""
-        arm = self.at_weights("uniform", "baseline", name, at("uniform"), **more)
-        return arm | {"is_baseline": True}
+        """The arm that others are compared with; `more` as for `base`."""
+        base = self.base(name, "uniform", **more)
+        return self.arm("uniform", "baseline", base, is_baseline=True)
 
     def natural(self, name: str = "natural", **more: Any) -> Json:
         """The arm at weights by tokens."""
-        return self.at_weights("natural", "by tokens", name, at("natural"), **more)
+        return self.arm("natural", "by tokens", self.base(name, "natural", **more))
 
     def doge(self, name: str = "doge", **more: Any) -> Json:
         """The arm at learned weights."""
-        return self.at_weights("DoGE", "learned", name, self.proxy, **more)
+        return self.arm("DoGE", "learned", self.base(name, self.proxy(), **more))
 
     def perplexities(
         self, arms: list[Json], paper: str | None, *, title: str | None = None, **more: Any
@@ -161,7 +154,7 @@ class Planner:
         """The table of what proxies learned."""
         return {"kind": "weights", "title": title, "paper": paper, "arms": arms, **more}
 
-    def proxy(self, seed: int, name: str = "doge", **more: Any) -> Path:
+    def proxy(self, name: str = "doge", **more: Any) -> Make:
         """Learn weights; `more` are fields of `ProxyConfig`, or as for `_add`."""
         told = self.config.proxy
         own: dict[str, Any] = {
@@ -182,9 +175,9 @@ class Planner:
                 "proxy.sequences_per_domain must be even for the score unbiased, which compares "
                 f"the halves of each domain's batch; got {own['sequences_per_domain']}."
             )
-        return self._add(ProxyConfig, name, seed, **own)
+        return partial(self._add, ProxyConfig, name, **own)
 
-    def base(self, seed: int, name: str, weights: str | Path, **more: Any) -> Path:
+    def base(self, name: str, source: Source, **more: Any) -> Make:
         """Train at weights; `more` are fields of `BaseConfig`, or as for `_add`."""
         told = self.config.base
         own: dict[str, Any] = {
@@ -192,45 +185,46 @@ class Planner:
             "steps": told.steps,
             "eval_points": told.eval_points,
             "is_measured": True,
-            "weights": str(weights),
+            "weights": lambda seed: str(source(seed) if callable(source) else source),
             "batch_size": told.batch_size,
         }
-        return self._add(BaseConfig, name, seed, **(own | more))
+        return partial(self._add, BaseConfig, name, **(own | more))
 
-    def as_base(self, name: str, source: Source, **more: Any) -> Callable[[int], Path]:
-        """`base` of a seed still to come, at the weights that `source` gives for it."""
-        return lambda seed: self.base(seed, name, source(seed), **more)
-
-    def finetuned(self, seed: int, source: Callable[[int], Path], target: str) -> Path:
+    def finetuned(self, source: Make, target: str) -> Make:
         """Go on with a base model on the target alone."""
-        told, base = self.config.base, source(seed)
-        model = base / "model"
-        return self._add(
-            BaseConfig,
-            "",
-            seed,
-            out=base.with_name(f"finetuned-{base.name.removeprefix('base-')}"),
-            corpus=replace(self.config.corpus, domains=(target,), tokenizer=str(model)),
-            model=str(model),
-            is_pretrained=True,
-            steps=told.finetune_steps,
-            rates=(told.finetune_learning_rate, told.finetune_learning_rate / 5),
-            is_measured=True,
-            batch_size=told.batch_size,
-        )
+        told = self.config.base
 
-    def reference(self, seed: int, steps: int) -> Path:
+        def make(seed: int) -> Path:
+            base = source(seed)
+            model = str(base / "model")
+            return self._add(
+                BaseConfig,
+                "",
+                seed,
+                out=base.with_name(f"finetuned-{base.name.removeprefix('base-')}"),
+                corpus=replace(self.config.corpus, domains=(target,), tokenizer=model),
+                model=model,
+                is_pretrained=True,
+                steps=told.finetune_steps,
+                rates=(told.finetune_learning_rate, told.finetune_learning_rate / 5),
+                is_measured=True,
+                batch_size=told.batch_size,
+            )
+
+        return make
+
+    def reference(self, steps: int) -> Make:
         """DoReMi's first model: uniform weights, the proxy's size."""
         model = self.config.proxy.model
-        return self.base(seed, f"reference-{steps}", "uniform", model=model, steps=steps)
+        return self.base(f"reference-{steps}", "uniform", model=model, steps=steps)
 
-    def doremi(self, seed: int, steps: int, variant: Literal["doremi", "doge"] = "doremi") -> Path:
+    def doremi(self, steps: int, variant: Literal["doremi", "doge"] = "doremi") -> Make:
         """Learn weights by excess loss, after a reference of the same size and length."""
-        return self._add(
+        return partial(
+            self._add,
             DoReMiConfig,
             f"{steps}" if variant == "doremi" else f"{steps}-{variant}",
-            seed,
-            reference=self.reference(seed, steps),
+            reference=self.reference(steps),
             model=self.config.proxy.model,
             steps=steps,
             eval_points=1,
@@ -238,21 +232,19 @@ class Planner:
             variant=variant,
         )
 
-    def doremis(self) -> list[tuple[int, str, Callable[[int], Path]]]:
+    def doremis(self) -> list[tuple[int, str, Make]]:
         """(steps, label, DoReMi of this length), for each length."""
-        return [
-            (steps, f"DoReMi, {steps} steps", partial(self.doremi, steps=steps))
-            for steps in doremi_steps(self.config)
-        ]
+        lengths = doremi_steps(self.config)
+        return [(steps, f"DoReMi, {steps} steps", self.doremi(steps)) for steps in lengths]
 
-    def selected(self, seed: int, name: str) -> Path:
+    def selected(self, name: str) -> Make:
         """Learn weights from the gradients of a selection."""
         told, proxy = self.config.selection, self.config.proxy
         peak, _ = rates_of(self.config, proxy.model)
-        select = self._add(
+        select = partial(
+            self._add,
             SelectConfig,
             "cancellation",
-            seed,
             model=proxy.model,
             steps=told.steps,
             # The first steps of a long training, whose rate has hardly begun to fall.
@@ -260,20 +252,20 @@ class Planner:
             strategies=told.strategies,
             batch_size=proxy.sequences_per_domain * len(self.domains),
         )
-        return self.proxy(seed, name, selection=select / f"selection-{name}.json")
+        return self.proxy(name, selection=lambda seed: select(seed) / f"selection-{name}.json")
 
     def cost(self) -> Json:
         """What it takes to learn weights: tab:robust's last row."""
-        methods = [{"label": "DoGE", "runs": [[name] for name in self.over_seeds(self.proxy)]}]
+        methods = [{"label": "DoGE", "runs": [[name] for name in self.over_seeds(self.proxy())]}]
         methods += [
             {"label": label, "runs": self.with_reference(steps, make)}
             for steps, label, make in self.doremis()
         ]
         return {"kind": "cost", "title": "What learning the weights costs", "methods": methods}
 
-    def with_reference(self, steps: int, doremi: Callable[[int], Path]) -> list[list[str]]:
+    def with_reference(self, steps: int, doremi: Make) -> list[list[str]]:
         """Names of DoReMi's two runs for every seed."""
-        references = self.over_seeds(partial(self.reference, steps=steps))
+        references = self.over_seeds(self.reference(steps))
         return [list(pair) for pair in zip(references, self.over_seeds(doremi), strict=True)]
 
     def check_known(self, what: str, names: Sequence[str]) -> None:
@@ -297,7 +289,8 @@ class Planner:
         reads: tuple[str | Path, ...] = (),
         **fields: Any,
     ) -> Path:
-        """A run in the plan; `fields` are those of its configuration that are not made here."""
+        """A run in the plan; `fields` are those of its configuration that are not made here, or
+        what makes them for a seed."""
         told = self.config.rates
         peak, end = rates or rates_of(self.config, model)
         training = TrainingConfig(
@@ -317,7 +310,8 @@ class Planner:
             "model": ModelConfig(model=model, pretrained=is_pretrained),
             "training": training,
         }
-        config = kind(**(made | fields))
+        made |= {key: each(seed) if callable(each) else each for key, each in fields.items()}
+        config = kind(**made)
         known = self.jobs.get(config.out)
         assert known is None or known.config == config, f"two plans for {config.out}"
         is_measured = is_measured or (known is not None and known.is_measured)

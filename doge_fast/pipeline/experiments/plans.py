@@ -7,14 +7,13 @@ left; and groups, each the runs behind a table.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from doge_fast.defaults import default_mu
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments.known import known
-from doge_fast.pipeline.experiments.planner import Json, Plan, Planner, at
+from doge_fast.pipeline.experiments.planner import Json, Plan, Planner
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
     PAPER_LANGUAGES,
@@ -82,7 +81,7 @@ def _demo(plan: Planner) -> Plan:
     targets = plan.config.targets or (DEMO_TARGET,)
     arms = [plan.uniform(), plan.natural(), plan.doge()]
     table, learned = _targeted(plan, targets, plan.domains, is_short=True)
-    learned = [plan.arm("DoGE", "for all domains", plan.proxy), *learned]
+    learned = [plan.arm("DoGE", "for all domains", plan.proxy()), *learned]
     return plan.finish(
         "Domain weights, learned and tried out",
         "Which mixture of the domains lowers the held-out loss, over all of them and on one that "
@@ -94,7 +93,7 @@ def _demo(plan: Planner) -> Plan:
 def _universal(plan: Planner) -> Plan:
     """tab:universal_ppl, tab:124M_ppl, tab:dw."""
     groups = [_universal_perplexity(plan, model) for model in plan.config.base.models]
-    learned = [plan.arm("DoGE", "average weights", plan.proxy)]
+    learned = [plan.arm("DoGE", "average weights", plan.proxy())]
     learned += [plan.arm(label, "average weights", each) for _, label, each in plan.doremis()]
     return plan.finish(
         "Universal generalization",
@@ -111,7 +110,7 @@ def _universal_perplexity(plan: Planner, model: str) -> Json:
         plan.doge(f"doge-{model}", model=model),
     ]
     arms += [
-        plan.at_weights(label, "learned", f"doremi-{steps}-{model}", each, model=model)
+        plan.arm(label, "learned", plan.base(f"doremi-{steps}-{model}", each, model=model))
         for steps, label, each in plan.doremis()
     ]
     arms += given_arms(plan, f"-{model}", model=model)
@@ -135,14 +134,14 @@ def _doremi(plan: Planner) -> Plan:
     """DoReMi in both readings, beside DoGE; tab:robust's last row."""
     steps = doremi_steps(plan.config)[0]
     sources = {
-        "DoReMi": partial(plan.doremi, steps=steps),
-        "DoReMi, DoGE authors' variant": partial(plan.doremi, steps=steps, variant="doge"),
+        "DoReMi": plan.doremi(steps),
+        "DoReMi, DoGE authors' variant": plan.doremi(steps, "doge"),
     }
-    learned = [plan.arm("DoGE", "average weights", plan.proxy)]
+    learned = [plan.arm("DoGE", "average weights", plan.proxy())]
     learned += [plan.arm(label, "average weights", each) for label, each in sources.items()]
     arms = [plan.uniform(), plan.doge()]
     arms += [
-        plan.at_weights(label, "learned", name, each)
+        plan.arm(label, "learned", plan.base(name, each))
         for name, (label, each) in zip(("doremi", "doremi-doge"), sources.items(), strict=True)
     ]
     paper = _paper_table(plan.config.base.models[0])
@@ -214,23 +213,21 @@ def _targeted(
             raise ValueError(
                 f"{plan.config.name} needs a domain to learn from beside {', '.join(targets)}."
             )
-        proxy = partial(plan.proxy, name=f"for-{target}", target=(target,), domains=others)
+        proxy = plan.proxy(f"for-{target}", target=(target,), domains=others)
         without = {"domains": others, "targets": (target,)}
-        uniform = plan.as_base(f"uniform-without-{target}", at("uniform"), **without)
-        doge = plan.as_base(f"doge-for-{target}", proxy, **without)
+        uniform = plan.base(f"uniform-without-{target}", "uniform", **without)
+        doge = plan.base(f"doge-for-{target}", proxy, **without)
         arms = [
             plan.arm("uniform", "without the target", uniform, is_baseline=True),
             plan.arm("DoGE", "learned for the target", doge),
         ]
         if not is_short:
             tuned, then = "uniform, fine-tuned", "then on the target"
-            tuned_uniform = partial(plan.finetuned, source=uniform, target=target)
-            tuned_doge = partial(plan.finetuned, source=doge, target=target)
-            name, all_domains = f"uniform-with-{target}", (*others, target)
-            oracle = plan.as_base(name, at("uniform"), domains=all_domains)
+            all_domains = (*others, target)
+            oracle = plan.base(f"uniform-with-{target}", "uniform", domains=all_domains)
             arms += [
-                plan.arm(tuned, then, tuned_uniform),
-                plan.arm("DoGE, fine-tuned", then, tuned_doge, baseline=tuned),
+                plan.arm(tuned, then, plan.finetuned(uniform, target)),
+                plan.arm("DoGE, fine-tuned", then, plan.finetuned(doge, target), baseline=tuned),
                 plan.arm("oracle", "uniform, target included", oracle),
             ]
         rows.append({"target": target, "domains": list(others), "arms": arms})
@@ -244,9 +241,7 @@ def _scales(plan: Planner) -> Plan:
     models = plan.config.proxy.models
     if len(models) != 3:
         raise ValueError(f"proxy.models must name three sizes; got {', '.join(models)}.")
-    arms = [
-        plan.arm(model, "proxy", partial(plan.proxy, name=model, model=model)) for model in models
-    ]
+    arms = [plan.arm(model, "proxy", plan.proxy(model, model=model)) for model in models]
     title = "Domain weights by the size of the proxy"
     return plan.finish(
         "The size of the proxy",
@@ -258,12 +253,11 @@ def _scales(plan: Planner) -> Plan:
 def _selection(plan: Planner) -> Plan:
     """tab:cc-dw, tab:cc-ppl."""
     strategies = plan.config.selection.strategies
-    sources: dict[str, Callable[[int], Path]] = {"full": partial(plan.proxy, name="full")}
-    sources |= {name: partial(plan.selected, name=name) for name in strategies}
+    sources = {"full": plan.proxy("full")} | {name: plan.selected(name) for name in strategies}
     about = {name: "all parameters" if name == "full" else "selected" for name in sources}
     arms = [plan.arm(name, about[name], each) for name, each in sources.items()]
     bases = [plan.uniform()]
-    bases += [plan.at_weights(name, about[name], name, each) for name, each in sources.items()]
+    bases += [plan.arm(name, about[name], plan.base(name, each)) for name, each in sources.items()]
     pairs = [[name, "full"] for name in strategies]
     title = "Domain weights by selection"
     return plan.finish(
@@ -281,16 +275,17 @@ def _curriculum(plan: Planner) -> Plan:
     shortest = min(plan.config.proxy.steps, plan.config.base.steps)
     if shortest < CURRICULA[0]:
         raise ValueError(f"curriculum needs runs of {CURRICULA[0]} steps and more; got {shortest}.")
+    proxy = plan.proxy()
     arms = [
-        plan.at_weights("uniform", "uniform weights", "uniform", at("uniform")),
-        plan.at_weights("global average", "one stage", "doge", plan.proxy) | {"is_baseline": True},
+        plan.arm("uniform", "uniform weights", plan.base("uniform", "uniform")),
+        plan.arm("global average", "one stage", plan.base("doge", proxy), is_baseline=True),
     ]
     arms += [
-        plan.at_weights(f"K = {n}", f"{n} stages", f"stages-{n}", plan.proxy, stages=n)
+        plan.arm(f"K = {n}", f"{n} stages", plan.base(f"stages-{n}", proxy, stages=n))
         for n in CURRICULA
         if n <= shortest
     ]
-    learned = [plan.arm("DoGE", "average weights", plan.proxy)]
+    learned = [plan.arm("DoGE", "average weights", proxy)]
     return plan.finish(
         "Stage-wise curriculum",
         "Is it better to let the weights follow the proxy's stages than to take their average?",
@@ -321,10 +316,10 @@ def _proxy_vs_base(plan: Planner) -> Plan:
         "model": told.proxy.model,
         "steps": round(blocks / told.base.batch_size),
     }
-    proxy = partial(plan.proxy, is_measured=True)
+    proxy = plan.proxy(is_measured=True)
     arms = [
         plan.uniform(**alike),
-        plan.at_weights("DoGE base", "resampled", "doge", proxy, **alike),
+        plan.arm("DoGE base", "resampled", plan.base("doge", proxy, **alike)),
         plan.arm("DoGE proxy", "reweighted gradients", proxy),
     ]
     title = f"Models of size {told.proxy.model}"
@@ -338,14 +333,11 @@ def _proxy_vs_base(plan: Planner) -> Plan:
 
 def _sensitivity(plan: Planner) -> Plan:
     """The proxy with one setting changed at a time, and base models at what each learns."""
-    sources: dict[str, Callable[[int], Path]] = {
-        label: partial(plan.proxy, name=_slug(label), **each)
-        for label, each in _changes(plan).items()
-    }
+    sources = {label: plan.proxy(_slug(label), **each) for label, each in _changes(plan).items()}
     # Each base model follows its proxy, so that an experiment that is stopped has whole arms.
     arms = [plan.uniform(), plan.natural()]
     arms += [
-        plan.at_weights(f"DoGE, {label}", "learned", _slug(label), each)
+        plan.arm(f"DoGE, {label}", "learned", plan.base(_slug(label), each))
         for label, each in sources.items()
     ]
     learned = [plan.arm(label, "proxy", each) for label, each in sources.items()]
@@ -366,7 +358,7 @@ def _changes(plan: Planner) -> dict[str, dict[str, Any]]:
     target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
     # W towards one target spreads less than towards all, so the target has a mu of its own.
     other: dict[str, Any] = {"target": name, "mu": mu}
-    if not plan.is_mu_given:
+    if plan.asked.proxy.mu is None:
         other["mu"] = default_mu(peak, len(plan.domains) if is_mix else 1)
     pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
     changes: dict[str, dict[str, Any]] = {

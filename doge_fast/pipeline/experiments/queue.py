@@ -284,17 +284,17 @@ def _submitted(loop: Loop, count: int, folder: Path, words: Sequence[str]) -> li
     from submitit import AutoExecutor
 
     told = {"cluster": "slurm", "name": "doge-fast"}
-    told |= {name: yaml.safe_load(value) for name, _, value in (w.partition("=") for w in words)}
+    pairs = (word.partition("=") for word in words)
     try:
+        told |= {name: yaml.safe_load(value) for name, _, value in pairs}
         executor = AutoExecutor(folder=folder / "jobs", cluster=told.pop("cluster"))
+        executor.update_parameters(**told)
     except RuntimeError as error:
         raise RuntimeError(
             f"submitit cannot start jobs here: {one_line(error)}. Start this where jobs are "
             "submitted from, or give --workers."
         ) from error
-    try:
-        executor.update_parameters(**told)
-    except (NameError, AssertionError) as error:
+    except (NameError, AssertionError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"submitit does not take these parameters: {error}") from error
     jobs = executor.map_array(Turn(loop), range(1, count + 1))
     _log.info(

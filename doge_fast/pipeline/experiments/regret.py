@@ -20,7 +20,7 @@ from doge_fast.pipeline import swarm as swarms
 from doge_fast.pipeline.base import resolve_phases
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import load_corpus
-from doge_fast.pipeline.experiments.planner import RUNS, Json, Plan, Planner, Source, at
+from doge_fast.pipeline.experiments.planner import RUNS, Json, Make, Plan, Planner
 from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.records.weights import read_named
 from doge_fast.pipeline.reporting.regret import swarm_of
@@ -38,10 +38,10 @@ def regret(plan: Planner) -> Plan:
     arms = [
         plan.uniform(),
         plan.natural(),
-        plan.doge() | {"spent": [[name] for name in plan.over_seeds(plan.proxy)]},
+        plan.doge() | {"spent": [[name] for name in plan.over_seeds(plan.proxy())]},
     ]
     for steps, label, make in plan.doremis():
-        arm = plan.at_weights(label, "learned", f"doremi-{steps}", make)
+        arm = plan.arm(label, "learned", plan.base(f"doremi-{steps}", make))
         arms.append(arm | {"spent": plan.with_reference(steps, make)})
     # All but what is judged by it: those that are given, and its own.
     runs = [*_swarm(plan), *(name for arm in arms for name in arm["runs"])]
@@ -51,9 +51,9 @@ def regret(plan: Planner) -> Plan:
     own = f"best-of-{plan.config.swarm.mixtures}"
     swarm_paths = tuple(plan.out / RUNS / name for name in runs)
     apart = tuple(name for arm in given for name in arm["runs"])
-    best = plan.as_base(
+    best = plan.base(
         own,
-        at(str(plan.out / MIXTURES / f"{own}.json")),
+        plan.out / MIXTURES / f"{own}.json",
         recipe=partial(_write_best, swarm=swarm_paths, apart=apart),
         reads=swarm_paths,
     )
@@ -79,7 +79,7 @@ def regret(plan: Planner) -> Plan:
 def given_arms(plan: Planner, ending: str = "", **more: Any) -> list[Json]:
     """Those of `--weights NAME=FILE`; `more` as for `Planner.base`, `ending` of the runs' names."""
     return [
-        plan.at_weights(label, "given", f"given-{label}{ending}", at(str(file)), **more)
+        plan.arm(label, "given", plan.base(f"given-{label}{ending}", file, **more))
         for label, file in read_named(plan.config.weights, domains=plan.domains).items()
     ]
 
@@ -87,7 +87,7 @@ def given_arms(plan: Planner, ending: str = "", **more: Any) -> list[Json]:
 def _swarm(plan: Planner) -> list[str]:
     """Base models at drawn mixtures: around uniform, natural and learned weights in turn."""
     told, seeds = plan.config.swarm, plan.config.seeds
-    learned: list[Source] = [plan.proxy, *(make for _, _, make in plan.doremis())]
+    learned: list[Make] = [plan.proxy(), *(make for _, _, make in plan.doremis())]
     runs = []
     for number in range(told.mixtures):
         turn, place = divmod(number, 3)
@@ -96,13 +96,12 @@ def _swarm(plan: Planner) -> list[str]:
         concentration = told.concentration * (_NEARER if place == 2 else 1.0)
         name = f"drawn-{number}"
         drawn = plan.base(
-            seed,
             name,
             plan.out / MIXTURES / f"{name}.json",
             recipe=partial(_write_drawn, around=around, concentration=concentration, number=number),
             reads=(around,),
         )
-        runs.append(drawn.name)
+        runs.append(drawn(seed).name)
     return runs
 
 

@@ -19,7 +19,6 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     ReportConfig,
     SelectConfig,
-    StageConfig,
 )
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import load_corpus
@@ -216,11 +215,7 @@ def _train(job: Job) -> None:
         assert isinstance(job.config, BaseConfig)
         if not Path(job.config.weights).exists():
             job.recipe(job.config)
-    _run(job.config)
-
-
-def _run(config: StageConfig) -> None:
-    _STAGES[type(config)](config)
+    _STAGES[type(job.config)](job.config)
 
 
 def _is_there(job: Job) -> bool:

@@ -16,6 +16,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from doge_fast.pipeline.config.ranges import Count
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records.weights import is_weight
 
@@ -102,13 +104,13 @@ class Settings:
     """What one drawn item is: a block of equally many tokens, or a whole document."""
     mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
     """{domain: tokens of a document}; goes before what the record says."""
-    seq_length: int | None = None
+    seq_length: Count | None = None
     """Tokens of a training sequence."""
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Sequences in an optimizer step, over all devices."""
-    budget_tokens: int | None = None
+    budget_tokens: Count | None = None
     """Tokens of the whole training."""
-    steps: int | None = None
+    steps: Count | None = None
     """Optimizer steps of the whole training; None: those that budget, length and batch make."""
     seed: int = 0
     """Of the framework's own draws."""
@@ -119,10 +121,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no training has."""
-        for name in ("seq_length", "batch_size", "budget_tokens", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}.")
+        check_ranges(self)
         for name, tokens in self.mean_doc_tokens.items():
             if not (math.isfinite(tokens) and tokens > 0):
                 raise ValueError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")

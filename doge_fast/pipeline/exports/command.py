@@ -47,7 +47,7 @@ def run(config: ExportConfig) -> list[str]:
     paths, settings = _paths(config.paths, "paths"), _settings(config)
     record: Mapping[str, Any]
     if config.from_ is None:
-        record = _with_counts(records.read_weights(config.file), config.file)
+        record = _with_steps(records.read_weights(config.file), config.file)
     else:
         text = _text(config.file)
         found = import_weights(text, source=config.from_, paths=paths, **settings)
@@ -85,21 +85,13 @@ def _exported(
     return made.text
 
 
-def _with_counts(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """The record, with what it lacks of documents, tokens and steps from its run's config.json."""
+def _with_steps(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """The record of a base run in stages, with the steps that its config.json has."""
     run = file if file.is_dir() else file.parent
-    is_own = file in (run, run / records.WEIGHTS)
-    if not (is_own and (run / records.CONFIG).exists()):
+    is_own = file in (run, run / records.WEIGHTS) and (run / records.CONFIG).exists()
+    if not is_own or "stages" not in record:
         return record
-    about = records.read_config(run)
-    steps = about["config"].get("training", {}).get("steps")
-    domains = []
-    for entry in record["domains"]:
-        held = about["corpus"].get("domains", {}).get(entry["name"], {})
-        counts = {"tokens": held.get("train_tokens"), "documents": held.get("documents")}
-        domains.append({key: value for key, value in counts.items() if value} | entry)
-    more = {"steps": steps} if steps and "stages" in record else {}
-    return more | {**record, "domains": domains}
+    return {"steps": records.read_config(run)["config"]["training"]["steps"], **record}
 
 
 def _with_phases(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -108,7 +100,7 @@ def _with_phases(record: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     parsed = _parsed(path)
     found, steps = parsed, None
     if isinstance(parsed, dict):
-        parsed = _with_counts(parsed, file) if "domains" in parsed else parsed
+        parsed = _with_steps(parsed, file)
         found, steps = parsed.get("phases") or parsed.get("stages"), parsed.get("steps")
     if not isinstance(found, list) or not found:
         raise ValueError(

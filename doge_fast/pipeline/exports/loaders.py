@@ -38,20 +38,23 @@ def _reader_of(paths: Sequence[str]) -> str | None:
     return readers.pop() if readers else None
 
 
+def _opened(paths: Sequence[str]) -> str:
+    """What load_dataset opens a domain by: a reader and its files, or one folder or Hub id."""
+    reader = _reader_of(paths)
+    if reader is None and len(paths) > 1:
+        raise ValueError(
+            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
+            "(jsonl, parquet, csv, txt, arrow), or make each a domain."
+        )
+    return f"{string(reader)}, data_files=[{strings(paths)}]" if reader else string(paths[0])
+
+
 def _streams(blend: Blend) -> str:
-    """{domain: the call that opens it as a stream, with the reader its suffix asks for}."""
-    calls = {}
-    for name in blend.shares():
-        paths = blend.paths_of(name)
-        reader = _reader_of(paths)
-        if reader is None and len(paths) > 1:
-            raise ValueError(
-                f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
-                "(jsonl, parquet, csv, txt, arrow), or make each a domain."
-            )
-        call = f'"{reader}", data_files=[{strings(paths)}]' if reader else string(paths[0])
-        calls[name] = f'load_dataset({call}, split="train", streaming=True)'
-    return mapping(calls)
+    """{domain: the call that opens it as a stream}."""
+    opened = {name: _opened(blend.paths_of(name)) for name in blend.shares()}
+    return mapping(
+        {n: f'load_dataset({each}, split="train", streaming=True)' for n, each in opened.items()}
+    )
 
 
 def _datasets(blend: Blend) -> str:
@@ -133,13 +136,11 @@ dataset = CombinedStreamingDataset(
 
 
 def _torchtitan(blend: Blend) -> str:
-    sources = []
-    for name, share in blend.shares().items():
-        reader = _reader_of(blend.paths_of(name))
-        files = f", data_files=[{strings(blend.paths_of(name))}]" if reader else ""
-        where = string(reader or blend.one_path(name))
-        # It looks names up in lower case.
-        sources.append(f"source({string(name.lower())}, {plain(share)}, {where}{files})")
+    # It looks names up in lower case.
+    sources = [
+        f"source({string(name.lower())}, {plain(share)}, {_opened(blend.paths_of(name))})"
+        for name, share in blend.shares().items()
+    ]
     names = {name.lower() for name in blend.shares()}
     if len(names) < len(sources):
         raise ValueError(

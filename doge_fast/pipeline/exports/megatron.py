@@ -53,12 +53,13 @@ def _words(blend: Blend, split: Split = "train", phase: int = 0) -> list[str]:
     return [word for pair in _prefixes(blend, split, phase) for word in pair]
 
 
-def _arguments(blend: Blend, phase: int = 0) -> str:
+def _flags(blend: Blend, phase: int = 0) -> list[str]:
+    """A flag for each split that has paths, with its words."""
     words = {flag: _words(blend, split, phase) for split, flag in _FLAGS.items()}
     given = {flag: shlex.join(each) for flag, each in words.items() if each}
     if len(given) == 1:
         given = {"--data-path": given[_FLAGS["train"]]}
-    return " \\\n".join(f"{flag} {each}" for flag, each in given.items()) + "\n"
+    return [f"{flag} {each}" for flag, each in given.items()]
 
 
 def _phases(blend: Blend) -> str:
@@ -72,9 +73,7 @@ def _phases(blend: Blend) -> str:
         lines.append(f"PHASE_{index + 1}=(")
         if len(firsts) > 1:
             lines.append(f"  --phase-transition-iterations {','.join(map(str, firsts[1:]))}")
-        # Inside the brackets of an array a line break is white space.
-        flags = _arguments(blend, index).replace(" \\\n", "\n").splitlines()
-        lines += [*(f"  {line}" for line in flags), ")"]
+        lines += [*(f"  {flag}" for flag in _flags(blend, index)), ")"]
     return "\n".join(lines) + "\n"
 
 
@@ -128,7 +127,7 @@ def _read_curator(text: str) -> Phases:
 
 FORMATS: Mapping[str, Format] = {
     "megatron": (
-        _arguments,
+        lambda blend: " \\\n".join(_flags(blend)) + "\n",
         lambda text: _pairs(arguments(text, "--data-path") or arguments(text, _FLAGS["train"])),
     ),
     "megatron-file": (

@@ -19,6 +19,7 @@ from doge_fast.pipeline.exports import configs, loaders, megatron
 from doge_fast.pipeline.exports.blend import (
     Blend,
     Found,
+    Parts,
     Paths,
     Phase,
     Phases,
@@ -143,15 +144,14 @@ def export(
     rows = _rows(target, asked)
     entries = {entry["name"]: entry for entry in record["domains"]}
     planned, warnings = _plan(record, target, asked)
-    exact = [(first, normalised(shares)) for first, shares in planned]
+    phases = [Phase(first, normalised(shares)) for first, shares in planned]
     lengths: dict[str, float] = {}
     if rows == "documents":
-        needed = {name for _, shares in exact for name, share in shares.items() if share}
-        lengths = _lengths(sorted(needed), entries, asked)
-        exact = [(first, by_document(shares, lengths)) for first, shares in exact]
+        lengths = _lengths(phases, entries, asked)
+        phases = [Phase(each.first_step, by_document(each.parts, lengths)) for each in phases]
     given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
     blend = Blend(
-        phases=[Phase(first, shares) for first, shares in exact],
+        phases=phases,
         entries=entries,
         paths={split: path_parts(split, each or {}, entries) for split, each in given.items()},
         rows=rows,
@@ -264,12 +264,12 @@ def _left_out(plan: _Plan, kept: Sequence[str], decimals: int) -> list[str]:
 
 
 def _lengths(
-    needed: Sequence[str], entries: Mapping[str, Mapping[str, Any]], settings: Settings
+    phases: Sequence[Phase], entries: Mapping[str, Mapping[str, Any]], settings: Settings
 ) -> dict[str, float]:
-    """{domain: mean tokens of a document}: as given, else as the record says."""
+    """{domain with a share: mean tokens of a document}: as given, else as the record says."""
     check_known(settings.mean_doc_tokens, entries, "mean_doc_tokens names")
     found: dict[str, float] = {}
-    for name in needed:
+    for name in sorted({n for phase in phases for n, part in phase.parts.items() if part}):
         entry = entries[name]
         length = settings.mean_doc_tokens.get(name) or entry.get("mean_doc_tokens")
         if not length and entry.get("documents"):
@@ -360,24 +360,26 @@ def import_weights(
             f"The phases of {target.name} begin after so many tokens, and weights.json counts "
             "steps: give seq_length and batch_size."
         )
-    phases = [
-        (round(first / (unit or 1)), _token_shares(shares, owners, rows, asked))
-        for first, shares in found
-    ]
-    ordered = dict.fromkeys(name for _, shares in phases for name in shares)
-    unknown = sorted(set(paths or {}) - set(ordered))
+    phases = [Phase(round(first / (unit or 1)), _summed(shares, owners)) for first, shares in found]
+    names = dict.fromkeys(name for phase in phases for name in phase.parts)
+    if rows == "documents":
+        lengths = _lengths(phases, {name: {} for name in names}, asked)
+        phases = [Phase(each.first_step, by_token(each.parts, lengths)) for each in phases]
+    unknown = sorted(set(paths or {}) - set(names))
     if unknown:
         raise ValueError(
             f"paths name {', '.join(unknown)}, and the file holds none of their paths; it holds "
-            f"{', '.join(ordered)}."
+            f"{', '.join(names)}."
         )
-    none = dict.fromkeys(ordered, 0.0)
-    # How long the last phase lasts is not known, so there is no mean to take.
-    last = none | phases[-1][1]
+    weights = [{name: float(each.parts.get(name, 0)) for name in names} for each in phases]
     record: dict[str, Any] = {"schema_version": 1, "method": "imported", "source": source}
-    record["domains"] = [{"name": name, "weight": weight} for name, weight in last.items()]
+    # How long the last phase lasts is not known, so there is no mean to take.
+    record["domains"] = [{"name": name, "weight": last} for name, last in weights[-1].items()]
     if len(phases) > 1:
-        record["phases"] = [{"first_step": first, "weights": none | sums} for first, sums in phases]
+        record["phases"] = [
+            {"first_step": each.first_step, "weights": own}
+            for each, own in zip(phases, weights, strict=True)
+        ]
     check_fields(record, f"The mixture in the text of {source}")
     return record
 
@@ -404,10 +406,8 @@ def _clean(path: str) -> str:
     return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
 
 
-def _token_shares(
-    shares: Sequence[Found], owners: Mapping[str, str], rows: Rows, settings: Settings
-) -> dict[str, float]:
-    """{domain: share of the tokens}, of shares of what a framework counts."""
+def _summed(shares: Sequence[Found], owners: Mapping[str, str]) -> Parts:
+    """{domain: share}, of shares that may be of its paths."""
     sums: dict[str, float] = {}
     for share in shares:
         path = _clean(share.path or "")
@@ -417,11 +417,7 @@ def _token_shares(
         if not 0 <= share.weight < float("inf"):
             raise ValueError(f"A weight must be a finite number >= 0; {name} has {share.weight}.")
         sums[name] = sums.get(name, 0.0) + share.weight
-    parts = normalised(sums)
-    if rows == "documents":
-        needed = [name for name, part in parts.items() if part]
-        parts = by_token(parts, _lengths(needed, {name: {} for name in parts}, settings))
-    return {name: float(part) for name, part in parts.items()}
+    return normalised(sums)
 
 
 def listing() -> str:
