@@ -12,7 +12,7 @@ from doge_fast.pipeline.reporting import figures, paper, parts
 from doge_fast.pipeline.reporting.background import cost_table
 from doge_fast.pipeline.reporting.compared import perplexity_part, targets_part
 from doge_fast.pipeline.reporting.mixtures import effective_domains
-from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
+from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size, domain_styles
 from doge_fast.pipeline.reporting.proxies import UNIVERSAL, WORST, Proxy
 from doge_fast.pipeline.reporting.regret import regret_part
 from doge_fast.pipeline.reporting.statistics import (
@@ -298,7 +298,7 @@ def proxy_parts(study: Study) -> list[parts.Part]:
 
 
 def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[parts.Sketch]:
-    number, colors = len(proxy.runs), study.colors
+    number, styles = len(proxy.runs), domain_styles(study.domains)
     seeds = f" Mean of {number} seeds; {{}}: ± one standard error." if number > 1 else ""
     chunk = chunk_size(len(proxy.series("loss", proxy.domains)[0]), NOISY_POINTS)
     only = [name for name in proxy.rows if name not in proxy.domains]
@@ -313,13 +313,13 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[parts.S
         "parts": "" if proxy.is_doremi else _parts_note(proxy),
     }
     makes = {
-        "weights-final": partial(figures.final_figure, proxy, colors),
-        "weights": partial(figures.weights_figure, proxy, colors),
+        "weights-final": partial(figures.final_figure, proxy, styles),
+        "weights": partial(figures.weights_figure, proxy, styles),
         "drift": partial(figures.drift_figure, proxy),
-        "excess": partial(figures.loss_figure, proxy, "excess", colors),
+        "excess": partial(figures.loss_figure, proxy, "excess", styles),
         "affinity": partial(figures.affinity_figure, proxy),
-        "gain": partial(figures.parts_figure, proxy, colors),
-        "loss": partial(figures.loss_figure, proxy, "loss", colors),
+        "gain": partial(figures.parts_figure, proxy, styles),
+        "loss": partial(figures.loss_figure, proxy, "loss", styles),
     }
     left_out = ("affinity", "gain") if proxy.is_doremi else ("excess",)
     for kind, make in makes.items():

@@ -46,16 +46,13 @@ class Study:
         """Runs that learn weights or train at them, in the order they were named."""
         return [run for run in self.runs.values() if run.stage != "select"]
 
-    @cached_property
-    def colors(self) -> dict[str, int]:
-        """Domain -> its place in the palette, the same in every figure.
-
-        In order of first appearance, training domains before targets.
-        """
+    @property
+    def domains(self) -> list[str]:
+        """All, in order of first appearance, training domains before targets."""
         names = [name for run in self.shown for name in run.domains]
         names += [name for run in self.shown for name in run.targets]
         names += [name for proxy in self.proxies if proxy.has_steps for name in proxy.rows]
-        return {name: place for place, name in enumerate(dict.fromkeys(names))}
+        return list(dict.fromkeys(names))
 
     @cached_property
     def unmeasured(self) -> list[str]:

@@ -80,10 +80,8 @@ def _bars(mixtures: Mapping[str, WeightsSummary]) -> Figure:
     if all(len(mixture.domains) == len(names) for mixture in mixtures.values()):
         dotted: Any = {"color": plotting.MUTED, "linewidth": 0.9, "linestyle": (0, (2, 2))}
         axes.axvline(1 / len(names), label="uniform", **dotted)
-    plotting.name_places(axes, names)
+    plotting.finish_places(axes, names, "domain weight")
     axes.set_xlim(left=0)
-    axes.set_xlabel("domain weight")
-    axes.xaxis.set_major_locator(plotting.ticks())
     columns = 1 if len(mixtures) > 1 else 3
     figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4)
     return figure
@@ -97,7 +95,7 @@ def steps_drawing(run: Path) -> list[Drawing]:
     if len(lines) < 2:
         return []
     names = list(lines[0]["alpha_mean"])
-    styles = plotting.domain_styles(names, {name: place for place, name in enumerate(names)})
+    styles = plotting.domain_styles(names)
     steps_T = np.array([float(line["step"]) for line in lines])
     values_TK = np.array([[line["alpha_mean"][name] for name in names] for line in lines], float)
     shown = plotting.thinned(steps_T, values_TK, plotting.SMOOTH_POINTS)
