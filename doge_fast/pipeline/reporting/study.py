@@ -205,7 +205,13 @@ def open_study(runs: Sequence[Path], weights: Sequence[str] = ()) -> Study:
         )
     # Weights that no run of the experiment has learned or used are arms without runs.
     for group in groups if weights else ():
+        labels = [arm["label"] for arm in group["arms"]]
         for label, file in records.read_named(weights, domains=group["aim"]).items():
+            if label in labels:
+                raise ValueError(
+                    f"weights (--weights) need names that the experiment has not given; {label} is "
+                    f"one of {', '.join(labels)}. Choose another NAME."
+                )
             given = records.weights_by_name(records.read_weights(file, domains=group["aim"]))
             arm = {"label": label, "about": "given", "weights": given, "runs": []}
             group["arms"].append(arm)
@@ -243,10 +249,15 @@ def _common_name(runs: Sequence[Run]) -> str:
 
 
 def _distinct(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
-    return [
-        label if labels.count(label) == 1 else f"{group[0].path.parent.name}/{group[0].name}"
-        for label, group in zip(labels, groups, strict=True)
-    ]
+    """The labels; of those that several have, as much of the path as tells them apart."""
+    told, depth = list(labels), 1
+    while len(set(told)) < len(told):
+        depth += 1
+        told = [
+            label if labels.count(label) == 1 else "/".join(group[0].path.parts[-depth:])
+            for label, group in zip(labels, groups, strict=True)
+        ]
+    return told
 
 
 # Columns of a table that are of weights that somebody learned or gave.
@@ -367,11 +378,16 @@ def _weights_group(
         if proxy.weights:
             of_seeds = [names[run.path] for run in proxy.runs]
             arms.append({"label": proxy.label, "about": proxy.about, "runs": of_seeds})
+    # Base models of several comparisons may have had the weights of one file.
+    given: dict[str, Json] = {}
+    for arm in (arm for group in comparisons for arm in group["arms"]):
+        first = runs[arm["runs"][0]]
+        if arm["about"] == _FROM_FILE and first.weights is not None:
+            given.setdefault(str(first.config["weights"]), arm | {"runs": arm["runs"][:1]})
+    labels = [arm["label"] for arm in given.values()]
     arms += [
-        arm | {"runs": arm["runs"][:1]}
-        for group in comparisons
-        for arm in group["arms"]
-        if arm["about"] == _FROM_FILE and runs[arm["runs"][0]].weights is not None
+        arm if labels.count(arm["label"]) == 1 else arm | {"label": path}
+        for path, arm in given.items()
     ]
     return {
         "kind": "weights",
