@@ -110,8 +110,9 @@ def extremes(curves: Mapping[str, Curve], baseline: str) -> Mapping[str, Curve]:
     return {label: curve for label, curve in curves.items() if label in kept}
 
 
-def arms_weights_figure(arms: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Figure:
+def arms_weights_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
     """Weights of several arms: a row an arm, a column a domain."""
+    names = list(dict.fromkeys(name for each in arms.values() for name in each))
     values = np.array([[each.get(name, math.nan) for name in names] for each in arms.values()])
     figure, axes = plot.canvas(max(2.4, 1.5 + 0.32 * len(arms)))
     cells = _heat_map(axes, values, list(arms), names, vmax=float(np.nanmax(values)))

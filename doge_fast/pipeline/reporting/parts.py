@@ -7,7 +7,6 @@ from typing import NamedTuple
 import yaml
 from matplotlib.figure import Figure
 
-from doge_fast.pipeline.reporting import paper
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of
 from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.statistics import (
@@ -103,7 +102,7 @@ def beside_paper(
 
     Args:
         table: ours.
-        columns: {(column, label of the paper's table): {label of our row: text}}.
+        columns: as `paper.columns_beside` returns them.
         note: what to know of them.
     """
     rows = [
@@ -113,13 +112,3 @@ def beside_paper(
     heads = [(f"paper: {column}", source) for column, source in columns]
     note = table.note + (note if columns else "")
     return table._replace(note=note, columns=table.columns + heads, rows=rows)
-
-
-def printed(
-    source: str | None, rows: Mapping[str, str], digits: int
-) -> dict[tuple[str, str], dict[str, str]]:
-    """Columns of one of the paper's tables as text, for {our row: the paper's}."""
-    return {
-        (column, str(source)): {row: f"{value:.{digits}f}" for row, value in values.items()}
-        for column, values in paper.columns_beside(source, rows).items()
-    }
