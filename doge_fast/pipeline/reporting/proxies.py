@@ -167,11 +167,8 @@ class Proxy:
         state = "has settled" if moved.is_settled else "is still moving"
         return f"The running average {state if self.has_moved else 'has hardly moved'}: {told}."
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> Iterator[str]:
         """What a reader should know of its weights, and what to do about it."""
-        return [f"{self.label}: {told}" for told in self._warnings()]
-
-    def _warnings(self) -> Iterator[str]:
         if not self.has_steps:
             return
         lines = [line for run in self.runs for line in run.train if "lr" in line]
@@ -256,6 +253,7 @@ def remarks_on(run: Path) -> list[str]:
     """What a run of stage one found and what to know before using it, in lines for a terminal."""
     (found,) = open_runs([run])
     proxy = Proxy(found.name, (found,))
-    warnings = (*found.record.get("warnings", ()), *proxy.warnings())
+    warnings = [*found.record.get("warnings", ())]
+    warnings += [f"{proxy.label}: {told}" for told in proxy.warnings()]
     remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]
