@@ -146,7 +146,7 @@ def card(config: WeightsCardConfig) -> list[str]:
     copy = page.with_name(records.WEIGHTS)
     is_copied = copy.resolve() != source.resolve()
     # A card may be written again; another page, or other weights, are somebody's work.
-    is_card = page.exists() and page.read_text(encoding="utf-8").startswith(_HEAD)
+    is_card = page.exists() and page.read_bytes().startswith(_HEAD.encode())
     taken = [file for file in ([page, copy] if is_copied else [page]) if file.exists()]
     if taken and not is_card:
         raise ValueError(
@@ -216,7 +216,7 @@ def _provenance(record: Mapping[str, Any], path: Path) -> dict[str, str]:
         if record.get(field) is not None
     }
     if (average := record.get("average")) is not None:
-        seeds = [each.get("seed") for each in average.get("of", ())]
+        seeds = [each.get("seed") for each in average.get("of") or ()]
         known = [str(seed) for seed in seeds if seed is not None]
         text = f"mean of {plural(int(average['count']), 'run')}"
         found["average"] = f"{text}, seeds {listed(known)}" if known else text
