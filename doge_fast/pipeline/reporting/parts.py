@@ -98,12 +98,9 @@ def seeds_note(arms: Iterable[Arm]) -> str:
 def beside_paper(
     table: Table, columns: Mapping[tuple[str, str], Mapping[str, str]], note: str = ""
 ) -> Table:
-    """The table with columns of the paper to the right, blank where it has no number for a row.
+    """Ours with columns of `paper.columns_beside` to the right, and what to know of them.
 
-    Args:
-        table: ours.
-        columns: as `paper.columns_beside` returns them.
-        note: what to know of them.
+    A place is blank where the paper has no number for a row.
     """
     rows = [
         row._replace(cells=row.cells + [Cell(each.get(row.label, "")) for each in columns.values()])

@@ -143,16 +143,10 @@ def steps_figure(
     *,
     headroom: float | None = None,
 ) -> Figure:
-    """Lines over the steps, each named at its end.
+    """A line a column over the steps up to the last, each named at its end.
 
-    Args:
-        steps_T: where there are points.
-        values_TK: a line a column.
-        styles: {name of a line: colour and dash}, in the order of the columns.
-        ylabel: what the values are.
-        last_step: where the axis ends.
-        headroom: the axis of the values goes from 0 to so many times the largest; None: from the
-            least to the largest.
+    The axis of the values goes from 0 to `headroom` times the largest; None: from the least to the
+    largest.
     """
     figure, axes = canvas(height_for(len(styles)))
     plot_lines(axes, steps_T, values_TK, styles)

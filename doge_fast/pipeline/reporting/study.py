@@ -172,11 +172,7 @@ def is_scored(run: Path, group: Json) -> bool:
 
 
 def open_study(runs: Sequence[Path], weights: Sequence[str] = ()) -> Study:
-    """Read an experiment's directory, or runs that lie anywhere.
-
-    Args:
-        runs: run directories, or one directory that holds them or is an experiment's.
-        weights: NAME=FILE: other weights, to be judged by an experiment's swarm.
+    """Read an experiment's directory, or runs that lie anywhere; `weights` are NAME=FILE.
 
     Raises:
         ValueError: none is named, one is not a run and holds none, none learns weights or trains
