@@ -785,6 +785,18 @@ def test_what_is_not_a_run_is_refused(
     assert not page.exists()
 
 
+@pytest.mark.parametrize("lost", ["rows", "cosine", "influence", "difficulty", "alpha_mean"])
+def test_a_line_of_weights_that_lacks_what_moved_them_is_named(tmp_path: Path, lost: str) -> None:
+    proxy = write_proxy(tmp_path / "proxy", steps=2, is_finished=False)
+    *lines, last = records.read_metrics(proxy)
+    del last[lost]
+    text = "".join(f"{json.dumps(line)}\n" for line in (*lines, last))
+    (proxy / records.METRICS).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"line 3 is not of the run .*: no {lost}"):
+        report.write_report(ReportConfig(runs=(proxy,)))
+    assert not (proxy / "report.html").exists()
+
+
 def test_a_budget_below_one_is_refused(runs: Path) -> None:
     with pytest.raises(ValueError, match="token_budget must be at least 1; got 0"):
         report.write_report(ReportConfig(runs=(runs,), token_budget=0))
