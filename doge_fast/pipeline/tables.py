@@ -5,7 +5,7 @@ The report's page takes the same tables; its template makes HTML of them.
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from rich import box
@@ -85,54 +85,44 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
             stand to the left and are broken into lines where the width ends.
     """
     width = terminal_width() if width is None else width
-    marks = [
-        "  " if any(row.cells[i].is_strong for row in table.rows) else ""
-        for i in range(len(table.columns))
-    ]
-    header = [label + mark for (label, _), mark in zip(table.columns, marks, strict=True)]
-    body = [
-        [
-            f"{cell.text} *" if cell.is_strong else cell.text + mark
-            for cell, mark in zip(row.cells, marks, strict=True)
-        ]
-        for row in table.rows
-    ]
     labels = [table.corner, *(row.label for row in table.rows)]
     first = min(max(map(cell_len, labels)), width // 2)
-    parts: list[list[int]] = [[]]
+    parts: list[dict[int, list[str]]] = [{}]
     room = first
-    for i, column in enumerate(zip(header, *body, strict=True)):
-        widest = max(map(cell_len, column))
+    for i, (head, _) in enumerate(table.columns):
+        cells = [row.cells[i] for row in table.rows]
+        mark = "  " if any(cell.is_strong for cell in cells) else ""
+        texts = [f"{cell.text} *" if cell.is_strong else cell.text + mark for cell in cells]
+        widest = max(map(cell_len, [head + mark, *texts]))
         own = 2 + (min(widest, _NARROWEST) if i in left else widest)
         if parts[-1] and room + own > width:
-            parts.append([])
+            parts.append({})
             room = first
-        parts[-1].append(i)
+        parts[-1][i] = [head + mark, *texts]
         room += own
-    return "\n\n".join(_part(labels, header, body, part, first, left, width) for part in parts)
+    return "\n\n".join(_part(labels, part, first, left, width) for part in parts)
 
 
 def _part(
     labels: Sequence[str],
-    header: Sequence[str],
-    body: Sequence[Sequence[str]],
-    part: Sequence[int],
+    columns: Mapping[int, Sequence[str]],
     first: int,
     left: Sequence[int],
     width: int,
 ) -> str:
-    """Some of the columns beside the rows' labels."""
+    """Some of the columns, by their places, beside the rows' labels."""
     made = RichTable(
         box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True
     )
     made.add_column(Text(labels[0]), width=first, no_wrap=True)
-    for i in part:
+    for i, (head, *_) in columns.items():
         side: Literal["left", "right"] = "left" if i in left else "right"
-        made.add_column(Text(header[i]), justify=side, no_wrap=i not in left)
-    for label, texts in zip(labels[1:], body, strict=True):
-        made.add_row(Text(shortened(label, first)), *(Text(texts[i]) for i in part))
+        made.add_column(Text(head), justify=side, no_wrap=i not in left)
+    for place, label in enumerate(labels[1:], start=1):
+        texts = (Text(column[place]) for column in columns.values())
+        made.add_row(Text(shortened(label, first)), *texts)
     file = io.StringIO()
-    room = width if set(part) & set(left) else _ENDLESS
+    room = width if columns.keys() & set(left) else _ENDLESS
     Console(file=file, width=room, color_system=None, force_terminal=False).print(made)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -68,13 +67,9 @@ def test_names_of_one_domain_are_one() -> None:
     assert {canonical(name) for name in names} == {"commoncrawl"}
 
 
-def columns(rows: Mapping[str, str], table: str | None = "tab:dw") -> dict[str, dict[str, float]]:
-    return columns_beside(table, rows)
-
-
 def test_columns_come_under_our_names() -> None:
-    assert columns({"cc": "commoncrawl", "my-arxiv": "arxiv"}) == {
-        "DoGE": {"cc": 0.214, "my-arxiv": 0.088}
+    assert columns_beside("tab:dw", {"cc": "commoncrawl", "my-arxiv": "arxiv"}, 3) == {
+        ("DoGE", "tab:dw"): {"cc": "0.214", "my-arxiv": "0.088"}
     }
-    assert columns({"stdlib": "stdlib"}) == {}
-    assert columns({"cc": "commoncrawl"}, None) == {}
+    assert columns_beside("tab:dw", {"stdlib": "stdlib"}, 3) == {}
+    assert columns_beside(None, {"cc": "commoncrawl"}, 3) == {}

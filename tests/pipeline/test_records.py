@@ -537,10 +537,21 @@ def test_a_field_that_is_not_what_it_should_be_is_named(tmp_path, field, value):
         records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
 
 
-@pytest.mark.parametrize("average", [{}, {"count": "many", "of": []}])
+@pytest.mark.parametrize(
+    "average", [{}, {"count": "many", "of": []}, {"count": 2, "of": 3}, {"count": 1, "of": ["a"]}]
+)
 def test_an_average_says_of_how_many(tmp_path, average):
     with pytest.raises(ValueError, match="average must be an object with a count of files"):
         records.write_weights(tmp_path, weights(average=average))
+
+
+@pytest.mark.parametrize("constraints", [{"floor": 0.1}, {"cap": {"a": "x"}}])
+def test_bounds_that_held_are_numbers_by_domain(tmp_path, constraints):
+    with pytest.raises(ValueError, match="constraints must be an object, with numbers >= 0 by"):
+        records.write_weights(tmp_path, weights(constraints=constraints))
+    kept = {"floor": {"a": 0.1}, "cap": None, "source": "w.json"}
+    records.write_weights(tmp_path, weights(constraints=kept, average={"count": 2, "of": None}))
+    assert records.read_weights(tmp_path)["constraints"] == kept
 
 
 def schedule(*phases: tuple[object, object]) -> list[dict[str, object]]:

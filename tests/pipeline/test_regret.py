@@ -187,6 +187,9 @@ def test_every_method_is_judged_by_the_swarm(
     assert predicted.findall(uniform_line)[0] == predicted.findall(even_line)[0]
     assert cli.main([*words, "even"]) == 2
     assert "weights must be NAME=FILE" in capsys.readouterr().err
+    # Nor is what base models of another method came to told of them.
+    assert cli.main([*words, f"DoGE={given}"]) == 2
+    assert "need names that the experiment has not given; DoGE is" in capsys.readouterr().err
     assert run_experiment(config)[0] == table
 
     # The swarm may grow, and then has another best mixture; it may not shrink.

@@ -550,6 +550,20 @@ def test_files_of_one_name_are_arms_of_their_own(tmp_path: Path) -> None:
         assert f"{name}: lower on 7 of 7 domains" in words
 
 
+def test_weights_of_one_file_in_two_comparisons_are_one_column(tmp_path: Path) -> None:
+    mine = "a/mine.json"
+    for number, (rate, file) in enumerate([(1e-3, mine), (2e-3, mine), (3e-3, "b/mine.json")]):
+        write_base(tmp_path / f"uniform-{number}", learning_rate=rate)
+        write_base(tmp_path / f"mine-{number}", weights=file, change=-0.1, learning_rate=rate)
+    page = page_of(tmp_path)
+    assert page.text.count("mine.json: lower on 7 of 7 domains") == 3
+    weights = page.source[page.source.index("<h3>Domain weights</h3>") :].split("</table>")[0]
+    heads = re.findall(r'<th scope="col">(.*?)<', weights)
+    assert heads == ["domain", mine, "b/mine.json"]
+    assert cells(page.source, "Domain weights")["stdlib"] == ["0.143"] * 2
+    assert "stdlib" in report.terminal_table([tmp_path])
+
+
 def test_unmeasured_and_unfinished_runs_are_told(tmp_path: Path) -> None:
     proxy = write_proxy(tmp_path / "proxy", last_step=50, is_finished=False)
     write_base(tmp_path / "uniform")
@@ -611,6 +625,12 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert "long/proxy, for all domains" in page.text
     assert page.text.count("Configuration of proxy") == 2
     assert len(set(page.ids)) == len(page.ids)
+
+
+def test_no_run_is_lost_where_folders_have_one_name_too(tmp_path: Path) -> None:
+    out = [tmp_path / top / "runs" / "base" for top in ("one", "two")]
+    runs = [write_base(out[0]), write_base(out[1], weights="natural", change=-0.1)]
+    assert "natural: lower on 7 of 7 domains" in words_of(*runs)
 
 
 def test_several_targets_and_mix(tmp_path: Path) -> None:
@@ -763,6 +783,18 @@ def test_what_is_not_a_run_is_refused(
         report.write_report(ReportConfig(runs=(path,), out=page))
     assert str(path) in str(raised.value)
     assert not page.exists()
+
+
+@pytest.mark.parametrize("lost", ["rows", "cosine", "influence", "difficulty", "alpha_mean"])
+def test_a_line_of_weights_that_lacks_what_moved_them_is_named(tmp_path: Path, lost: str) -> None:
+    proxy = write_proxy(tmp_path / "proxy", steps=2, is_finished=False)
+    *lines, last = records.read_metrics(proxy)
+    del last[lost]
+    text = "".join(f"{json.dumps(line)}\n" for line in (*lines, last))
+    (proxy / records.METRICS).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"line 3 is not of the run .*: no {lost}"):
+        report.write_report(ReportConfig(runs=(proxy,)))
+    assert not (proxy / "report.html").exists()
 
 
 def test_a_budget_below_one_is_refused(runs: Path) -> None:

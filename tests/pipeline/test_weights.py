@@ -583,10 +583,12 @@ def test_a_card_holds_what_is_known_and_no_paths(
     assert records.read_weights(out) == records.read_weights(run)
     # A card may be written again, here as its page's name; another page may not.
     assert said(capsys, *words[:-1], out / "README.md") == f"card: {out / 'README.md'}\n"
-    (out / "README.md").write_text("# My project")
-    refused = said(capsys, *words, code=cli.EXIT_REFUSED)
-    assert "README.md is there already. Name another with --out" in refused
-    assert (out / "README.md").read_text() == "# My project"
+    # In whatever encoding.
+    for mine in (b"# My project", "# Mon caf\xe9".encode("latin-1")):
+        (out / "README.md").write_bytes(mine)
+        refused = said(capsys, *words, code=cli.EXIT_REFUSED)
+        assert "README.md is there already. Name another with --out" in refused
+        assert (out / "README.md").read_bytes() == mine
 
 
 def test_a_card_and_a_difference_name_targets_that_moved(

@@ -33,6 +33,8 @@ _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least; '
     'of {"web": 1.0} doge-fast export FILE --from json --out weights.json makes one.'
 )
+# In the constraints of weights within bounds: {domain: number} of each.
+_BOUNDS = ("floor", "cap", "max_epochs")
 # What a run directory keeps of its run.
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
 
@@ -51,6 +53,21 @@ def _is_count(value: Any) -> bool:
 def _is_target(value: Any) -> bool:
     is_object = isinstance(value, Mapping) and bool(value)
     return value in ("universal", "worst") or (is_object and all(map(is_weight, value.values())))
+
+
+def _is_average(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not _is_count(value.get("count")):
+        return False
+    members = value.get("of")
+    is_list = isinstance(members, list) and all(isinstance(each, Mapping) for each in members)
+    return members is None or is_list
+
+
+def _are_bounds(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    bounds = [value[kind] for kind in _BOUNDS if value.get(kind) is not None]
+    return all(isinstance(each, Mapping) and all(map(is_weight, each.values())) for each in bounds)
 
 
 class FieldType(NamedTuple):
@@ -79,7 +96,7 @@ DOMAIN_FIELDS: Mapping[str, FieldType] = {
 
 RECORD_FIELDS: Mapping[str, FieldType] = {
     **dict.fromkeys(("method", "score", "source", "model", "tokenizer_sha256", "variant"), _TEXT),
-    **dict.fromkeys(("reference", "initial", "constraints", "versions"), _OBJECT),
+    **dict.fromkeys(("reference", "initial", "versions"), _OBJECT),
     **dict.fromkeys(("parameters", "steps", "tokens"), _COUNT),
     **dict.fromkeys(("block_size", "batch_size"), _POSITIVE_COUNT),
     **dict.fromkeys(("mu", "step_size", "target_mu"), _POSITIVE),
@@ -88,8 +105,10 @@ RECORD_FIELDS: Mapping[str, FieldType] = {
     "seed": FieldType("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool)),
     "target": FieldType('"universal", "worst" or an object {name: weight >= 0}', _is_target),
     "average": FieldType(
-        "an object with a count of files, a whole number",
-        lambda v: isinstance(v, Mapping) and _is_count(v.get("count")),
+        'an object with a count of files, a whole number, and "of", a list of objects', _is_average
+    ),
+    "constraints": FieldType(
+        f"an object, with numbers >= 0 by domain in {', '.join(_BOUNDS)}", _are_bounds
     ),
 }
 """Of the whole, beside `schema_version`, `domains` and `SCHEDULES`."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -76,29 +75,19 @@ def _corpus_table(study: Study) -> Table:
     return table_of(header, rows, title="Corpus")._replace(note=note)
 
 
-class _Mixture(NamedTuple):
-    """Domain weights of an arm, and the text that its run had."""
-
-    label: str
-    about: str
-    weights: Mapping[str, float]
-    run: Run
-
-    def epochs(self, budget: int) -> dict[str, float]:
-        """How often so many tokens go through each domain."""
-        tokens = self.run.train_tokens
-        return {name: epochs(weight, tokens[name], budget) for name, weight in self.weights.items()}
+def _weighed(study: Study) -> Iterator[tuple[Json, dict[str, int]]]:
+    """Every arm whose weights were learned or given, and the text that its run had."""
+    for group in study.groups:
+        if group["kind"] == "weights":
+            for arm in group["arms"]:
+                if arm["runs"]:
+                    yield arm, study.runs_of(arm)[0].train_tokens
 
 
-def _mixtures_of(study: Study) -> list[_Mixture]:
-    """Every set of weights that was learned or given."""
-    return [
-        _Mixture(arm["label"], arm["about"], study.mean_weights(arm), study.runs_of(arm)[0])
-        for group in study.groups
-        if group["kind"] == "weights"
-        for arm in group["arms"]
-        if arm["runs"]
-    ]
+def _epochs(study: Study, arm: Json, tokens: Mapping[str, int], budget: int) -> dict[str, float]:
+    """How often so many tokens go through each domain at an arm's weights."""
+    weights = study.mean_weights(arm).items()
+    return {name: epochs(weight, tokens[name], budget) for name, weight in weights}
 
 
 def _budget_of(study: Study, token_budget: int | None) -> int:
@@ -115,11 +104,11 @@ def _epoch_tables(study: Study, budget: int) -> Iterator[Table]:
     for run in runs.values():
         tokens = run.train_tokens
         shown = [
-            _Mixture("uniform", "baseline", baselines.uniform(tokens), run),
-            _Mixture("natural", "by tokens", baselines.natural(tokens), run),
-            *(each for each in _mixtures_of(study) if each.run.train_tokens == tokens),
+            {"label": "uniform", "about": "baseline", "weights": baselines.uniform(tokens)},
+            {"label": "natural", "about": "by tokens", "weights": baselines.natural(tokens)},
+            *(arm for arm, own in _weighed(study) if own == tokens),
         ]
-        found = [mixture.epochs(budget) for mixture in shown]
+        found = [_epochs(study, arm, tokens, budget) for arm in shown]
         rows = []
         for name, count in tokens.items():
             told = [Cell(f"{each[name]:.2f}", False, each[name] > MAX_EPOCHS) for each in found]
@@ -129,7 +118,7 @@ def _epoch_tables(study: Study, budget: int) -> Iterator[Table]:
             f"Marked: above {MAX_EPOCHS:.0f}, where repeated text is worth less than fresh text."
         )
         title = f"Implied epochs{f', without {listed(run.targets)}' if run.targets else ''}"
-        heads = [("tokens", "in all"), *((mixture.label, mixture.about) for mixture in shown)]
+        heads = [("tokens", "in all"), *((arm["label"], arm["about"]) for arm in shown)]
         yield Table(title, note, "domain", heads, rows)
 
 
@@ -186,7 +175,7 @@ def warnings_about(study: Study, token_budget: int | None) -> list[str]:
     # Runs of one corpus say the same.
     found += dict.fromkeys(told for run in study.shown for told in run.record.get("warnings", ()))
     for proxy in study.proxies:
-        found += proxy.warnings()
+        found += (f"{proxy.label}: {told}" for told in proxy.warnings())
     found += [
         f"{proxy.label}: one seed, so the spread of its weights is unknown."
         for proxy in study.proxies
@@ -276,11 +265,12 @@ def _comparison_warnings(study: Study, group: Json) -> Iterator[str]:
 
 def _epoch_warnings(study: Study, token_budget: int | None) -> Iterator[str]:
     budget = _budget_of(study, token_budget)
-    for mixture in _mixtures_of(study):
-        often = {name: n for name, n in mixture.epochs(budget).items() if n > MAX_EPOCHS}
+    for arm, tokens in _weighed(study):
+        passes = _epochs(study, arm, tokens, budget)
+        often = {name: count for name, count in passes.items() if count > MAX_EPOCHS}
         if often:
             yield (
-                f"{mixture.label}: {count_text(budget)} tokens at these weights repeat "
+                f"{arm['label']}: {count_text(budget)} tokens at these weights repeat "
                 f"{listed(f'{name} {count:.1f} times' for name, count in often.items())}; "
                 f"beyond {MAX_EPOCHS:.0f} epochs text is worth less. Use smoothing, or "
                 "get more of it."

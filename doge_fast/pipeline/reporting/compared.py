@@ -8,7 +8,6 @@ import numpy as np
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting import figures, paper, parts
 from doge_fast.pipeline.reporting.statistics import (
-    NO_PAIR,
     Arm,
     Comparison,
     Difference,
@@ -80,7 +79,7 @@ def _perplexity_table(group: Json, found: Comparison) -> Table:
     # The paper's averages are over its own domains.
     totals = {"average": "average", "worst case": "worst"} if paper.is_slimpajama(aim) else {}
     known = {name: paper.canonical(name) for name in aim}
-    beside = parts.printed(group["paper"], known | totals, 2)
+    beside = paper.columns_beside(group["paper"], known | totals, 2)
     table = Table(title, note, "domain", _heads(arms), rows)
     return parts.beside_paper(table, beside, paper.NOTES["perplexity"])
 
@@ -251,11 +250,11 @@ def targets_part(study: Study, group: Json, prefix: str) -> parts.Part:
         row["target"]: {arm["label"]: study.arm(arm) for arm in row["arms"]}
         for row in group["rows"]
     }
-    labels = {label for arms in rows.values() for label in arms}
+    # The plan has the same arms for every target.
     changes = {
-        own: {target: _between(arms, own, other, target) for target, arms in rows.items()}
+        own: {target: arms[own].against(arms[other], [target]) for target, arms in rows.items()}
         for own, other in _TARGET_PAIRS.items()
-        if {own, other} <= labels
+        if all({own, other} <= arms.keys() for arms in rows.values())
     }
     if not any(found.pairs for each in changes.values() for found in each.values()):
         return parts.Part([parts.unanswered(study, group["title"])])
@@ -272,21 +271,16 @@ def targets_part(study: Study, group: Json, prefix: str) -> parts.Part:
     return parts.Part(answer, [_targets_table(rows, changes, group)], sketches)
 
 
-def _between(arms: Mapping[str, Arm], own: str, other: str, target: str) -> Difference:
-    return arms[own].against(arms[other], [target]) if {own, other} <= arms.keys() else NO_PAIR
-
-
 def _targets_table(rows: Rows, changes: Changes, group: Json) -> Table:
     """A target a row, as tab:ppl-ood, with the same arms for each."""
     lines = []
     for target, arms in rows.items():
-        cells = [
+        found = [
             _perplexity_cell(arm, arms.get(arm.baseline or "uniform"), [target])
             for arm in arms.values()
         ]
-        lines.append(
-            Row(target, cells + [parts.difference_cell(each[target]) for each in changes.values()])
-        )
+        found += [parts.difference_cell(each[target]) for each in changes.values()]
+        lines.append(Row(target, found))
     told = {"DoGE": "DoGE against uniform", "DoGE, fine-tuned": "both fine-tuned"}
     note = (
         f"Held-out text of the target, against uniform without the target, or, fine-tuned, "
@@ -297,34 +291,38 @@ def _targets_table(rows: Rows, changes: Changes, group: Json) -> Table:
     heads += [(told[own], "change") for own in changes]
     known = {name: paper.canonical(name) for name in rows}
     table = Table("Perplexity on the target", note, "target", heads, lines)
-    beside = parts.printed(group.get("paper"), known, 2)
+    beside = paper.columns_beside(group.get("paper"), known, 2)
     return parts.beside_paper(table, beside, paper.NOTES["perplexity"])
 
 
 def _targets_verdict(rows: Rows, changes: Changes) -> parts.Verdict:
     """How DoGE comes out on each target."""
-    sentences, known = [], {}
-    for own, other in _TARGET_PAIRS.items():
-        found = {name: each for name, each in changes.get(own, {}).items() if each.pairs}
-        known[own] = found
+    sentences = []
+    known = {
+        own: {target: each for target, each in found.items() if each.pairs}
+        for own, found in changes.items()
+    }
+    for own, found in known.items():
         if found:
             below = sum(each.mean < 0 for each in found.values())
             told = listed(f"{target} {change_text(each)}" for target, each in found.items())
             clearly = _clearly(found)
             sentences.append(
-                f"{own}: lower on {below} of {len(found)} than {other}: {told}."
+                f"{own}: lower on {below} of {len(found)} than {_TARGET_PAIRS[own]}: {told}."
                 f"{f' Beyond the interval: {clearly}.' if clearly else ''}"
             )
     beaten = [
-        target for target, arms in rows.items() if _between(arms, "DoGE", "oracle", target).is_lower
+        target
+        for target, arms in rows.items()
+        if "oracle" in arms and arms["DoGE"].against(arms["oracle"], [target]).is_lower
     ]
     if beaten:
         sentences.append(f"DoGE beats even the oracle, which trains on it, on {listed(beaten)}.")
-    if len(known["DoGE"]) == 1:
+    differences = known["DoGE"].values()
+    if len(differences) == 1:
         ((target, difference),) = known["DoGE"].items()
         headline = parts.headline_of("DoGE", f"uniform on {target}", difference)
     else:
-        differences = known["DoGE"].values()
         better = sum(each.is_lower for each in differences)
         worse = sum(each.is_higher for each in differences)
         headline = (

@@ -17,7 +17,7 @@ from matplotlib.ticker import PercentFormatter
 from doge_fast.pipeline import baselines
 from doge_fast.pipeline.records.movement import Floats, nan_mean
 from doge_fast.pipeline.reporting import plotting as plot
-from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE
+from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE, Styles
 from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.statistics import Curve, Difference, change_of
 
@@ -47,8 +47,8 @@ def change_figure(
             marker = _MARKERS[i % len(_MARKERS)]
             places = [place + shift for place, _ in known]
             _mark(axes, [found for _, found in known], places, fmt=marker, label=label, **style)
-    plot.name_places(axes, labels)
-    _finish_change(axes, f"change of perplexity against {baseline}")
+    plot.finish_places(axes, labels, f"change of perplexity against {baseline}")
+    _finish_change(axes)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside upper center", ncols=2, handlelength=1.2)
     return figure
@@ -65,9 +65,9 @@ def arms_figure(rows: Mapping[str, Sequence[Difference]], baseline: str) -> Figu
         axes.plot(each, places, "o", color=MUTED, markerfacecolor=PAGE, markersize=4.5)
         if average.is_known:
             _mark(axes, [average], [place], fmt="o", color=INK, markersize=6)
-    plot.name_places(axes, labels, _LONGEST_ARM)
     # Its names leave less room.
-    _finish_change(axes, f"against {baseline}")
+    plot.finish_places(axes, labels, f"against {baseline}", _LONGEST_ARM)
+    _finish_change(axes)
     return figure
 
 
@@ -78,12 +78,10 @@ def _mark(axes: Axes, found: Sequence[Difference], places: Sequence[float], **st
     axes.errorbar(values[:, 0], places, xerr=reach, elinewidth=1.0, zorder=4, **style)
 
 
-def _finish_change(axes: Axes, label: str) -> None:
+def _finish_change(axes: Axes) -> None:
     axes.axvline(0, color=INK, linewidth=1.0)
     axes.grid(axis="x")
-    axes.xaxis.set_major_locator(plot.ticks())
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.set_xlabel(label)
     axes.margins(x=0.08)
 
 
@@ -112,8 +110,9 @@ def extremes(curves: Mapping[str, Curve], baseline: str) -> Mapping[str, Curve]:
     return {label: curve for label, curve in curves.items() if label in kept}
 
 
-def arms_weights_figure(arms: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Figure:
+def arms_weights_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
     """Weights of several arms: a row an arm, a column a domain."""
+    names = list(dict.fromkeys(name for each in arms.values() for name in each))
     values = np.array([[each.get(name, math.nan) for name in names] for each in arms.values()])
     figure, axes = plot.canvas(max(2.4, 1.5 + 0.32 * len(arms)))
     cells = _heat_map(axes, values, list(arms), names, vmax=float(np.nanmax(values)))
@@ -181,14 +180,14 @@ def _write_cells(axes: Axes, values: Floats, cells: QuadMesh, text: Any) -> None
         axes.text(j + 0.5, i + 0.5, told, ha="center", va="center", color=color, fontsize=8.5)
 
 
-def final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
+def final_figure(proxy: Proxy, styles: Styles) -> Figure:
     """The learned weights as bars, the heaviest domain on top."""
     natural = baselines.natural(proxy.first.train_tokens)
     names = sorted(proxy.domains, key=lambda name: proxy.weights[name].mean)
     places = np.arange(len(names))
     figure, axes = plot.canvas(max(2.2, 0.95 + 0.27 * len(names)))
     widths = [proxy.weights[name].mean for name in names]
-    axes.barh(places, widths, height=0.62, color=[plot.color_of(name, colors) for name in names])
+    axes.barh(places, widths, height=0.62, color=[styles[name][0] for name in names])
     errors = [proxy.weights[name].error or 0.0 for name in names]
     if any(errors):
         axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1)
@@ -199,9 +198,7 @@ def final_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     axes.plot(shares, places, "D", label="natural", zorder=4, **hollow)
     axes.set_xlim(0, 1.02 * max(*widths, *shares, uniform))
     _write_beside(axes, [f"{width:.3f}" for width in widths])
-    plot.name_places(axes, names)
-    axes.set_xlabel("domain weight")
-    axes.xaxis.set_major_locator(plot.ticks())
+    plot.finish_places(axes, names, "domain weight")
     figure.legend(loc="outside upper right", ncols=2, handlelength=1.6)
     return figure
 
@@ -212,9 +209,10 @@ def _write_beside(axes: Axes, texts: Sequence[str]) -> None:
         axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center")
 
 
-def weights_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
+def weights_figure(proxy: Proxy, styles: Styles) -> Figure:
     """The running average, with what seeds differ by, over the weights of each step."""
-    names, styles = proxy.domains, plot.domain_styles(proxy.domains, colors)
+    names = proxy.domains
+    styles = {name: styles[name] for name in names}
     steps_T, average_STK = proxy.series("alpha_mean", names)
     mean_TK = nan_mean(average_STK)
     figure, axes = plot.canvas(plot.height_for(len(names)) + 0.6)
@@ -225,8 +223,7 @@ def weights_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
         error_TK = average_STK.std(axis=0, ddof=1) / math.sqrt(len(average_STK))
         steps, low = plot.thinned(steps_T, mean_TK - error_TK, plot.SMOOTH_POINTS)
         _, high = plot.thinned(steps_T, mean_TK + error_TK, plot.SMOOTH_POINTS)
-        for j, name in enumerate(names):
-            color = plot.color_of(name, colors)
+        for j, (color, _) in enumerate(styles.values()):
             axes.fill_between(steps, low[:, j], high[:, j], color=color, alpha=0.25, linewidth=0)
     mean = plot.thinned(steps_T, mean_TK, plot.SMOOTH_POINTS)
     plot.plot_lines(axes, *mean, styles, linewidth=1.8)
@@ -249,7 +246,7 @@ def drift_figure(proxy: Proxy) -> Figure:
     return plot.steps_figure(steps, values, styles, label, last, headroom=1.15)
 
 
-def parts_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
+def parts_figure(proxy: Proxy, styles: Styles) -> Figure:
     """What W is made of: the influence on the others, and the domain's own difficulty."""
     gain_K, influence_K, difficulty_K = (
         proxy.mean_over_steps(key) for key in ("gain", "influence", "difficulty")
@@ -259,7 +256,7 @@ def parts_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     order = np.argsort(np.nan_to_num(influence_K + difficulty_K))
     places = np.arange(len(names))
     figure, axes = plot.canvas(max(2.2, 0.95 + (0.36 if has_difficulty else 0.27) * len(names)))
-    shades = [plot.color_of(names[j], colors) for j in order]
+    shades = [styles[names[j]][0] for j in order]
     thick, shift = (0.36, 0.19) if has_difficulty else (0.62, 0.0)
     axes.barh(places + shift, influence_K[order], height=thick, color=shades)
     if has_difficulty:
@@ -273,16 +270,14 @@ def parts_figure(proxy: Proxy, colors: Mapping[str, int]) -> Figure:
     if proxy.first.config["score"] != "published":
         _write_beside(axes, plot.column_texts(gain_K[order]))
         axes.text(1.02, 1.0, "W", transform=axes.transAxes, va="bottom", color=MUTED)
-    plot.name_places(axes, [names[j] for j in order])
-    axes.set_xlabel("loss decrease per unit of learning rate")
-    axes.xaxis.set_major_locator(plot.ticks())
+    plot.finish_places(axes, [names[j] for j in order], "loss decrease per unit of learning rate")
     return figure
 
 
-def loss_figure(proxy: Proxy, key: str, colors: Mapping[str, int]) -> Figure:
+def loss_figure(proxy: Proxy, key: str, styles: Styles) -> Figure:
     """Losses of the proxy on every domain, or what they exceed a reference's by."""
     names = proxy.rows
     steps_T, values_STR = proxy.series(key, names)
     steps, losses = plot.mean_points(steps_T, nan_mean(values_STR), plot.NOISY_POINTS)
-    styles = plot.domain_styles(names, colors)
+    styles = {name: styles[name] for name in names}
     return plot.steps_figure(steps, losses, styles, f"{key} (nats per token)", steps_T[-1])

@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import NormalDist
+from typing import Any
 
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import MOST_DRIFT
@@ -12,7 +13,7 @@ from doge_fast.pipeline.reporting import figures, paper, parts
 from doge_fast.pipeline.reporting.background import cost_table
 from doge_fast.pipeline.reporting.compared import perplexity_part, targets_part
 from doge_fast.pipeline.reporting.mixtures import effective_domains
-from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size
+from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size, domain_styles
 from doge_fast.pipeline.reporting.proxies import UNIVERSAL, WORST, Proxy
 from doge_fast.pipeline.reporting.regret import regret_part
 from doge_fast.pipeline.reporting.statistics import (
@@ -26,7 +27,8 @@ from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import Stat, listed, plural, weight_text
 from doge_fast.pipeline.tables import Cell, Row, Table
 
-Columns = Mapping[str, Mapping[str, float]]
+Stats = Mapping[str, Mapping[str, Stat]]
+Columns = Mapping[Any, Mapping[str, float]]
 # {label of an arm: fewshot.json of each seed}.
 Scores = Mapping[str, Sequence[Json]]
 
@@ -41,16 +43,14 @@ def parts_of(study: Study) -> list[parts.Part]:
 
 def _weights_part(study: Study, group: Json, prefix: str) -> parts.Part:
     """The weights of the arms, beside each other and the paper's."""
-    arms = [(arm, weights) for arm in group["arms"] if (weights := study.weights(arm))]
-    if not arms:
+    stats = {arm["label"]: found for arm in group["arms"] if (found := study.weights(arm))}
+    if not stats:
         return parts.Part()
-    stats = {arm["label"]: weights for arm, weights in arms}
-    names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
     means = {
         label: {name: stat.mean for name, stat in weights.items()}
         for label, weights in stats.items()
     }
-    table = _weights_table(study, group, [arm for arm, _ in arms], stats, means, names)
+    table = _weights_table(study, group, stats, means)
     if len(stats) == 1:
         return parts.Part(tables=[table])
     answer = []
@@ -59,7 +59,7 @@ def _weights_part(study: Study, group: Json, prefix: str) -> parts.Part:
         told = listed(f"{label} {100 * gap:.2f} %" for label, gap in gaps)
         headline = f"Mean absolute difference from the {group['reference']} proxy's weights: {told}"
         answer.append(parts.Verdict(group["title"], headline, [paper.NOTES["tab:robust"]]))
-    make = partial(figures.arms_weights_figure, means, names)
+    make = partial(figures.arms_weights_figure, means)
     has_gaps = len({*map(len, stats.values())}) > 1
     dash = " A dash: not among the domains." if has_gaps else ""
     words = {"title": group["title"], "dash": dash}
@@ -67,30 +67,24 @@ def _weights_part(study: Study, group: Json, prefix: str) -> parts.Part:
     return parts.Part(answer, [table], drawn)
 
 
-def _weights_table(
-    study: Study,
-    group: Json,
-    arms: Sequence[Json],
-    stats: Mapping[str, Mapping[str, Stat]],
-    means: Columns,
-    names: Sequence[str],
-) -> Table:
+def _weights_table(study: Study, group: Json, stats: Stats, means: Columns) -> Table:
     """Weights by label of an arm, as tab:dw, tab:ood-dw, tab:robust and tab:cc-dw."""
+    arms = [arm for arm in group["arms"] if arm["label"] in stats]
     targets = {arm["label"]: next((r.targets for r in study.runs_of(arm)), ()) for arm in arms}
-    columns, sources = _paper_weights(group, means, targets)
-    shown = {
-        name: {own: f"{value:.3f}" for own, value in values.items()}
-        for name, values in columns.items()
+    columns = _paper_weights(group, means, targets)
+    beside = {
+        column: {own: f"{value:.3f}" for own, value in values.items()}
+        for column, values in columns.items()
     }
     rows = [
         Row(name, [_weight_cell(name, stats[label], targets[label]) for label in stats])
-        for name in names
+        for name in dict.fromkeys(name for weights in stats.values() for name in weights)
     ]
 
-    def total(label: str, ours: Sequence[str], theirs: Mapping[str, str] | None = None) -> None:
+    def total(label: str, ours: Iterable[str], theirs: Iterable[str] = ()) -> None:
         rows.append(Row(label, [Cell(text) for text in ours], True))
-        for column, text in (theirs or {}).items():
-            shown[column][label] = text
+        for column, text in zip(beside, theirs, strict=False):
+            beside[column][label] = text
 
     if group.get("has_uniform"):
         total("uniform would be", [f"{1 / len(each):.3f}" for each in means.values()])
@@ -100,12 +94,12 @@ def _weights_table(
     total("effective domains", effective)
     reference = group.get("reference", "")
     if reference in stats:
-        theirs = _gap_texts(columns, "82M") if "82M" in columns else {}
-        ours = list(_gap_texts(means, reference).values())
-        total(f"mean absolute difference from {reference}", ours, theirs)
+        theirs = _gap_texts(columns, ("82M", "tab:robust"))
+        total(f"mean absolute difference from {reference}", _gap_texts(means, reference), theirs)
     if group.get("has_columns"):
         shares = [study.share_saved(arm) for arm in arms]
-        theirs = {c: f"{paper.SAVED[c]} %" if c in paper.SAVED else "/" for c in columns}
+        saved = [paper.SAVED.get(column) for column, _ in columns]
+        theirs = ["/" if share is None else f"{share} %" for share in saved]
         ours = ["/" if share is None else f"{100 * share:.1f} %" for share in shares]
         total("columns left out", ours, theirs)
     is_several = any(stat.error is not None for found in stats.values() for stat in found.values())
@@ -116,16 +110,15 @@ def _weights_table(
     )
     heads = [(arm["label"], arm["about"]) for arm in arms]
     table = Table(group["title"], note, "domain", heads, rows)
-    beside = {(column, sources[column]): texts for column, texts in shown.items()}
     return parts.beside_paper(table, beside, paper.NOTES["weights"])
 
 
 def _paper_weights(
     group: Json, means: Columns, targets: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """The paper's columns for the domains and the target of one of our arms, and their tables."""
+) -> dict[tuple[str, str], dict[str, float]]:
+    """{(column, table) of the paper: weights} for the domains and the target of an arm of ours."""
     asked = group.get("paper") or []
-    columns, sources = {}, {}
+    columns = {}
     for table in [asked] if isinstance(asked, str) else asked:
         for column, values in paper.TABLES[table].items():
             for label, weights in means.items():
@@ -135,9 +128,8 @@ def _paper_weights(
                 )
                 known = {name: paper.canonical(name) for name in weights}
                 if is_asked and set(known.values()) == set(values):
-                    columns[column] = {own: values[name] for own, name in known.items()}
-                    sources[column] = table
-    return columns, sources
+                    columns[column, table] = {own: values[name] for own, name in known.items()}
+    return columns
 
 
 def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str]) -> Cell:
@@ -146,7 +138,7 @@ def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str])
     return Cell(weight_text(weights[name]), weights[name].mean > 1 / len(weights))
 
 
-def _gaps_of(columns: Columns, reference: str) -> dict[str, float]:
+def _gaps_of(columns: Columns, reference: Any) -> dict[Any, float]:
     """{label: mean absolute difference from the weights of `reference`}, over domains of both."""
     other, gaps = columns[reference], {}
     for label, own in columns.items():
@@ -156,9 +148,9 @@ def _gaps_of(columns: Columns, reference: str) -> dict[str, float]:
     return gaps
 
 
-def _gap_texts(columns: Columns, reference: str) -> dict[str, str]:
-    gaps = _gaps_of(columns, reference)
-    return {name: f"{100 * gaps[name]:.2f} %" if name in gaps else "/" for name in columns}
+def _gap_texts(columns: Columns, reference: Any) -> list[str]:
+    gaps = _gaps_of(columns, reference) if reference in columns else {}
+    return [f"{100 * gaps[name]:.2f} %" if name in gaps else "/" for name in columns]
 
 
 def _cost_part(study: Study, group: Json, prefix: str) -> parts.Part:
@@ -208,7 +200,7 @@ def _task_table(group: Json, scores: Scores, names: Sequence[str]) -> Table:
     table = Table(group["title"], note, "task", [*heads, ("chance", "one of the choices")], rows)
     # The paper's average is of all its six tasks.
     known = names if len(names) < 6 else [*names, "average"]
-    beside = parts.printed("tab:fewshot", {name: name for name in known}, 1)
+    beside = paper.columns_beside("tab:fewshot", {name: name for name in known}, 1)
     return parts.beside_paper(table, beside)
 
 
@@ -298,7 +290,7 @@ def proxy_parts(study: Study) -> list[parts.Part]:
 
 
 def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[parts.Sketch]:
-    number, colors = len(proxy.runs), study.colors
+    number, styles = len(proxy.runs), domain_styles(study.domains)
     seeds = f" Mean of {number} seeds; {{}}: ± one standard error." if number > 1 else ""
     chunk = chunk_size(len(proxy.series("loss", proxy.domains)[0]), NOISY_POINTS)
     only = [name for name in proxy.rows if name not in proxy.domains]
@@ -313,13 +305,13 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[parts.S
         "parts": "" if proxy.is_doremi else _parts_note(proxy),
     }
     makes = {
-        "weights-final": partial(figures.final_figure, proxy, colors),
-        "weights": partial(figures.weights_figure, proxy, colors),
+        "weights-final": partial(figures.final_figure, proxy, styles),
+        "weights": partial(figures.weights_figure, proxy, styles),
         "drift": partial(figures.drift_figure, proxy),
-        "excess": partial(figures.loss_figure, proxy, "excess", colors),
+        "excess": partial(figures.loss_figure, proxy, "excess", styles),
         "affinity": partial(figures.affinity_figure, proxy),
-        "gain": partial(figures.parts_figure, proxy, colors),
-        "loss": partial(figures.loss_figure, proxy, "loss", colors),
+        "gain": partial(figures.parts_figure, proxy, styles),
+        "loss": partial(figures.loss_figure, proxy, "loss", styles),
     }
     left_out = ("affinity", "gain") if proxy.is_doremi else ("excess",)
     for kind, make in makes.items():

@@ -28,17 +28,22 @@ def is_slimpajama(names: Iterable[str]) -> bool:
     return {canonical(name) for name in names} == TABLES["tab:dw"]["DoGE"].keys()
 
 
-def columns_beside(table: str | None, rows: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """The paper's columns of a table, by our names of its rows; none where a row is not in it.
+def columns_beside(
+    table: str | None, rows: Mapping[str, str], digits: int
+) -> dict[tuple[str, str], dict[str, str]]:
+    """{(column, table): {our name of a row: text}} of the paper; without columns of other rows.
 
     Args:
         table: the label; None: the paper prints no such table.
         rows: {our name: the paper's}.
+        digits: after the point.
     """
     if table is None:
         return {}
     return {
-        column: {own: values[paper] for own, paper in rows.items() if paper in values}
+        (column, table): {
+            own: f"{values[paper]:.{digits}f}" for own, paper in rows.items() if paper in values
+        }
         for column, values in TABLES[table].items()
         if any(paper in values for paper in rows.values())
     }

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import yaml
 from matplotlib.figure import Figure
 
-from doge_fast.pipeline.reporting import paper
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of
 from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.statistics import (
@@ -99,12 +98,9 @@ def seeds_note(arms: Iterable[Arm]) -> str:
 def beside_paper(
     table: Table, columns: Mapping[tuple[str, str], Mapping[str, str]], note: str = ""
 ) -> Table:
-    """The table with columns of the paper to the right, blank where it has no number for a row.
+    """Ours with columns of `paper.columns_beside` to the right, and what to know of them.
 
-    Args:
-        table: ours.
-        columns: {(column, label of the paper's table): {label of our row: text}}.
-        note: what to know of them.
+    A place is blank where the paper has no number for a row.
     """
     rows = [
         row._replace(cells=row.cells + [Cell(each.get(row.label, "")) for each in columns.values()])
@@ -113,13 +109,3 @@ def beside_paper(
     heads = [(f"paper: {column}", source) for column, source in columns]
     note = table.note + (note if columns else "")
     return table._replace(note=note, columns=table.columns + heads, rows=rows)
-
-
-def printed(
-    source: str | None, rows: Mapping[str, str], digits: int
-) -> dict[tuple[str, str], dict[str, str]]:
-    """Columns of one of the paper's tables as text, for {our row: the paper's}."""
-    return {
-        (column, str(source)): {row: f"{value:.{digits}f}" for row, value in values.items()}
-        for column, values in paper.columns_beside(source, rows).items()
-    }

@@ -143,16 +143,10 @@ def steps_figure(
     *,
     headroom: float | None = None,
 ) -> Figure:
-    """Lines over the steps, each named at its end.
+    """A line a column over the steps up to the last, each named at its end.
 
-    Args:
-        steps_T: where there are points.
-        values_TK: a line a column.
-        styles: {name of a line: colour and dash}, in the order of the columns.
-        ylabel: what the values are.
-        last_step: where the axis ends.
-        headroom: the axis of the values goes from 0 to so many times the largest; None: from the
-            least to the largest.
+    The axis of the values goes from 0 to `headroom` times the largest; None: from the least to the
+    largest.
     """
     figure, axes = canvas(height_for(len(styles)))
     plot_lines(axes, steps_T, values_TK, styles)
@@ -208,19 +202,21 @@ def spread_apart(wanted: Floats, *, gap: float) -> Floats:
     return places
 
 
-def color_of(name: str, colors: Mapping[str, int]) -> str:
-    """The domain's colour, the same in every figure."""
-    return PALETTE[colors[name] % len(PALETTE)]
+def domain_styles(names: Iterable[str]) -> Styles:
+    """Colour and dash of every domain, by its place."""
+    number = len(PALETTE)
+    return {
+        name: (PALETTE[place % number], DASHES[place // number % len(DASHES)])
+        for place, name in enumerate(names)
+    }
 
 
-def domain_styles(names: Iterable[str], colors: Mapping[str, int]) -> Styles:
-    """Colour and dash of every domain."""
-    dashes = {name: DASHES[colors[name] // len(PALETTE) % len(DASHES)] for name in names}
-    return {name: (color_of(name, colors), dash) for name, dash in dashes.items()}
-
-
-def name_places(axes: Axes, names: Sequence[str], longest: int = _LONGEST_NAME) -> None:
-    """Names on the vertical axis, a line each."""
+def finish_places(
+    axes: Axes, names: Sequence[str], xlabel: str, longest: int = _LONGEST_NAME
+) -> None:
+    """Axes whose vertical one is names, a line each."""
     axes.set_yticks(range(len(names)), [shortened(name, longest) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_xlabel(xlabel)
+    axes.xaxis.set_major_locator(ticks())

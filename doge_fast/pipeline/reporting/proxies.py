@@ -82,7 +82,7 @@ class Proxy:
     @property
     def has_steps(self) -> bool:
         """Whether there is something to draw: a step past the first line that all seeds logged."""
-        return bool(self._common_steps("excess" if self.is_doremi else "gain"))
+        return bool(self._lines("excess" if self.is_doremi else "gain")[0])
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -93,11 +93,9 @@ class Proxy:
 
     def series(self, key: str, names: Sequence[str]) -> tuple[Floats, Floats]:
         """(steps [T], values [S, T, len(names)]) of the steps that all S seeds have logged."""
-        steps = self._common_steps(key)
-        values = [
-            [[line[key].get(name) for name in names] for line in _lines(run, steps)]
-            for run in self.runs
-        ]
+        lines_ST = self._lines(key)
+        steps = [line["step"] for line in lines_ST[0]]
+        values = [[[line[key].get(name) for name in names] for line in each] for each in lines_ST]
         # A null becomes nan.
         return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
@@ -112,18 +110,19 @@ class Proxy:
         The logarithm of a domain weight moves by lr * W / mu (eq. update_dw), so this is what
         moved the weights, up to the common factor.
         """
-        steps, values_STK = self._common_steps("gain"), self.series(key, self.domains)[1]
-        rates = [[[line["lr"]] for line in _lines(run, steps)] for run in self.runs]
+        rates = [[[line["lr"]] for line in each] for each in self._lines("gain")]
         lr_ST1 = np.asarray(rates, dtype=np.float64)
-        gain_STK = np.ma.masked_invalid(values_STK)
+        gain_STK = np.ma.masked_invalid(self.series(key, self.domains)[1])
         weights_STK = np.broadcast_to(lr_ST1, gain_STK.shape)
         average = np.ma.average(gain_STK, axis=(0, 1), weights=weights_STK)
         mean_K: Floats = np.ma.filled(average, math.nan)
         return mean_K
 
-    def _common_steps(self, key: str) -> list[int]:
-        steps = [{line["step"] for line in run.train if key in line} for run in self.runs]
-        return sorted(set.intersection(*steps))
+    def _lines(self, key: str) -> list[list[records.Json]]:
+        """[S, T]: of the steps of which all S seeds have logged the key."""
+        by_step = [{line["step"]: line for line in run.train if key in line} for run in self.runs]
+        steps = sorted(set.intersection(*map(set, by_step)))
+        return [[lines[step] for step in steps] for lines in by_step]
 
     @cached_property
     def movement(self) -> Movement:
@@ -168,11 +167,8 @@ class Proxy:
         state = "has settled" if moved.is_settled else "is still moving"
         return f"The running average {state if self.has_moved else 'has hardly moved'}: {told}."
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> Iterator[str]:
         """What a reader should know of its weights, and what to do about it."""
-        return [f"{self.label}: {told}" for told in self._warnings()]
-
-    def _warnings(self) -> Iterator[str]:
         if not self.has_steps:
             return
         lines = [line for run in self.runs for line in run.train if "lr" in line]
@@ -231,11 +227,6 @@ def _share(distance: float) -> str:
     return f"{percent:.{1 if percent >= 1 else 2}f}\N{NO-BREAK SPACE}%"
 
 
-def _lines(run: Run, steps: Sequence[int]) -> list[records.Json]:
-    by_step = {line["step"]: line for line in run.train}
-    return [by_step[step] for step in steps]
-
-
 def _target_word(item: str, *, alone: bool) -> str:
     name, _, weight = item.partition("=")
     word = "a held-out mixture of all domains" if name == MIX else name
@@ -262,6 +253,7 @@ def remarks_on(run: Path) -> list[str]:
     """What a run of stage one found and what to know before using it, in lines for a terminal."""
     (found,) = open_runs([run])
     proxy = Proxy(found.name, (found,))
-    warnings = (*found.record.get("warnings", ()), *proxy.warnings())
+    warnings = [*found.record.get("warnings", ())]
+    warnings += [f"{proxy.label}: {told}" for told in proxy.warnings()]
     remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]

@@ -210,11 +210,9 @@ def _regret_table(group: Json, found: Regrets) -> Table:
 
 
 def _told(difference: Difference) -> str:
-    """The best itself has nothing above it, as far as is parts.printed."""
-    values = [
-        each for each in (difference.mean, difference.low, difference.high) if each is not None
-    ]
-    is_best = difference.pairs and max(map(abs, values)) < _SHOWN
+    """The best itself has nothing above it, as far as is printed."""
+    ends = (difference.mean, difference.low or 0.0, difference.high or 0.0)
+    is_best = difference.pairs and max(map(abs, ends)) < _SHOWN
     return "the lowest" if is_best else change_text(difference)
 
 

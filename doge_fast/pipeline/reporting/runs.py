@@ -19,6 +19,11 @@ from doge_fast.pipeline.reporting.wording import listed, to_float, to_floats
 # Do not change what a run computes, or are what arms and seeds are allowed to differ in.
 _FREE_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
 _FREE = ("out", "corpus", "weights", "log_every", "training")
+# What moved the weights in a step, and what a line says beside it.
+_BESIDE = {
+    "gain": ("alpha", "alpha_mean", "cosine", "difficulty", "influence", "rows"),
+    "excess": ("alpha", "alpha_mean"),
+}
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,10 @@ def _check_one_run(
             odd[where] = {"no loss by domain"}
         if line["kind"] == "train" and line["step"] and not {"loss", "lr"} <= line.keys():
             odd[where] = {"no loss or no lr"}
+        for key, others in _BESIDE.items():
+            missing = [f"no {name}" for name in others if key in line and name not in line]
+            if missing:
+                odd[where] = set(missing)
     for file, found in odd.items():
         if found:
             raise FileFailure(

@@ -46,16 +46,13 @@ class Study:
         """Runs that learn weights or train at them, in the order they were named."""
         return [run for run in self.runs.values() if run.stage != "select"]
 
-    @cached_property
-    def colors(self) -> dict[str, int]:
-        """Domain -> its place in the palette, the same in every figure.
-
-        In order of first appearance, training domains before targets.
-        """
+    @property
+    def domains(self) -> list[str]:
+        """All, in order of first appearance, training domains before targets."""
         names = [name for run in self.shown for name in run.domains]
         names += [name for run in self.shown for name in run.targets]
         names += [name for proxy in self.proxies if proxy.has_steps for name in proxy.rows]
-        return {name: place for place, name in enumerate(dict.fromkeys(names))}
+        return list(dict.fromkeys(names))
 
     @cached_property
     def unmeasured(self) -> list[str]:
@@ -175,11 +172,7 @@ def is_scored(run: Path, group: Json) -> bool:
 
 
 def open_study(runs: Sequence[Path], weights: Sequence[str] = ()) -> Study:
-    """Read an experiment's directory, or runs that lie anywhere.
-
-    Args:
-        runs: run directories, or one directory that holds them or is an experiment's.
-        weights: NAME=FILE: other weights, to be judged by an experiment's swarm.
+    """Read an experiment's directory, or runs that lie anywhere; `weights` are NAME=FILE.
 
     Raises:
         ValueError: none is named, one is not a run and holds none, none learns weights or trains
@@ -208,7 +201,13 @@ def open_study(runs: Sequence[Path], weights: Sequence[str] = ()) -> Study:
         )
     # Weights that no run of the experiment has learned or used are arms without runs.
     for group in groups if weights else ():
+        labels = [arm["label"] for arm in group["arms"]]
         for label, file in records.read_named(weights, domains=group["aim"]).items():
+            if label in labels:
+                raise ValueError(
+                    f"weights (--weights) need names that the experiment has not given; {label} is "
+                    f"one of {', '.join(labels)}. Choose another NAME."
+                )
             given = records.weights_by_name(records.read_weights(file, domains=group["aim"]))
             arm = {"label": label, "about": "given", "weights": given, "runs": []}
             group["arms"].append(arm)
@@ -246,10 +245,15 @@ def _common_name(runs: Sequence[Run]) -> str:
 
 
 def _distinct(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
-    return [
-        label if labels.count(label) == 1 else f"{group[0].path.parent.name}/{group[0].name}"
-        for label, group in zip(labels, groups, strict=True)
-    ]
+    """The labels; of those that several have, as much of the path as tells them apart."""
+    told, depth = list(labels), 1
+    while len(set(told)) < len(told):
+        depth += 1
+        told = [
+            label if labels.count(label) == 1 else "/".join(group[0].path.parts[-depth:])
+            for label, group in zip(labels, groups, strict=True)
+        ]
+    return told
 
 
 # Columns of a table that are of weights that somebody learned or gave.
@@ -370,11 +374,16 @@ def _weights_group(
         if proxy.weights:
             of_seeds = [names[run.path] for run in proxy.runs]
             arms.append({"label": proxy.label, "about": proxy.about, "runs": of_seeds})
+    # Base models of several comparisons may have had the weights of one file.
+    given: dict[str, Json] = {}
+    for arm in (arm for group in comparisons for arm in group["arms"]):
+        first = runs[arm["runs"][0]]
+        if arm["about"] == _FROM_FILE and first.weights is not None:
+            given.setdefault(str(first.config["weights"]), arm | {"runs": arm["runs"][:1]})
+    labels = [arm["label"] for arm in given.values()]
     arms += [
-        arm | {"runs": arm["runs"][:1]}
-        for group in comparisons
-        for arm in group["arms"]
-        if arm["about"] == _FROM_FILE and runs[arm["runs"][0]].weights is not None
+        arm if labels.count(arm["label"]) == 1 else arm | {"label": path}
+        for path, arm in given.items()
     ]
     return {
         "kind": "weights",

@@ -16,9 +16,11 @@ class Stat(NamedTuple):
 _ASCII = str.maketrans({"−": "-", "–": "-", "±": "+/-", "×": "x", "\N{NO-BREAK SPACE}": " "})
 
 
-def wrapped(text: str) -> str:
-    """Lines of a terminal's width."""
-    return textwrap.fill(text, 88, break_long_words=False, break_on_hyphens=False)
+def wrapped(text: str, width: int = 88, *, indent: str = "") -> str:
+    """A paragraph in lines of a terminal's width; `indent` is of those after the first."""
+    return textwrap.fill(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def as_ascii(text: str) -> str:

@@ -101,11 +101,9 @@ def _bounds(
     bound: float | Mapping[str, float], names: Sequence[str], what: str, none: float
 ) -> dict[str, float]:
     """A bound for every domain: a share between 0 and 1, or epochs > 0."""
-    if isinstance(bound, Mapping):
-        named.check(what, bound, names, "the weights")
-        values = dict.fromkeys(names, none) | dict(bound)
-    else:
-        values = dict.fromkeys(names, bound)
+    given = bound if isinstance(bound, Mapping) else dict.fromkeys(names, bound)
+    named.check(what, given, names, "the weights")
+    values = dict.fromkeys(names, none) | dict(given)
     rule = "greater than zero" if what == "max_epochs" else "between 0 and 1"
     for name, value in values.items():
         if not (value > 0 if what == "max_epochs" else 0 <= value <= 1):

@@ -80,10 +80,8 @@ def _bars(mixtures: Mapping[str, WeightsSummary]) -> Figure:
     if all(len(mixture.domains) == len(names) for mixture in mixtures.values()):
         dotted: Any = {"color": plotting.MUTED, "linewidth": 0.9, "linestyle": (0, (2, 2))}
         axes.axvline(1 / len(names), label="uniform", **dotted)
-    plotting.name_places(axes, names)
+    plotting.finish_places(axes, names, "domain weight")
     axes.set_xlim(left=0)
-    axes.set_xlabel("domain weight")
-    axes.xaxis.set_major_locator(plotting.ticks())
     columns = 1 if len(mixtures) > 1 else 3
     figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4)
     return figure
@@ -97,7 +95,7 @@ def steps_drawing(run: Path) -> list[Drawing]:
     if len(lines) < 2:
         return []
     names = list(lines[0]["alpha_mean"])
-    styles = plotting.domain_styles(names, {name: place for place, name in enumerate(names)})
+    styles = plotting.domain_styles(names)
     steps_T = np.array([float(line["step"]) for line in lines])
     values_TK = np.array([[line["alpha_mean"][name] for name in names] for line in lines], float)
     shown = plotting.thinned(steps_T, values_TK, plotting.SMOOTH_POINTS)
@@ -148,7 +146,7 @@ def card(config: WeightsCardConfig) -> list[str]:
     copy = page.with_name(records.WEIGHTS)
     is_copied = copy.resolve() != source.resolve()
     # A card may be written again; another page, or other weights, are somebody's work.
-    is_card = page.exists() and page.read_text(encoding="utf-8").startswith(_HEAD)
+    is_card = page.exists() and page.read_bytes().startswith(_HEAD.encode())
     taken = [file for file in ([page, copy] if is_copied else [page]) if file.exists()]
     if taken and not is_card:
         raise ValueError(
@@ -218,7 +216,7 @@ def _provenance(record: Mapping[str, Any], path: Path) -> dict[str, str]:
         if record.get(field) is not None
     }
     if (average := record.get("average")) is not None:
-        seeds = [each.get("seed") for each in average.get("of", ())]
+        seeds = [each.get("seed") for each in average.get("of") or ()]
         known = [str(seed) for seed in seeds if seed is not None]
         text = f"mean of {plural(int(average['count']), 'run')}"
         found["average"] = f"{text}, seeds {listed(known)}" if known else text

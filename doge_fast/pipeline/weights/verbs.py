@@ -6,7 +6,6 @@ What the numbers are is computed in `summary` and `bounds`; here they are read, 
 import json
 import math
 import string
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
-from doge_fast.pipeline.reporting.wording import listed
+from doge_fast.pipeline.reporting.wording import listed, wrapped
 from doge_fast.pipeline.tables import text
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.summary import (
@@ -289,14 +288,8 @@ def _total(mixture: WeightsSummary) -> str:
 
 
 def _wrapped(words: str, indent: str = "") -> str:
-    """A paragraph in lines that fit the terminal; `indent` is of those after the first."""
-    return textwrap.fill(
-        words,
-        min(tables.terminal_width(), _LONGEST_LINE),
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """A paragraph in lines that fit the terminal."""
+    return wrapped(words, min(tables.terminal_width(), _LONGEST_LINE), indent=indent)
 
 
 def _json(value: Any) -> str:
