@@ -256,8 +256,6 @@ def run(stage: Stage[Any]) -> Path:
         _log.info("%s: complete already, nothing to do", out)
         return out
     model = prepare(stage, recorded)
-    if recorded is not None:
-        records.check_corpus(out, recorded, stage.corpus.describe())
     # Every rank has read what there is, before the first one writes.
     training.meet(stage.config.training.device)
     with ExitStack() as held:
@@ -358,6 +356,8 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
     config = stage.config
     _log.info("%s: reading %s", stage.out, config.corpus.data)
     stage.corpus = domains.load_corpus(config.corpus, targets=config.targets)
+    if recorded is not None:
+        records.check_corpus(stage.out, recorded, stage.corpus.describe())
     stage.prepare(recorded or {})
     _log.info("%s: building the model %s", stage.out, config.model.model)
     # A run of this seed always begins with the same numbers.
