@@ -24,12 +24,12 @@ from doge_fast.cancellation import (
 )
 from doge_fast.example_norms import ExampleNorms
 from doge_fast.failures import FileFailure
-from doge_fast.pipeline import baselines, ranks, records, stage, tables, training
+from doge_fast.pipeline import baselines, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
-from doge_fast.pipeline.trainer import RecordedTrainer
+from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 CANCELLATION = "cancellation.json"
 
@@ -58,10 +58,11 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
     Source: DoGE, appendix cancellation.
     """
-    stage.run(SelectStage(config))
-    if ranks.is_first():
-        _write_selections(config)
-    training.meet(config.training.device)
+    scored = SelectStage(config)
+    stage.run(scored)
+    # A complete run has not met yet.
+    training.meet(scored.device)
+    from_first(lambda: _write_selections(config))
     return config.out
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
@@ -63,6 +64,12 @@ class Stage(Generic[Config]):
         """What config.json keeps beside settings and corpus: "initial" and "resolved"."""
         self.outline: list[tuple[str, str]] = []
         """(what, value) of the stage's own settings, for a dry run."""
+
+    @property
+    def device(self) -> torch.device:
+        """That it trains on."""
+        name = self.config.training.device
+        return training.device_of(name, needs_float64=self.needs_float64)
 
     def check(self) -> None:
         """Raise ValueError where a setting of the stage is out of its range."""
@@ -257,7 +264,7 @@ def run(stage: Stage[Any]) -> Path:
         return out
     model = prepare(stage, recorded)
     # Every rank has read what there is, before the first one writes.
-    training.meet(stage.config.training.device)
+    training.meet(stage.device)
     with ExitStack() as held:
 
         def begin() -> Path | None:
@@ -376,9 +383,8 @@ def _check_memory(stage: Stage[Any], num_parameters: int) -> None:
     advice = "Take a smaller model (--model, --num-layers, --embed-dim)"
     if stage.rows:
         advice += ", fewer domains, or share them among processes (torchrun)"
-    device = training.device_of(stage.config.training.device, needs_float64=stage.needs_float64)
     needed = memory.needed(num_parameters, len(stage.rows), stage.num_in_halves)
-    memory.refuse_what_cannot_fit(needed, device, advice=f"{advice}.")
+    memory.refuse_what_cannot_fit(needed, stage.device, advice=f"{advice}.")
 
 
 def train(
