@@ -94,7 +94,9 @@ class StopWhenTold(TrainerCallback):
     def __init__(self) -> None:
         # When it came, by the clock that goes on.
         self._told_at: float | None = None
-        self._stopped_at: int | None = None
+        self._is_stopped = False
+        self.saved: int | None = None
+        """The step of the last checkpoint that is whole."""
         # Of several ranks: what they heard in the step before, while it is on its way.
         self._heard: tuple[Any, torch.Tensor] | None = None
         self._group: Any = None
@@ -113,9 +115,12 @@ class StopWhenTold(TrainerCallback):
             yield
         finally:
             signal.signal(signal.SIGTERM, failures.raise_terminated)
-        if self._stopped_at is not None:
+        if self._is_stopped:
+            # That of a lost step is not written.
             raise failures.Terminated(
-                f"A checkpoint holds step {self._stopped_at}; the same command goes on from there."
+                "No checkpoint has been written; the same command begins anew."
+                if self.saved is None
+                else f"A checkpoint holds step {self.saved}; the same command goes on from there."
             )
         if self._told_at is not None:
             # It came too late to stop anything: the run is closed in a moment.
@@ -135,7 +140,7 @@ class StopWhenTold(TrainerCallback):
         """Stop where this rank, or any of several, has heard of it."""
         is_stopping = self._told_at is not None if self._group is None else self._have_all_heard()
         if is_stopping and state.global_step < state.max_steps:
-            self._stopped_at = state.global_step
+            self._is_stopped = True
             control.should_save = control.should_training_stop = True
 
     def _have_all_heard(self) -> bool:
@@ -188,7 +193,8 @@ class RecordedTrainer(Trainer, TrainerCallback):
 
     def go_on(self, checkpoint: Path | None) -> None:
         """Train to the end, from a checkpoint or from the beginning; `Terminated` by SIGTERM."""
-        self._checkpoint = None if checkpoint is None else str(checkpoint)
+        if checkpoint is not None:
+            self._checkpoint, self._stop.saved = str(checkpoint), records.step_of(checkpoint)
         with self._stop.watching():
             self.train(resume_from_checkpoint=self._checkpoint)
 
@@ -329,6 +335,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.accelerator.wait_for_everyone()
         run, step = self.stage.out, state.global_step
         from_first(lambda: records.complete_checkpoint(run, step))
+        self._stop.saved = step
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """No bar any more."""
