@@ -101,10 +101,6 @@ class SelectionTrainer(RecordedTrainer):
     effect: CancellationEffect
     """The scores; there once training has begun."""
 
-    def __init__(self, *args: Any, stage: "SelectStage", **kwargs: Any) -> None:
-        super().__init__(*args, stage=stage, **kwargs)
-        self._is_together = stage.is_together
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's, followed."""
         optimizer = super().create_optimizer(model)
@@ -132,7 +128,7 @@ class SelectionTrainer(RecordedTrainer):
     ) -> tuple[Tensor, int]:
         """The mean loss, and by what the gradients are too large."""
         num_examples = len(inputs["input_ids"])
-        if self._is_together:
+        if self.stage.is_together:
             with self.effect.watching(num_examples):
                 return super().training_step(model, inputs, num_items_in_batch), 1
         losses = []

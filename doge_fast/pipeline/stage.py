@@ -230,8 +230,7 @@ class MixtureStage(Stage[Mixed]):
 
     def batch_domains(self, step: int) -> list[str]:
         """As the mixture rounds them."""
-        (counts_K,) = self._mixture.counts(np.array([step]))
-        return [name for name, count in zip(self.corpus.names, counts_K, strict=True) if count]
+        return [name for name, blocks in self._mixture.blocks(step).items() if len(blocks)]
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As the mixture rounds them."""
