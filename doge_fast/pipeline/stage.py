@@ -109,13 +109,9 @@ class Stage(Generic[Config]):
         """Domains whose loss or gradient is not finite in this step, where that is known."""
         return []
 
-    def batch_domains(self, step: int) -> list[str]:
-        """Domains of which the batch of a step (0 is the first) has blocks, where it may lack some.
-
-        Raises:
-            ValueError: `step` < 0.
-        """
-        return []
+    def batches_told(self, step: int) -> str:
+        """What to know of the batches up to the first lost step (1 is the run's first)."""
+        return ""
 
     def num_lost(self, trainer: Any) -> int:
         """Steps of the whole run that moved nothing."""
@@ -228,9 +224,15 @@ class MixtureStage(Stage[Mixed]):
         seed = self.config.training.seed
         return BlockSampler(seed, self.weights, self.config.batch_size, num_blocks)
 
-    def batch_domains(self, step: int) -> list[str]:
-        """As the mixture rounds them."""
-        return [name for name, blocks in self._mixture.blocks(step).items() if len(blocks)]
+    def batches_told(self, step: int) -> str:
+        """Of which domains they were."""
+        told = f"; the first, step {step}, had a batch of {self._drawn_told(step)}"
+        # The weights are what the gradient of the step before has made of them.
+        return told + (f", after one of {self._drawn_told(step - 1)}" if step > 1 else "")
+
+    def _drawn_told(self, step: int) -> str:
+        drawn = self._mixture.blocks(step - 1)
+        return health.domains_told([name for name, blocks in drawn.items() if len(blocks)])
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As the mixture rounds them."""

@@ -179,6 +179,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.warned: set[str] = set()
         self.lost = health.LostSteps(stage.config.training.max_skipped_steps, self.args.device)
         self.bar: Any = None
+        # Lines for metrics.jsonl, whose tensors are read at the next flush.
         self._pending: list[dict[str, Any]] = []
         self._last_flush = self._last_line = time.monotonic()
         self._last_step = 0
@@ -251,10 +252,6 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.held_out = held_out_losses(model, domains, num_blocks=count)[0]
         return self.held_out
 
-    def record(self, line: dict[str, Any]) -> None:
-        """Keep a line for metrics.jsonl; tensors in it are read at the next flush."""
-        self._pending.append(line)
-
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
         for line in self._pending if self.args.should_save else ():
@@ -288,7 +285,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         if state.global_step == 0 and stage.start is not None:
             # Their average too.
             weights = {"alpha": stage.start, "alpha_mean": stage.start}
-            self.record({"step": 0, "kind": "train", **weights})
+            self._pending.append({"step": 0, "kind": "train", **weights})
             self.flush()
         self._last_line, self._last_step = time.monotonic(), state.global_step
         self.bar = progress.bar(
@@ -309,7 +306,8 @@ class RecordedTrainer(Trainer, TrainerCallback):
             self._add_line(step)
         every = config.training.eval_every
         if is_last or (every is not None and step % every == 0):
-            self.record({"step": step, "kind": "eval", "loss": self.evaluate_domains()})
+            losses = self.evaluate_domains()
+            self._pending.append({"step": step, "kind": "eval", "loss": losses})
             # At the end the stage looks at it.
             if not is_last and (names := health.not_finite(self.held_out)):
                 told = health.domains_told(names)
@@ -350,23 +348,17 @@ class RecordedTrainer(Trainer, TrainerCallback):
         raise health.diverged(self.stage.out, what)
 
     def _lost_in_a_row(self, step: int, number: int) -> str:
-        """How many steps were lost up to this one, and whose; else, of whose blocks."""
+        """How many steps were lost up to this one, and whose; else, in which batches."""
         names = self.stage.lost_domains(self)
         whose = f" of {health.domains_told(names)}" if names else ""
-        told = (
-            f"up to step {step}, {number} steps in a row were lost, for the loss or the "
-            f"gradient{whose} is not finite"
-        )
-        held = self.stage.batch_domains
         first = step - self.lost.in_a_row() + 1
         # Of a row that has ended since somebody looked, the first step is not known.
-        if names or not held(0) or first > step + 1 - number:
-            return told
-        told += f"; the first, step {first}, had a batch of {health.domains_told(held(first - 1))}"
-        if first > 1:
-            # Its weights are what the gradient of the step before has made of them.
-            told += f", after one of {health.domains_told(held(first - 2))}"
-        return told
+        is_known = first <= step + 1 - number
+        return (
+            f"up to step {step}, {number} steps in a row were lost, for the loss or the "
+            f"gradient{whose} is not finite"
+            f"{self.stage.batches_told(first) if is_known and not names else ''}"
+        )
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()
@@ -377,7 +369,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
             **self.stage.measure(self, step),
             "seconds": (now - self._last_line) / (step - self._last_step),
         }
-        self.record(line)
+        self._pending.append(line)
         self._last_line, self._last_step = now, step
 
 
