@@ -17,7 +17,6 @@ from transformers import Trainer
 from doge_fast.distributed.exchanges import num_processes
 from doge_fast.integrations import causal_lm, dealing, domain_data
 from doge_fast.integrations.dealing import Deal, Part
-from doge_fast.sampling import pieces
 
 
 class Steps(NamedTuple):
@@ -94,8 +93,7 @@ class DomainTrainer(Trainer):
 
     @property
     def _deal(self) -> Deal:
-        deal: Deal = dealing.of_every_domain if self.cuts_model else pieces
-        return dealing.by_pairs(deal) if self._steps().in_halves else deal
+        return Deal(of_every_domain=self.cuts_model, in_pairs=self._steps().in_halves)
 
     def prepare_shards(self, model: Any, *, is_last: bool) -> None:
         """Have FSDP2 reduce the gradient of the next pass, also where micro-batches add up.
