@@ -10,7 +10,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from doge_fast import scale
 from doge_fast.integrations.dealing import Batch
-from doge_fast.integrations.domain_data import checked_batch
 from doge_fast.layers.batch import on_device
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 
@@ -62,7 +61,7 @@ def num_targets(
     """
     names, targets = [], []
     for micro_batch in batches:
-        for name, batch in checked_batch(micro_batch).items():
+        for name, batch in micro_batch.items():
             if "labels" not in batch:
                 continue
             labels = batch["labels"][..., 1:] if is_shifted else batch["labels"]
@@ -71,21 +70,13 @@ def num_targets(
             targets.append(batch.get("shift_labels", labels))
     if not names:
         return torch.zeros(len(rows), dtype=torch.int64, device=device)
-    counts_C = _numbers_of_targets(targets)
+    counts_C = torch.stack([part.ne(IGNORED).sum() for part in targets])
     is_its_RC = on_device([[row == name for name in names] for row in rows], counts_C.device)
     sums_R = torch.where(is_its_RC.bool(), counts_C, 0).sum(1)
     if device.type == "cuda" and sums_R.device.type == "cpu":
         # Pinned, or the copy would make the host wait for the device.
         sums_R = sums_R.pin_memory()
     return sums_R.to(device, non_blocking=True)
-
-
-def _numbers_of_targets(targets: Sequence[Tensor]) -> Tensor:
-    """[len(targets)] how many of each are predicted."""
-    if len({part.numel() for part in targets}) == 1:
-        flat = torch.cat([part.reshape(1, -1) for part in targets])
-        return flat.ne(IGNORED).sum(1)
-    return torch.stack([part.ne(IGNORED).sum() for part in targets])
 
 
 def obstacle_to_stacking(inputs: Mapping[str, Batch]) -> str | None:
@@ -150,7 +141,8 @@ def stacked_bytes(model: Any, inputs: Mapping[str, Batch], *, is_mixed: bool = F
     num_params = sum(param.numel() for param in model.parameters())
     tokens = [batch["input_ids"].numel() for batch in inputs.values()]
     config, itemsize = model.config, 2 if is_mixed else next(model.parameters()).itemsize
-    layers = sum(tokens) * activation_bytes(model, itemsize, _length_of(inputs))
+    length = next(iter(inputs.values()))["input_ids"].shape[-1]
+    layers = sum(tokens) * activation_bytes(model, itemsize, length)
     is_by_domain = config.model_type in PLAIN_HEADS and _has_many_logits(
         sum(tokens), config, "elsewhere"
     )
@@ -179,10 +171,6 @@ def activation_bytes(model: Any, itemsize: int, length: int) -> int:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return layer + 4 * width * (num_layers + 5)
     return num_layers * layer + 20 * width
-
-
-def _length_of(inputs: Mapping[str, Batch]) -> int:
-    return next(iter(inputs.values()))["input_ids"].shape[-1]  # type: ignore[no-any-return]
 
 
 def _has_many_logits(num_tokens: int, config: Any, device_type: str) -> bool:

@@ -1,7 +1,8 @@
 """What a rank has of a batch by domain: pieces of it, or a share of every domain; their halves."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -30,65 +31,63 @@ class Part(dict[str, Batch]):
         mine: Mapping[str, tuple[int, int]],
         sizes: Mapping[str, int],
     ) -> "Part":
-        """The part that `pieces` gives a rank."""
+        """The part that a `Deal` gives a rank."""
         part = cls(batches)
         part.counts = {name: last - first for name, (first, last) in mine.items()}
         part.sizes = dict(sizes)
         return part
 
 
-Deal = Callable[[Mapping[str, int], int, int], dict[str, tuple[int, int]]]
-"""What a rank has of each domain, as `doge_fast.sampling.pieces` says it."""
+@dataclass(frozen=True)
+class Deal:
+    """What a rank has of each domain of a step: `deal(sizes, rank, num_ranks)`."""
 
+    of_every_domain: bool = False
+    """All ranks run every domain (fsdp): an equal part of each, to one example or pair."""
+    in_pairs: bool = False
+    """Pairs of examples stay together, so that every rank can cut what it has in halves."""
 
-def of_every_domain(sizes: Mapping[str, int], rank: int, num_ranks: int) -> dict[str, Any]:
-    """What a rank has where all run every domain: an equal part of each, to one example.
+    def __call__(
+        self, sizes: Mapping[str, int], rank: int, num_ranks: int
+    ) -> dict[str, tuple[int, int]]:
+        """{domain: (first, last)} as `doge_fast.sampling.pieces` says it.
 
-    Raises:
-        ValueError: a domain has fewer examples than there are ranks.
-    """
-    _refuse_few(sizes, num_ranks)
-    return {
-        name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
-        for name, size in sizes.items()
-    }
-
-
-def _refuse_few(sizes: Mapping[str, int], num_ranks: int, least: int = 1) -> None:
-    """Raise ValueError if a domain has fewer than `least` examples for each rank."""
-    needed = least * num_ranks
-    if few := {name: size for name, size in sizes.items() if size < needed}:
-        raise ValueError(
-            f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} examples. Give "
-            f"each domain at least {needed} in a step, and pass "
-            "TrainingArguments(dataloader_drop_last=True) where only the last one has fewer."
-        )
-
-
-def by_pairs(deal: Deal) -> Deal:
-    """The same deal of pairs of examples, so that every rank can cut what it has in halves.
-
-    What is returned raises ValueError where a domain has an odd number of examples.
-    """
-
-    def dealt(sizes: Mapping[str, int], rank: int, num_ranks: int) -> dict[str, tuple[int, int]]:
-        if odd := {name: size for name, size in sizes.items() if size % 2}:
+        Raises:
+            ValueError: of a domain there is an odd number of examples to be paired, or less than
+                one example or pair for each rank that runs it.
+        """
+        unit = 2 if self.in_pairs else 1
+        if odd := {name: size for name, size in sizes.items() if size % unit}:
             raise ValueError(
                 "a score that is_unbiased compares the halves of each domain's batch, and these "
                 f"have an odd number of examples: {odd}. Pass an even "
                 "per_device_train_batch_size, and TrainingArguments(dataloader_drop_last=True) "
                 "where the last batch has fewer."
             )
-        if deal is of_every_domain:
-            # Before it would count pairs.
-            _refuse_few(sizes, num_ranks, least=2)
-        pairs = deal({name: size // 2 for name, size in sizes.items()}, rank, num_ranks)
-        return {name: (2 * first, 2 * last) for name, (first, last) in pairs.items()}
+        units = {name: size // unit for name, size in sizes.items()}
+        if not self.of_every_domain:
+            ends = pieces(units, rank, num_ranks)
+        else:
+            needed = unit * num_ranks
+            if few := {name: size for name, size in sizes.items() if size < needed}:
+                raise ValueError(
+                    f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} "
+                    f"examples. Give each domain at least {needed} in a step, and pass "
+                    "TrainingArguments(dataloader_drop_last=True) where only the last one has "
+                    "fewer."
+                )
+            ends = {
+                name: (number * rank // num_ranks, number * (rank + 1) // num_ranks)
+                for name, number in units.items()
+            }
+        return {name: (unit * first, unit * last) for name, (first, last) in ends.items()}
 
-    return dealt
+
+PIECES = Deal()
+"""Pieces of the domains, one after another: a rank has few of them."""
 
 
-def part_of(batch: Mapping[str, Batch], rank: int, num_ranks: int, deal: Deal = pieces) -> Part:
+def part_of(batch: Mapping[str, Batch], rank: int, num_ranks: int, deal: Deal = PIECES) -> Part:
     """A rank's part of a batch that all ranks have.
 
     A domain that one rank has as a whole is left as it is; of one that is cut, everything holds

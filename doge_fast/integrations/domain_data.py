@@ -9,8 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from doge_fast.integrations.dealing import Batch, Deal, Part
-from doge_fast.sampling import pieces
+from doge_fast.integrations.dealing import PIECES, Batch, Deal, Part
 
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch of examples."""
@@ -298,7 +297,7 @@ class CollateByDomain:
         collate: Collate,
         column: str,
         place: tuple[int, int] | None = None,
-        deal: Deal = pieces,
+        deal: Deal = PIECES,
     ) -> None:
         self.collate = collate
         self.column = column

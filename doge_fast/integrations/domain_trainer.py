@@ -6,7 +6,7 @@ they tell each other is how many targets a domain has in a step.
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -17,7 +17,17 @@ from transformers import Trainer
 from doge_fast.distributed.exchanges import num_processes
 from doge_fast.integrations import causal_lm, dealing, domain_data
 from doge_fast.integrations.dealing import Deal, Part
-from doge_fast.sampling import pieces
+
+
+class Steps(NamedTuple):
+    """What holds of every step, and is known before the first."""
+
+    rows: tuple[str, ...]
+    """The training domains and the measured targets."""
+    in_halves: bool
+    """Whether each training domain's batch is cut in two halves."""
+    are_partial: bool
+    """Whether a step has some of the training domains only."""
 
 
 class DomainTrainer(Trainer):
@@ -30,16 +40,7 @@ class DomainTrainer(Trainer):
     shares: Mapping[str, float] = {}
     """{domain: the share of its examples in this step that this rank has}, of those it has."""
 
-    def _rows(self) -> tuple[str, ...]:
-        """Names of all rows: the training domains and the measured targets."""
-        raise NotImplementedError
-
-    def _draws_domains(self) -> bool:
-        """Whether a step has some of the training domains only."""
-        raise NotImplementedError
-
-    def _in_halves(self) -> bool:
-        """Whether each training domain's batch is cut in two halves."""
+    def _steps(self) -> Steps:
         raise NotImplementedError
 
     def _left_out(self) -> set[str]:
@@ -92,8 +93,7 @@ class DomainTrainer(Trainer):
 
     @property
     def _deal(self) -> Deal:
-        deal: Deal = dealing.of_every_domain if self.cuts_model else pieces
-        return dealing.by_pairs(deal) if self._in_halves() else deal
+        return Deal(of_every_domain=self.cuts_model, in_pairs=self._steps().in_halves)
 
     def prepare_shards(self, model: Any, *, is_last: bool) -> None:
         """Have FSDP2 reduce the gradient of the next pass, also where micro-batches add up.
@@ -119,13 +119,13 @@ class DomainTrainer(Trainer):
         # The oldest supported transformers do not have it.
         context = getattr(self.args, "dataloader_multiprocessing_context", None)
         options["multiprocessing_context"] = context
-        num_ranks, rows, column = self.args.world_size, self._rows(), self.domain_column
+        num_ranks, column, steps = self.args.world_size, self.domain_column, self._steps()
         batch_size = self._train_batch_size * num_ranks
         collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        dataset = domain_data.by_domain(self.train_dataset, column, rows)
+        dataset = domain_data.by_domain(self.train_dataset, column, steps.rows)
         if isinstance(dataset, IterableDataset):
             batches = domain_data.DomainStream(
-                dataset, column, rows, batch_size=batch_size, collate=collate
+                dataset, column, steps.rows, batch_size=batch_size, collate=collate
             )
             return domain_data.StreamLoader(batches, batch_size=None, **options)
         if isinstance(dataset, Mapping):
@@ -133,11 +133,11 @@ class DomainTrainer(Trainer):
                 {name: self._without_unused_columns(part) for name, part in dataset.items()}
             )
         left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
-        if left and (self.cuts_model or self._in_halves()):
+        if left and (self.cuts_model or steps.in_halves):
             # Now, not after an epoch.
             self._deal({"the last batch of an epoch": left}, 0, num_ranks)
         # Which domains a step leaves out is not known yet when examples are read.
-        is_cut_later = num_ranks == 1 or self._draws_domains()
+        is_cut_later = num_ranks == 1 or steps.are_partial
         place = None if is_cut_later else (self.args.process_index, num_ranks)
         loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -184,7 +184,7 @@ class DomainTrainer(Trainer):
             self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return parts, None
-        rows, is_shifted = self._rows(), self.shifts_labels()
+        rows, is_shifted = self._steps().rows, self.shifts_labels()
         counts_R = causal_lm.num_targets(parts, rows, device, is_shifted=is_shifted)
         # A domain whose tokens are all masked has loss zero, not 0/0.
         counts = zip(rows, self.summed(counts_R).clamp(min=1).unbind(), strict=True)

@@ -20,7 +20,7 @@ from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.generalization import Score, score_of
 from doge_fast.integrations import causal_lm
 from doge_fast.integrations.dealing import Batch, Part, halves
-from doge_fast.integrations.domain_trainer import DomainTrainer
+from doge_fast.integrations.domain_trainer import DomainTrainer, Steps
 from doge_fast.layers.batch import on_device
 from doge_fast.objective import Objective
 from doge_fast.optimizer import DoGEOptimizer
@@ -222,26 +222,17 @@ class DoGETrainer(DomainTrainer):
         self.optimizer = self._doge = inner
         return inner
 
-    def _rows(self) -> tuple[str, ...]:
-        """Names of all rows: the training domains and the measured targets."""
+    def _steps(self) -> Steps:
         optimizer = self._doge or self.optimizer
         if isinstance(optimizer, DoGEOptimizer):
-            return optimizer.rows
-        return Objective.of(self._doge_options["domains"], self._doge_options["target"]).rows
-
-    def _draws_domains(self) -> bool:
-        optimizer = self._doge or self.optimizer
-        if isinstance(optimizer, DoGEOptimizer):
-            return len(optimizer.domains_of_step) < len(optimizer.domains)
-        return self._doge_options["domains_per_step"] is not None
-
-    def _in_halves(self) -> bool:
-        optimizer = self._doge or self.optimizer
-        if isinstance(optimizer, DoGEOptimizer):
-            return has_halves(optimizer.objective, optimizer.rule.score)
-        options = self._doge_options
-        objective = Objective.of(options["domains"], options["target"])
-        return has_halves(objective, score_of(options["score"]))
+            objective, score = optimizer.objective, optimizer.rule.score
+            are_partial = len(optimizer.domains_of_step) < len(optimizer.domains)
+        else:
+            options = self._doge_options
+            objective = Objective.of(options["domains"], options["target"])
+            score = score_of(options["score"])
+            are_partial = options["domains_per_step"] is not None
+        return Steps(objective.rows, has_halves(objective, score), are_partial)
 
     def _left_out(self) -> set[str]:
         return set(self.doge.domains) - set(self.doge.domains_of_step)
@@ -316,7 +307,7 @@ class DoGETrainer(DomainTrainer):
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
         if self._is_to_be_stacked(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
-        in_halves = set(self.doge.domains) if self._in_halves() else ()
+        in_halves = set(self.doge.domains) if self._steps().in_halves else ()
         pieces = [
             (name, *piece)
             for name, batch in inputs.items()

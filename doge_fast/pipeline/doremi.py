@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,8 @@ class DoReMiTrainer(RecordedTrainer):
         device = self.args.device
         self.reference = stage.reference.train(False).requires_grad_(False)
         nn.Module.to(self.reference, device)
-        self.reference_sha256 = str(stage.reference_record["model_sha256"])
         self.rule = stage.rule
-        weights = [stage.weights[name] for name in stage.corpus.names]
-        alpha_K = torch.tensor(weights, dtype=torch.float64)
+        alpha_K = torch.tensor(list(stage.weights.values()), dtype=torch.float64)
         self.sampling_K = (alpha_K / alpha_K.sum()).to(device)
         # The excess that no batch has shown: log V, the loss of a model that knows nothing, is what
         # the code of DoReMi's authors begins with; DoGE's begins with none.
@@ -127,15 +125,15 @@ class DoReMiTrainer(RecordedTrainer):
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The weights, and which reference they follow from."""
-        return self.weights._asdict(), {_SHA256: self.reference_sha256}
+        return self.weights._asdict(), {_SHA256: self.stage.reference_record["model_sha256"]}
 
     def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
         """Raises ValueError where the reference is another model now."""
-        if text[_SHA256] != self.reference_sha256:
+        before, now = text[_SHA256], self.stage.reference_record["model_sha256"]
+        if before != now:
             raise ValueError(
-                f"{self.stage.config.out} began with a reference model of hash "
-                f"{text[_SHA256][:12]}; that run's model has {self.reference_sha256[:12]} now. "
-                "Restore it, or start anew in another directory."
+                f"{self.stage.out} began with a reference model of hash {before[:12]}; that run's "
+                f"model has {now[:12]} now. Restore it, or start anew in another directory."
             )
         device = self.args.device
         self.weights = DomainWeights(**{key: value.to(device) for key, value in state.items()})
@@ -157,9 +155,10 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
     def prepare(self, recorded: Json) -> None:
         """The reference, whose weights are where the learned ones start."""
         run = self.config.reference
-        self.weights = self.start = _reference_weights(run, self.corpus)
+        record = records.read_config(run)
+        self.weights = self.start = _reference_weights(run, record, self.corpus)
         self.reference = open_model(run / records.MODEL)
-        config = records.read_config(run)["config"]
+        config = record["config"]
         steps = config["training"]["steps"]
         self.reference_record = {
             "run": run,
@@ -195,7 +194,7 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
     def end(self, trainer: "DoReMiTrainer") -> None:
         """The average of the weights, then the model."""
         config, weights = self.config, trainer.weights
-        model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
+        model = cast(PreTrainedModel, trainer.model)
         self.write_learned(
             ByName(self.corpus.names, weights.alpha_mean).read(),
             weights.alpha,
@@ -217,19 +216,18 @@ def _not_finite(losses_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Te
     return ((domain_ids_B == ids_K1) & is_lost_B).any(1)
 
 
-def _reference_weights(run: Path, corpus: Corpus) -> dict[str, float]:
+def _reference_weights(run: Path, record: Json, corpus: Corpus) -> dict[str, float]:
     """What a finished base run on the corpus was trained at, every domain above zero."""
-    recorded = records.read_config(run)
-    if recorded["stage"] != "base":
+    if record["stage"] != "base":
         raise ValueError(
-            f"reference must be a base run; {run} holds a {recorded['stage']} run. Train one with "
+            f"reference must be a base run; {run} holds a {record['stage']} run. Train one with "
             "doge-fast base, at the reference weights."
         )
     records.check_finished(run)
     weights = records.weights_by_name(records.read_weights(run, domains=corpus.names))
     # Losses can be subtracted on the same tokens only.
     for what, key in (("the tokenizer", "tokenizer_sha256"), ("blocks of", "block_size")):
-        there, here = (str(each[key])[:12] for each in (recorded["corpus"], corpus.describe()))
+        there, here = (str(each[key])[:12] for each in (record["corpus"], corpus.describe()))
         if there != here:
             raise ValueError(
                 f"The reference {run} was trained with {what} {there}; this corpus has {here}. "

@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     held_out = _own(config, record) if config.data is None else _other(config, config.data, record)
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / records.MODEL)
-    torch.nn.Module.to(model, training.meet(config.device))
+    torch.nn.Module.to(model, training.meet(training.device_of(config.device)))
     names = dict.fromkeys((*(config.domains or held_out), *config.target))
     loss, blocks = held_out_losses(
         model,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 
-from doge_fast.pipeline import memory, records, tables, training
+from doge_fast.pipeline import memory, records, tables
 from doge_fast.pipeline import stage as stages
 from doge_fast.pipeline.memory import size_text
 from doge_fast.pipeline.stage import Stage
@@ -97,10 +97,8 @@ def _memory(stage: Stage[Any], parameters: int) -> Iterator[tuple[str, str]]:
     known = {name: size for name, size in parts.items() if size}
     yield "memory", f"{size_text(sum(known.values()))} and activations, about:"
     yield from (("", f"{size_text(size)} {name}") for name, size in known.items())
-    config = stage.config.training
-    device = training.device_of(config.device, needs_float64=stage.needs_float64)
-    if (free := memory.free_bytes(device)) is not None:
-        yield "", f"of {size_text(free)} that are free on {device.type}"
+    if (free := memory.free_bytes(stage.device)) is not None:
+        yield "", f"of {size_text(free)} that are free on {stage.device.type}"
 
 
 def _time(stage: Stage[Any], model: PreTrainedModel) -> Iterator[tuple[str, str]]:

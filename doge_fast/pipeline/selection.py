@@ -24,12 +24,12 @@ from doge_fast.cancellation import (
 )
 from doge_fast.example_norms import ExampleNorms
 from doge_fast.failures import FileFailure
-from doge_fast.pipeline import baselines, ranks, records, stage, tables, training
+from doge_fast.pipeline import baselines, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
-from doge_fast.pipeline.trainer import RecordedTrainer
+from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 CANCELLATION = "cancellation.json"
 
@@ -58,10 +58,11 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
     Source: DoGE, appendix cancellation.
     """
-    stage.run(SelectStage(config))
-    if ranks.is_first():
-        _write_selections(config)
-    training.meet(config.training.device)
+    scored = SelectStage(config)
+    stage.run(scored)
+    # A complete run has not met yet.
+    training.meet(scored.device)
+    from_first(lambda: _write_selections(config))
     return config.out
 
 
@@ -100,10 +101,6 @@ class SelectionTrainer(RecordedTrainer):
     effect: CancellationEffect
     """The scores; there once training has begun."""
 
-    def __init__(self, *args: Any, stage: "SelectStage", **kwargs: Any) -> None:
-        super().__init__(*args, stage=stage, **kwargs)
-        self._is_together = stage.is_together
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's, followed."""
         optimizer = super().create_optimizer(model)
@@ -131,7 +128,7 @@ class SelectionTrainer(RecordedTrainer):
     ) -> tuple[Tensor, int]:
         """The mean loss, and by what the gradients are too large."""
         num_examples = len(inputs["input_ids"])
-        if self._is_together:
+        if self.stage.is_together:
             with self.effect.watching(num_examples):
                 return super().training_step(model, inputs, num_items_in_batch), 1
         losses = []

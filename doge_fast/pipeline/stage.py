@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
@@ -64,6 +65,12 @@ class Stage(Generic[Config]):
         self.outline: list[tuple[str, str]] = []
         """(what, value) of the stage's own settings, for a dry run."""
 
+    @property
+    def device(self) -> torch.device:
+        """That it trains on."""
+        name = self.config.training.device
+        return training.device_of(name, needs_float64=self.needs_float64)
+
     def check(self) -> None:
         """Raise ValueError where a setting of the stage is out of its range."""
         raise NotImplementedError
@@ -102,13 +109,9 @@ class Stage(Generic[Config]):
         """Domains whose loss or gradient is not finite in this step, where that is known."""
         return []
 
-    def batch_domains(self, step: int) -> list[str]:
-        """Domains of which the batch of a step (0 is the first) has blocks, where it may lack some.
-
-        Raises:
-            ValueError: `step` < 0.
-        """
-        return []
+    def batches_told(self, step: int) -> str:
+        """What to know of the batches up to the first lost step (1 is the run's first)."""
+        return ""
 
     def num_lost(self, trainer: Any) -> int:
         """Steps of the whole run that moved nothing."""
@@ -221,10 +224,15 @@ class MixtureStage(Stage[Mixed]):
         seed = self.config.training.seed
         return BlockSampler(seed, self.weights, self.config.batch_size, num_blocks)
 
-    def batch_domains(self, step: int) -> list[str]:
-        """As the mixture rounds them."""
-        (counts_K,) = self._mixture.counts(np.array([step]))
-        return [name for name, count in zip(self.corpus.names, counts_K, strict=True) if count]
+    def batches_told(self, step: int) -> str:
+        """Of which domains they were."""
+        told = f"; the first, step {step}, had a batch of {self._drawn_told(step)}"
+        # The weights are what the gradient of the step before has made of them.
+        return told + (f", after one of {self._drawn_told(step - 1)}" if step > 1 else "")
+
+    def _drawn_told(self, step: int) -> str:
+        drawn = self._mixture.blocks(step - 1)
+        return health.domains_told([name for name, blocks in drawn.items() if len(blocks)])
 
     def tokens(self, steps: int) -> dict[str, int]:
         """As the mixture rounds them."""
@@ -256,10 +264,8 @@ def run(stage: Stage[Any]) -> Path:
         _log.info("%s: complete already, nothing to do", out)
         return out
     model = prepare(stage, recorded)
-    if recorded is not None:
-        records.check_corpus(out, recorded, stage.corpus.describe())
     # Every rank has read what there is, before the first one writes.
-    training.meet(stage.config.training.device)
+    training.meet(stage.device)
     with ExitStack() as held:
 
         def begin() -> Path | None:
@@ -358,6 +364,8 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
     config = stage.config
     _log.info("%s: reading %s", stage.out, config.corpus.data)
     stage.corpus = domains.load_corpus(config.corpus, targets=config.targets)
+    if recorded is not None:
+        records.check_corpus(stage.out, recorded, stage.corpus.describe())
     stage.prepare(recorded or {})
     _log.info("%s: building the model %s", stage.out, config.model.model)
     # A run of this seed always begins with the same numbers.
@@ -376,9 +384,8 @@ def _check_memory(stage: Stage[Any], num_parameters: int) -> None:
     advice = "Take a smaller model (--model, --num-layers, --embed-dim)"
     if stage.rows:
         advice += ", fewer domains, or share them among processes (torchrun)"
-    device = training.device_of(stage.config.training.device, needs_float64=stage.needs_float64)
     needed = memory.needed(num_parameters, len(stage.rows), stage.num_in_halves)
-    memory.refuse_what_cannot_fit(needed, device, advice=f"{advice}.")
+    memory.refuse_what_cannot_fit(needed, stage.device, advice=f"{advice}.")
 
 
 def train(

@@ -94,7 +94,9 @@ class StopWhenTold(TrainerCallback):
     def __init__(self) -> None:
         # When it came, by the clock that goes on.
         self._told_at: float | None = None
-        self._stopped_at: int | None = None
+        self._is_stopped = False
+        self.saved: int | None = None
+        """The step of the last checkpoint that is whole."""
         # Of several ranks: what they heard in the step before, while it is on its way.
         self._heard: tuple[Any, torch.Tensor] | None = None
         self._group: Any = None
@@ -113,9 +115,12 @@ class StopWhenTold(TrainerCallback):
             yield
         finally:
             signal.signal(signal.SIGTERM, failures.raise_terminated)
-        if self._stopped_at is not None:
+        if self._is_stopped:
+            # That of a lost step is not written.
             raise failures.Terminated(
-                f"A checkpoint holds step {self._stopped_at}; the same command goes on from there."
+                "No checkpoint has been written; the same command begins anew."
+                if self.saved is None
+                else f"A checkpoint holds step {self.saved}; the same command goes on from there."
             )
         if self._told_at is not None:
             # It came too late to stop anything: the run is closed in a moment.
@@ -135,7 +140,7 @@ class StopWhenTold(TrainerCallback):
         """Stop where this rank, or any of several, has heard of it."""
         is_stopping = self._told_at is not None if self._group is None else self._have_all_heard()
         if is_stopping and state.global_step < state.max_steps:
-            self._stopped_at = state.global_step
+            self._is_stopped = True
             control.should_save = control.should_training_stop = True
 
     def _have_all_heard(self) -> bool:
@@ -174,6 +179,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.warned: set[str] = set()
         self.lost = health.LostSteps(stage.config.training.max_skipped_steps, self.args.device)
         self.bar: Any = None
+        # Lines for metrics.jsonl, whose tensors are read at the next flush.
         self._pending: list[dict[str, Any]] = []
         self._last_flush = self._last_line = time.monotonic()
         self._last_step = 0
@@ -188,7 +194,8 @@ class RecordedTrainer(Trainer, TrainerCallback):
 
     def go_on(self, checkpoint: Path | None) -> None:
         """Train to the end, from a checkpoint or from the beginning; `Terminated` by SIGTERM."""
-        self._checkpoint = None if checkpoint is None else str(checkpoint)
+        if checkpoint is not None:
+            self._checkpoint, self._stop.saved = str(checkpoint), records.step_of(checkpoint)
         with self._stop.watching():
             self.train(resume_from_checkpoint=self._checkpoint)
 
@@ -245,10 +252,6 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.held_out = held_out_losses(model, domains, num_blocks=count)[0]
         return self.held_out
 
-    def record(self, line: dict[str, Any]) -> None:
-        """Keep a line for metrics.jsonl; tensors in it are read at the next flush."""
-        self._pending.append(line)
-
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
         is_writing = bool(self._pending) and self.args.should_save
@@ -285,7 +288,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         if state.global_step == 0 and stage.start is not None:
             # Their average too.
             weights = {"alpha": stage.start, "alpha_mean": stage.start}
-            self.record({"step": 0, "kind": "train", **weights})
+            self._pending.append({"step": 0, "kind": "train", **weights})
             self.flush()
         self._last_line, self._last_step = time.monotonic(), state.global_step
         self.bar = progress.bar(
@@ -306,7 +309,8 @@ class RecordedTrainer(Trainer, TrainerCallback):
             self._add_line(step)
         every = config.training.eval_every
         if is_last or (every is not None and step % every == 0):
-            self.record({"step": step, "kind": "eval", "loss": self.evaluate_domains()})
+            losses = self.evaluate_domains()
+            self._pending.append({"step": step, "kind": "eval", "loss": losses})
             # At the end the stage looks at it.
             if not is_last and (names := health.not_finite(self.held_out)):
                 told = health.domains_told(names)
@@ -332,6 +336,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.accelerator.wait_for_everyone()
         run, step = self.stage.out, state.global_step
         from_first(lambda: records.complete_checkpoint(run, step))
+        self._stop.saved = step
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """No bar any more."""
@@ -346,23 +351,17 @@ class RecordedTrainer(Trainer, TrainerCallback):
         raise health.diverged(self.stage.out, what)
 
     def _lost_in_a_row(self, step: int, number: int) -> str:
-        """How many steps were lost up to this one, and whose; else, of whose blocks."""
+        """How many steps were lost up to this one, and whose; else, in which batches."""
         names = self.stage.lost_domains(self)
         whose = f" of {health.domains_told(names)}" if names else ""
-        told = (
-            f"up to step {step}, {number} steps in a row were lost, for the loss or the "
-            f"gradient{whose} is not finite"
-        )
-        held = self.stage.batch_domains
         first = step - self.lost.in_a_row() + 1
         # Of a row that has ended since somebody looked, the first step is not known.
-        if names or not held(0) or first > step + 1 - number:
-            return told
-        told += f"; the first, step {first}, had a batch of {health.domains_told(held(first - 1))}"
-        if first > 1:
-            # Its weights are what the gradient of the step before has made of them.
-            told += f", after one of {health.domains_told(held(first - 2))}"
-        return told
+        is_known = first <= step + 1 - number
+        return (
+            f"up to step {step}, {number} steps in a row were lost, for the loss or the "
+            f"gradient{whose} is not finite"
+            f"{self.stage.batches_told(first) if is_known and not names else ''}"
+        )
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()
@@ -373,7 +372,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
             **self.stage.measure(self, step),
             "seconds": (now - self._last_line) / (step - self._last_step),
         }
-        self.record(line)
+        self._pending.append(line)
         self._last_line, self._last_step = now, step
 
 

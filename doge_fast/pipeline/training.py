@@ -106,12 +106,11 @@ def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
             )
 
 
-def meet(device: str) -> torch.device:
-    """Wait for the other processes of the launcher; this one's device, by the name as above."""
-    found = device_of(device)
+def meet(device: torch.device) -> torch.device:
+    """Wait for the other processes of the launcher; this one's device, of the given kind."""
     if ranks.number() == 1:
-        return found
-    state = PartialState(cpu=found.type == "cpu")
+        return device
+    state = PartialState(cpu=device.type == "cpu")
     state.wait_for_everyone()
     return cast(torch.device, state.device)
 

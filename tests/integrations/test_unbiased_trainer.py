@@ -1,15 +1,16 @@
 """DoGETrainer with an unbiased score: it cuts each domain's batch into halves by itself."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import default_data_collator
 
-from doge_fast.integrations import dealing
+from doge_fast.integrations.dealing import Deal
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.sampling import pieces
 from tests.integrations.test_transformers import Batches, arguments, tiny_model
 from tests.ranks import Ranks, as_launched
 
@@ -72,12 +73,26 @@ def test_ranks_learn_what_one_process_does(ranks: Ranks, tmp_path: Path, mode: s
 
 
 def test_pieces_of_ranks_are_of_whole_pairs() -> None:
-    deal = dealing.by_pairs(pieces)
+    deal = Deal(in_pairs=True)
     sizes = {"a": 6, "b": 2, "c": 4}
     dealt = [deal(sizes, rank, 4) for rank in range(4)]
     assert dealt == [{"a": (0, 2)}, {"a": (2, 6)}, {"b": (0, 2)}, {"c": (0, 4)}]
     with pytest.raises(ValueError, match=r"odd number of examples: \{'b': 3\}"):
         deal({"a": 2, "b": 3}, 0, 2)
+
+
+def test_workers_that_are_spawned_are_sent_what_collates(tmp_path: Path) -> None:
+    """As they are wherever processes do not fork."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4
+    trainer = DoGETrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path, per_device_train_batch_size=2),
+        train_dataset={name: rows for name in DOMAINS},
+        domains=DOMAINS,
+        data_collator=default_data_collator,
+        score="unbiased",
+    )
+    pickle.dumps(trainer.get_train_dataloader().collate_fn)
 
 
 def test_a_last_batch_without_halves_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
+from doge_fast.failures import FileFailure
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
@@ -113,6 +114,20 @@ def test_a_killed_run_resumes_to_the_same_bits_and_with_no_other_weights(
     assert not [text for text in warned if "missing keys" in text]
     assert_same_run(cut.out, whole.out)
     assert not (cut.out / records.CHECKPOINTS).exists()
+
+
+@pytest.mark.parametrize("initial", [{"source": "w.json"}, {"source": "w.json", "sha256": 5}])
+def test_a_record_that_does_not_say_what_the_run_began_with_is_damaged(
+    base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, initial: dict[str, Any]
+) -> None:
+    source = write_weights(tmp_path / "w.json", dict.fromkeys(NAMES, 0.25))
+    config = base(save_every=3, weights=str(source))
+    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+        train_base(config)
+    file = config.out / "config.json"
+    records.write_json(file, records.read_json(file) | {"initial": initial})
+    with pytest.raises(FileFailure, match=r"config\.json is damaged: initial"):
+        train_base(config)
 
 
 def test_a_second_launch_is_refused_while_the_first_is_at_work(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from doge_fast import cli, group_dro
+from doge_fast import cli, failures, group_dro
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import health, records
 from doge_fast.pipeline.base import train_base
@@ -140,6 +141,34 @@ def test_the_domain_is_named_and_a_second_try_ends_alike(
     # Patience is no other run.
     with pytest.raises(Diverged, match="up to step 13, 8 steps in a row"):
         learn_weights(proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=8))
+
+
+@pytest.mark.parametrize(
+    ("first_lost", "told"),
+    [
+        (6, "A checkpoint holds step 4; the same"),
+        (1, "No checkpoint has been written; the same command begins anew"),
+    ],
+)
+def test_a_run_that_is_ended_in_a_lost_step_names_the_checkpoint_that_there_is(
+    proxy: Make, monkeypatch: pytest.MonkeyPatch, first_lost: int, told: str
+) -> None:
+    """That of the lost step is not written."""
+    poison(monkeypatch, "table", range(first_lost, 100))
+    step = ProxyTrainer.training_step
+
+    def ended(self: ProxyTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(ProxyTrainer, "training_step", ended)
+    before = signal.signal(signal.SIGTERM, failures.raise_terminated)
+    try:
+        with pytest.raises(failures.Terminated, match=told):
+            learn_weights(proxy(mode="sequential", steps=40, save_every=2))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_held_out_loss_that_is_lost_on_the_way_ends_the_run_and_a_second_try_alike(

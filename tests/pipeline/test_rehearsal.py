@@ -13,6 +13,8 @@ from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyStage, ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
+from doge_fast.pipeline.trainer import RecordedTrainer
+from tests.pipeline.corpora import texts, write_jsonl
 from tests.pipeline.stages import killed_at, words_of
 
 
@@ -54,8 +56,6 @@ def training_model(run: Path) -> Any:
 def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
     base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from doge_fast.pipeline.trainer import RecordedTrainer
-
     monkeypatch.setenv("COLUMNS", "300")
     config = base(steps=9, save_every=3, stages=1, weights="natural")
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
@@ -68,6 +68,20 @@ def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
     assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
     train_base(config)
     assert "complete already" in rehearse(BaseStage(config))
+
+
+def test_a_dry_run_refuses_to_go_on_with_another_corpus(
+    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in "ab":
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", texts(name))
+    config = base(data=str(tmp_path / "data"), save_every=3)
+    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+        train_base(config)
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b", 90))
+    for call in (train_base, lambda config: rehearse(BaseStage(config))):
+        with pytest.raises(ValueError, match="holds another run: the corpus's domains"):
+            call(config)
 
 
 def test_a_dry_run_refuses_what_the_run_would(proxy: Callable[..., ProxyConfig]) -> None:

@@ -114,6 +114,16 @@ def test_what_needs_float64_does_not_run_on_mps(
     assert not config.out.exists()
 
 
+def test_ranks_meet_on_the_device_that_trains(
+    monkeypatch: pytest.MonkeyPatch, proxy: Callable[..., ProxyConfig]
+) -> None:
+    only(monkeypatch, "mps")
+    meet, met = training.meet, []
+    monkeypatch.setattr(training, "meet", lambda device: met.append(meet(device)))
+    learn_weights(proxy(device="auto", steps=2))
+    assert met == [torch.device("cpu")]
+
+
 def test_trainer_takes_the_device_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

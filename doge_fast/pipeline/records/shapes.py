@@ -55,6 +55,22 @@ class CorpusRecord:
 
 
 @dataclass(frozen=True)
+class GivenWeights:
+    """What a base run began with, in config.json."""
+
+    source: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LearnedFrom:
+    """What a proxy began with, in config.json."""
+
+    source: str
+    weights: dict[str, float]
+
+
+@dataclass(frozen=True)
 class ConfigRecord:
     """config.json. Which stages there are, and what each was told, is looked at beside it."""
 
@@ -65,7 +81,7 @@ class ConfigRecord:
     created: str = ""
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
-    initial: dict[str, Any] | None = None
+    initial: GivenWeights | LearnedFrom | None = None
     parameters: CountOrZero | None = None
 
 
