@@ -98,11 +98,13 @@ def _check_streaming(config: CorpusConfig) -> None:
 def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
     """A folder or file per domain."""
     files_of: dict[str, list[Path]] = {}
+    unread: list[str] = []
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith("."):
             continue
         files = corpus_files.data_files(entry)
         if not files and (entry.is_file() or config.domains):
+            unread.append(entry.name)
             continue
         if not files:
             raise ValueError(
@@ -124,6 +126,11 @@ def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
         raise ValueError(
             f"{directory} must hold a folder or file per domain, of {', '.join(SUFFIXES)}; "
             f"it holds {', '.join(sorted(e.name for e in directory.iterdir())) or 'nothing'}."
+        )
+    if unread and not config.domains:
+        _log.info(
+            "%s: not read are %s, which do not end in %s",
+            *(directory, ", ".join(unread[:5]) + ", ..." * (len(unread) > 5), ", ".join(SUFFIXES)),
         )
     return {name: _files_part(name, directory, files, config) for name, files in files_of.items()}
 

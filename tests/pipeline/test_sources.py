@@ -36,6 +36,15 @@ def test_every_layout_is_found(corpus):
     assert corpus.mix is None
 
 
+def test_what_is_not_read_is_said(tmp_path, config, caplog):
+    for name in ("code.jsonl", "prose.jsonl", "verse.JSONL", "table.csv"):
+        write_jsonl(tmp_path / name, texts(name, 30))
+    with caplog.at_level("INFO", logger="doge_fast"):
+        assert load_corpus(rename(config, data=str(tmp_path))).names == ("code", "prose")
+    told = "not read are table.csv, verse.JSONL, which do not end in .parquet, .jsonl,"
+    assert f"{tmp_path}: {told}" in caplog.text
+
+
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
 def test_one_file_with_a_domain_column(tmp_path, config, form):
     rows, meta = rows_of_two()
