@@ -9,7 +9,6 @@ paper, its authors' code and DoGE's differ, are in `doge_fast.group_dro`.
 
 import hashlib
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 
 from doge_fast import group_dro
 from doge_fast.group_dro import DomainWeights, WeightUpdate
-from doge_fast.pipeline import health, records, stage
+from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model
@@ -186,10 +185,6 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
         """Of the first step that was lost: it leaves no number in the weights of the model."""
         found = zip(self.corpus.names, trainer.is_lost_K.tolist(), strict=True)
         return [name for name, is_lost in found if is_lost]
-
-    def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Weights that have collapsed; the excess has no limit."""
-        return health.warnings_of(line, mu=1.0, high=math.inf) if "excess" in line else {}
 
     def end(self, trainer: "DoReMiTrainer") -> None:
         """The average of the weights, then the model."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from doge_fast import generalization, parameters
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.objective import UNIVERSAL, WORST
-from doge_fast.pipeline import health, records, stage
+from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
 from doge_fast.pipeline.records import Json
@@ -101,6 +101,8 @@ class ProxyStage(Stage[ProxyConfig]):
         moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
         self.mu, self.rows = moved.rule.mu, moved.objective.rows
         self.target_mu = moved.rule.target_mu
+        if moved.rule.score.bounds is not None:
+            self.most_score = moved.rule.score.bounds[1]
         in_halves = has_halves(moved.objective, moved.rule.score)
         if in_halves and config.sequences_per_domain % 2:
             raise ValueError(
@@ -164,22 +166,14 @@ class ProxyStage(Stage[ProxyConfig]):
 
     def lost_domains(self, trainer: "ProxyTrainer") -> list[str]:
         """Rows of which the last step has no numbers."""
-        last, rows = trainer.doge.last, trainer.doge.rows
+        last, losses = trainer.doge.last, trainer.domain_losses
         assert last is not None
-        norms = ByName(rows, last.grad_norms).read()
-        losses = {name: float(trainer.domain_losses[name]) for name in rows}
-        return [name for name in rows if not math.isfinite(norms[name] + losses[name])]
+        norms = ByName(trainer.doge.rows, last.grad_norms).read()
+        return [name for name in norms if not math.isfinite(norms[name] + float(losses[name]))]
 
     def num_lost(self, trainer: "ProxyTrainer") -> int:
         """Those that the optimizer skipped; a checkpoint keeps their number."""
         return trainer.doge.num_skipped
-
-    def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Weights that have collapsed, scores at their limit."""
-        if "gain" not in line:
-            return {}
-        bounds = generalization.score_of(self.config.score).bounds
-        return health.warnings_of(line, mu=self.mu, high=math.inf if bounds is None else bounds[1])
 
     def end(self, trainer: "ProxyTrainer") -> None:
         """The average of the weights, then the model."""

@@ -7,6 +7,7 @@ is resumed by the same call, and a complete one is left as it is.
 
 import functools
 import logging
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,8 @@ class Stage(Generic[Config]):
         """Those of them of which it keeps two."""
         self.start: Mapping[str, float] | None = None
         """Domain weights before the first step, where they are to be learned."""
+        self.mu, self.most_score = 1.0, math.inf
+        """How scores move these weights: the Bregman coefficient, and what scores are cut to."""
         self.options: Json = {}
         """What the trainer is told beside what every stage's is."""
         self.resolved: Json = {}
@@ -116,10 +119,6 @@ class Stage(Generic[Config]):
     def num_lost(self, trainer: Any) -> int:
         """Steps of the whole run that moved nothing."""
         return 0
-
-    def warnings_of(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
-        """What is wrong with the weights in a line of metrics.jsonl; see `health.TOLD`."""
-        return {}
 
     def check_outcome(self, trainer: Any) -> None:
         """Raise `health.Diverged`, on all ranks, where the result would mean nothing."""

@@ -158,8 +158,8 @@ class StopWhenTold(TrainerCallback):
 class RecordedTrainer(Trainer, TrainerCallback):
     """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only.
 
-    `stage` is a `Stage`; asked for are its config, corpus, start, measure and how it is lost. It
-    follows its own steps: lines, held-out losses, lost steps, whole checkpoints, progress bar.
+    `stage` is a `Stage`. It follows its own steps: lines, held-out losses, lost steps, whole
+    checkpoints, progress bar.
     """
 
     state_file = ""
@@ -262,7 +262,9 @@ class RecordedTrainer(Trainer, TrainerCallback):
                 key: value.read() if isinstance(value, ByName) else value
                 for key, value in line.items()
             }
-            if found := self.stage.warnings_of(plain):
+            is_learned = "alpha" in plain and plain["step"] > 0
+            limits = {"mu": self.stage.mu, "high": self.stage.most_score}
+            if is_learned and (found := health.warnings_of(plain, **limits)):
                 plain["warnings"] = found
                 self._warn(plain["step"], found)
             records.append_metrics(self.stage.config.out, plain)
