@@ -564,6 +564,12 @@ def test_weights_of_one_file_in_two_comparisons_are_one_column(tmp_path: Path) -
     assert "stdlib" in report.terminal_table([tmp_path])
 
 
+def test_a_file_called_uniform_is_not_the_baseline(tmp_path: Path) -> None:
+    write_base(tmp_path / "uniform")
+    write_base(tmp_path / "mine", weights="somewhere/uniform", change=-0.1)
+    assert "somewhere/uniform: lower on 7 of 7 domains than uniform" in words_of(tmp_path)
+
+
 def test_unmeasured_and_unfinished_runs_are_told(tmp_path: Path) -> None:
     proxy = write_proxy(tmp_path / "proxy", last_step=50, is_finished=False)
     write_base(tmp_path / "uniform")

@@ -299,10 +299,10 @@ def _comparison(runs: Sequence[Run], proxies: Sequence[Proxy], names: Mapping[Pa
     labels = [label for _, label, _, _ in sources]
     arms = [
         {
-            "label": label if labels.count(label) == 1 else path,
+            "label": label if labels.count(label) == 1 else path or label,
             "about": about,
             "runs": by_source[place, label, about, path],
-            "is_baseline": label == "uniform",
+            "is_baseline": place == 0,
         }
         for place, label, about, path in sources
     ]
