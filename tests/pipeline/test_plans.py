@@ -125,6 +125,11 @@ def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:
     assert {each.weights for each in given if isinstance(each, BaseConfig)} == {str(file)}
     with pytest.raises(ValueError, match="weights are for the experiments universal and regret"):
         check(replace(config, name="doremi"))
+    # Reports find an arm by its label.
+    for name, label in (("universal", "uniform"), ("regret", "DoGE"), ("regret", "regression")):
+        taken = replace(config, name=name, weights=(f"{label}={file}",))
+        with pytest.raises(ValueError, match=f"the experiment has not given; {label} is one of"):
+            planned(taken, tuple("abc"))
 
 
 def test_the_plan_is_commands_that_can_be_run_side_by_side(

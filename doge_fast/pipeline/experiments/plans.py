@@ -113,7 +113,7 @@ def _universal_perplexity(plan: Planner, model: str) -> Json:
         plan.arm(label, "learned", plan.base(f"doremi-{steps}-{model}", each, model=model))
         for steps, label, each in plan.doremis()
     ]
-    arms += given_arms(plan, f"-{model}", model=model)
+    arms += given_arms(plan, [arm["label"] for arm in arms], f"-{model}", model=model)
     return plan.perplexities(
         arms, _paper_table(model), title=f"Base models of size {model}", pairs=_against_doge(arms)
     )

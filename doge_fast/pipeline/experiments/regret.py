@@ -47,7 +47,7 @@ def regret(plan: Planner) -> Plan:
     runs = [*_swarm(plan), *(name for arm in arms for name in arm["runs"])]
     # Draws around learned weights cost what learning these does.
     learned = [name for arm in arms for names in arm.get("spent", ()) for name in names]
-    given = given_arms(plan)
+    given = given_arms(plan, [*(arm["label"] for arm in arms), "regression"])
     own = f"best-of-{plan.config.swarm.mixtures}"
     swarm_paths = tuple(plan.out / RUNS / name for name in runs)
     apart = tuple(name for arm in given for name in arm["runs"])
@@ -76,11 +76,13 @@ def regret(plan: Planner) -> Plan:
     )
 
 
-def given_arms(plan: Planner, ending: str = "", **more: Any) -> list[Json]:
-    """Those of `--weights NAME=FILE`; `more` as for `Planner.base`, `ending` of the runs' names."""
+def given_arms(plan: Planner, taken: Sequence[str], ending: str = "", **more: Any) -> list[Json]:
+    """Those of `--weights NAME=FILE`; `more` as for `Planner.base`, `ending` of the runs' names,
+    `taken` the labels of the arms beside them."""
+    named = read_named(plan.config.weights, domains=plan.domains, taken=taken)
     return [
         plan.arm(label, "given", plan.base(f"given-{label}{ending}", file, **more))
-        for label, file in read_named(plan.config.weights, domains=plan.domains).items()
+        for label, file in named.items()
     ]
 
 

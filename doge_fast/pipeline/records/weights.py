@@ -188,11 +188,18 @@ def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
     return record | {"domains": [by_name[name] for name in domains]}
 
 
-def read_named(items: Sequence[str], *, domains: Sequence[str]) -> dict[str, Path]:
+def read_named(
+    items: Sequence[str], *, domains: Sequence[str], taken: Sequence[str]
+) -> dict[str, Path]:
     """{name: file} of NAME=FILE, each file one that `read_weights` reads.
 
+    Args:
+        items: as they were typed.
+        domains: as for `read_weights`.
+        taken: names that the experiment has given to arms of its own.
+
     Raises:
-        ValueError: one is written otherwise, a name stands twice, or as `read_weights`.
+        ValueError: one is written otherwise, a name stands twice or is taken, or as `read_weights`.
     """
     found: dict[str, Path] = {}
     for item in items:
@@ -201,6 +208,11 @@ def read_named(items: Sequence[str], *, domains: Sequence[str]) -> dict[str, Pat
             raise ValueError(
                 "weights must be NAME=FILE, each with a name of its own, the file a weights.json "
                 f"or a run directory that holds one; got {item!r}."
+            )
+        if name in taken:
+            raise ValueError(
+                f"weights (--weights) need names that the experiment has not given; {name} is one "
+                f"of {', '.join(taken)}. Choose another NAME."
             )
         found[name] = Path(file)
         read_weights(found[name], domains=domains)

@@ -202,12 +202,8 @@ def open_study(runs: Sequence[Path], weights: Sequence[str] = ()) -> Study:
     # Weights that no run of the experiment has learned or used are arms without runs.
     for group in groups if weights else ():
         labels = [arm["label"] for arm in group["arms"]]
-        for label, file in records.read_named(weights, domains=group["aim"]).items():
-            if label in labels:
-                raise ValueError(
-                    f"weights (--weights) need names that the experiment has not given; {label} is "
-                    f"one of {', '.join(labels)}. Choose another NAME."
-                )
+        named = records.read_named(weights, domains=group["aim"], taken=labels)
+        for label, file in named.items():
             given = records.weights_by_name(records.read_weights(file, domains=group["aim"]))
             arm = {"label": label, "about": "given", "weights": given, "runs": []}
             group["arms"].append(arm)
