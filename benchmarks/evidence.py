@@ -11,7 +11,6 @@ training only some, evenly spread, with the first and the last, to six digits.
 """
 
 import argparse
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,17 +113,21 @@ def compared(own: Path, other: Path) -> str:
         other: of another one, with the same targets.
 
     Returns:
-        A row for each target; a column for each arm of both: own perplexity against the other's,
-        with the interval of the paired differences.
+        A row for each target; a column for each arm of both that is not the same in both: own
+        perplexity against the other's, with the interval of the paired differences.
     """
     mine, theirs = _arms_by_target(own), _arms_by_target(other)
-    labels = [label for label in next(iter(mine.values())) if label in next(iter(theirs.values()))]
-    rows = [[target] for target in mine]
-    for row, label in itertools.product(rows, labels):
-        target = row[0]
-        difference = mine[target][label].against(theirs[target][label], [target])
-        row.append(change_text(difference))
-    return as_ascii(text(table_of(["target", *labels], rows)))
+    columns = {
+        label: [mine[target][label].against(theirs[target][label], [target]) for target in mine]
+        for label in next(iter(mine.values()))
+    }
+    told = {
+        label: map(change_text, each)
+        for label, each in columns.items()
+        if any(d.mean for d in each)
+    }
+    rows = [list(row) for row in zip(mine, *told.values(), strict=True)]
+    return as_ascii(text(table_of(["target", *told], rows)))
 
 
 def _arms_by_target(experiment: Path) -> dict[str, dict[str, Arm]]:

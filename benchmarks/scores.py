@@ -5,10 +5,7 @@
     python -m benchmarks.evidence unpack benchmarks/results/evidence-regret.json regret
     python -m benchmarks.scores judge scores.json --swarm regret
 
-    python -m benchmarks.evidence unpack benchmarks/results/evidence-wiki40b.json wiki40b
-    python -m benchmarks.scores learn wiki40b/runs/proxy-for-{ca,nl}-seed0 --only paper common \
-        --out scores-wiki40b.json
-    python -m benchmarks.scores weights scores-wiki40b.json
+    python -m benchmarks.scores weights scores.json
 
 `learn` trains the proxies of runs again, for every score and seed, in a plain loop: every row's
 batch in two halves, one gradient each, all inner products in float32, everything R x R in NumPy and
