@@ -269,7 +269,8 @@ def _check(config: ProfileConfig) -> None:
             was_there = path.exists()
             path.open("a").close()
             if not was_there:
-                path.unlink()
+                # Not the link that leads there.
+                path.resolve().unlink()
 
 
 def _device(config: ProfileConfig) -> torch.device:

@@ -198,10 +198,12 @@ def test_a_setting_out_of_range_is_refused(changes: dict[str, Any], message: str
 
 def test_a_profile_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("{}")
+    link = tmp_path / "link.json"
+    link.symlink_to("linked.json")
     files = {"json": tmp_path / "old.json", "trace": tmp_path / "new.json"}
     with pytest.raises(ValueError, match="model must be a size of the family"):
-        profile(quick(model="huge", **files))
-    assert [file.name for file in tmp_path.iterdir()] == ["old.json"]
+        profile(quick(model="huge", **files, trace_operators=link))
+    assert {file.name for file in tmp_path.iterdir()} == {"old.json", "link.json"}
     assert (tmp_path / "old.json").read_text() == "{}"
 
 

@@ -570,6 +570,14 @@ def test_a_file_called_uniform_is_not_the_baseline(tmp_path: Path) -> None:
     assert "somewhere/uniform: lower on 7 of 7 domains than uniform" in words_of(tmp_path)
 
 
+def test_a_file_called_natural_has_a_column_of_its_own(tmp_path: Path) -> None:
+    """Beside the shares by tokens, which stand there wherever a proxy does."""
+    write_proxy(tmp_path / "proxy")
+    write_base(tmp_path / "mine", weights="somewhere/natural")
+    (heads,) = re.findall(r"domain +natural .*", report.terminal_table([tmp_path]))
+    assert heads.split() == ["domain", "natural", "proxy", "somewhere/natural"]
+
+
 def test_unmeasured_and_unfinished_runs_are_told(tmp_path: Path) -> None:
     proxy = write_proxy(tmp_path / "proxy", last_step=50, is_finished=False)
     write_base(tmp_path / "uniform")

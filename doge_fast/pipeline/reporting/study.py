@@ -376,7 +376,7 @@ def _weights_group(
         first = runs[arm["runs"][0]]
         if arm["about"] == _FROM_FILE and first.weights is not None:
             given.setdefault(str(first.config["weights"]), arm | {"runs": arm["runs"][:1]})
-    labels = [arm["label"] for arm in given.values()]
+    labels = [arm["label"] for arm in (*arms, *given.values())]
     arms += [
         arm if labels.count(arm["label"]) == 1 else arm | {"label": path}
         for path, arm in given.items()
