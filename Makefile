@@ -7,6 +7,11 @@ CONSTRAINTS := .ci/constraints.txt
 # One stamp per set of extras and torch, so that another TORCH= installs again.
 STAMP = $(VENV)/.installed-$(1)-$(subst /,_,$(TORCH))
 
+# Where the home cannot be written, what we and others keep between runs lies beside the environment.
+ifeq ($(shell test -w "$$HOME" && echo yes),)
+export XDG_CACHE_HOME ?= $(abspath $(VENV))/cache
+endif
+
 # Half an environment is none: Debian without python3-venv leaves one that has no pip.
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all soak mutants fuzz sanitize bench docs notebook lint typecheck format check-wheel address release clean

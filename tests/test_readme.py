@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import doge_fast
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md"]
@@ -93,6 +95,20 @@ def test_make_has_what_is_asked_of_it() -> None:
     assert len(made) >= 2
     # What a change must pass leaves nothing out but the soak.
     assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not there")
+@pytest.mark.parametrize(("chosen", "used"), [(None, "/.venv/cache"), ("/own", "/own")])
+def test_make_has_a_cache_where_the_home_cannot_be_written(
+    chosen: str | None, used: str, tmp_path: Path
+) -> None:
+    (tmp_path / "show.mk").write_text("show:\n\t@echo $$XDG_CACHE_HOME\n", encoding="utf-8")
+    told = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "none")}
+    told |= {} if chosen is None else {"XDG_CACHE_HOME": chosen}
+    make = ["make", "-f", str(ROOT / "Makefile"), "-f", "show.mk", "show"]
+    assert printed_by(*make, cwd=tmp_path, env=told).strip().endswith(used)
+    home = told | {"HOME": str(tmp_path)}
+    assert printed_by(*make, cwd=tmp_path, env=home).strip() == (chosen or "")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not there")
