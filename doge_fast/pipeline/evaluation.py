@@ -125,9 +125,10 @@ def _file(config: EvaluateConfig) -> Path:
 
 
 def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:
-    """Held-out blocks of the run's corpus, if it still is that one."""
+    """Held-out blocks of the run's corpus, if it still is that one; domains may have come to it."""
     own, trained_on = record["config"]["corpus"], record["corpus"]
-    corpus = load_corpus(filled(CorpusConfig(), own), targets=tuple(trained_on["targets"]))
+    asked = replace(filled(CorpusConfig(), own), domains=tuple(trained_on["domains"]))
+    corpus = load_corpus(asked, targets=tuple(trained_on["targets"]))
     expected, found = trained_on["tokenizer_sha256"], corpus.tokenizer_sha256
     if expected != found:
         raise ValueError(
@@ -135,7 +136,7 @@ def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]
             f"{found[:12]} now, so its files have changed. Restore them, or train again."
         )
     before, now = _documents(trained_on), _documents(corpus.describe())
-    if changed := [name for name in before | now if before.get(name) != now.get(name)]:
+    if changed := [name for name in before if before[name] != now[name]]:
         raise ValueError(
             f"{config.run} was trained on another corpus: {own['data']} holds other text of "
             f"{', '.join(changed)} now. Restore it, or train again."

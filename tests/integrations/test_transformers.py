@@ -929,7 +929,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
         return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
 
     options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
-    assert DoGETrainer(**options, optimizers=(ready(), None))._rows() == ("x", "y")
+    assert DoGETrainer(**options, optimizers=(ready(), None))._steps().rows == ("x", "y")
     with pytest.raises(
         ValueError, match=r"\['y', 'x'\] and the DoGEOptimizer's \['x', 'y'\] differ"
     ):

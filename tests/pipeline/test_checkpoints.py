@@ -208,7 +208,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(
     shutil.copytree(folder / BEFORE, folder / "checkpoint-7")
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == folder / NEWEST
-    told = "checkpoint-7 is damaged: it was written after step 4"
+    told = "checkpoint-7 is damaged: its manifest is not of step 7"
     assert caplog.messages == [f"{run}: {told}. {NEWEST} is used."]
 
 

@@ -402,6 +402,7 @@ def test_a_missing_lm_eval_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "doge_fast.pipeline.fewshot")
+    monkeypatch.delattr("doge_fast.pipeline.fewshot")
     assert cli.main(["evaluate", str(run), "--tasks", "copa"]) == cli.EXIT_REFUSED
     said = capsys.readouterr().err
     assert said == "doge-fast: This verb needs lm_eval, which is not installed: pip install " + (

@@ -132,7 +132,7 @@ def resume_checkpoint(run: Path) -> Path | None:
         try:
             written = read_manifest(checkpoint)
             if written.get("step") != step_of(checkpoint):
-                raise ValueError(f"it was written after step {written.get('step')}")
+                raise ValueError(f"its manifest is not of step {step_of(checkpoint)}")
             resume_metrics(run, written.get(METRICS))
         except ValueError as error:
             damaged.append(f"{checkpoint.name} is damaged: {str(error).rstrip('.')}")
