@@ -343,8 +343,9 @@ def test_drift_is_that_of_the_weights_file(runs: Path, page: Page) -> None:
     distance = sum(abs(last[name] - 1 / 7) for name in DOMAINS)
     settled = "has settled" if drift <= 0.05 * distance else "is still moving"
     assert (
-        f"The running average {settled}: the last fifth of the 200 steps reassigned "
-        f"{50 * drift:.1f} % of the tokens; from uniform weights it is {50 * distance:.1f} %."
+        f"The running average {settled}: the last fifth of the 200 steps moved "
+        f"{50 * drift:.1f} % of the tokens between domains; "
+        f"the average lies {50 * distance:.1f} % from uniform weights."
     ) in page.text.replace("\N{NO-BREAK SPACE}", " ")
 
 

@@ -159,11 +159,11 @@ class Proxy:
         moved = self.movement
         drift, distance = _share(moved.drift[-1]), _share(moved.distance[-1])
         told = (
-            f"the last fifth of the {int(moved.steps[-1])} steps reassigned {drift} of the tokens; "
-            f"from uniform weights it is {distance}"
+            f"the last fifth of the {int(moved.steps[-1])} steps moved {drift} of the tokens "
+            f"between domains; the average lies {distance} from uniform weights"
         )
         if moved.spread is not None:
-            told += f", and between seeds {_share(moved.spread[-1])}"
+            told += f", and seeds differ by {_share(moved.spread[-1])}"
         state = "has settled" if moved.is_settled else "is still moving"
         return f"The running average {state if self.has_moved else 'has hardly moved'}: {told}."
 
