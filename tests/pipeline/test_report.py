@@ -724,6 +724,16 @@ def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
     assert most.count("uniform") == max(1, min(2, num_domains - 1))
 
 
+def test_only_domains_above_uniform_get_the_most(tmp_path: Path) -> None:
+    names = ("prose", "verse", "code", "notes")
+    tokens = dict.fromkeys(names, 500_000)
+    logits = (1.5, 0.0, -0.1, -0.2)
+    write_proxy(tmp_path / "proxy", domains=names, tokens=tokens, logits=logits, steps=20)
+    most = page_of(tmp_path).text.split("most goes to ")[1].split(", least to ")[0]
+    assert "prose" in most
+    assert "verse" not in most
+
+
 def test_a_replaced_score_is_told(tmp_path: Path, page: Page) -> None:
     proxy = write_proxy(tmp_path / "proxy", score="published", steps=20)
     assert "published code's score" in page_of(proxy).text

@@ -142,10 +142,11 @@ class Proxy:
         if not self.has_steps:
             return f"{self.label}: has not logged a step yet."
         first, *others = sorted(self.weights.items(), key=lambda item: -item[1].mean)
+        favoured = [item for item in others if item[1].mean * len(self.domains) > 1]
         top = listed(
             f"{name} {weight_text(stat)} ({stat.mean * len(self.domains):.1f}\N{NO-BREAK SPACE}× "
             "uniform)"
-            for name, stat in [first, *others[:-1]][:2]
+            for name, stat in [first, *favoured][:2]
         )
         least = f", least to {others[-1][0]} {weight_text(others[-1][1])}" if others else ""
         count = effective_domains(stat.mean for stat in self.weights.values())
