@@ -343,8 +343,9 @@ def test_drift_is_that_of_the_weights_file(runs: Path, page: Page) -> None:
     distance = sum(abs(last[name] - 1 / 7) for name in DOMAINS)
     settled = "has settled" if drift <= 0.05 * distance else "is still moving"
     assert (
-        f"The running average {settled}: the last fifth of the 200 steps reassigned "
-        f"{50 * drift:.1f} % of the tokens; from uniform weights it is {50 * distance:.1f} %."
+        f"The running average {settled}: the last fifth of the 200 steps moved "
+        f"{50 * drift:.1f} % of the tokens between domains; "
+        f"the average lies {50 * distance:.1f} % from uniform weights."
     ) in page.text.replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -729,6 +730,16 @@ def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
     assert (f"least to {names[0]} " in page.text) is (num_domains > 1)
     most = page.text.split("most goes to ")[1].split("; effectively")[0]
     assert most.count("uniform") == max(1, min(2, num_domains - 1))
+
+
+def test_only_domains_above_uniform_get_the_most(tmp_path: Path) -> None:
+    names = ("prose", "verse", "code", "notes")
+    tokens = dict.fromkeys(names, 500_000)
+    logits = (1.5, 0.0, -0.1, -0.2)
+    write_proxy(tmp_path / "proxy", domains=names, tokens=tokens, logits=logits, steps=20)
+    most = page_of(tmp_path).text.split("most goes to ")[1].split(", least to ")[0]
+    assert "prose" in most
+    assert "verse" not in most
 
 
 def test_a_replaced_score_is_told(tmp_path: Path, page: Page) -> None:

@@ -142,10 +142,11 @@ class Proxy:
         if not self.has_steps:
             return f"{self.label}: has not logged a step yet."
         first, *others = sorted(self.weights.items(), key=lambda item: -item[1].mean)
+        favoured = [item for item in others if item[1].mean * len(self.domains) > 1]
         top = listed(
             f"{name} {weight_text(stat)} ({stat.mean * len(self.domains):.1f}\N{NO-BREAK SPACE}× "
             "uniform)"
-            for name, stat in [first, *others[:-1]][:2]
+            for name, stat in [first, *favoured][:2]
         )
         least = f", least to {others[-1][0]} {weight_text(others[-1][1])}" if others else ""
         count = effective_domains(stat.mean for stat in self.weights.values())
@@ -159,11 +160,11 @@ class Proxy:
         moved = self.movement
         drift, distance = _share(moved.drift[-1]), _share(moved.distance[-1])
         told = (
-            f"the last fifth of the {int(moved.steps[-1])} steps reassigned {drift} of the tokens; "
-            f"from uniform weights it is {distance}"
+            f"the last fifth of the {int(moved.steps[-1])} steps moved {drift} of the tokens "
+            f"between domains; the average lies {distance} from uniform weights"
         )
         if moved.spread is not None:
-            told += f", and between seeds {_share(moved.spread[-1])}"
+            told += f", and seeds differ by {_share(moved.spread[-1])}"
         state = "has settled" if moved.is_settled else "is still moving"
         return f"The running average {state if self.has_moved else 'has hardly moved'}: {told}."
 
