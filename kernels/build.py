@@ -267,8 +267,8 @@ def _locked(path: Path) -> Iterator[bool]:
     """Hold the lock `path`, if the file system has locks; whether it is held."""
     from filelock import FileLock
 
-    # A build that takes longer is ended. A marker file in the place of a lock is waited for as long;
-    # the option that forbids one is unknown to the filelock that torch brings in some environments.
+    # A build that takes longer is ended, and a marker file in the place of a lock is waited for as
+    # long: older versions of filelock do not know the option that forbids one.
     lock = FileLock(path, timeout=_TIMEOUT_S)
     # Without a lock two may build, and either rename gives a whole library.
     with contextlib.suppress(OSError, NotImplementedError):
