@@ -208,7 +208,7 @@ EQUAL = {"a": 4, "b": 4}
 UNEQUAL = {"a": 5, "b": 1, "c": 2, "d": 4}
 
 
-def check(ranks: Ranks, num_ranks: int, *given: Any) -> None:
+def check(ranks: Ranks, num_ranks: int, *given: Any, atol: float = 1e-12) -> None:
     """Ranks end where one process ends, and all of them on the same bits."""
     _, sizes, _, *rest = given
     # Options and loop; one process has all examples.
@@ -218,7 +218,7 @@ def check(ranks: Ranks, num_ranks: int, *given: Any) -> None:
     answers = ranks.run(num_ranks, trained, *given)
     for found in answers:
         for value, expected, first in zip(found, one, answers[0], strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(value, expected, rtol=0, atol=atol)
             assert torch.equal(value, first)
 
 

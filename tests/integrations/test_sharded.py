@@ -165,7 +165,9 @@ def test_a_rank_that_is_alone_has_all_fragments(ranks: Ranks) -> None:
 
 def test_rows_of_fewer_bits(ranks: Ranks) -> None:
     """Rows are rounded after the reduction, so shards round as one process does."""
-    check(ranks, 2, sharded, SIZES, False, {"buffer_dtype": torch.bfloat16}, "", shares)
+    options = {"buffer_dtype": torch.bfloat16}
+    # Plain torch multiplies such rows in float32; rows that are rounded twice are 1e-4 off.
+    check(ranks, 2, sharded, SIZES, False, options, "", shares, atol=1e-7)
 
 
 @pytest.mark.parametrize("deal", [shares, rounds])

@@ -181,8 +181,8 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("stepz: 3", "stepz is no field. The nearest is training.steps."),
-        ("training: {lerning_rate: 3}", "lerning_rate is no field. The nearest is learning_rate"),
+        ("stepz: 3", "stepz is no field. Nearest: training.steps."),
+        ("training: {lerning_rate: 3}", "lerning_rate is no field. Nearest: learning_rate"),
         ("xyzzy: 3", "xyzzy is no field. The fields are out, corpus, model, training"),
         ("training: {steps: many}", 'training: steps is "many". Input should be a valid integer'),
         ("training: 3", "training must be a mapping of fields; it is 3"),

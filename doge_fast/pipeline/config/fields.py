@@ -122,7 +122,7 @@ def _unknown(key: str, config: Any, where: str) -> str:
     told = ", ".join(names[name] for name in near)
     known = ", ".join(field.name for field in dataclasses.fields(config))
     return f"{where}: {key} is no field. " + (
-        f"The nearest is {told}." if told else f"The fields are {known}."
+        f"Nearest: {told}." if told else f"The fields are {known}."
     )
 
 

@@ -183,8 +183,8 @@ class ProxyConfig(_Stage):
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
-    """Write nothing, but time a few steps, and print what the run would read, train and write, and
-    the memory and time that it would take."""
+    """Time a few steps, and print what the run would read, train and write, and the memory and time
+    that it would take. Writes nothing but the cache of tokenised text."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -210,8 +210,8 @@ class BaseConfig(_Stage):
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
-    """Write nothing, but time a few steps, and print what the run would read, train and write, and
-    the memory and time that it would take."""
+    """Time a few steps, and print what the run would read, train and write, and the memory and time
+    that it would take. Writes nothing but the cache of tokenised text."""
 
 
 @dataclass(frozen=True)
