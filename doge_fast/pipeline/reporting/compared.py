@@ -283,8 +283,8 @@ def _targets_table(rows: Rows, changes: Changes, group: Json) -> Table:
         lines.append(Row(target, found))
     told = {"DoGE": "DoGE against uniform", "DoGE, fine-tuned": "both fine-tuned"}
     note = (
-        f"Held-out text of the target. Arms are compared with uniform weights without the target, "
-        f"fine-tuned arms with those weights fine-tuned. {parts.MARKS}"
+        "Held-out text of the target, against uniform weights without it"
+        f"{', both fine-tuned where an arm is' if len(changes) > 1 else ''}. {parts.MARKS}"
         f"{parts.seeds_note(arm for arms in rows.values() for arm in arms.values())}"
     )
     heads = [(arm.label, arm.about) for arm in next(iter(rows.values())).values()]
