@@ -5,6 +5,7 @@ and no rank knows what another has entered until they tell each other, once, whe
 combined.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -219,12 +220,31 @@ class Entries:
 
     # What is refused.
 
-    def refuse_once_more(self, name: str) -> None:
-        """Raise RuntimeError if the domain has been entered as often as agreed."""
+    def refuse_entry(self, name: str) -> None:
+        """Raise RuntimeError where the domain may not be entered now.
+
+        It has been as often as agreed, or accelerate, in the middle of an accumulation, divides its
+        loss by another number of micro-batches than the domain has.
+        """
+        self._refuse_division(name)
         if self.micro_batches is not None and self._times[name] >= self.micro_batches:
             raise RuntimeError(
                 f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
                 f"this step already. {WAY_TO_ACCUMULATE}"
+            )
+
+    def _refuse_division(self, name: str) -> None:
+        accelerate = sys.modules.get("accelerate.state")
+        if accelerate is None or self.micro_batches is None:
+            return
+        # One for all Accelerators of the process.
+        host = accelerate.GradientState()
+        if not host.sync_gradients and host.num_steps not in (1, self.micro_batches):
+            raise RuntimeError(
+                f"accelerate divides losses by gradient_accumulation_steps={host.num_steps}, and "
+                f"domain {name!r} is entered micro_batches={self.micro_batches} times in a step: "
+                "its gradient would be the wrong size. Enter every domain inside each "
+                "`accelerator.accumulate`, and give both numbers the same value."
             )
 
     def refuse_partial(self) -> None:

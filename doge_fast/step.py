@@ -240,7 +240,7 @@ class Step:
         if self.state in (StepState.EMPTY, StepState.ZEROED):
             self._begin()
         for name in names:
-            self.entries.refuse_once_more(name)
+            self.entries.refuse_entry(name)
 
     def _begin(self) -> None:
         params = self._hook()  # First: a host may have put shards in their place.

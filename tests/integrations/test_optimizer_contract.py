@@ -6,6 +6,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -221,35 +222,31 @@ def test_accelerate(given: str, micro: int, clip: float | None) -> None:
     isolated(check_accelerate, given, micro, clip)
 
 
-def one_domain_at_a_time(
-    factor: float, micro: int, *, steps: int = 4, ends_with_loader: bool = False
-) -> DoGEOptimizer:
-    """Steps in which a micro-batch of accelerate's is the batch of one domain."""
-    num_steps = len(DOMAINS) * micro
+def round_by_round(num_steps: int, micro: int | None, *, ends_with_loader: bool) -> DoGEOptimizer:
+    """A loader for each domain, and one micro-batch of each in an accumulation of accelerate's."""
     plugin = GradientAccumulationPlugin(num_steps=num_steps, sync_with_dataloader=ends_with_loader)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model, doge = wrapped(sgd, micro_batches=micro)
     model, optimizer = accelerator.prepare(model, doge)
-    # Each domain's own, of three batches: they end in the middle of steps.
+    # Each of three batches: they end in the middle of steps.
     loaders = [accelerator.prepare(DataLoader(range(3), batch_size=1)) for _ in DOMAINS]
     batches = [itertools.chain.from_iterable(itertools.repeat(loader)) for loader in loaders]
-    for number in range(steps * num_steps):
-        part, row = divmod(number, len(DOMAINS))
+    for part in range(4 * num_steps):
         with accelerator.accumulate(model):
-            next(batches[row])
-            with doge.domain(DOMAINS[row]):
-                accelerator.backward(factor * loss_of(model, part, row))
+            for row, name in enumerate(DOMAINS):
+                next(batches[row])
+                with doge.domain(name):
+                    accelerator.backward(loss_of(model, part, row))
             optimizer.step()
             optimizer.zero_grad()
-    assert doge.num_steps == steps
+    assert doge.num_steps == 4
     return doge
 
 
-def check_one_domain_at_a_time() -> None:
-    """As the page on accelerate says it: the loss times K is a plain loop; without, W / K^2."""
-    micro, num_domains = 2, len(DOMAINS)
+def check_loaders() -> None:
+    """As the page on accelerate has it: a plain loop's scores and weights."""
+    micro = 2
     model, plain = wrapped(sgd, micro_batches=micro)
-    gains = []
     for step in range(4):
         for part in range(micro):
             for row, name in enumerate(DOMAINS):
@@ -257,19 +254,36 @@ def check_one_domain_at_a_time() -> None:
                     (loss_of(model, micro * step + part, row) / micro).backward()
         plain.step()
         plain.zero_grad()
-        gains.append(plain.last.gain)
-    undone = one_domain_at_a_time(num_domains, micro)
-    # The division and the factor round once each.
-    torch.testing.assert_close(undone.last.gain.float(), gains[-1].float())
-    torch.testing.assert_close(undone.alpha_mean.float(), plain.alpha_mean.float())
-    divided = one_domain_at_a_time(1, micro, steps=1)
-    torch.testing.assert_close(num_domains**2 * divided.last.gain.float(), gains[0].float())
+    found = round_by_round(micro, micro, ends_with_loader=False)
+    torch.testing.assert_close(found.last.gain, plain.last.gain)
+    torch.testing.assert_close(found.alpha_mean, plain.alpha_mean)
     with pytest.raises(RuntimeError, match=r"step\(\) needs"):
-        one_domain_at_a_time(num_domains, micro, ends_with_loader=True)
+        round_by_round(micro, micro, ends_with_loader=True)
 
 
-def test_accelerate_with_one_domain_in_a_micro_batch() -> None:
-    isolated(check_one_domain_at_a_time)
+def check_division() -> None:
+    """Losses are not divided by more micro-batches than a domain has, where that can be seen."""
+    micro = 2
+    num_steps = len(DOMAINS) * micro
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
+    for micro_batches, is_refused in ((micro, True), (num_steps, False), (None, False)):
+        model, doge = wrapped(sgd, micro_batches=micro_batches)
+        model, _ = accelerator.prepare(model, doge)
+        words = "divides losses by gradient_accumulation_steps=6"
+        expected = pytest.raises(RuntimeError, match=words) if is_refused else nullcontext()
+        accelerator.step = 0
+        with expected, accelerator.accumulate(model), doge.domain(DOMAINS[0]):
+            accelerator.backward(loss_of(model, 0, 0))
+    # An Accelerator that accumulates nothing now.
+    accelerator.step = num_steps - 1
+    model, doge = wrapped(sgd, micro_batches=micro)
+    with accelerator.accumulate(model), doge.domain(DOMAINS[0]):
+        loss_of(model, 0, 0).backward()
+
+
+@pytest.mark.parametrize("check", [check_loaders, check_division])
+def test_accelerate_with_loaders_of_domains(check: Callable[[], None]) -> None:
+    isolated(check)
 
 
 def check_accelerate_scaler() -> None:
