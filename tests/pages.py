@@ -113,6 +113,8 @@ class Reader:
         elif block.order == "file":
             Path(block.argument).parent.mkdir(parents=True, exist_ok=True)
             Path(block.argument).write_text(block.text, encoding="utf-8")
+        elif block.order == "parse" and block.language == "python":
+            compile(block.text, place, "exec")
         elif block.language == "python":
             self.printed = self._execute(block, place)
         elif block.language == "bash":

@@ -1,6 +1,7 @@
 """The import rule of the house, executed: an import goes strictly down the floors."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,28 @@ def test_no_arrow_points_up_or_sideways(module: str) -> None:
             "doge_fast.kernels"
         )
         assert other < height or is_kernels, f"{module} must not import {imported}"
+
+
+def test_contributing_draws_the_floors() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Floors\n")[2]
+    heights = []
+    for line in page.split("```")[1].splitlines():
+        prefix = "doge_fast.pipeline." if line.startswith("pipeline") else "doge_fast."
+        words = re.sub(r"^pipeline|\(.*\)", "", line).replace(",", " ").split()
+        found = [height for word in words if (height := top(prefix + word)) is not None]
+        heights += [max(found)] if found else []
+    assert len(heights) > 20
+    assert heights == sorted(set(heights), reverse=True)
+
+
+def top(name: str) -> int | None:
+    """The floor of a module; of a folder that of its highest file."""
+    inside = [
+        height
+        for height, names in enumerate(FLOORS)
+        if any(each == name or each.startswith(name + ".") for each in names)
+    ]
+    return max(inside, default=None)
 
 
 # What a room may hold; methods and attributes are counted in the core.

@@ -6,6 +6,7 @@ run, a file, or a baseline, and are written beside the model before the first st
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,8 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import MixtureStage
+
+_log = logging.getLogger(__name__)
 
 
 def train_base(config: BaseConfig) -> Run:
@@ -76,6 +79,7 @@ class BaseStage(MixtureStage[BaseConfig]):
         self.weights = resolve_phases(self.config, self.corpus)
         if self.config.weights not in BASELINES:
             self.resolved = {"initial": _initial(self.config, self.weights, recorded)}
+            _warn_of_other_tokens(Path(self.config.weights), self.corpus)
         phases = f", {len(self.weights)} phases" if len(self.weights) > 1 else ""
         self.outline = [("weights", self.config.weights + phases)]
 
@@ -110,6 +114,16 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
     if config.stages > 1:
         return _curriculum(config, corpus)
     return (Phase(0, records.weights_by_name(record)),)
+
+
+def _warn_of_other_tokens(weights: Path, corpus: Corpus) -> None:
+    tokenizer = records.read_weights(weights).get("tokenizer_sha256")
+    if tokenizer not in (None, corpus.tokenizer_sha256):
+        _log.warning(
+            "%s: learned with another tokenizer, so these are shares of other tokens. Pass the "
+            "--tokenizer of that run.",
+            weights,
+        )
 
 
 def _initial(config: BaseConfig, phases: Sequence[Phase], recorded: Json) -> Json:
