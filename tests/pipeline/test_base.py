@@ -83,6 +83,16 @@ def test_a_proxy_run_gives_its_average_weights(
     assert set(records.read_metrics(config.out, kind="train")[-1]["tokens"]) == set(NAMES[:3])
 
 
+def test_weights_of_other_tokens_are_used_with_a_word(
+    base: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = train_base(base("first", steps=2, warmup_steps=0)).path
+    train_base(base("same", steps=2, warmup_steps=0, weights=str(first)))
+    assert "another tokenizer" not in caplog.text
+    train_base(base("other", steps=2, warmup_steps=0, weights=str(first), vocab_size=300))
+    assert f"{first}: learned with another tokenizer" in caplog.text
+
+
 def test_the_seed_gives_the_run_and_the_weights_matter(base: Make, tmp_path: Path) -> None:
     skewed = write_weights(tmp_path / "w.json", dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
     one, two = train_base(base("one")).path, train_base(base("two")).path
