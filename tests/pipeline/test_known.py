@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from doge_fast.pipeline import generated_corpus, stage
+from doge_fast.pipeline import generated_corpus, records, stage
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments import presets
 from doge_fast.pipeline.experiments.runner import run_experiment
@@ -67,10 +67,21 @@ def test_every_case_is_made_and_judged(
         assert shares[0] == pytest.approx(share)
         odds = [each / (1 - each) / (share / (1 - share)) for each in shares[1:4]]
         assert odds == pytest.approx([1 / 2, 2, 8] if case == "Hidden" else [1 / 8, 1 / 2, 2])
+        labels = [method.label for method in methods[4:]]
+        assert labels == {
+            "Hidden": ["share 0.941", "DoGE"],
+            "Twins": ["DoGE", "DoGE, all as targets"],
+        }.get(case, ["DoGE"])
         measured = [method.measured.mean for method in methods]
         assert min(measured) == 0 < max(measured)
-    assert "code must get less than uniform weights give, 0.250; DoGE gives 0.2" in table
-    assert "code must get more than uniform weights give, 0.333; DoGE gives 0.3" in table
+    assert "code should get less than uniform weights give, 0.250; DoGE gives 0.2" in table
+    assert "code should get more than uniform weights give, 0.333; DoGE gives 0.3" in table
+    twins, unaware = (
+        records.read_config(config.out / "runs" / f"proxy-{name}-seed0")["config"]["target"]
+        for name in ("twins", "twins-universal")
+    )
+    assert twins == ["code", "prose", "table", "verse"]
+    assert unaware == ["universal"]
     # Nothing is made twice.
     monkeypatch.setattr(stage, "train", None)
     before = {file: file.stat().st_mtime_ns for file in corpora.rglob("*.jsonl")}

@@ -30,7 +30,7 @@ _MOST_CHARS = 2_000_000
 _HIDDEN = 0.1
 _FEWEST = 4
 # What the odds of the share in question are multiplied by, in the arms beside uniform.
-_LESS, _MORE = (1 / 8, 1 / 2, 2), (1 / 2, 2, 8)
+_LESS, _MORE = (1 / 8, 1 / 2, 2), (1 / 2, 2, 8, 32)
 _CIPHER = str.maketrans(
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
     "".join(chr(0x0430 + (7 * place) % 26) for place in range(26))
@@ -55,7 +55,7 @@ class Case:
     target: str | None = None
     """Of the out-of-domain cases."""
     aim: tuple[str, ...] = ()
-    """Domains that the loss is averaged over; empty: the target, or all."""
+    """Domains that the loss is averaged over, and DoGE's targets; empty: the target, or all."""
 
 
 def known(plan: Planner) -> Plan:
@@ -138,7 +138,7 @@ def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
     config = with_mu(asked, case.domains, is_targeted=case.target is not None)
     plan = Planner(config, case.domains, whole.out)
     plan.jobs = whole.jobs
-    aimed: dict[str, Any] = {"target": targets} if targets else {}
+    aimed: dict[str, Any] = {"target": case.aim or targets} if case.aim or targets else {}
     learn = plan.proxy(case.name, **aimed)
     arms = [plan.uniform(f"{case.name}-uniform", targets=targets)]
     for file, weights in _ladder(case, folder).items():
@@ -147,6 +147,10 @@ def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
         arms.append(plan.arm(f"share {share:.3f}", "given", base))
     doge = plan.base(f"{case.name}-doge", learn, targets=targets)
     arms.append(plan.arm("DoGE", "learned", doge))
+    if case.aim:
+        # Who does not know that some of the domains are the same.
+        unaware = plan.base(f"{case.name}-universal", plan.proxy(f"{case.name}-universal"))
+        arms.append(plan.arm("DoGE, all as targets", "learned", unaware))
     group = {
         "kind": "regret",
         "title": case.title,

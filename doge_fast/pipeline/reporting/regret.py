@@ -286,16 +286,16 @@ def _sentences(group: Json, found: Regrets) -> Iterator[str]:
     focus = group.get("focus")
     if not group.get("special") or focus not in shares or "uniform" not in shares:
         return
-    # Whether what is learned goes to the side of uniform that it must, and where the best is.
-    side = "more" if group["is_more"] else "less"
-    is_right = (shares[focus] > shares["uniform"]) == group["is_more"]
+    # To which side of uniform the best share lies by construction, as learned and as measured.
+    side, even = "more" if group["is_more"] else "less", shares["uniform"]
     yield (
-        f"{listed(group['special'])} must get {side} than uniform weights give, "
-        f"{shares['uniform']:.3f}; {focus} gives {shares[focus]:.3f}, "
-        f"{'as it must' if is_right else 'the wrong way'}."
+        f"By construction {listed(group['special'])} should get {side} than uniform weights give, "
+        f"{even:.3f}; {focus} gives {shares[focus]:.3f}."
     )
     if found.lowest is not None:
+        lowest = shares[found.lowest]
+        holds = lowest == even or (lowest > even) == group["is_more"]
         yield (
-            f"The lowest loss is that of {found.lowest}, where the share is "
-            f"{shares[found.lowest]:.3f}."
+            f"The lowest loss is that of {found.lowest}, where the share is {lowest:.3f}"
+            f"{'' if holds else ': the construction does not hold on this corpus'}."
         )
