@@ -4,6 +4,7 @@
     python -m benchmarks.evidence unpack benchmarks/results/evidence-ood.json experiments/ood-again
     doge-fast report --runs experiments/ood-again
     python -m benchmarks.evidence compare experiments/ood-unbiased experiments/ood-again
+    python -m benchmarks.evidence compare experiments/universal
 
 What `doge-fast experiment` printed and drew can be made anew from such a file, without the corpus
 and without the models: it holds every record of every finished run as it is, but of the lines of a
@@ -130,6 +131,25 @@ def compared(own: Path, other: Path) -> str:
     return as_ascii(text(table_of(["target", *told], rows)))
 
 
+def against_doge(experiment: Path) -> str:
+    """Base models of one experiment against those at DoGE's weights, seed by seed.
+
+    Args:
+        experiment: its directory; its first table has a loss over several domains.
+
+    Returns:
+        A row for each arm: its average perplexity against DoGE's, with the interval of the paired
+        differences.
+    """
+    study = open_study([experiment])
+    comparisons = (study.comparison(group) for group in study.groups if "rows" not in group)
+    found = next(each for each in comparisons if any(arm.label == "DoGE" for arm in each.arms))
+    arms = {arm.label: arm for arm in found.arms}
+    doge = arms.pop("DoGE")
+    rows = [[label, change_text(arm.against(doge, found.aim))] for label, arm in arms.items()]
+    return as_ascii(text(table_of(["weights", "average against DoGE"], rows)))
+
+
 def _arms_by_target(experiment: Path) -> dict[str, dict[str, Arm]]:
     """{target: {label: its base models}}."""
     study = open_study([experiment])
@@ -142,11 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("do", choices=("pack", "unpack", "compare"))
     parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="?", help="not for the arms of one experiment")
     args = parser.parse_args(arguments)
     if args.do == "compare":
-        print(compared(args.source, args.out))
+        print(compared(args.source, args.out) if args.out else against_doge(args.source))
         return 0
+    if args.out is None:
+        parser.error(f"{args.do} needs the name of what it writes.")
     if args.do == "unpack":
         unpack(json.loads(args.source.read_text(encoding="utf-8")), args.out)
     else:

@@ -161,14 +161,16 @@ def _near(swarm: Swarm) -> Swarm:
 
 def _fitted(swarm: Swarm) -> Regression:
     from sklearn.base import clone
-    from sklearn.model_selection import KFold, cross_val_predict
+    from sklearn.model_selection import GroupKFold, cross_val_predict
 
     inputs_RX = _with_seed(np.array(swarm.weights), np.array(swarm.seeds), swarm)
     losses_RD, laws = np.array(swarm.losses), _laws(swarm)
+    # Runs of one mixture are left out together, whatever their seeds.
+    mixtures_R = [swarm.weights.index(weights) for weights in swarm.weights]
+    folds = GroupKFold(min(_FOLDS, len(set(mixtures_R))), shuffle=True, random_state=0)
     errors = {}
     for name, law in laws.items():
-        folds = KFold(_FOLDS, shuffle=True, random_state=0)
-        left_out = cross_val_predict(law, inputs_RX, losses_RD, cv=folds)
+        left_out = cross_val_predict(law, inputs_RX, losses_RD, cv=folds, groups=mixtures_R)
         errors[name] = _error_of(left_out - losses_RD)
     law = min(errors, key=lambda name: errors[name].average)
     model = laws[law].fit(inputs_RX, losses_RD).best_estimator_

@@ -61,6 +61,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for name in ("wiki40b", "ood"):
             kept, unbiased = folder / f"evidence-{name}", folder / f"evidence-{name}-unbiased"
             found[f"{name} compared"] = evidence.compared(unbiased, kept)
+        for name in ("regret", "universal-long"):
+            found[f"{name} against DoGE"] = evidence.against_doge(folder / f"evidence-{name}")
         for file in sorted(RESULTS.glob("scores-*.json")):
             found[file.stem] = scores.shown(file)
     return found
