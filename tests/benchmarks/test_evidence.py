@@ -72,6 +72,10 @@ def test_the_pages_show_what_the_kept_records_say(told: dict[str, str]) -> None:
     blocks = [block for page in PAGES for block in blocks_of(page)]
     shown = [block.text.strip() for block in blocks if block.language == "none"]
     assert len(shown) >= len(told) > 0
+    # On generated text less of the foreign domains is worse; on real text it is better.
+    failed = "construction does not hold on this corpus"
+    assert failed in " ".join(told["evidence-known"].split())
+    assert failed not in " ".join(told["evidence-known-slimpajama"].split())
     for block in shown:
         assert any(block in each for each in told.values()), block
 

@@ -294,7 +294,7 @@ def _sentences(group: Json, found: Regrets) -> Iterator[str]:
     )
     if found.lowest is not None:
         lowest = shares[found.lowest]
-        holds = lowest == even or (lowest > even) == group["is_more"]
+        holds = lowest > even if group["is_more"] else lowest < even
         yield (
             f"The lowest loss is that of {found.lowest}, where the share is {lowest:.3f}"
             f"{'' if holds else ': the construction does not hold on this corpus'}."
