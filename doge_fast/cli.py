@@ -253,11 +253,6 @@ def _load(packages: Sequence[str]) -> None:
             for package in missing:
                 status.update(f"loading {package} ...")
                 import_module(package)
-    if "transformers" in packages:
-        from transformers.utils import logging as transformers_logging
-
-        # What it reads and writes has bars of ours.
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _in(module: str, function: str) -> Callable[[Any], list[str]]:

@@ -270,8 +270,9 @@ def _open_task(name: str, folder: Path | None) -> Any:
     except Exception as error:
         if folder is None:
             raise RuntimeError(
-                f"The documents of {name} cannot be had from the Hub ({one_line(error)}). Connect "
-                f"this machine, or pass --task-data DIR, a directory with {name}/train.jsonl and "
+                f"The documents of {name} cannot be had from the Hub ({one_line(error)}). "
+                "Without a network, or where its data set is a loading script, which datasets does "
+                f"not run any more, pass --task-data DIR, a directory with {name}/train.jsonl and "
                 f"{name}/validation.jsonl."
             ) from error
         raise ValueError(

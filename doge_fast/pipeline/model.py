@@ -130,12 +130,25 @@ def open_model(name: str | Path) -> PreTrainedModel:
 
 
 @contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers shows no bar for each file of weights: what takes a while has one of ours."""
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """transformers tells of weights in a table; one sentence of ours does."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
-        yield
+        with without_bars():
+            yield
     finally:
         transformers_logging.set_verbosity(before)
 

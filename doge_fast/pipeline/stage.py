@@ -28,7 +28,7 @@ from doge_fast.pipeline import baselines, domains, health, memory, ranks, record
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
-from doge_fast.pipeline.model import build_model
+from doge_fast.pipeline.model import build_model, without_bars
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
@@ -265,7 +265,7 @@ def run(stage: Stage[Any]) -> Path:
     model = prepare(stage, recorded)
     # Every rank has read what there is, before the first one writes.
     training.meet(stage.device)
-    with ExitStack() as held:
+    with ExitStack() as held, without_bars():
 
         def begin() -> Path | None:
             held.enter_context(records.alone(out))

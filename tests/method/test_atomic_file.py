@@ -11,6 +11,10 @@ import pytest
 
 from doge_fast import atomic_file
 
+unix_files = pytest.mark.skipif(
+    os.name == "nt", reason="Windows has no such modes and pipes, and replaces no file that is open"
+)
+
 
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
@@ -24,6 +28,7 @@ def test_text_and_bytes(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"a.txt"}
 
 
+@unix_files
 def test_many_writers_and_a_reader(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("0" * 100_000)
@@ -48,6 +53,7 @@ def test_many_writers_and_a_reader(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"a.txt"}
 
 
+@unix_files
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
 def test_the_mode_is_that_of_a_new_file(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
@@ -94,6 +100,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert target.read_text() == "new"
 
 
+@unix_files
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
     learn_weights,
@@ -49,6 +51,17 @@ def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path)
     (warning,) = records.read_config(run)["warnings"]
     assert warning.startswith("few: ")
     assert open_runs([run])[0].record["warnings"] == [warning]
+
+
+def test_the_bars_of_transformers_are_off_in_a_run_alone(
+    proxy: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging.enable_progress_bar()
+    run = learn_weights(proxy())
+    assert "|" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
+    open_model(run.path / "model")
+    assert "|" not in capfd.readouterr().err
 
 
 def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
