@@ -4,7 +4,7 @@ In this process, since importing the frameworks costs more than the examples do;
 process of its own shows that they need nothing else.
 """
 
-import dataclasses
+import itertools
 import json
 import os
 import re
@@ -19,15 +19,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from doge_fast import DoGEOptimizer
+from tests.examples import titan
+from tests.packages import installed
+from tests.pages import ROOT, blocks_of
 from tests.processes import printed_by
 from tests.ranks import Ranks, as_launched
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 Run = Callable[..., str]
 
@@ -172,9 +173,9 @@ def test_every_example_is_run_and_says_what_to_copy() -> None:
 # The text about loops of others: its code runs on stand-ins that have what theirs have.
 
 
-def blocks_of(name: str) -> list[str]:
-    text = (EXAMPLES / name).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+def programs() -> list[str]:
+    page = ROOT / "docs/how-to/torchtitan.md"
+    return [block.text for block in blocks_of(page) if block.language == "python"]
 
 
 class Head(torch.nn.Module):
@@ -184,7 +185,7 @@ class Head(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Embedding(8, 8)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         logits: torch.Tensor = self.table(tokens)
         return logits
 
@@ -222,109 +223,111 @@ def expected() -> dict[str, float]:
     return by_hand(2, DoGEOptimizer(inner, domains=domains, max_grad_norm=1.0), model)
 
 
-class Titan:
-    """What torchtitan's Trainer has when its __init__ is done, as far as a step needs it."""
+class Numbers:
+    """A tokenizer of texts that are numbers."""
 
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config:
-        training: Any = None
+    def encode(self, text: str, *, add_bos: bool, add_eos: bool) -> list[int]:
+        return [int(word) for word in text.split()]
 
-    def __init__(self, config: Any) -> None:
+
+def write_corpus(folder: Path, rows: int) -> None:
+    """{"text": ...} a line, in the folder that the text for torchtitan reads."""
+    (folder / "corpus").mkdir()
+    for domain in ("arxiv", "book", "code"):
+        texts = [" ".join(map(str, row)) for row in tokens_of(domain, rows).tolist()]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "corpus" / f"{domain}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def titan_text(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """The names that the text for torchtitan defines, in a folder that has a corpus."""
+    patch.chdir(folder)
+    patch.setattr(installed("datasets").config, "HF_DATASETS_CACHE", folder / "cache")
+    namespace: dict[str, Any] = {"__name__": "my_train"}
+    exec(programs()[0], namespace)
+    return namespace
+
+
+def titan_debugmodel(local_batch_size: int = 2) -> titan.Trainer.Config:
+    """Two steps of a model in one table."""
+
+    def model() -> Head:
         torch.manual_seed(0)
-        self.model, self.device, self.step = Head(), torch.device("cpu"), 1
-        is_sharded = dist.is_initialized()
-        self.parallel_dims = types.SimpleNamespace(
-            dp_enabled=is_sharded, get_mesh=lambda name: {"batch": dist.group.WORLD}[name]
-        )
-        if is_sharded:
-            fully_shard(self.model)
-            self.model.set_gradient_divide_factor(1.0)
-            # gloo has no other way not to divide.
-            self.model.set_force_sum_reduction_for_comms(True)
-        self.gradient_accumulation_steps = 3 if is_sharded else 6
-        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
-        self.optimizers = Container([inner])
-        self.lr_schedulers = types.SimpleNamespace(
-            step=schedule.step, get_metrics=lambda: {"lr/SGD": schedule.get_last_lr()[0]}
-        )
-        self.checkpointer = types.SimpleNamespace(maybe_wait_for_staging=lambda: None)
-        self.logged: list[Any] = []
-        self.metrics_processor = types.SimpleNamespace(
-            should_log=lambda step: True,
-            log=lambda *args, extra_metrics: self.logged.append((args, extra_metrics)),
-        )
+        return Head()
 
-    def forward_backward_step(
-        self, *, input_dict: Any, labels: torch.Tensor, global_valid_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        logits = self.model(input_dict["input"]).flatten(0, 1)
-        loss = cross_entropy(logits, labels.flatten(), reduction="sum") / global_valid_tokens
-        loss.backward()
-        return loss
+    training = titan.TrainingConfig(local_batch_size=local_batch_size, seq_len=4, steps=2)
+    return titan.Trainer.Config(model_spec=model, tokenizer=Numbers(), training=training)
 
 
-class Container:
-    def __init__(self, optimizers: list[Any]) -> None:
-        self.optimizers = optimizers
-
-    def step(self) -> None:
-        self.optimizers[0].step()
-
-    def zero_grad(self) -> None:
-        self.optimizers[0].zero_grad()
-
-
-def dist_sum_tensor(value: torch.Tensor, group: Any) -> torch.Tensor:
-    dist.all_reduce(value, group=group)
-    return value
-
-
-def titan_weights() -> tuple[dict[str, float], list[Any]]:
-    """What two steps of the text learn, and what they log; each of two ranks has a row of two."""
+def titan_weights(
+    folder: Path, local_batch_size: int, rounds: int
+) -> tuple[dict[str, float], list[Any], int]:
+    """What two steps of the text learn and log, and the micro-batches of each."""
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch, "torchtitan")
-        stand_in(patch, "torchtitan.components")
-        stand_in(patch, "torchtitan.components.loss", IGNORE_INDEX=-100)
-        stand_in(patch, "torchtitan.distributed")
-        stand_in(patch, "torchtitan.distributed.utils", dist_sum_tensor=dist_sum_tensor)
-        stand_in(patch, "torchtitan.trainer", Trainer=Titan)
-        base = Titan.Config(training=types.SimpleNamespace(max_norm=1.0))
-        stand_in(patch, "torchtitan.models")
-        stand_in(patch, "torchtitan.models.llama3")
-        registry = "torchtitan.models.llama3.config_registry"
-        stand_in(patch, registry, llama3_debugmodel=lambda: base)
-        namespace: dict[str, Any] = {"__name__": "my_train"}
-        exec(blocks_of("torchtitan_and_torchtune.md")[0], namespace)
-        config = namespace["doge_debugmodel"]()
+        titan.put_in_place(patch, lambda: titan_debugmodel(local_batch_size))
+        config = titan_text(patch, folder)["doge_debugmodel"]()
         # A graph would replay the backward pass without the hooks.
         assert config.training.disable_cuda_graphs
-        trainer = namespace["DoGETitan"](config)
-
-    mine = [dist.get_rank()] if dist.is_initialized() else [0, 1]
-
-    def batches() -> Iterator[Any]:
-        while True:
-            for number in mine:
-                for name in ("code", "arxiv", "book"):
-                    row = tokens_of(name)[number : number + 1]
-                    yield {"input": row[:, :-1], "domain": name}, row[:, 1:]
-
-    iterator = batches()
-    for _ in range(2):
-        trainer.train_step(iterator)
-    return trainer.doge.weights, trainer.logged
+        # As on the command line.
+        config.training.global_batch_size *= rounds
+        trainer = config.build()
+        trainer.train()
+    return trainer.doge.weights, trainer.logged, trainer.gradient_accumulation_steps
 
 
 def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
-    ranks: Ranks, expected: dict[str, float]
+    ranks: Ranks, expected: dict[str, float], tmp_path: Path
 ) -> None:
-    weights, logged = titan_weights()
+    write_corpus(tmp_path, rows=2)
+    weights, logged, num_micro_batches = titan_weights(tmp_path, 2, rounds=1)
+    assert num_micro_batches == 3
     assert weights == pytest.approx(expected, rel=1e-6)
+    assert weights_in(tmp_path) == weights
     assert logged[-1][1].keys() == {"lr/SGD", *(f"alpha_mean/{name}" for name in expected)}
-    for theirs, said in ranks.run(2, titan_weights):
+    # A row of two in each micro-batch: twice each domain, or once on each of two ranks.
+    parts = [titan_weights(tmp_path, 1, 2), *ranks.run(2, titan_weights, tmp_path, 1, 1)]
+    assert [number for _, _, number in parts] == [6, 3, 3]
+    for theirs, said, _ in parts:
         assert theirs == pytest.approx(expected, rel=1e-6)
         assert said[-1][0] == pytest.approx(logged[-1][0], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", ["stand-in", "torchtitan"])
+def test_the_loader_for_torchtitan_takes_turns_and_goes_on_after_a_checkpoint(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "torchtitan":
+        installed("torchtitan.trainer")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+    else:
+        titan.put_in_place(monkeypatch, titan_debugmodel)
+    write_corpus(tmp_path, rows=4)
+    config = titan_text(monkeypatch, tmp_path)["doge_debugmodel"]()
+    assert config.training.global_batch_size == 3 * config.training.local_batch_size
+
+    def loader() -> Any:
+        return config.dataloader.build(
+            dp_world_size=1,
+            dp_rank=0,
+            tokenizer=Numbers(),
+            seq_len=4,
+            local_batch_size=2,
+            snapshot_every_n_steps=3,
+        )
+
+    cut, other = loader(), loader()
+    first = list(itertools.islice(cut, 3))
+    other.load_state_dict(cut.state_dict())
+    given = first + list(itertools.islice(other, 3))
+    for number, (inputs, labels) in enumerate(given):
+        domain = ["arxiv", "book", "code"][number % 3]
+        rows = tokens_of(domain, 4).split(2)[number // 3]
+        assert inputs.keys() == {"input", "positions", "domain"}
+        assert inputs["domain"] == domain
+        assert torch.equal(inputs["input"], rows[:, :-1])
+        assert torch.equal(inputs["positions"], torch.arange(4).expand(2, -1))
+        assert torch.equal(labels, rows[:, 1:])
 
 
 class Tune:
@@ -362,7 +365,7 @@ def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(
     stand_in(monkeypatch, "torchtune", config=types.SimpleNamespace(parse=lambda main: main))
     stand_in(monkeypatch, "full_finetune_single_device", FullFinetuneRecipeSingleDevice=Tune)
     namespace: dict[str, Any] = {"__name__": "my_recipe"}
-    exec(blocks_of("torchtitan_and_torchtune.md")[1], namespace)
+    exec(programs()[1], namespace)
 
     class Loader:
         sampler = types.SimpleNamespace(set_epoch=lambda epoch: None)
