@@ -37,7 +37,7 @@ _ASYMPTOTES = (0.0, 0.5, 0.8, 0.95)
 # Simple laws hold nearby alone, so runs whose mean loss is so much above the lowest of their seed
 # are left out; never more than half of all.
 _REACH = 0.1
-# Of a weight, for slopes.
+# Of a weight, for slopes; less than it is rounding.
 _NUDGE = 1e-6
 _BOOTSTRAPS = 200
 
@@ -95,6 +95,13 @@ class Regression:
     def loss_B(self, weights_RK: Floats) -> Floats:
         """[B, R]: likewise of every refit."""
         return np.stack([_mean_loss(model, self.swarm, weights_RK) for model in self.refits])
+
+    def has_tried(self, weights_K: Floats) -> bool:
+        """Whether all weights lie in the range that the swarm has of their domains."""
+        tried_RK = np.array(self.swarm.weights)
+        is_below_K = weights_K < tried_RK.min(0) - _NUDGE
+        is_above_K = weights_K > tried_RK.max(0) + _NUDGE
+        return not (is_below_K | is_above_K).any()
 
     @property
     def spread(self) -> Error:

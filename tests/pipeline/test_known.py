@@ -9,7 +9,9 @@ import pytest
 
 from doge_fast.pipeline import generated_corpus, records, stage
 from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments import presets
+from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting import regret
 from doge_fast.pipeline.reporting.study import open_study
@@ -108,6 +110,7 @@ def test_without_a_corpus_text_is_generated(tmp_path: Path) -> None:
     [
         ({"corpus": {"domains": ("code", "prose", "verse")}}, "known needs 4 domains and more"),
         ({"targets": ("nowhere",)}, "targets must name domains of"),
+        ({"targets": ("code", "prose")}, "known has one target; got code, prose"),
     ],
 )
 def test_refusals(experiment: Make, changes: dict[str, object], sentence: str) -> None:
@@ -116,3 +119,19 @@ def test_refusals(experiment: Make, changes: dict[str, object], sentence: str) -
         run_experiment(config)
     assert config.out is not None
     assert not config.out.exists()
+
+
+def test_the_target_is_a_domain_in_use(tmp_path: Path) -> None:
+    changes = {"corpus": {"domains": tuple("abcd")}, "targets": ("e",)}
+    config = filled(presets.preset_of("known", data="x"), changes)
+    with pytest.raises(ValueError, match="which are a, b, c, d; e is not among them"):
+        plan_of(config, tuple("abcde"), tmp_path)
+
+
+def test_an_unbiased_score_needs_pairs_where_a_trained_domain_is_a_target(tmp_path: Path) -> None:
+    """The twins' targets are trained on, also where a batch of all stands for all."""
+    changes = {"proxy": {"score": "unbiased", "target_batch": "mix", "sequences_per_domain": 3}}
+    config = filled(presets.preset_of("known", data="x"), changes)
+    with pytest.raises(ValueError, match="sequences_per_domain must be even"):
+        plan_of(config, tuple("abcd"), tmp_path)
+    plan_of(replace(config, name="ood"), tuple("abcd"), tmp_path)

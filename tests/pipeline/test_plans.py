@@ -101,15 +101,21 @@ def test_another_target_has_a_pace_of_its_own() -> None:
             assert found[f"proxy-{name}-seed0"] == pytest.approx(mu)
 
 
-def test_a_case_with_a_mixed_target_has_the_pace_of_one_target() -> None:
-    """W towards one batch of all domains spreads as towards one target, in every case."""
-    # Of one target, of seven domains and of eight: a case has one of them twice.
-    for batch, mus in (("same", [0.02, 0.08, 0.09]), ("mix", [0.02])):
+def test_a_case_has_the_pace_of_its_targets() -> None:
+    """Those that it names; a batch of all domains is one, and stands for all of them alone."""
+    # The twins' seven are named; all eight are the domains that they are trained on.
+    for batch, mus, unaware in (("same", [0.02, 0.08, 0.09], 0.09), ("mix", [0.02, 0.08], 0.02)):
         config = filled(preset_of("known", data="x"), {"proxy": {"target_batch": batch}})
-        jobs = [job.config for job in planned(config, SLIMPAJAMA).jobs]
-        assert sorted({job.mu for job in jobs if isinstance(job, ProxyConfig)}) == pytest.approx(
-            mus
-        )
+        jobs = {job.name: job.config for job in planned(config, SLIMPAJAMA).jobs}
+        proxies = [job for job in jobs.values() if isinstance(job, ProxyConfig)]
+        assert sorted({job.mu for job in proxies}) == pytest.approx(mus)  # type: ignore[type-var]
+        for name, target, mu in (
+            ("twins", SLIMPAJAMA, 0.08),
+            ("twins-universal", ("universal" if batch == "same" else "mix",), unaware),
+        ):
+            told = jobs[f"proxy-{name}-seed0"]
+            assert isinstance(told, ProxyConfig)
+            assert (told.target, told.mu) == (target, pytest.approx(mu))
 
 
 def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Runs:
         def is_made(name: str) -> bool:
             return (self.folder / name).exists()
 
-        queue.work(needs, self.make, is_there=is_made, is_made=is_made, worker=worker)
+        queue.work(needs, self.make, is_made=is_made, worker=worker)
 
 
 def events_of(folder: Path) -> list[str]:
@@ -113,7 +113,7 @@ def test_a_failure_stops_what_reads_it_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_pause")
 def test_a_run_that_is_never_complete_is_not_made_for_ever(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
-    queue.work({"a": []}, lambda _: None, is_there=lambda _: True, is_made=lambda _: False)
+    queue.work({"a": []}, lambda _: None, is_made=lambda _: False)
     assert queue.failure("a") == "a was made and is not complete"
 
 

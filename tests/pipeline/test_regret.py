@@ -13,10 +13,15 @@ import pytest
 from benchmarks import evidence
 from doge_fast import cli
 from doge_fast.pipeline import records, stage, swarm
-from doge_fast.pipeline.config import ExperimentConfig
+from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ExperimentConfig
 from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.experiments import runner
+from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
+from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting import regret
+from doge_fast.pipeline.reporting.statistics import NO_PAIR, Arm, compared
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.swarm import LINEAR, MIXING, Swarm
 
@@ -25,6 +30,8 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 Make = Callable[..., ExperimentConfig]
 Matrix = np.ndarray
 NAMES = tuple("abcde")
+# Of the small corpus.
+DOMAINS = ("code", "prose", "table", "verse")
 # Of a domain for another: each helps itself most, and a helps all.
 HELP = 0.1 * np.eye(5) + 0.01 + 0.04 * (np.arange(5) == 0)
 
@@ -118,8 +125,30 @@ def test_every_method_is_judged_by_the_swarm(
 ) -> None:
     config = experiment("regret", doremi={"steps": (2,)}, proxy={"steps": 2}, base={"steps": 2})
     assert config.out is not None
+
+    # The regression waits until its whole swarm is measured; trained is not enough.
+    def fail_once(asked: EvaluateConfig) -> None:
+        if asked.run.name == "base-drawn-6-seed0":
+            raise ValueError("no measure of this one.")
+        evaluate(asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "evaluate", fail_once)
+        with pytest.raises(RuntimeError, match="2 of 16 runs are not complete") as failed:
+            run_experiment(config)
+    assert "base-drawn-6-seed0: no measure of this one" in str(failed.value)
+    assert "base-best-of-8-seed0: reads a run that is not complete" in str(failed.value)
+    with pytest.raises(ValueError, match="reads base-drawn-6-seed0, not complete yet"):
+        run_experiment(replace(config, only=("base-best-of-8-seed0",)))
+    (best,) = (job for job in plan_of(config, DOMAINS, config.out).jobs if "best" in job.name)
+    assert best.recipe is not None
+    assert isinstance(best.config, BaseConfig)
+    with pytest.raises(RuntimeError, match="base-drawn-6-seed0 has not been measured"):
+        best.recipe(best.config)
+
     table, _ = run_experiment(config)
     assert "Regret: distance from the best" in table
+    assert "trained at another mixture" not in table
     study = open_study([config.out])
     (group, *_) = study.groups
     found = regret.regrets_of(study, group)
@@ -167,6 +196,10 @@ def test_every_method_is_judged_by_the_swarm(
     assert {run.name for run in more.swarm} - own == {"base-same", "base-other"}
     swarm_read = swarm.read([run.path for run in more.swarm], group["aim"])
     assert len(swarm_read.losses) == 13
+    # What was trained before is not what the regression finds now, and both are shown.
+    told = " ".join(terminal_table([config.out]).split())
+    assert "The base models of regression were trained at another mixture" in told
+    assert "DoReMi, 2 steps regression" in told
     kept = evidence.packed(config.out)["runs"]
     assert {"base-other", "base-larger"} < set(kept)
     for name in ("same", "other", "larger"):
@@ -185,6 +218,13 @@ def test_every_method_is_judged_by_the_swarm(
     )
     predicted = re.compile(r"[+-]\d+\.\d % \[.*?\]")
     assert predicted.findall(uniform_line)[0] == predicted.findall(even_line)[0]
+    # Of weights that are far from all that were tried nothing is said.
+    records.write_weights(given, entries_of(dict.fromkeys(group["aim"], 0.0) | {"code": 1.0}))
+    assert cli.main([*words, f"alone={given}"]) == 0
+    printed = capsys.readouterr().out
+    (alone_line,) = (line for line in printed.splitlines() if line.startswith("alone "))
+    assert not predicted.findall(alone_line)
+    assert "Nothing is predicted of alone: a weight is outside" in " ".join(printed.split())
     assert cli.main([*words, "even"]) == 2
     assert "weights must be NAME=FILE" in capsys.readouterr().err
     # Nor is what base models of another method came to told of them.
@@ -203,8 +243,7 @@ def test_every_method_is_judged_by_the_swarm(
 
 def test_given_weights_are_arms_of_a_plan(experiment: Make, tmp_path: Path) -> None:
     file = tmp_path / "given.json"
-    names = ("code", "prose", "table", "verse")
-    records.write_weights(file, entries_of(dict.fromkeys(names, 0.25)))
+    records.write_weights(file, entries_of(dict.fromkeys(DOMAINS, 0.25)))
     config = experiment("regret", weights=(f"mine={file}",))
     lines = "\n".join(run_experiment(replace(config, plan=True)))
     assert "--only base-given-mine-seed0" in lines
@@ -213,3 +252,36 @@ def test_given_weights_are_arms_of_a_plan(experiment: Make, tmp_path: Path) -> N
         run_experiment(config)
     assert config.out is not None
     assert not config.out.exists()
+
+
+def test_a_domain_alone_is_refused(experiment: Make) -> None:
+    config = experiment("regret", corpus={"domains": ("prose",)})
+    with pytest.raises(ValueError, match="regret needs 2 domains and more; got prose"):
+        run_experiment(config)
+    assert config.out is not None
+    assert not config.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ((0.1,), "does not hold on this corpus, by one seed"),
+        ((-0.1,), "the construction holds on this corpus, by one seed"),
+        ((0.1, -0.09, 0.1), "whether the construction holds on this corpus is undecided"),
+        ((0.1, 0.11, 0.1), "the construction does not hold on this corpus."),
+        ((-0.1, -0.11, -0.1), "the construction holds on this corpus."),
+    ],
+)
+def test_a_construction_is_judged_by_both_sides(changes: tuple[float, ...], sentence: str) -> None:
+    """The best arm with less than uniform's share against the best with as much and more."""
+    arms, methods = [], []
+    for label, share, above in (("uniform", 0.5, 0.0), ("less", 0.2, 0.0), ("more", 0.8, 1.0)):
+        by = changes if label == "less" else [above] * len(changes)
+        losses = {seed: {"a": 3.0 + seed + each} for seed, each in enumerate(by)}
+        arms.append(Arm(label, "", {}, losses, is_baseline=label == "uniform"))
+        methods.append(regret.Method(label, "", {}, NO_PAIR, NO_PAIR, share, 0.0))
+    group = {"special": ["b"], "is_more": False, "focus": "less", "aim": ["a"], "arms": []}
+    found = regret.Regrets(methods, None, compared(group, arms), ())
+    *_, told = regret._sentences(group, found)
+    assert sentence in told
+    assert "that of less, 0.200; against the lowest of the others, uniform, 0.500" in told

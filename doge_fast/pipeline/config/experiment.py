@@ -66,7 +66,8 @@ class ProxyArmsConfig:
     score: Literal["paper", "published", "unbiased"] = "paper"
     """The score of the paper, of its published code or unbiased, as for `doge-fast proxy`."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
-    """Clip each domain's gradient to this norm before scoring; 0 or None: do not clip."""
+    """Clip each domain's gradient to this norm before scoring; 0 or None: do not clip. Of no effect
+    with the score unbiased."""
     target_batch: Literal["same", "mix"] = "same"
     """universal: compute W against the batches that train the proxy (same), or against held-out
     batches of all domains (mix)."""

@@ -155,11 +155,13 @@ class ProxyConfig(_Stage):
     score: Literal["paper", "published", "unbiased"] = "paper"
     """paper: the score W as in the paper. published: as in the published code, W over the mean norm
     of the domains' gradients, clipped to [0, 5]. unbiased: W without the noise of a batch, all
-    gradients on one scale; towards all domains at once it keeps twice as many gradients."""
+    gradients on one scale, so that domain_max_grad_norm has no effect; towards all domains at once
+    it keeps twice as many gradients."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may
-    decide everything, because W grows with the square of the gradients."""
+    decide everything, because W grows with the square of the gradients. Of no effect with the
+    score unbiased."""
     smoothing: Share = 0.0
     """Share of uniform weights that is mixed in at every step."""
     init_weights: Path | None = None

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from doge_fast.pipeline import generated_corpus
+from doge_fast.pipeline import generated_corpus, named
 from doge_fast.pipeline.config import CorpusConfig, ExperimentConfig
 from doge_fast.pipeline.experiments.planner import Json, Plan, Planner
-from doge_fast.pipeline.experiments.presets import is_generated, with_mu
+from doge_fast.pipeline.experiments.presets import is_generated
 from doge_fast.pipeline.records.weights import write_weights
 from doge_fast.pipeline.sources import find_parts
 
@@ -63,9 +63,12 @@ def known(plan: Planner) -> Plan:
     names = plan.domains
     if len(names) < _FEWEST:
         raise ValueError(f"known needs {_FEWEST} domains and more; got {', '.join(names)}.")
+    named.check("targets", plan.config.targets, names, "the experiment")
+    target, *more = plan.config.targets or names[-1:]
+    if more:
+        raise ValueError(f"known has one target; got {', '.join(plan.config.targets)}.")
     groups, learned, corpora = [], [], []
-    plan.check_known("targets", plan.config.targets)
-    for case in _cases(names, (*plan.config.targets, names[-1])[0]):
+    for case in _cases(names, target):
         folder = plan.out / CORPORA / case.name
         group, proxies = _group(plan, case, folder)
         groups.append(group)
@@ -134,12 +137,12 @@ def _group(whole: Planner, case: Case, folder: Path) -> tuple[Json, Json]:
         streaming=False,
     )
     targets = () if case.target is None else (case.target,)
-    asked = replace(whole.asked, corpus=corpus)
-    config = with_mu(asked, case.domains, is_targeted=case.target is not None)
-    plan = Planner(config, case.domains, whole.out)
+    plan = Planner(replace(whole.asked, corpus=corpus), case.domains, whole.out)
     plan.jobs = whole.jobs
-    aimed: dict[str, Any] = {"target": case.aim or targets} if case.aim or targets else {}
-    learn = plan.proxy(case.name, **aimed)
+    # Those that a case names are the targets, whatever stands for all of the domains.
+    aimed = case.aim or targets
+    own: dict[str, Any] = {"target": aimed, "mu": plan.mu_towards(len(aimed))} if aimed else {}
+    learn = plan.proxy(case.name, **own)
     arms = [plan.uniform(f"{case.name}-uniform", targets=targets)]
     for file, weights in _ladder(case, folder).items():
         share = sum(weights[name] for name in case.special)

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from doge_fast.defaults import default_mu
+from doge_fast.objective import UNIVERSAL
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -168,14 +170,20 @@ class Planner:
             "domain_max_grad_norm": told.domain_max_grad_norm or None,
         }
         own |= more
-        needs_pairs = own["score"] == "unbiased" and own["target"] == ("universal",)
-        if needs_pairs and own["sequences_per_domain"] % 2:
+        # As doge_fast.subset.has_halves.
+        counted = {UNIVERSAL, *(own.get("domains") or self.domains)}.intersection(own["target"])
+        if own["score"] == "unbiased" and counted and own["sequences_per_domain"] % 2:
             # Before runs that need no proxy are made.
             raise ValueError(
                 "proxy.sequences_per_domain must be even for the score unbiased, which compares "
                 f"the halves of each domain's batch; got {own['sequences_per_domain']}."
             )
         return partial(self._add, ProxyConfig, name, **own)
+
+    def mu_towards(self, number: int) -> float:
+        """mu of a proxy with so many targets, unless one was asked for."""
+        peak, _ = rates_of(self.asked, self.asked.proxy.model)
+        return self.asked.proxy.mu or default_mu(peak, number)
 
     def base(self, name: str, source: Source, **more: Any) -> Make:
         """Train at weights; `more` are fields of `BaseConfig`, or as for `_add`."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from doge_fast.defaults import default_mu
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments.known import known
 from doge_fast.pipeline.experiments.planner import Json, Plan, Planner
@@ -357,9 +356,8 @@ def _changes(plan: Planner) -> dict[str, dict[str, Any]]:
     peak, end = rates_of(plan.config, told.model)
     target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
     # W towards one target spreads less than towards all, so the target has a mu of its own.
-    other: dict[str, Any] = {"target": name, "mu": mu}
-    if plan.asked.proxy.mu is None:
-        other["mu"] = default_mu(peak, len(plan.domains) if is_mix else 1)
+    own = plan.mu_towards(len(plan.domains) if is_mix else 1)
+    other: dict[str, Any] = {"target": name, "mu": own}
     pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
     changes: dict[str, dict[str, Any]] = {
         "as set": {},

@@ -94,18 +94,11 @@ def is_generated(config: ExperimentConfig) -> bool:
     return config.name == "known" and config.corpus.data == CorpusConfig().data
 
 
-def with_mu(
-    config: ExperimentConfig, names: Sequence[str], *, is_targeted: bool | None = None
-) -> ExperimentConfig:
-    """The experiment with the proxies' mu as a number; `names` are those of the corpus.
-
-    `is_targeted`: whether weights are for one target; None: as the experiment's are.
-    """
+def with_mu(config: ExperimentConfig, names: Sequence[str]) -> ExperimentConfig:
+    """The experiment with the proxies' mu as a number; `names` are those of the corpus."""
     if config.proxy.mu is not None:
         return config
-    if is_targeted is None:
-        is_targeted = config.name in _TARGETED
-    is_universal = not is_targeted and config.proxy.target_batch == "same"
+    is_universal = config.name not in _TARGETED and config.proxy.target_batch == "same"
     total = len(config.corpus.domains or names) if is_universal else 1
     rate, _ = rates_of(config, config.proxy.model)
     return replace(config, proxy=replace(config.proxy, mu=default_mu(rate, total)))

@@ -79,7 +79,6 @@ class Queue:
         runs: Mapping[str, Collection[str]],
         make: Callable[[str], None],
         *,
-        is_there: Callable[[str], bool],
         is_made: Callable[[str], bool],
         worker: str = "",
     ) -> None:
@@ -88,8 +87,7 @@ class Queue:
         Args:
             runs: {name: names of the runs that it reads}.
             make: makes a run, goes on with one, or finds it complete.
-            is_there: whether a run can be read.
-            is_made: whether nothing is left to do for a run.
+            is_made: whether nothing is left to do for a run, so that others can read it.
             worker: who this is, for the events.
         """
         numbers = {name: f"run {n} of {len(runs)}: {name}" for n, name in enumerate(runs, start=1)}
@@ -99,14 +97,14 @@ class Queue:
         def is_settled(name: str) -> bool:
             if is_made(name) or self._failed(name).exists():
                 return True
-            return any(is_settled(each) and not is_there(each) for each in runs.get(name, ()))
+            return any(is_settled(each) and not is_made(each) for each in runs.get(name, ()))
 
         def make_whole(name: str) -> None:
             make(name)
             assert is_made(name), f"{name} was made and is not complete"
 
         def is_tried(name: str) -> bool:
-            if not all(map(is_there, runs[name])):
+            if not all(map(is_made, runs[name])):
                 return False
             try:
                 claim = locks[name].acquire(timeout=0)

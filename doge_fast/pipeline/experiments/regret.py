@@ -35,6 +35,8 @@ _SMOOTHING = 0.02
 
 def regret(plan: Planner) -> Plan:
     """Every method's distance from the best mixture, predicted and measured."""
+    if len(plan.domains) < 2:
+        raise ValueError(f"regret needs 2 domains and more; got {', '.join(plan.domains)}.")
     arms = [
         plan.uniform(),
         plan.natural(),
@@ -122,9 +124,18 @@ def _write_drawn(
 
 
 def _write_best(config: BaseConfig, *, swarm: tuple[Path, ...], apart: tuple[str, ...]) -> None:
-    """The weights that are best by the regression over a swarm; `apart` is not part of it."""
+    """The weights that are best by the regression over a swarm; `apart` is not part of it.
+
+    Raises:
+        RuntimeError: a run of the swarm has not been measured as the others have.
+    """
     names = config.corpus.domains
     runs = swarm_of(open_runs([config.out.parent]), apart, open_runs(swarm[:1])[0])
+    if missing := {path.name for path in swarm} - {run.name for run in runs}:
+        raise RuntimeError(
+            f"The best mixture follows from the whole swarm; {', '.join(sorted(missing))} has not "
+            "been measured as the rest. Repeat the command, which does that first."
+        )
     read = swarms.read([run.path for run in runs], names)
     _write(Path(config.weights), "regression", names, swarms.fitted(read).best_K)
 

@@ -145,7 +145,7 @@ def _chosen(plan: Plan) -> list[Job]:
         )
     for name in only:
         needed = [each for each in plan.needed_by(by_name[name]) if each not in only]
-        if missing := [each for each in needed if not _is_there(by_name[each])]:
+        if missing := [each for each in needed if not _is_made(by_name[each], plan)]:
             raise ValueError(f"{name} reads {', '.join(missing)}, not complete yet: run it first.")
     return [job for job in plan.jobs if not only or job.name in only]
 
@@ -164,7 +164,6 @@ def _work(queue: Queue, plan: Plan, jobs: Sequence[Job], worker: str = "") -> No
     queue.work(
         {job.name: plan.needed_by(job) for job in jobs},
         make,
-        is_there=lambda name: _is_there(by_name[name]),
         is_made=lambda name: _is_made(by_name[name], plan),
         worker=worker,
     )
@@ -173,10 +172,10 @@ def _work(queue: Queue, plan: Plan, jobs: Sequence[Job], worker: str = "") -> No
 def _check_made(queue: Queue, plan: Plan, jobs: Sequence[Job]) -> None:
     """Raise RuntimeError where runs were not made, with the reason of each."""
     reasons: dict[str, list[str]] = {}
-    there = {job.name for job in plan.jobs if _is_there(job)}
+    made = {job.name for job in plan.jobs if _is_made(job, plan)}
     for job in jobs:
-        if not _is_made(job, plan):
-            lost = not there.issuperset(plan.needed_by(job))
+        if job.name not in made:
+            lost = not made.issuperset(plan.needed_by(job))
             unknown = "reads a run that is not complete" if lost else "no worker came to its end"
             reasons.setdefault(queue.failure(job.name) or unknown, []).append(job.name)
     if reasons:
@@ -219,7 +218,7 @@ def _train(job: Job) -> None:
 
 
 def _is_there(job: Job) -> bool:
-    """Whether a run can be read by others."""
+    """Whether a run has been trained."""
     if isinstance(job.config, SelectConfig):
         return is_selected(job.config)
     return records.is_finished(job.config.out)

@@ -140,8 +140,9 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
 def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
     """Raise ValueError where a directory holds another experiment, or something else.
 
-    Runs may be added to an experiment, by more seeds and mixtures; nothing else may change. What is
-    judged by a swarm, `apart` in its group, comes and goes.
+    Runs may be added to an experiment, by more seeds, or by more mixtures where there is a swarm,
+    whose mixtures are dealt over the seeds; nothing else may change. What is judged by a swarm,
+    `apart` in its group, comes and goes.
     """
     if not (out / EXPERIMENT).exists():
         check_empty(out)
@@ -150,19 +151,22 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
         return
     known, asked = read_experiment(out), plain(record)
     apart = {name for group in known["groups"] for name in group.get("apart", ())}
+    more = "mixtures" if any(group.get("swarm") for group in known["groups"]) else "seeds"
     # Groups follow from the rest.
     for key in ("name", "preset", "title", "question", "settings", "data", "runs"):
-        was, now = known[key], asked[key]
+        was, now, told = known[key], asked[key], key
         if key == "settings":
             # Of an earlier version a setting may be gone or not have been there.
-            shared = (was.keys() & now.keys()) - {"seeds", "mixtures"}
-            was, now = ({name: each[name] for name in shared} for each in (was, now))
-        is_same = set(was) - apart <= set(now) if key == "runs" else was == now
+            shared = (was.keys() & now.keys()) - {"mixtures", more}
+            changed = sorted(name for name in shared if was[name] != now[name])
+            is_same, told = not changed, f"settings ({', '.join(changed)})"
+        else:
+            is_same = set(was) - apart <= set(now) if key == "runs" else was == now
         if not is_same:
             raise ValueError(
                 f"{out} holds the experiment {known['name']} with "
-                f"{'other' if key.endswith('s') else 'another'} {key}. Name another directory with "
-                "out, or repeat the command that began it; seeds may be added."
+                f"{'other' if key.endswith('s') else 'another'} {told}. Name another directory "
+                f"with out, or repeat the command that began it; {more} may be added."
             )
 
 

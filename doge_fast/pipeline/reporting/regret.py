@@ -17,6 +17,7 @@ from doge_fast.pipeline.reporting.runs import Run
 from doge_fast.pipeline.reporting.statistics import (
     CONFIDENCE,
     NO_PAIR,
+    Arm,
     Comparison,
     Difference,
     change_of,
@@ -36,6 +37,8 @@ from doge_fast.pipeline.tables import Cell, Row, Table
 
 # Half of the last digit of a change.
 _SHOWN = 0.0005
+# Of a weight: other machines find the same best mixture to less than this.
+_SAME = 0.005
 # What runs at a regression's best mixture are called, whatever it was fitted to.
 BEST = "base-best-of-"
 # Marginal values are those of a weight multiplied by its e-th power.
@@ -50,7 +53,8 @@ class Method(NamedTuple):
     weights: dict[str, float]
     """Mean over seeds."""
     predicted: Difference
-    """Above the best by the regression; its interval is that of the bootstrap."""
+    """Above the best by the regression, where it has tried such weights; its interval is that of
+    the bootstrap."""
     measured: Difference
     """Above the lowest of the methods, seed by seed."""
     share: float
@@ -66,8 +70,6 @@ class Regrets(NamedTuple):
     regression: Regression | None
     """None: the group has no swarm, or too little of it has been measured."""
     comparison: Comparison
-    lowest: str | None
-    """The method with the lowest mean loss over the seeds that all have."""
     swarm: Sequence[Run]
     """What the regression was fitted to."""
 
@@ -82,10 +84,7 @@ def regrets_of(study: Study, group: Json) -> Regrets:
         regression = swarm.fitted(swarm.read([run.path for run in runs], group["aim"]))
     comparison = study.comparison(group)
     aim, arms = comparison.aim, {arm.label: arm for arm in comparison.arms}
-    means = {label: arm.perplexity(aim).mean for label, arm in arms.items()}
-    finite = [label for label in means if np.isfinite(means[label])]
-    lowest = min(finite, key=lambda label: means[label], default=None)
-    methods = []
+    lowest, methods = _lowest(comparison.arms, aim), []
     for arm in group["arms"]:
         label, weights = arm["label"], study.mean_weights(arm)
         if not weights:
@@ -93,14 +92,21 @@ def regrets_of(study: Study, group: Json) -> Regrets:
         predicted = above = NO_PAIR
         if regression is not None:
             own_K = np.array([weights[name] for name in regression.swarm.names])
-            predicted = against(regression, own_K, regression.best_K)
+            if regression.has_tried(own_K):
+                predicted = against(regression, own_K, regression.best_K)
         if lowest is not None and label in arms:
-            above = arms[label].against(arms[lowest], aim)
+            above = arms[label].against(lowest, aim)
         share = sum(weights[name] for name in group.get("special", ()))
         fitted = runs if label == group.get("focus") else ()
         tokens = _tokens(study, arm, fitted)
         methods.append(Method(label, arm["about"], weights, predicted, above, share, tokens))
-    return Regrets(methods, regression, comparison, lowest, runs)
+    return Regrets(methods, regression, comparison, runs)
+
+
+def _lowest(arms: Iterable[Arm], aim: Sequence[str]) -> Arm | None:
+    means = {arm.label: arm.perplexity(aim).mean for arm in arms}
+    finite = [arm for arm in arms if np.isfinite(means[arm.label])]
+    return min(finite, key=lambda arm: means[arm.label], default=None)
 
 
 def _tokens(study: Study, arm: Json, fitted: Iterable[Run]) -> float:
@@ -236,8 +242,9 @@ def _percent(loss: float) -> str:
 
 def _best_table(group: Json, methods: Sequence[Method], regression: Regression) -> Table:
     """The best mixture, its interval, and what a domain is worth at uniform weights."""
-    # Only the regression's weights come from it; they are the first column.
-    shown = [method for method in methods if method.label != group.get("focus")]
+    # The regression's own weights are the first column, unless it has found others since.
+    focus, is_stale = group.get("focus"), _is_stale(group, methods, regression)
+    shown = [method for method in methods if method.label != focus or is_stale]
     rows = []
     for place, name in enumerate(regression.swarm.names):
         low, high = _interval(regression.best_BK[:, place])
@@ -255,6 +262,13 @@ def _best_table(group: Json, methods: Sequence[Method], regression: Regression) 
     return Table("The best mixture, and what each domain is worth", note, "domain", heads, rows)
 
 
+def _is_stale(group: Json, methods: Sequence[Method], regression: Regression) -> bool:
+    """Whether base models were trained at a best mixture that is not the one found now."""
+    trained = [method.weights for method in methods if method.label == group.get("focus")]
+    best = dict(zip(regression.swarm.names, regression.best_K, strict=True))
+    return any(abs(own[name] - best[name]) > _SAME for own in trained for name in best)
+
+
 def _verdict(study: Study, group: Json, found: Regrets) -> parts.Verdict:
     """Was there anything to win, and who won it?"""
     arms, title = {arm.label: arm for arm in found.comparison.arms}, group["title"]
@@ -269,6 +283,15 @@ def _verdict(study: Study, group: Json, found: Regrets) -> parts.Verdict:
 
 
 def _sentences(group: Json, found: Regrets) -> Iterator[str]:
+    yield from _predictions(group, found)
+    known = [method for method in found.methods if method.measured.is_known]
+    if known:
+        told = listed(f"{each.label} {percent_text(change_of(each.measured)[0])}" for each in known)
+        yield f"Measured regret: {told}."
+    yield from _constructions(group, found)
+
+
+def _predictions(group: Json, found: Regrets) -> Iterator[str]:
     regression = found.regression
     if regression is not None:
         number, error = len(regression.swarm.names), regression.errors[regression.law].average
@@ -278,10 +301,20 @@ def _sentences(group: Json, found: Regrets) -> Iterator[str]:
             f"it predicts the average of models left out to {_percent(error)}, of a spread of "
             f"{_percent(regression.spread.average)}."
         )
-    known = [method for method in found.methods if method.measured.is_known]
-    if known:
-        told = listed(f"{each.label} {percent_text(change_of(each.measured)[0])}" for each in known)
-        yield f"Measured regret: {told}."
+        if beyond := [method.label for method in found.methods if not method.predicted.pairs]:
+            yield (
+                f"Nothing is predicted of {listed(beyond)}: a weight is outside the range that the "
+                "regression's models have of its domain."
+            )
+        if _is_stale(group, found.methods, regression):
+            yield (
+                f"The base models of {group['focus']} were trained at another mixture than the one "
+                f"that it finds now, over {plural(len(found.swarm), 'run')}: remove them and their "
+                "weights in mixtures/, and repeat the command that made them."
+            )
+
+
+def _constructions(group: Json, found: Regrets) -> Iterator[str]:
     shares = {method.label: method.share for method in found.methods}
     focus = group.get("focus")
     if not group.get("special") or focus not in shares or "uniform" not in shares:
@@ -292,10 +325,25 @@ def _sentences(group: Json, found: Regrets) -> Iterator[str]:
         f"By construction {listed(group['special'])} should get {side} than uniform weights give, "
         f"{even:.3f}; {focus} gives {shares[focus]:.3f}."
     )
-    if found.lowest is not None:
-        lowest = shares[found.lowest]
-        holds = lowest > even if group["is_more"] else lowest < even
+    sides: tuple[list[Arm], list[Arm]] = ([], [])
+    for arm in found.comparison.arms:
+        if (share := shares.get(arm.label)) is not None:
+            sides[share <= even if group["is_more"] else share >= even].append(arm)
+    best, other = (_lowest(side, found.comparison.aim) for side in sides)
+    if best is None or other is None:
+        return
+    difference = best.against(other, found.comparison.aim)
+    if difference.pairs:
         yield (
-            f"The lowest loss is that of {found.lowest}, where the share is {lowest:.3f}"
-            f"{'' if holds else ': the construction does not hold on this corpus'}."
+            f"The lowest loss of such shares is that of {best.label}, {shares[best.label]:.3f}; "
+            f"against the lowest of the others, {other.label}, {shares[other.label]:.3f}, it is "
+            f"{change_text(difference)}: {_holds(difference)}."
         )
+
+
+def _holds(difference: Difference) -> str:
+    """What the best of the right side against the best of the wrong one says."""
+    if difference.pairs > 1 and not difference.is_decided:
+        return "whether the construction holds on this corpus is undecided"
+    holds = f"the construction {'holds' if difference.mean < 0 else 'does not hold'} on this corpus"
+    return holds if difference.pairs > 1 else f"{holds}, by one seed"
