@@ -72,7 +72,8 @@ def test_readme_example_learns_weights() -> None:
 
 def test_contributing_draws_what_is_there() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    # With the repository's address before it in a release.
+    assert "CONTRIBUTING.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     drawing = page[page.index("\ndoge_fast/") : page.index("\n## Floors")]
     for path in sorted((ROOT / "doge_fast").iterdir()):
         if path.suffix == ".py" or (path / "__init__.py").exists():

@@ -271,8 +271,8 @@ def _open_task(name: str, folder: Path | None) -> Any:
         if folder is None:
             raise RuntimeError(
                 f"The documents of {name} cannot be had from the Hub ({one_line(error)}). "
-                "Without a network, or where its data set is a loading script, which datasets does "
-                f"not run any more, pass --task-data DIR, a directory with {name}/train.jsonl and "
+                "The network may be down, or the data set may be a loading script, which datasets "
+                f"no longer runs. Pass --task-data DIR, a directory with {name}/train.jsonl and "
                 f"{name}/validation.jsonl."
             ) from error
         raise ValueError(

@@ -284,4 +284,6 @@ def test_a_construction_is_judged_by_both_sides(changes: tuple[float, ...], sent
     found = regret.Regrets(methods, None, compared(group, arms), ())
     *_, told = regret._sentences(group, found)
     assert sentence in told
-    assert "that of less, 0.200; against the lowest of the others, uniform, 0.500" in told
+    assert (
+        "less (0.200) has the lowest loss; against the best of the others, uniform (0.500)" in told
+    )

@@ -97,7 +97,7 @@ class Queue:
         def is_settled(name: str) -> bool:
             if is_made(name) or self._failed(name).exists():
                 return True
-            return any(is_settled(each) and not is_made(each) for each in runs.get(name, ()))
+            return any(not is_made(each) and is_settled(each) for each in runs.get(name, ()))
 
         def make_whole(name: str) -> None:
             make(name)

@@ -140,9 +140,9 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
 def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
     """Raise ValueError where a directory holds another experiment, or something else.
 
-    Runs may be added to an experiment, by more seeds, or by more mixtures where there is a swarm,
-    whose mixtures are dealt over the seeds; nothing else may change. What is judged by a swarm,
-    `apart` in its group, comes and goes.
+    Runs may be added to an experiment: by more seeds or, where there is a swarm, by more mixtures
+    and no more seeds, because mixtures are dealt over the seeds. Nothing else may change. What is
+    judged by a swarm, `apart` in its group, comes and goes.
     """
     if not (out / EXPERIMENT).exists():
         check_empty(out)

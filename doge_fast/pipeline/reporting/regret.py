@@ -295,11 +295,14 @@ def _predictions(group: Json, found: Regrets) -> Iterator[str]:
     regression = found.regression
     if regression is not None:
         number, error = len(regression.swarm.names), regression.errors[regression.law].average
-        won = against(regression, regression.best_K, np.full(number, 1 / number))
+        even_K = np.full(number, 1 / number)
+        if regression.has_tried(even_K):
+            won = against(regression, regression.best_K, even_K)
+            best = f"the best mixture is {change_text(won)} against uniform weights"
+            yield f"By the regression {best}."
         yield (
-            f"By the regression the best mixture is {change_text(won)} against uniform weights; "
-            f"it predicts the average of models left out to {_percent(error)}, of a spread of "
-            f"{_percent(regression.spread.average)}."
+            f"The regression predicts the average of models left out to {_percent(error)}, of a "
+            f"spread of {_percent(regression.spread.average)}."
         )
         if beyond := [method.label for method in found.methods if not method.predicted.pairs]:
             yield (
@@ -335,9 +338,9 @@ def _constructions(group: Json, found: Regrets) -> Iterator[str]:
     difference = best.against(other, found.comparison.aim)
     if difference.pairs:
         yield (
-            f"The lowest loss of such shares is that of {best.label}, {shares[best.label]:.3f}; "
-            f"against the lowest of the others, {other.label}, {shares[other.label]:.3f}, it is "
-            f"{change_text(difference)}: {_holds(difference)}."
+            f"Of the mixtures that give {side}, {best.label} ({shares[best.label]:.3f}) has the "
+            f"lowest loss; against the best of the others, {other.label} "
+            f"({shares[other.label]:.3f}), it is {change_text(difference)}: {_holds(difference)}."
         )
 
 
