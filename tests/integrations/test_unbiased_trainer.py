@@ -69,7 +69,7 @@ def test_ranks_learn_what_one_process_does(ranks: Ranks, tmp_path: Path, mode: s
     alone = trained(tmp_path, mode)
     for found in ranks.run(2, on_a_rank, tmp_path, mode):
         torch.testing.assert_close(found["alpha"], alone["alpha"], rtol=1e-4, atol=1e-6)
-        # AdamW enlarges how small gradients are rounded.
+        # AdamW enlarges how small gradients are rounded; this is a 300th of a step at 3e-3.
         torch.testing.assert_close(found["theta"], alone["theta"], rtol=1e-4, atol=1e-5)
 
 

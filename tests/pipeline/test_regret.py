@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting import regret
 from doge_fast.pipeline.reporting.statistics import NO_PAIR, Arm, compared
 from doge_fast.pipeline.reporting.study import open_study
-from doge_fast.pipeline.swarm import LINEAR, MIXING, Swarm
+from doge_fast.pipeline.swarm import LINEAR, MIXING, Error, Swarm
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
@@ -260,6 +261,26 @@ def test_a_domain_alone_is_refused(experiment: Make) -> None:
         run_experiment(config)
     assert config.out is not None
     assert not config.out.exists()
+
+
+@pytest.mark.parametrize("has_tried", [False, True])
+def test_uniform_weights_that_were_not_tried_are_not_judged(has_tried: bool) -> None:
+    error = Error(0.01, 0.02)
+    regression: Any = SimpleNamespace(
+        swarm=SimpleNamespace(names=("a", "b")),
+        law="law",
+        errors={"law": error},
+        spread=error,
+        best_K=np.array([0.9, 0.1]),
+        has_tried=lambda _: has_tried,
+        loss=lambda pair: pair[:, 0],
+        loss_B=lambda pair: pair[None, :, 0],
+    )
+    told = " ".join(
+        regret._predictions({}, regret.Regrets([], regression, compared({"aim": ["a"]}, []), ()))
+    )
+    assert ("against uniform weights" in told) == has_tried
+    assert "predicts the average of models left out to" in told
 
 
 @pytest.mark.parametrize(
