@@ -33,7 +33,6 @@ from scipy import stats
 from scipy.special import softmax
 from transformers import Trainer, set_seed
 
-from doge_fast.objective import WORST, Objective
 from doge_fast.pipeline import records, swarm, training
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
@@ -45,6 +44,7 @@ from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.reporting.statistics import change_text, stat_of
 from doge_fast.pipeline.reporting.wording import as_ascii, weight_text
 from doge_fast.pipeline.tables import PIPE_WIDTH, Table, table_of, text
+from doge_fast.weights.objective import WORST, Objective
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from doge_fast.generalization import Score
     from doge_fast.kernels.reweight.packing import LastStep
     from doge_fast.mixture import DomainMixture
     from doge_fast.optimizer import DoGEOptimizer
+    from doge_fast.weights.scores import Score
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,7 @@ _HOMES = {
     "DoGEOptimizer": "doge_fast.optimizer",
     "DomainMixture": "doge_fast.mixture",
     "LastStep": "doge_fast.kernels.reweight.packing",
-    "Score": "doge_fast.generalization",
+    "Score": "doge_fast.weights.scores",
 }
 
 

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from doge_fast.example_norms import ExampleNorms, without_rule
-from doge_fast.layers.batch import couples_examples
+from doge_fast.stacked.example_norms import ExampleNorms, without_rule
+from doge_fast.stacked.layers.batch import couples_examples
 
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 """What C(w) sums over the steps.
@@ -127,7 +127,7 @@ class CancellationEffect:
 
         With one example its gradient is what `p.grad` gains, whatever the model does. With more,
         norms come from the inputs and output gradients of the modules (see
-        `doge_fast.example_norms`), which have to treat examples one by one.
+        `doge_fast.stacked.example_norms`), which have to treat examples one by one.
 
         Args:
             num_examples: > 0; of the micro-batch.

@@ -3,7 +3,7 @@
 One step of Algorithm 1 (or 2) as three verbs: `domain(name)` routes what a backward pass produces
 into that domain's row of the flat buffer; `combine()` moves the domain weights by the Gram matrix
 of the rows and writes the weighted gradient into `p.grad`; `step()` lets the wrapped optimizer use
-it. `doge_fast.step` keeps what has been collected, `doge_fast.combining` computes.
+it. `doge_fast.step.step` keeps what has been collected, `doge_fast.step.combine` computes.
 """
 
 import os
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast import checkpoint, defaults, weights_file
-from doge_fast.checkpoint import DomainState
-from doge_fast.combining import checked_scaler, combine, scale_of
 from doge_fast.distributed.exchanges import Ranks
 from doge_fast.distributed.fragments import Group
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.generalization import Score
 from doge_fast.kernels.reweight.packing import LastStep
-from doge_fast.objective import UNIVERSAL, Target
-from doge_fast.parameters import TrackedParameters, on_host
-from doge_fast.reweighting import DomainWeights, UpdateRule
-from doge_fast.step import Step, StepState
-from doge_fast.subset import Subset
+from doge_fast.step.combine import checked_scaler, combine, scale_of
+from doge_fast.step.parameters import TrackedParameters, on_host
+from doge_fast.step.step import Step, StepState
 from doge_fast.tracing import outside_graphs, phase
+from doge_fast.weights import checkpoint, defaults, weights_file
+from doge_fast.weights.checkpoint import DomainState
+from doge_fast.weights.objective import UNIVERSAL, Target
+from doge_fast.weights.scores import Score
+from doge_fast.weights.state import DomainWeights, UpdateRule
+from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import OptimizerWrapper, step_unless
 
 
@@ -75,7 +75,7 @@ class DoGEOptimizer(OptimizerWrapper):
             combined, not renormalised, by `combine()` or `step()`.
         domains_per_step: S, the training domains of a step, drawn anew for each
             (`domains_of_step`); None: all. Rows are (S + M) N elements, and with an unbiased score
-            (2 S + M) N. `doge_fast.subset` says what is estimated.
+            (2 S + M) N. `doge_fast.weights.subset` says what is estimated.
         seed: of the draws.
         initial: {domain: weight} that the weights start from, of all `domains`, summing to one;
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
@@ -269,8 +269,8 @@ class DoGEOptimizer(OptimizerWrapper):
                 losses.domain_losses(logits, labels, sizes).sum().backward()
 
         The rows equal those of one `domain(name)` after another to rounding, and each domain
-        counts as entered once. Modules without a rule (`doge_fast.layers`) run once per domain
-        inside. Dropout draws other masks than one domain after another would.
+        counts as entered once. Modules without a rule (`doge_fast.stacked.layers`) run once per
+        domain inside. Dropout draws other masks than one domain after another would.
 
         Args:
             model: holds the parameters; examples are the first dimension of what its modules see.
@@ -403,8 +403,8 @@ class DoGEOptimizer(OptimizerWrapper):
         """The wrapped optimizer's state_dict with one more key, "doge".
 
         Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it; every
-        parameter group has the same numbers as a tuple (see `doge_fast.checkpoint`). Save between
-        steps: rows are no part of it. Waits for the device. With `shard_optimizer` on all ranks.
+        parameter group has the same numbers as a tuple (see `doge_fast.weights.checkpoint`). Save
+        between steps: rows are no part of it. Waits for the device. With `shard_optimizer` on all ranks.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)

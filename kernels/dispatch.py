@@ -36,7 +36,7 @@ Run = Callable[..., Any]
 AUTO = "auto"
 IMPLEMENTATIONS = ("cpp", "cuda", "triton", "torch")
 OPERATORS = tuple(SIGNATURES)
-# A CPU sums segments by torch's own kernels (doge_fast.layers), and calls none of ours.
+# A CPU sums segments by torch's own kernels (doge_fast.stacked.layers), and calls none of ours.
 UNWRITTEN = (("reweight", "cpp"), ("segment_sum", "cpp"), ("segment_sum", "cuda"))
 # (operator, implementation) -> module, which has a function of the operator's name. The files have
 # an underscore, since a folder with a torch.py would hide torch from what runs there. The K x K

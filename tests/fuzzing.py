@@ -35,16 +35,17 @@ def _instrumented() -> contextlib.AbstractContextManager[object]:
 
 
 with _instrumented():
-    from doge_fast import cancellation, checkpoint, cli
+    from doge_fast import cancellation, cli
     from doge_fast.kernels import compilers
     from doge_fast.mixture import DomainMixture
-    from doge_fast.objective import Objective
     from doge_fast.pipeline import named, proxy, records
     from doge_fast.pipeline.config import ProxyConfig
     from doge_fast.pipeline.config.fields import filled, read_file
     from doge_fast.pipeline.config.ranges import check as check_ranges
     from doge_fast.pipeline.exports import registry
     from doge_fast.pipeline.records import metrics, runs
+    from doge_fast.weights import checkpoint
+    from doge_fast.weights.objective import Objective
 
 
 @cache

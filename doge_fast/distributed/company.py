@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from doge_fast.exchange import Agreement, Report
+from doge_fast.distributed.exchange import Agreement, Report
 from doge_fast.kernels.schema import STORAGE_DTYPES
 
 # Seconds that a rank which is only slower may take, before those that are missing are named.

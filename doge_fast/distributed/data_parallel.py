@@ -8,8 +8,15 @@ from torch import Tensor
 from torch import distributed as dist
 
 from doge_fast.distributed.company import Company, all_gather
+from doge_fast.distributed.exchange import (
+    Agreement,
+    Bucket,
+    Columns,
+    InParameters,
+    Report,
+    buckets_of,
+)
 from doge_fast.distributed.rounds import Rounds, pieces_of
-from doge_fast.exchange import Agreement, Bucket, Columns, InParameters, Report, buckets_of
 from doge_fast.flat_buffer import Block, FlatBuffer
 from doge_fast.kernels import gram, weighted_sum
 

@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from doge_fast.distributed.company import Company, group_of
 from doge_fast.distributed.data_parallel import DataParallel
+from doge_fast.distributed.exchange import Alone, Exchange
 from doge_fast.distributed.fragments import Fragments, Group
 from doge_fast.distributed.sharded import Sharded
 from doge_fast.distributed.sharded_step import ShardedStep
-from doge_fast.exchange import Alone, Exchange
 from doge_fast.flat_buffer import local_of
 
 # torch's; of others nobody knows.

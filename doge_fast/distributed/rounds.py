@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from doge_fast.distributed.company import Company
-from doge_fast.exchange import Bucket, buckets_of
+from doge_fast.distributed.exchange import Bucket, buckets_of
 from doge_fast.flat_buffer import FlatBuffer
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from doge_fast.distributed.company import Company, refuse_others
+from doge_fast.distributed.exchange import Agreement, Alone, Columns, InPlace, Report
 from doge_fast.distributed.fragments import Fragments
-from doge_fast.exchange import Agreement, Alone, Columns, InPlace, Report
 from doge_fast.flat_buffer import Block, local_gradient, weighted_gradients
 from doge_fast.kernels import gram
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from doge_fast.distributed.company import Company, all_gather
 from doge_fast.distributed.data_parallel import DataParallel
-from doge_fast.exchange import Agreement, Bucket, Columns, Report
+from doge_fast.distributed.exchange import Agreement, Bucket, Columns, Report
 from doge_fast.kernels import gram
 
 

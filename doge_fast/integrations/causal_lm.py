@@ -10,8 +10,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from doge_fast import scale
 from doge_fast.integrations.dealing import Batch
-from doge_fast.layers.batch import on_device
-from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
+from doge_fast.stacked.layers.batch import on_device
+from doge_fast.stacked.losses import IGNORED, domain_losses, linear_domain_losses
 
 # Architectures whose rows in a stacked batch are tested against one domain after another.
 STACKABLE = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox", "gemma2")

@@ -15,16 +15,16 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import Trainer
 
-from doge_fast.combining import factor_of
-from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.generalization import Score, score_of
 from doge_fast.integrations import causal_lm
 from doge_fast.integrations.dealing import Batch, Part, halves
 from doge_fast.integrations.domain_trainer import DomainTrainer, Steps
-from doge_fast.layers.batch import on_device
-from doge_fast.objective import Objective
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.subset import has_halves
+from doge_fast.stacked.layers.batch import on_device
+from doge_fast.step.combine import factor_of
+from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.scores import Score, score_of
+from doge_fast.weights.subset import has_halves
 
 Mode = Literal["auto", "sequential", "stacked"]
 

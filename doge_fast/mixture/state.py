@@ -7,7 +7,7 @@ import numpy as np
 
 from doge_fast.mixture.counts import checked_weights
 from doge_fast.mixture.steering import SteeredCounts, Totals
-from doge_fast.simplex import is_integer, is_number
+from doge_fast.weights.simplex import is_integer, is_number
 
 STATE_VERSION = 1
 # Counts are int64.

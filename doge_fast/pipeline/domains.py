@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 from doge_fast.mixture.counts import BatchCounts, Phase
 from doge_fast.mixture.permutation import Ints, shuffled
-from doge_fast.objective import UNIVERSAL, WORST
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.sampling import pieces
+from doge_fast.weights.objective import UNIVERSAL, WORST
 
 _log = logging.getLogger("doge_fast")
 

@@ -4,7 +4,7 @@ A base run is the reference. A fresh proxy sees batches drawn at the reference's
 whose tokens it predicts worse than the reference does gains weight in the proxy's loss. The
 result is the mean of the weights over the steps. Unlike DoGE this takes two trained models, and
 a forward pass of the reference on every batch of the proxy. The mathematics, and where the
-paper, its authors' code and DoGE's differ, are in `doge_fast.group_dro`.
+paper, its authors' code and DoGE's differ, are in `doge_fast.weights.group_dro`.
 """
 
 import hashlib
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doge_fast import group_dro
-from doge_fast.group_dro import DomainWeights, WeightUpdate
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
@@ -26,6 +24,8 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
+from doge_fast.weights import group_dro
+from doge_fast.weights.group_dro import DomainWeights, WeightUpdate
 
 _SHA256 = "reference_sha256"
 

@@ -24,7 +24,7 @@ from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.tracing import phase
-from doge_fast.weights_file import plain
+from doge_fast.weights.weights_file import plain
 
 _log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from doge_fast.pipeline.profile_steps import (
     peak_memory,
 )
 from doge_fast.tracing import observed
-from doge_fast.weights_file import plain
+from doge_fast.weights.weights_file import plain
 
 SCHEMA_VERSION = 1
 # More than any machine has, and fewer than a process can start.

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from doge_fast import generalization, parameters
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.objective import UNIVERSAL, WORST
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
@@ -28,8 +26,11 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
-from doge_fast.reweighting import DomainWeights
-from doge_fast.subset import has_halves
+from doge_fast.step import parameters
+from doge_fast.weights import scores as generalization
+from doge_fast.weights.objective import UNIVERSAL, WORST
+from doge_fast.weights.state import DomainWeights
+from doge_fast.weights.subset import has_halves
 
 Target = str | dict[str, float]
 

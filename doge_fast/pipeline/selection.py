@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doge_fast import weights_file
 from doge_fast.cancellation import (
     DEFAULT_READING,
     READINGS,
@@ -22,7 +21,6 @@ from doge_fast.cancellation import (
     parse_strategy,
     select,
 )
-from doge_fast.example_norms import ExampleNorms
 from doge_fast.failures import FileFailure
 from doge_fast.pipeline import baselines, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
@@ -30,6 +28,8 @@ from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
+from doge_fast.stacked.example_norms import ExampleNorms
+from doge_fast.weights import weights_file
 
 CANCELLATION = "cancellation.json"
 

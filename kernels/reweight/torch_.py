@@ -6,8 +6,9 @@ Nothing reads a value on the host, so that a device never waits.
 import torch
 from torch import Tensor
 
-from doge_fast import generalization, simplex
 from doge_fast.kernels.reweight.packing import Settings, num_domains_of, state_views
+from doge_fast.weights import scores as generalization
+from doge_fast.weights import simplex
 
 
 def reweight(

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from doge_fast import DoGEOptimizer
 from doge_fast.integrations.causal_lm import PLAIN_HEADS, STACKABLE, activation_bytes
-from doge_fast.layers import token_sums
-from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
+from doge_fast.stacked.layers import token_sums
+from doge_fast.stacked.losses import IGNORED, domain_losses, linear_domain_losses
 from tests.grids import grid
 
 VOCABULARY, LENGTH = 61, 10

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from doge_fast import parameters
 from doge_fast.sampling import rounds
+from doge_fast.step import parameters
 from tests.integrations.test_several_processes import (
     OPTIONS,
     UNEQUAL,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
-from doge_fast.example_norms import ExampleNorms
-from doge_fast.layers import token_sums
+from doge_fast.stacked.example_norms import ExampleNorms
+from doge_fast.stacked.layers import token_sums
 from tests.models import domain_tokens, tied_transformer
 from tests.packages import installed
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from doge_fast import DoGEOptimizer, checkpoint
-from doge_fast.objective import Objective
-from doge_fast.reweighting import DomainWeights
+from doge_fast import DoGEOptimizer
+from doge_fast.weights import checkpoint
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.state import DomainWeights
 
 OBJECTIVE = Objective.of(["a", "b"], {"a": 1.0, "far": 2.0})
 

@@ -7,7 +7,7 @@ from torch import distributed as dist
 
 from doge_fast.distributed.company import Company
 from doge_fast.distributed.data_parallel import DataParallel
-from doge_fast.exchange import Report
+from doge_fast.distributed.exchange import Report
 from doge_fast.flat_buffer import FlatBuffer
 from tests.ranks import Ranks
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from doge_fast import DoGEOptimizer
-from doge_fast.combining import checked_scaler, factor_of, scale_of
-from doge_fast.step import StepState
+from doge_fast.step.combine import checked_scaler, factor_of, scale_of
+from doge_fast.step.step import StepState
 
 
 def made(**options: Any) -> tuple[Tensor, DoGEOptimizer]:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doge_fast import DoGEOptimizer
-from doge_fast.example_norms import ExampleNorms
-from doge_fast.layers import LayerRule, Outer, Sum, register, registry, rule_of
-from doge_fast.layers.batch import Segment, SortedBatch
+from doge_fast.stacked.example_norms import ExampleNorms
+from doge_fast.stacked.layers import LayerRule, Outer, Sum, register, registry, rule_of
+from doge_fast.stacked.layers.batch import Segment, SortedBatch
 
 SIZES = {"a": 1, "b": 3, "c": 2}
 LENGTH, WIDTH, HIDDEN = 7, 5, 4

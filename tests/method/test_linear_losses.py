@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from doge_fast import DoGEOptimizer
-from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
+from doge_fast.stacked.losses import IGNORED, domain_losses, linear_domain_losses
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}
 LENGTH, WIDTH, VOCABULARY = 7, 5, 33

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from doge_fast.losses import IGNORED, domain_losses
+from doge_fast.stacked.losses import IGNORED, domain_losses
 from tests.launches import LaunchCounter
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}

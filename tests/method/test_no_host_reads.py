@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from doge_fast import DoGEOptimizer, exchange
-from doge_fast.generalization import Score
+from doge_fast import DoGEOptimizer
+from doge_fast.distributed import exchange
+from doge_fast.weights.scores import Score
 from doge_fast.wrapper import SkipFlag
 
 

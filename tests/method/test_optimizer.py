@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from doge_fast import DoGEOptimizer, combining, parameters
+from doge_fast import DoGEOptimizer
+from doge_fast.step import combine as combining
+from doge_fast.step import parameters
 from tests.models import domain_tokens, tied_transformer
 
 DOMAINS = ("a", "b", "c")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from doge_fast import DoGEOptimizer, parameters
-from doge_fast.parameters import TrackedParameters, resolve
+from doge_fast import DoGEOptimizer
+from doge_fast.step import parameters
+from doge_fast.step.parameters import TrackedParameters, resolve
 
 
 def tracked(groups: Any, lr: Any = 0.1, **options: Any) -> TrackedParameters:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from doge_fast import projection
+from doge_fast.weights import projection
 from tests.laws import assert_simplex
 from tests.packages import installed
 

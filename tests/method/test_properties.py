@@ -18,25 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import doge_fast
-from doge_fast import (
-    cancellation,
-    checkpoint,
-    combining,
-    defaults,
-    generalization,
-    group_dro,
-    losses,
-    projection,
-    reference,
-    sampling,
-    scale,
-    simplex,
-    weights_file,
-)
-from doge_fast.generalization import Score
-from doge_fast.objective import UNIVERSAL, Objective
+from doge_fast import cancellation, reference, sampling, scale
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.reweighting import DomainWeights, UpdateRule
+from doge_fast.stacked import losses
+from doge_fast.step import combine as combining
+from doge_fast.weights import checkpoint, defaults, group_dro, projection, simplex, weights_file
+from doge_fast.weights import scores as generalization
+from doge_fast.weights.objective import UNIVERSAL, Objective
+from doge_fast.weights.scores import Score
+from doge_fast.weights.state import DomainWeights, UpdateRule
 from tests.laws import assert_psd, assert_simplex, assert_symmetric
 from tests.properties import (
     attempt,

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from doge_fast import generalization, reference, reweighting
-from doge_fast.generalization import PAPER, PUBLISHED, Score
-from doge_fast.objective import Objective
+from doge_fast import reference
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.reweighting import DomainWeights, UpdateRule
+from doge_fast.weights import scores as generalization
+from doge_fast.weights import state as reweighting
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.scores import PAPER, PUBLISHED, Score
+from doge_fast.weights.state import DomainWeights, UpdateRule
 
 
 def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from doge_fast import reference, simplex
+from doge_fast import reference
+from doge_fast.weights import simplex
 
 
 def on_simplex(seed: int = 0, num_domains: int = 7) -> Tensor:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from doge_fast import DoGEOptimizer
 from doge_fast.kernels import implementations
-from doge_fast.layers import token_sums
-from doge_fast.losses import domain_losses
+from doge_fast.stacked.layers import token_sums
+from doge_fast.stacked.losses import domain_losses
 from tests.launches import LaunchCounter
 
 SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}

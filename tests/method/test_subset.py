@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
 from doge_fast.flat_buffer import ALIGNMENT
-from doge_fast.objective import Objective
-from doge_fast.subset import Subset
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.subset import Subset
 
 K, S, WIDTH = 5, 3, 6
 NAMES = [f"d{j}" for j in range(K)]

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.host_calls import Counts
-from doge_fast import DoGEOptimizer, parameters
+from doge_fast import DoGEOptimizer
 from doge_fast.kernels import fill
+from doge_fast.step import parameters
 from tests.models import domain_tokens, tied_transformer
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from doge_fast import DoGEOptimizer, checkpoint, generalization, reference
-from doge_fast.reweighting import DomainWeights
+from doge_fast import DoGEOptimizer, reference
+from doge_fast.weights import checkpoint
+from doge_fast.weights import scores as generalization
+from doge_fast.weights.state import DomainWeights
 from tests.models import domain_tokens, tied_transformer
 
 LR, MU, TARGET_MU = 0.1, 2.0, 0.5

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from doge_fast import DoGEOptimizer, checkpoint
-from doge_fast.generalization import Score
-from doge_fast.losses import linear_domain_losses
+from doge_fast import DoGEOptimizer
+from doge_fast.stacked.losses import linear_domain_losses
+from doge_fast.weights import checkpoint
+from doge_fast.weights.scores import Score
 from tests.method.test_unbiased_score import (
     NAMES,
     TO_ROUNDING,

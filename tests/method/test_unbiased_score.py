@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from doge_fast import DoGEOptimizer, checkpoint, reference
-from doge_fast.generalization import UNBIASED, Score
-from doge_fast.losses import domain_losses, linear_domain_losses
-from doge_fast.objective import Objective
-from doge_fast.subset import Subset
+from doge_fast import DoGEOptimizer, reference
+from doge_fast.stacked.losses import domain_losses, linear_domain_losses
+from doge_fast.weights import checkpoint
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.scores import UNBIASED, Score
+from doge_fast.weights.subset import Subset
 
 WIDTH, SIZE, MU, LR = 5, 4, 0.02, 0.05
 NAMES = ["a", "b", "c"]

@@ -16,7 +16,7 @@ from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.trainer import RecordedTrainer
-from doge_fast.weights_file import write_json
+from doge_fast.weights.weights_file import write_json
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, write_weights
 
 Make = Callable[..., BaseConfig]

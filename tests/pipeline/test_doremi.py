@@ -15,7 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from doge_fast import cli
-from doge_fast.group_dro import (
+from doge_fast.pipeline import domains, records, report
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
+from doge_fast.pipeline.domains import BlockSampler, mixed_batch
+from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
+from doge_fast.pipeline.model import open_model
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.weights.group_dro import (
     SMOOTHING,
     STEP_SIZE,
     DomainWeights,
@@ -25,13 +32,6 @@ from doge_fast.group_dro import (
     excess_losses,
     token_losses,
 )
-from doge_fast.pipeline import domains, records, report
-from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, ReportConfig
-from doge_fast.pipeline.domains import BlockSampler, mixed_batch
-from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
-from doge_fast.pipeline.model import open_model
-from doge_fast.pipeline.proxy import learn_weights
 from tests.pipeline.stages import NAMES, assert_resumes, killed_at, words_of, write_weights
 
 VARIANTS: tuple[Variant, ...] = ("doremi", "doge")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from doge_fast import cli, failures, group_dro
+from doge_fast import cli, failures
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import health, records
 from doge_fast.pipeline.base import train_base
@@ -32,6 +32,7 @@ from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.trainer import RecordedTrainer
+from doge_fast.weights import group_dro
 from tests.pipeline.stages import NAMES, words_of
 from tests.pipeline.written_runs import write_proxy
 

@@ -24,7 +24,7 @@ from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
 from doge_fast.pipeline.experiments.presets import check, demo_of, known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.sources import find_parts
-from doge_fast.weights_file import write_json
+from doge_fast.weights.weights_file import write_json
 
 Make = Callable[..., ExperimentConfig]
 SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")

@@ -486,7 +486,7 @@ def test_a_run_resumes_at_the_default_that_it_began_with(
         with pytest.raises(KeyboardInterrupt):
             learn_weights(config)
     began = records.read_config(config.out)["resolved"]["mu"]
-    monkeypatch.setattr("doge_fast.reweighting.default_mu", lambda *_: 99.0)
+    monkeypatch.setattr("doge_fast.weights.state.default_mu", lambda *_: 99.0)
     assert records.read_weights(learn_weights(config).path)["mu"] == began
 
 

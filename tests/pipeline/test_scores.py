@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks.scores import VARIANTS, Score, learn, main
-from doge_fast.objective import Objective
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.weights.objective import Objective
 
 
 @pytest.mark.parametrize(

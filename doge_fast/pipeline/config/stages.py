@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
@@ -14,6 +13,7 @@ from doge_fast.pipeline.config.ranges import (
     Seed,
     Share,
 )
+from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 
 @dataclass(frozen=True)

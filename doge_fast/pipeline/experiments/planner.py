@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from doge_fast.defaults import default_mu
-from doge_fast.objective import UNIVERSAL
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -26,6 +24,8 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
 )
 from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of, with_mu
+from doge_fast.weights.defaults import default_mu
+from doge_fast.weights.objective import UNIVERSAL
 
 Json = dict[str, Any]
 Make = Callable[[int], Path]
@@ -170,7 +170,7 @@ class Planner:
             "domain_max_grad_norm": told.domain_max_grad_norm or None,
         }
         own |= more
-        # As doge_fast.subset.has_halves.
+        # As doge_fast.weights.subset.has_halves.
         counted = {UNIVERSAL, *(own.get("domains") or self.domains)}.intersection(own["target"])
         if own["score"] == "unbiased" and counted and own["sequences_per_domain"] % 2:
             # Before runs that need no proxy are made.

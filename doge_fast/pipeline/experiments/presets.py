@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from doge_fast.defaults import default_mu
 from doge_fast.pipeline import generated_corpus
 from doge_fast.pipeline.config import CorpusConfig, DemoConfig, Experiment, ExperimentConfig, Preset
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.weights_file import plain
+from doge_fast.weights.defaults import default_mu
+from doge_fast.weights.weights_file import plain
 
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
 PAPER_LANGUAGE_TARGETS = ("ca", "nl")

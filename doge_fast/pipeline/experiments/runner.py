@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from doge_fast import weights_file
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
@@ -34,6 +33,7 @@ from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
 from doge_fast.pipeline.sources import find_parts
+from doge_fast.weights import weights_file
 
 # Claimed by whoever reads and packs a corpus, so that workers do not do it side by side.
 _CORPUS = "corpus"

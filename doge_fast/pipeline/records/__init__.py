@@ -72,4 +72,4 @@ from doge_fast.pipeline.records.weights import (
     weights_by_name,
     write_weights,
 )
-from doge_fast.weights_file import plain, write_json
+from doge_fast.weights.weights_file import plain, write_json

@@ -22,7 +22,7 @@ from doge_fast.failures import FileFailure
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
 from doge_fast.pipeline.records.metrics import keep_metrics, resume_metrics
 from doge_fast.pipeline.records.runs import CHECKPOINTS, METRICS, WRITING, read_json
-from doge_fast.weights_file import write_json
+from doge_fast.weights.weights_file import write_json
 
 # How many stay.
 GENERATIONS = 2

@@ -13,7 +13,7 @@ from typing import Any
 from doge_fast import atomic_file
 from doge_fast.pipeline.records.runs import Json, read_record
 from doge_fast.pipeline.records.shapes import ManifestRecord
-from doge_fast.weights_file import SCHEMA_VERSION, write_json
+from doge_fast.weights.weights_file import SCHEMA_VERSION, write_json
 
 MANIFEST = "manifest.json"
 # A folder has one large file or two; each is hashed by one and kept by another.

@@ -21,7 +21,7 @@ from doge_fast.pipeline.records.shapes import (
     ExperimentRecord,
     FewShotRecord,
 )
-from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
+from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
 
 def evaluation(

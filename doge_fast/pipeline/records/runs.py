@@ -20,7 +20,7 @@ from doge_fast.pipeline.records.shapes import (
     Stage,
     check_shape,
 )
-from doge_fast.weights_file import SCHEMA_VERSION, plain, write_json
+from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"

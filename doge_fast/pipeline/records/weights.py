@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from doge_fast import weights_file
 from doge_fast.failures import FileFailure
 from doge_fast.pipeline import named
 from doge_fast.pipeline.records.runs import (
@@ -24,7 +23,8 @@ from doge_fast.pipeline.records.runs import (
     check_schema,
     read_json,
 )
-from doge_fast.weights_file import SCHEMA_VERSION
+from doge_fast.weights import weights_file
+from doge_fast.weights.weights_file import SCHEMA_VERSION
 
 # Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
 _SUM_TOLERANCE = 1e-5

@@ -10,7 +10,7 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.weights.summary import check_budget, tokens_of
-from doge_fast.projection import BOUNDS_TOLERANCE, kl, project
+from doge_fast.weights.projection import BOUNDS_TOLERANCE, kl, project
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast import failures, weights_file
+from doge_fast import failures
 from doge_fast.pipeline import named, records, tables
 from doge_fast.pipeline.config import (
     WeightsAverageConfig,
@@ -34,6 +34,7 @@ from doge_fast.pipeline.weights.summary import (
     tokens_text,
     weight_text,
 )
+from doge_fast.weights import weights_file
 
 # Domains named in a sentence; more are counted.
 _NAMED = 6

@@ -1,9 +1,9 @@
 """Norm of every example's gradient, from one ordinary backward pass and without those gradients.
 
 What an example adds to the gradient of a parameter is a sum over its tokens, and the rules of
-`doge_fast.layers` know its terms from the input of a module and the gradient of its output; the
-norms follow from them (`doge_fast.layers.token_sums`). Hooks take both, and leave the pass as it
-is: `p.grad` is what it always is.
+`doge_fast.stacked.layers` know its terms from the input of a module and the gradient of its output;
+the norms follow from them (`doge_fast.stacked.layers.token_sums`). Hooks take both, and leave the
+pass as it is: `p.grad` is what it always is.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from doge_fast.layers.batch import ExampleAxis, only_input
-from doge_fast.layers.registry import rule_of
-from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import Outer, exact, squared_norms
+from doge_fast.stacked.layers.batch import ExampleAxis, only_input
+from doge_fast.stacked.layers.registry import rule_of
+from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.stacked.layers.token_sums import Outer, exact, squared_norms
 
 
 class ExampleNorms:
@@ -38,7 +38,7 @@ class ExampleNorms:
             raise ValueError(
                 "Gradient norms per example can be computed for modules with a rule: Linear, "
                 "Conv1D, Embedding, LayerNorm, RMSNorm and those given to "
-                "doge_fast.layers.register; not for "
+                "doge_fast.stacked.layers.register; not for "
                 f"{', '.join(unknown[:3])}{', ...' * (len(unknown) > 3)}. Run one example after "
                 "another."
             )

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doge_fast import simplex
 from doge_fast.kernels.reweight.packing import State
-from doge_fast.objective import Objective
-from doge_fast.reweighting import DomainWeights
-from doge_fast.step import Step
+from doge_fast.step.step import Step
+from doge_fast.weights import simplex
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.state import DomainWeights
 
 KEY = "doge"
 # Version 1 had no mu.

@@ -22,7 +22,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from doge_fast.kernels import segment_sum
-from doge_fast.layers.batch import Run
+from doge_fast.stacked.layers.batch import Run
 
 # Elements of the largest array that the products between tokens make at once.
 MOST_ELEMENTS = 1 << 25

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doge_fast.kernels import segment_sum
-from doge_fast.layers.batch import Run
-from doge_fast.layers.linear import autocast_dtype
-from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import (
+from doge_fast.stacked.layers.batch import Run
+from doge_fast.stacked.layers.linear import autocast_dtype
+from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.stacked.layers.token_sums import (
     Fill,
     Sum,
     TokenSum,

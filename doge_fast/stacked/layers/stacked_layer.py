@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from doge_fast.layers.batch import ExampleAxis, only_input
-from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import TokenSum
+from doge_fast.stacked.layers.batch import ExampleAxis, only_input
+from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.stacked.layers.token_sums import TokenSum
 
 Write = Callable[[Tensor, TokenSum], object]
 """`write(param, gradient)` fills the rows of a parameter."""

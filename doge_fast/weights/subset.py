@@ -25,10 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from doge_fast.generalization import PAPER, Score
 from doge_fast.kernels.reweight.packing import LastStep
-from doge_fast.objective import Objective
-from doge_fast.simplex import is_integer
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.scores import PAPER, Score
+from doge_fast.weights.simplex import is_integer
 
 
 def has_halves(objective: Objective, score: Score) -> bool:

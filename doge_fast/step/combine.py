@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from doge_fast import generalization, simplex
-from doge_fast.exchange import Columns, Exchange
+from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.flat_buffer import Block
 from doge_fast.kernels.reweight.packing import LastStep
-from doge_fast.reweighting import DomainWeights
-from doge_fast.subset import Subset
 from doge_fast.tracing import phase
+from doge_fast.weights import scores as generalization
+from doge_fast.weights import simplex
+from doge_fast.weights.state import DomainWeights
+from doge_fast.weights.subset import Subset
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.layers.batch import on_device
-from doge_fast.layers.linear import autocast_dtype, without_autocast
-from doge_fast.layers.token_sums import products, put
-from doge_fast.stacked import StackedModel, pass_of
+from doge_fast.stacked.layers.batch import on_device
+from doge_fast.stacked.layers.linear import autocast_dtype, without_autocast
+from doge_fast.stacked.layers.token_sums import products, put
+from doge_fast.stacked.stacked import StackedModel, pass_of
 
 IGNORED = -100
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doge_fast import generalization, simplex
-from doge_fast.defaults import DOMAIN_MAX_GRAD_NORM, default_mu
-from doge_fast.generalization import Score, score_of
 from doge_fast.kernels import reweight
 from doge_fast.kernels.reweight.packing import LastStep, Settings, State, new_state, state_views
-from doge_fast.objective import UNIVERSAL, WORST, Objective, Target
+from doge_fast.weights import scores as generalization
+from doge_fast.weights import simplex
+from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM, default_mu
+from doge_fast.weights.objective import UNIVERSAL, WORST, Objective, Target
+from doge_fast.weights.scores import Score, score_of
 
 # Share of the domains beyond the first that are in use, under which a run has collapsed.
 COLLAPSED = 0.1

@@ -7,8 +7,8 @@ is replaced: forward and the gradient of the input are as before, over all token
 weight gradient of each domain goes straight into its row of the flat buffer, and autograd sees
 none.
 
-`doge_fast.layers` has a rule for each module class that is known; modules without one run once per
-domain, on slices of their input. What couples examples (batch statistics) has no gradient per
+`doge_fast.stacked.layers` has a rule for each module class that is known; modules without one run
+once per domain, on slices of their input. What couples examples (batch statistics) has no gradient per
 domain in such a batch and is refused.
 """
 
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.layers.batch import ExampleAxis, Segment, SortedBatch, couples_examples
-from doge_fast.layers.by_slices import outputs_by_slices
-from doge_fast.layers.registry import rule_of
-from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.stacked_layer import StackedLayer
-from doge_fast.layers.token_sums import Fill, TokenSum
-from doge_fast.simplex import is_integer
+from doge_fast.stacked.layers.batch import ExampleAxis, Segment, SortedBatch, couples_examples
+from doge_fast.stacked.layers.by_slices import outputs_by_slices
+from doge_fast.stacked.layers.registry import rule_of
+from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.stacked.layers.stacked_layer import StackedLayer
+from doge_fast.stacked.layers.token_sums import Fill, TokenSum
+from doge_fast.weights.simplex import is_integer
 
 
 def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:

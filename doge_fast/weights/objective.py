@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from doge_fast import simplex
+from doge_fast.weights import simplex
 
 Target = str | Sequence[str] | Mapping[str, float]
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from doge_fast import simplex
+from doge_fast.distributed.exchange import Exchange, Report
 from doge_fast.distributed.exchanges import Ranks, default_group, exchange_of
 from doge_fast.distributed.fragments import Fragments
-from doge_fast.exchange import Exchange, Report
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.parameters import TrackedParameters, on_host
-from doge_fast.subset import Subset
+from doge_fast.step.parameters import TrackedParameters, on_host
 from doge_fast.tracing import outside_graphs
+from doge_fast.weights import simplex
+from doge_fast.weights.subset import Subset
 
 Absent = Literal["error", "keep"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from doge_fast.layers.batch import Segment
+from doge_fast.stacked.layers.batch import Segment
 
 Receive = Callable[[int, Tensor, Tensor], object]
 """`receive(row, param, grad)` takes the gradient of one domain."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import Outer, Sum, TokenSum
+from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.stacked.layers.token_sums import Outer, Sum, TokenSum
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

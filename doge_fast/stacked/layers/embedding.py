@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import Outer, TokenSum
+from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.stacked.layers.token_sums import Outer, TokenSum
 
 
 class EmbeddingRule(LayerRule):

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from doge_fast.layers.embedding import EmbeddingRule
-from doge_fast.layers.linear import LinearRule
-from doge_fast.layers.norms import LayerNormRule, LlamaRMSNormRule, RMSNormRule
-from doge_fast.layers.rule import LayerRule
+from doge_fast.stacked.layers.embedding import EmbeddingRule
+from doge_fast.stacked.layers.linear import LinearRule
+from doge_fast.stacked.layers.norms import LayerNormRule, LlamaRMSNormRule, RMSNormRule
+from doge_fast.stacked.layers.rule import LayerRule
 
 # By name, so that what is not installed or not used need not be imported.
 _RULES: dict[str | type[nn.Module], LayerRule] = {

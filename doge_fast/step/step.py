@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from doge_fast.distributed.exchanges import Ranks
 from doge_fast.distributed.wrappers import bare, without_reduction
-from doge_fast.entries import WAY_TO_ACCUMULATE, Absent, Entries, check_count
 from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
-from doge_fast.parameters import TrackedParameters
-from doge_fast.stacked import StackedModel, segments_of, sizes_of
-from doge_fast.subset import Subset
+from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
+from doge_fast.step.entries import WAY_TO_ACCUMULATE, Absent, Entries, check_count
+from doge_fast.step.parameters import TrackedParameters
 from doge_fast.tracing import outside_graphs
+from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import SkipFlag
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from doge_fast.layers.token_sums import TokenSum
+from doge_fast.stacked.layers.token_sums import TokenSum
 
 
 class LayerRule(ABC):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from doge_fast import simplex
+from doge_fast.weights import simplex
 
 Variant = Literal["doremi", "doge"]
 

@@ -1,7 +1,0 @@
-"""Rules of module classes: rows of a stacked pass and norms per example, from one description."""
-
-from doge_fast.layers.registry import register, rule_of
-from doge_fast.layers.rule import LayerRule
-from doge_fast.layers.token_sums import Outer, Sum
-
-__all__ = ["LayerRule", "Outer", "Sum", "register", "rule_of"]
