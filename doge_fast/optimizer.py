@@ -52,15 +52,14 @@ class DoGEOptimizer(OptimizerWrapper):
         optimizer: of the proxy model. Schedulers may be given either; groups are shared.
         domains: names of the training domains; their order is the order of `alpha`.
         target: whose loss is to become small. "universal": all training domains, each with
-            weight one (Alg. 1). "worst": likewise, and then more for those that improve least. A
-            name, several names (weight one each), or {name: weight >= 0}: a name that is not in
-            `domains` is a row that is measured and never trained on (Alg. 2, held-out mixtures)
-            and needs its own `with optimizer.domain(name)`.
+            weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}: a
+            name that is not in `domains` is a row that is measured and never trained on (Alg. 2,
+            held-out mixtures) and needs its own `with optimizer.domain(name)`.
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
             `defaults.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
             largest rate that the first group has noted. Checkpoints keep it.
-        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]),
-            "unbiased" (W without the noise of a batch, on one scale) or a `Score` with those parts.
+        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]) or
+            a `Score` with those parts.
         max_grad_norm: norm to which the combined gradient is cut; None leaves that to the loop.
         domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored and
             combined. The default follows the published code (5.0 universal, else 1.0); None, with
@@ -74,13 +73,11 @@ class DoGEOptimizer(OptimizerWrapper):
             target row that the objective needs, all scores are. A step with domains missing is
             combined, not renormalised, by `combine()` or `step()`.
         domains_per_step: S, the training domains of a step, drawn anew for each
-            (`domains_of_step`); None: all. Rows are (S + M) N elements, and with an unbiased score
-            (2 S + M) N. `doge_fast.weights.subset` says what is estimated.
+            (`domains_of_step`); None: all. Rows are (S + M) N elements. `doge_fast.weights.subset`
+            says what is estimated.
         seed: of the draws.
         initial: {domain: weight} that the weights start from, of all `domains`, summing to one;
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
-        target_mu: > 0: the targets' weights tau move too, to those that steps help least, more
-            slowly the larger it is. None: they stay; for "worst" 2 mu / (T + 1).
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
         scaler: the GradScaler of the losses, read when a step is combined; without it, and without
@@ -106,7 +103,7 @@ class DoGEOptimizer(OptimizerWrapper):
         domains: Sequence[str],
         target: Target = UNIVERSAL,
         mu: float | None = None,
-        score: Literal["paper", "published", "unbiased"] | Score = "paper",
+        score: Literal["paper", "published"] | Score = "paper",
         max_grad_norm: float | None = None,
         domain_max_grad_norm: float | None = defaults.DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
@@ -116,7 +113,6 @@ class DoGEOptimizer(OptimizerWrapper):
         domains_per_step: int | None = None,
         seed: int = 0,
         initial: Mapping[str, float] | None = None,
-        target_mu: float | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
         process_group: Group | None = None,
@@ -136,13 +132,12 @@ class DoGEOptimizer(OptimizerWrapper):
             domain_max_grad_norm=domain_max_grad_norm,
             smoothing=smoothing,
             initial=initial,
-            target_mu=target_mu,
             device=parameters.params[0].device,
         )
         self.objective = self._weights.objective
         self._step = Step(
             parameters,
-            Subset.of(self.objective, domains_per_step, seed, self.rule.score),
+            Subset.of(self.objective, domains_per_step, seed),
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
@@ -196,11 +191,6 @@ class DoGEOptimizer(OptimizerWrapper):
     def alpha_mean(self) -> Tensor:
         """[K] float64: their mean over the steps that were taken: stage one's result."""
         return self._weights.read("alpha_mean")
-
-    @property
-    def tau(self) -> Tensor:
-        """[R] float64: a copy of the targets' weights, in the order of `rows`, on the device."""
-        return self._weights.read("tau")
 
     @property
     def weights(self) -> dict[str, float]:

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from doge_fast.distributed.company import Company, all_gather
 from doge_fast.distributed.data_parallel import DataParallel
 from doge_fast.distributed.exchange import Agreement, Bucket, Columns, Report
-from doge_fast.kernels import gram
 
 
 class Piece(NamedTuple):
@@ -80,11 +79,6 @@ class ShardedStep(DataParallel):
         self.weigh(columns, coefficients_R, sums)
         self.company.share(state_S)
         return sums
-
-    def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
-        """Each rank adds what it has."""
-        norm_11 = gram([gradient.view(1, -1) for gradient in gradients])
-        return self.company.summed(norm_11, range(self.num_ranks))[0, 0]
 
     def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
         """Keep them for the step."""

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,17 +39,6 @@ def check_count(name: str, count: float) -> None:
     """Refuse what cannot weigh a domain's gradient."""
     if not simplex.is_number(count) or not 0 < count < float("inf"):
         raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
-
-
-class _Row(NamedTuple):
-    """What a row of the buffer has got in this step."""
-
-    weight: float
-    """Counts of what was added to it."""
-    times: int
-
-
-_NO_ROW = _Row(0.0, 0)
 
 
 class Entries:
@@ -97,8 +86,9 @@ class Entries:
         # With the default group and the kind of parameters that it was settled for.
         self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
-        # By row, in the order of the rows of the buffer; a domain in halves has two.
-        self._rows: dict[str, _Row] = {}
+        # By domain, in the order in which they are entered: what its row weighs in the mean over
+        # ranks, the sum of its counts; 0 for one that was begun and not left.
+        self._weights: dict[str, float] = {}
         self.seen: frozenset[str] = frozenset()
         """The domains that have a gradient on some rank, as last agreed on."""
 
@@ -149,7 +139,7 @@ class Entries:
     @property
     def any_here(self) -> bool:
         """Whether a domain has been entered on this rank."""
-        return bool(self._rows)
+        return bool(self._weights)
 
     @property
     def are_complete(self) -> bool:
@@ -163,60 +153,41 @@ class Entries:
             return False
         return all(self._times[name] == most for name in self._subset.rows)
 
-    def next_row(self, name: str, count: float) -> int:
-        """The row of this rank's buffer that a domain fills next; its halves by turns."""
-        return self._row_of(self._next_half(name), count)
-
-    def rows_of(self, name: str) -> list[int]:
-        """The rows of this rank's buffer that are the domain's."""
-        return [self._row_of(half, 1.0) for half in self._subset.halves_of(name)]
-
-    def _next_half(self, name: str) -> str:
-        return min(self._subset.halves_of(name), key=self._times_of)
-
-    def _times_of(self, half: str) -> int:
-        return self._rows.get(half, _NO_ROW).times
-
-    def _row_of(self, half: str, count: float) -> int:
-        self._rows.setdefault(half, _NO_ROW)
+    def row_of(self, name: str, count: float = 1.0) -> int:
+        """The row of this rank's buffer that a domain fills."""
+        self._weights.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
-            row, num_params = self._subset.slot_of(half), len(self._trained.params)
-            self.exchange.enter(row, count, self._subset.slots, num_params)
+            row, num_params = self._subset.slot_of(name), len(self._trained.params)
+            self.exchange.enter(row, count, self._subset.rows, num_params)
             return row
-        self._buffer.num_rows = max(self._buffer.num_rows, len(self._rows))
-        return list(self._rows).index(half)
+        self._buffer.num_rows = max(self._buffer.num_rows, len(self._weights))
+        return list(self._weights).index(name)
 
-    def add(self, counts: Mapping[str, float], *, is_whole: bool) -> None:
+    def add(self, counts: Mapping[str, float]) -> None:
         """Note that domains have been left, with what counts for each.
 
         Args:
             counts: by domain.
-            is_whole: whether all rows of each domain have been filled, or its next one.
         """
         self._times.update(counts.keys())
         for name, count in counts.items():
-            halves = self._subset.halves_of(name)
-            filled = halves if is_whole else (self._next_half(name),)
-            for half in filled:
-                row = self._rows[half]
-                self._rows[half] = _Row(row.weight + count / len(filled), row.times + 1)
+            self._weights[name] += count
             if self._times[name] == self.micro_batches:
-                for half in filter(self._rows.__contains__, halves):
-                    self._send(half, self._trained.params)
+                self._send(name, self._trained.params)
 
     @outside_graphs
     @torch.no_grad()
-    def _send(self, half: str, params: Sequence[Tensor]) -> None:
+    def _send(self, name: str, params: Sequence[Tensor]) -> None:
         """A row is complete."""
         apart = self._trained.selected_ids() or ()
-        self.exchange.send(list(self._rows).index(half), params, apart, self._buffer)
+        self.exchange.send(list(self._weights).index(name), params, apart, self._buffer)
 
     def clear(self) -> None:
         """Begin another step."""
         if self._exchange is not None:
             self._exchange[1].forget()
         self._times.clear()
-        self._rows.clear()
+        self._weights.clear()
 
     # What is refused.
 
@@ -259,17 +230,6 @@ class Entries:
                     "or pass micro_batches=None."
                 )
 
-    def _refuse_one_half(self) -> None:
-        times = {
-            name: set(map(self._times_of, self._subset.halves_of(name))) for name in self._times
-        }
-        if odd := [name for name, each in times.items() if len(each) > 1]:
-            raise RuntimeError(
-                "a score that is_unbiased compares the halves of each domain's batch, and "
-                f"{odd} were entered an odd number of times. Enter each domain twice in a step, "
-                "with half of its batch each time and micro_batches=2, or use stacked()."
-            )
-
     def _refuse_missing(self, *, is_dropped: bool) -> None:
         missing = [name for name in self._subset.rows if name not in self.seen]
         if missing and is_dropped:
@@ -303,32 +263,16 @@ class Entries:
             if is_dropped and self.exchange.num_ranks > 1:
                 # Later, where domains are missing, this rank would raise alone.
                 raise RuntimeError(DROPPED + WAY_ON)
-            self._refuse_one_half()
-            for half, row in self._rows.items():
-                if row.times:
-                    self._send(half, params)
+            for name in self._times:
+                self._send(name, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
             settings = {**settings, **self._settings(params)}
-        report = Report(self._weights_of_rows(), params, dtypes, settings)
-        agreement = self.exchange.agree(self._subset.slots, report)
-        halves_of, here = self._subset.halves_of, agreement.seen
-        self.seen = frozenset(
-            name for name in self._subset.rows if here.issuperset(halves_of(name))
-        )
+        report = Report(dict(self._weights), params, dtypes, settings)
+        agreement = self.exchange.agree(self._subset.rows, report)
+        self.seen = agreement.seen
         self._refuse_missing(is_dropped=is_dropped)
         return agreement.dtypes
-
-    def _weights_of_rows(self) -> dict[str, float]:
-        """What each row weighs in the mean over ranks; 0 for one that was begun and not left.
-
-        Halves weigh alike, or their sum would not be the mean of the ranks' gradients.
-        """
-        weights: dict[str, float] = {}
-        for halves in map(self._subset.halves_of, self._subset.rows):
-            count = sum((self._rows.get(half, _NO_ROW).weight for half in halves), 0.0)
-            weights |= dict.fromkeys(halves, count)
-        return {half: weights[half] for half in self._rows}
 
     def _settings(self, params: Sequence[Tensor]) -> dict[str, object]:
         """What must be the same on all ranks, by the name that a message gives it."""
@@ -352,7 +296,7 @@ class Entries:
         try:
             yield
         except Exception as error:
-            lost = self.exchange.fail(self._subset.slots, len(self._trained.look_up()))
+            lost = self.exchange.fail(self._subset.rows, len(self._trained.look_up()))
             if lost:
                 error.add_note(lost)
             raise

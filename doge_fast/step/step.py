@@ -136,17 +136,16 @@ class Step:
         with self._told():
             check_count(name, count)
             self._prepare((name,))
-        return self._opened({name: count}, self.entries.next_row(name, count))
+        return self._opened({name: count}, self.entries.row_of(name, count))
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
         """One backward pass inside gives every domain of a batch sorted by domain its gradient."""
         with self._told():
             sizes_here = sizes_of(sizes)
-            self.subset.refuse_odd(sizes_here)
             self._prepare(tuple(sizes_here))
             self._refuse_shards()
-            segments = segments_of(sizes_here, self.entries.rows_of)
+            segments = segments_of(sizes_here, self.entries.row_of)
             stacked_model = self._stacked_model_of(bare(model))
         with self._opened(sizes_here, None) as opened:
             with stacked_model.recording(segments):
@@ -165,7 +164,7 @@ class Step:
                 self._refuse_reduced()
                 if not opened.has_received:
                     raise RuntimeError(_nothing_received(opened))
-                self.entries.add(counts, is_whole=row is None)
+                self.entries.add(counts)
         finally:
             self._open = None
         if self.state is not StepState.DROPPED:

@@ -256,7 +256,7 @@ def test_an_objective_keeps_names_and_weights(domains: list[str], data: st.DataO
     assert objective.domains == tuple(domains)
     assert objective.rows[: len(domains)] == tuple(domains)
     assert len(set(objective.rows)) == len(objective.rows) == len(objective.tau)
-    assert (objective.named == UNIVERSAL) == (target == UNIVERSAL)
+    assert objective.is_universal == (target == UNIVERSAL)
     assert set(objective.needed) <= set(objective.rows)
     assert objective.measured == objective.rows[len(domains) :]
     if isinstance(target, Mapping):
