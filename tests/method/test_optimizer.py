@@ -77,7 +77,7 @@ class TestBadArguments:
             ({"target": {"x": 0.0}}, "at least one name with a positive weight"),
             ({"target": {"x": math.nan}}, "finite and >= 0; 'x' has nan"),
             ({"target": {"x": "1"}}, "finite and >= 0; 'x' has '1'"),
-            ({"target": ["x", "universal"]}, "'universal' and 'worst' stand alone"),
+            ({"target": ["x", "universal"]}, "'universal' stands alone"),
             ({"target": ["x", "x"]}, "target names must be distinct"),
             ({"target": ["x", ["y"]]}, r"must be a non-empty name.*got \['y'\] in"),
             ({"target": ["x", ""]}, "must be a non-empty name.*got '' in"),
