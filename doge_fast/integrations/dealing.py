@@ -1,4 +1,4 @@
-"""What a rank has of a batch by domain: pieces of it, or a share of every domain; their halves."""
+"""What a rank has of a batch by domain: pieces of it, or a share of every domain."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,7 @@ class Deal:
     """What a rank has of each domain of a step: `deal(sizes, rank, num_ranks)`."""
 
     of_every_domain: bool = False
-    """All ranks run every domain (fsdp): an equal part of each, to one example or pair."""
-    in_pairs: bool = False
-    """Pairs of examples stay together, so that every rank can cut what it has in halves."""
+    """All ranks run every domain (fsdp): an equal part of each, to one example."""
 
     def __call__(
         self, sizes: Mapping[str, int], rank: int, num_ranks: int
@@ -53,34 +51,21 @@ class Deal:
         """{domain: (first, last)} as `doge_fast.sampling.pieces` says it.
 
         Raises:
-            ValueError: of a domain there is an odd number of examples to be paired, or less than
-                one example or pair for each rank that runs it.
+            ValueError: of a domain there is less than one example for each rank that runs it.
         """
-        unit = 2 if self.in_pairs else 1
-        if odd := {name: size for name, size in sizes.items() if size % unit}:
-            raise ValueError(
-                "a score that is_unbiased compares the halves of each domain's batch, and these "
-                f"have an odd number of examples: {odd}. Pass an even "
-                "per_device_train_batch_size, and TrainingArguments(dataloader_drop_last=True) "
-                "where the last batch has fewer."
-            )
-        units = {name: size // unit for name, size in sizes.items()}
         if not self.of_every_domain:
-            ends = pieces(units, rank, num_ranks)
-        else:
-            needed = unit * num_ranks
-            if few := {name: size for name, size in sizes.items() if size < needed}:
-                raise ValueError(
-                    f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} "
-                    f"examples. Give each domain at least {needed} in a step, and pass "
-                    "TrainingArguments(dataloader_drop_last=True) where only the last one has "
-                    "fewer."
-                )
-            ends = {
-                name: (number * rank // num_ranks, number * (rank + 1) // num_ranks)
-                for name, number in units.items()
-            }
-        return {name: (unit * first, unit * last) for name, (first, last) in ends.items()}
+            return pieces(sizes, rank, num_ranks)
+        if few := {name: size for name, size in sizes.items() if size < num_ranks}:
+            raise ValueError(
+                f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} "
+                f"examples. Give each domain at least {num_ranks} in a step, and pass "
+                "TrainingArguments(dataloader_drop_last=True) where only the last one has "
+                "fewer."
+            )
+        return {
+            name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
+            for name, size in sizes.items()
+        }
 
 
 PIECES = Deal()
@@ -122,18 +107,10 @@ def _cut(name: str, batch: Batch, first: int, last: int) -> Batch:
     lengths = _lengths(batch)
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            "a finished batch is cut along its first axis where several ranks share a domain, or "
-            f"a score compares its halves; in that of {name!r} the axes are {lengths}. Give every "
-            "entry the examples as first axis."
+            "a finished batch is cut along its first axis where several ranks share a domain; in "
+            f"that of {name!r} the axes are {lengths}. Give every entry the examples as first axis."
         )
     return {key: rows[first:last] for key, rows in batch.items()}
-
-
-def halves(part: Part, name: str, batch: Batch) -> list[tuple[Part, Batch]]:
-    """The two halves of what is here of a domain's batch, each as a part and as its batch."""
-    count = part.counts[name]
-    cuts = [(0, count // 2), (count // 2, count)]
-    return [(Part.of({}, {name: cut}, part.sizes), _cut(name, batch, *cut)) for cut in cuts]
 
 
 def shares(parts: Sequence[Part]) -> dict[str, float]:

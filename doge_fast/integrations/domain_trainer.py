@@ -24,8 +24,6 @@ class Steps(NamedTuple):
 
     rows: tuple[str, ...]
     """The training domains and the measured targets."""
-    in_halves: bool
-    """Whether each training domain's batch is cut in two halves."""
     are_partial: bool
     """Whether a step has some of the training domains only."""
 
@@ -93,7 +91,7 @@ class DomainTrainer(Trainer):
 
     @property
     def _deal(self) -> Deal:
-        return Deal(of_every_domain=self.cuts_model, in_pairs=self._steps().in_halves)
+        return Deal(of_every_domain=self.cuts_model)
 
     def prepare_shards(self, model: Any, *, is_last: bool) -> None:
         """Have FSDP2 reduce the gradient of the next pass, also where micro-batches add up.
@@ -133,7 +131,7 @@ class DomainTrainer(Trainer):
                 {name: self._without_unused_columns(part) for name, part in dataset.items()}
             )
         left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
-        if left and (self.cuts_model or steps.in_halves):
+        if left and self.cuts_model:
             # Now, not after an epoch.
             self._deal({"the last batch of an epoch": left}, 0, num_ranks)
         # Which domains a step leaves out is not known yet when examples are read.

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from doge_fast.integrations import causal_lm
-from doge_fast.integrations.dealing import Batch, Part, halves
+from doge_fast.integrations.dealing import Batch, Part
 from doge_fast.integrations.domain_trainer import DomainTrainer, Steps
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.stacked.layers.batch import on_device
-from doge_fast.step.combine import factor_of
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.scores import Score, score_of
-from doge_fast.weights.subset import has_halves
+from doge_fast.weights.scores import Score
+from doge_fast.wrapper import loss_scale
 
 Mode = Literal["auto", "sequential", "stacked"]
 
@@ -92,8 +91,8 @@ class DoGETrainer(DomainTrainer):
             `optimizers` holds a `DoGEOptimizer`, which knows them.
         domain_column: the column, or the key of an example, that names its domain.
         target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent,
-        domains_per_step, initial, target_mu: as `DoGEOptimizer` takes them. `selection` holds names
-            of `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds
+        domains_per_step, initial: as `DoGEOptimizer` takes them. `selection` holds names of
+            `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds
             of the others is left out.
         mode: "auto", "sequential" or "stacked", as above. "stacked" refuses a batch or a loss
             that it cannot take.
@@ -116,7 +115,7 @@ class DoGETrainer(DomainTrainer):
         domain_column: str = "domain",
         target: str | Sequence[str] | Mapping[str, float] = "universal",
         mu: float | None = None,
-        score: Literal["paper", "published", "unbiased"] | Score = "paper",
+        score: Literal["paper", "published"] | Score = "paper",
         domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
         selection: Sequence[str] | None = None,
@@ -124,7 +123,6 @@ class DoGETrainer(DomainTrainer):
         absent: Literal["error", "keep"] = "error",
         domains_per_step: int | None = None,
         initial: Mapping[str, float] | None = None,
-        target_mu: float | None = None,
         mode: Mode = "auto",
         **kwargs: Any,
     ) -> None:
@@ -150,7 +148,6 @@ class DoGETrainer(DomainTrainer):
             "absent": absent,
             "domains_per_step": domains_per_step,
             "initial": initial,
-            "target_mu": target_mu,
         }
         if isinstance(ready, DoGEOptimizer):
             self._check_ready(ready)
@@ -225,14 +222,13 @@ class DoGETrainer(DomainTrainer):
     def _steps(self) -> Steps:
         optimizer = self._doge or self.optimizer
         if isinstance(optimizer, DoGEOptimizer):
-            objective, score = optimizer.objective, optimizer.rule.score
+            objective = optimizer.objective
             are_partial = len(optimizer.domains_of_step) < len(optimizer.domains)
         else:
             options = self._doge_options
             objective = Objective.of(options["domains"], options["target"])
-            score = score_of(options["score"])
             are_partial = options["domains_per_step"] is not None
-        return Steps(objective.rows, has_halves(objective, score), are_partial)
+        return Steps(objective.rows, are_partial)
 
     def _left_out(self) -> set[str]:
         return set(self.doge.domains) - set(self.doge.domains_of_step)
@@ -273,7 +269,7 @@ class DoGETrainer(DomainTrainer):
         if self._is_new_step:
             scaler = self.accelerator.scaler
             # Not scaler.get_scale(), for which the host would wait for the device.
-            scale = None if scaler is None else factor_of(scaler, self.accelerator.device)
+            scale = None if scaler is None else loss_scale(None, scaler, self.accelerator.device)
             self.doge.combine(grad_scale=scale)
             self._sum_domain_losses()
         trained = [name for name in self.doge.domains if part.sizes.get(name)] or list(part.sizes)
@@ -307,17 +303,10 @@ class DoGETrainer(DomainTrainer):
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
         if self._is_to_be_stacked(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
-        in_halves = set(self.doge.domains) if self._steps().in_halves else ()
-        pieces = [
-            (name, *piece)
-            for name, batch in inputs.items()
-            for piece in (halves(part, name, batch) if name in in_halves else [(part, batch)])
-        ]
         losses: dict[str, Tensor] = {}
-        for place, (name, piece, batch) in enumerate(pieces, 1):
-            self.prepare_shards(model, is_last=place == len(pieces))
-            loss = self._backward(model, name, piece, batch, num_targets.get(name))
-            losses[name] = losses[name] + loss if name in losses else loss
+        for place, (name, batch) in enumerate(inputs.items(), 1):
+            self.prepare_shards(model, is_last=place == len(inputs))
+            losses[name] = self._backward(model, name, part, batch, num_targets.get(name))
         return losses
 
     def _steps_of_mean(self, part: Part, name: str) -> float:

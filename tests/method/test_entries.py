@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from doge_fast import DoGEOptimizer
-from doge_fast.step.combine import checked_scaler, factor_of, scale_of
 from doge_fast.step.step import StepState
+from doge_fast.wrapper import checked_scaler, loss_scale
 
 
 def made(**options: Any) -> tuple[Tensor, DoGEOptimizer]:
@@ -178,9 +178,9 @@ def test_states_follow_each_other() -> None:
     assert step.state is StepState.COLLECTED
     with pytest.raises(ZeroDivisionError), optimizer.domain("b"):
         raise ZeroDivisionError
-    assert step.state is StepState.DROPPED
+    assert step.state is StepState.EMPTY
     enter(weight, optimizer, "b")
-    assert step.state is StepState.DROPPED
+    assert step.state is StepState.COLLECTED
     optimizer.zero_grad()
     assert step.state is StepState.EMPTY
     enter(weight, optimizer, "abc")
@@ -188,7 +188,7 @@ def test_states_follow_each_other() -> None:
     optimizer.step()
     assert step.state is StepState.EMPTY
     optimizer.zero_grad(set_to_none=False)
-    assert step.state is StepState.ZEROED
+    assert step.state is StepState.EMPTY
     assert weight.grad is not None
     enter(weight, optimizer, "a")
     assert step.state is StepState.COLLECTED
@@ -265,20 +265,20 @@ def test_names_are_known_or_listed() -> None:
 
 def test_the_factor_is_the_loops_or_the_scalers_or_one() -> None:
     cpu = torch.device("cpu")
-    assert factor_of(None, cpu) == scale_of(None, None, cpu) == 1.0
+    assert loss_scale(None, None, cpu) == 1.0
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     assert checked_scaler(scaler) is scaler
     assert checked_scaler(None) is None
     with pytest.raises(TypeError, match=r"must be a torch\.amp\.GradScaler or None; got 8\.0"):
         checked_scaler(8.0)
-    assert float(factor_of(scaler, cpu)) == float(scale_of(None, scaler, cpu)) == 8.0
-    assert scale_of(2.0, scaler, cpu) == 2.0
+    assert float(loss_scale(None, scaler, cpu)) == 8.0
+    assert loss_scale(2.0, scaler, cpu) == 2.0
     # A tensor is not looked at.
     given = torch.tensor(-1.0)
-    assert scale_of(given, None, cpu) is given
+    assert loss_scale(given, None, cpu) is given
     for wrong in (0.0, -1.0, math.inf, math.nan, True, "2"):
         with pytest.raises(ValueError, match=f"must be positive and finite; got {wrong!r}"):
-            scale_of(wrong, None, cpu)  # type: ignore[arg-type]
+            loss_scale(wrong, None, cpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("most", [None, 0.25])
@@ -371,9 +371,9 @@ def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
     )
     sent: list[bool] = []
     monkeypatch.setattr(
-        optimizer._step.flag, "send", lambda skipped, inner: sent.append(bool(skipped))
+        optimizer._step._flag, "send", lambda skipped, inner: sent.append(bool(skipped))
     )
-    exchange = optimizer._step.entries.exchange
+    exchange = optimizer._step.exchange
     asked: dict[str, tuple[Any, ...]] = {}
     for verb in ("complete", "deliver"):
         real = getattr(exchange, verb)

@@ -126,12 +126,3 @@ def test_the_target_is_a_domain_in_use(tmp_path: Path) -> None:
     config = filled(presets.preset_of("known", data="x"), changes)
     with pytest.raises(ValueError, match="which are a, b, c, d; e is not among them"):
         plan_of(config, tuple("abcde"), tmp_path)
-
-
-def test_an_unbiased_score_needs_pairs_where_a_trained_domain_is_a_target(tmp_path: Path) -> None:
-    """The twins' targets are trained on, also where a batch of all stands for all."""
-    changes = {"proxy": {"score": "unbiased", "target_batch": "mix", "sequences_per_domain": 3}}
-    config = filled(presets.preset_of("known", data="x"), changes)
-    with pytest.raises(ValueError, match="sequences_per_domain must be even"):
-        plan_of(config, tuple("abcd"), tmp_path)
-    plan_of(replace(config, name="ood"), tuple("abcd"), tmp_path)
