@@ -493,9 +493,11 @@ def test_the_cut_of_the_combined_gradient_is_as_much_less_as_the_step_has_domain
 
 def test_what_ranks_must_share_is_named() -> None:
     weights = DomainWeights.of(["a", "b"], mu=1.0, target="b")
-    settings = weights.settings()
+    settings = weights.settings(with_values=True)
     assert settings["the domains or the target"] == [("a", "b"), {"b": 1.0}]
     assert settings["the settings of DoGEOptimizer"] == repr(weights.rule)
+    assert settings["the domain weights"] == weights.shared_state.tolist()
+    assert weights.settings(with_values=False)["the domain weights"] is None
 
 
 def test_absent_domains_carry_their_score() -> None:

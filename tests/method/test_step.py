@@ -244,15 +244,6 @@ def test_a_frozen_rate_of_zero_steps_the_wrapped_optimizer_between_domains() -> 
     assert optimizer.num_steps == 1
 
 
-def test_a_step_without_domains_is_the_wrapped_optimizers() -> None:
-    weight, optimizer = made()
-    optimizer.release()
-    weight.grad = torch.ones(2)
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 1.9]))
-    assert optimizer.num_steps == 0
-
-
 def test_names_are_known_or_listed() -> None:
     _, optimizer = made(target={"far": 1.0})
     said = r"unknown domain 'z'; the optimizer knows \['a', 'b', 'c', 'far'\]\. Name it in domains="
@@ -389,3 +380,34 @@ def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
     # What ranks would be told.
     assert asked["complete"][1] == ({id(one)} if selects else ())
     assert asked["deliver"][2] is optimizer._weights.shared_state
+
+
+def test_what_counts_over_ranks_is_the_sum_over_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, optimizer = made(micro_batches=2)
+    exchange = optimizer._step.exchange
+    agree, reports = exchange.agree, []
+    monkeypatch.setattr(
+        exchange, "agree", lambda rows, report: reports.append(report) or agree(rows, report)
+    )
+    for name, count in (("a", 1.0), ("b", 2.0), ("a", 3.0), ("c", 1.0), ("b", 0.5), ("c", 1.0)):
+        with optimizer.domain(name, count):
+            weight.square().sum().backward()
+    (report,) = reports
+    assert report.counts == {"a": 4.0, "b": 2.5, "c": 2.0}
+    assert report.order == ["a", "b", "a", "c", "b", "c"]
+
+
+def test_zeros_of_a_parameter_that_no_domain_touches_are_no_gradient() -> None:
+    one, other = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = DoGEOptimizer(torch.optim.SGD([one, other], lr=0.1), domains=["a", "b"], mu=1.0)
+    for uses_other in (1.0, 0.0):
+        for name in "ab":
+            with optimizer.domain(name):
+                loss = one.square().sum()
+                (loss + other.square().sum() if uses_other else loss).backward()
+        optimizer.step()
+        assert (other.grad is not None) == bool(uses_other)
+        optimizer.zero_grad(set_to_none=False)
+    assert optimizer.num_steps == 2
