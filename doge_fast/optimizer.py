@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from doge_fast.distributed.exchanges import Ranks
-from doge_fast.distributed.fragments import Group
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.step.combine import checked_scaler, combine, scale_of
@@ -86,10 +86,7 @@ class DoGEOptimizer(OptimizerWrapper):
         scaler: the GradScaler of the losses, read when a step is combined; without it, and without
             `combine(grad_scale=...)`, scores are its factor squared too large. Copy or pickle both.
         process_group: the ranks that learn together; None: the default group once there is one, or
-            the mesh of DTensors; `distributed.Fragments`: shards, each rank with its own domains.
-        shard_optimizer: each of n ranks steps its columns alone, with 1 / n of the wrapped
-            optimizer's state, and parameters are gathered in the place of gradients. `p.grad`
-            stays None. For optimizers that treat all elements of a parameter alike.
+            the mesh of DTensors.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
@@ -119,8 +116,7 @@ class DoGEOptimizer(OptimizerWrapper):
         target_mu: float | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
-        process_group: Group | None = None,
-        shard_optimizer: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
         self._scaler = checked_scaler(scaler)
@@ -146,7 +142,7 @@ class DoGEOptimizer(OptimizerWrapper):
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
-            ranks=Ranks(process_group, shard_optimizer).check(optimizer, scaler),
+            ranks=Ranks(process_group).check(),
         )
         checkpoint.mark(self.param_groups)
 
@@ -365,7 +361,7 @@ class DoGEOptimizer(OptimizerWrapper):
             self.combine()
         self._step.parameters.refuse_other_lr(self.last)
         assert self.last is not None
-        with phase("inner_step"), self._step.entries.exchange.stepping(self.inner):
+        with phase("inner_step"):
             step_unless(self.last.skipped, self.last.found_inf, self.inner, self._step.flag)
         self._step.clear(is_stepped=True)
         return loss
@@ -404,13 +400,13 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it; every
         parameter group has the same numbers as a tuple (see `doge_fast.weights.checkpoint`). Save
-        between steps: rows are no part of it. Waits for the device. With `shard_optimizer` on all ranks.
+        between steps: rows are no part of it. Waits for the device.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        with self._step.entries.whole(self.inner):
-            theirs = self.inner.state_dict()
-        state_dict = checkpoint.put_into(theirs, self.doge.state_dict(), self.objective)
+        state_dict = checkpoint.put_into(
+            self.inner.state_dict(), self.doge.state_dict(), self.objective
+        )
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict

@@ -150,13 +150,12 @@ def _num_rows(config: PlanConfig) -> int:
 
 
 def _ways(config: PlanConfig, model: Model, num_ranks: int) -> list[Way]:
-    """Data parallel; and in shards, where all ranks run all domains, or each its own."""
+    """Data parallel; and in shards, where all ranks run all domains."""
     num_params, num_rows = model.num_params, _num_rows(config)
     itemsize = _itemsize(config)
     own = scale.most_rows(num_rows, num_ranks)
     is_stacked = config.mode == "stacked"
     waiting = 0 if is_stacked else scale.FLOAT32 * num_params
-    every = num_params * num_rows / num_ranks
     ways = [
         _way(
             "DDP" if num_ranks > 1 else "one process",
@@ -178,27 +177,27 @@ def _ways(config: PlanConfig, model: Model, num_ranks: int) -> list[Way]:
             written=own * num_params * (3 if num_ranks > 1 else 1),
         )
     ]
-    shards = {
-        **scale.training_bytes(num_params, num_ranks),
-        "waiting gradient": scale.FLOAT32 * num_params / num_ranks,
-        "rows": scale.rows_bytes(num_params, num_rows, itemsize) / num_ranks,
-        "exchange": 0,
-    }
-    for name, passes, is_kept in (("FSDP2", num_rows, True), ("fragments", own, False)):
-        if num_ranks > 1 and not is_stacked:
-            way = _way(
-                name,
-                config,
-                model,
-                num_ranks,
-                {**shards, "kept parameters": scale.FLOAT32 * num_params if is_kept else 0},
-                passes=passes,
-                sent=scale.sharded_bytes(num_params, num_rows, num_ranks, passes, are_kept=is_kept),
-                plain_sent=scale.sharded_bytes(num_params, 0, num_ranks, 1, are_kept=False),
-                pieces=num_rows,
-                written=every,
-            )
-            ways.append(way)
+    if num_ranks > 1 and not is_stacked:
+        shards = {
+            **scale.training_bytes(num_params, num_ranks),
+            "waiting gradient": scale.FLOAT32 * num_params / num_ranks,
+            "rows": scale.rows_bytes(num_params, num_rows, itemsize) / num_ranks,
+            "exchange": 0,
+            "kept parameters": scale.FLOAT32 * num_params,
+        }
+        way = _way(
+            "FSDP2",
+            config,
+            model,
+            num_ranks,
+            shards,
+            passes=num_rows,
+            sent=scale.sharded_bytes(num_params, num_rows, num_ranks, num_rows, are_kept=True),
+            plain_sent=scale.sharded_bytes(num_params, 0, num_ranks, 1, are_kept=False),
+            pieces=num_rows,
+            written=num_params * num_rows / num_ranks,
+        )
+        ways.append(way)
     return ways
 
 

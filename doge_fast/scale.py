@@ -111,7 +111,7 @@ def sharded_bytes(
 
     A pass gathers before forward and backward and reduces once; with parameters that are kept all
     passes share one gather. A plain step is one pass that is not kept, and has no rows. Held by
-    tests/integrations/test_scale_over_ranks.py and, of fragments, test_traffic_of_shards.py.
+    tests/integrations/test_scale_over_ranks.py.
     """
     units = passes + 1 if are_kept else 3 * passes
     share = (num_ranks - 1) / num_ranks * num_params * FLOAT32

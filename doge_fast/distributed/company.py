@@ -20,7 +20,7 @@ STRAGGLER_SECONDS = 2.0
 MOST_SETTINGS = 12
 
 # What a rank says first of its step.
-_FINE, _FAILED, _HAS_CHANGED, _ENTERS, _SAVES = 0.0, 1.0, 2.0, 3.0, 4.0
+_FINE, _FAILED, _HAS_CHANGED = 0.0, 1.0, 2.0
 
 # all_gather_single from torch 2.13 on, which deprecates the other.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,27 +51,22 @@ class Company:
         self._place = self._store.add(f"doge_fast/companies/{self.rank}", 1)
         self._store.set(self._key(self.rank), "0")
 
-    def told(
-        self, rows: Sequence[str], report: Report, more: Sequence[float] = ()
-    ) -> tuple[Tensor, Tensor, Agreement]:
+    def told(self, rows: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
         """One small message to all, and one from each.
 
         Args:
             rows: as for `Exchange.agree`.
             report: as there.
-            more: what else a rank says; as many numbers each time.
 
         Returns:
-            [n, R] float64 on the CPU, the counts of every rank; [n, more] likewise; and what all
-            together have.
+            [n, R] float64 on the CPU, the counts of every rank; and what all together have.
 
         Raises:
             RuntimeError: as `Exchange.agree`.
         """
-        sizes = [MOST_SETTINGS, len(rows), len(report.dtypes), len(more)]
-        digests_nD, counts_nR, codes_nP, more_nE = torch.split(
-            self._gathered(_FINE, [*_words(rows, report, not self._has_agreed), *more]),
-            sizes,
+        digests_nD, counts_nR, codes_nP = torch.split(
+            self._gathered(_FINE, _words(rows, report, not self._has_agreed)),
+            [MOST_SETTINGS, len(rows), len(report.dtypes)],
             dim=1,
         )
         for name, digests in zip(report.settings, digests_nD.T.tolist(), strict=False):
@@ -80,38 +75,20 @@ class Company:
         seen_R = counts_nR.any(0).tolist()
         return (
             counts_nR,
-            more_nE,
             Agreement(
                 frozenset(name for name, is_seen in zip(rows, seen_R, strict=True) if is_seen),
                 [_widest(set(codes) - {0}) for codes in codes_nP.int().T.tolist()],
             ),
         )
 
-    def entered(self, row: int, rows: Sequence[str], num_params: int) -> list[int]:
-        """The row of the domain that each rank enters now.
-
-        Raises:
-            RuntimeError: a rank has entered all of its own, or one has dropped its step.
-        """
-        words = [float(row)] + [0.0] * (MOST_SETTINGS + len(rows) + num_params - 1)
-        return self._gathered(_ENTERS, words)[:, 0].int().tolist()
-
-    def meet_to_save(self) -> None:
-        """All ranks read the state now.
-
-        Raises:
-            RuntimeError: some do not.
-        """
-        self._gathered(_SAVES, [0.0] * (self._length or 0))
-
-    def fail(self, rows: Sequence[str], num_params: int, num_more: int = 0) -> str:
+    def fail(self, rows: Sequence[str], num_params: int) -> str:
         """In the place of `told`, so that the others do not wait for ever.
 
         Returns:
             Who cannot be told, in a sentence; empty where all have heard.
         """
         try:
-            self._gathered(_FAILED, [0.0] * (MOST_SETTINGS + len(rows) + num_params + num_more))
+            self._gathered(_FAILED, [0.0] * (MOST_SETTINGS + len(rows) + num_params))
         except LostRank as lost:
             return str(lost)
         except RuntimeError:
@@ -138,11 +115,6 @@ class Company:
         """Overwrite the domain weights by those of rank 0: machines may round differently."""
         with self.in_company():
             dist.broadcast(state_S, group=self.group, group_src=0)
-
-    def others_like_it(self) -> ProcessGroup:
-        """Another group of the same ranks, backend and timeout; all of them must be here."""
-        ranks = dist.get_process_group_ranks(self.group)
-        return group_of(ranks, self.group, str(dist.get_backend_config(self.group)))
 
     @contextmanager
     def in_company(self) -> Iterator[None]:
@@ -179,18 +151,10 @@ class Company:
                 "inside a domain or before combine(); see the output there. Call "
                 "optimizer.zero_grad() on all ranks and run the domains of the step again."
             )
-        if 0 < states.count(_SAVES) < len(states):
-            ranks = [rank for rank, state in enumerate(states) if state == _SAVES]
-            raise RuntimeError(
-                "with shard_optimizer=True state_dict() puts the state together from all ranks, "
-                f"and only {_named(ranks)} called it. Call it on all ranks, and write what it "
-                "gives on one."
-            )
         if _HAS_CHANGED in states:
             refuse_others(states, "the number of domains or of parameters")
             self._length = None
             return self._gathered(first, words)
-        refuse_others(states, "how many domains they enter in a step (see sampling.rounds)")
         return told[:, 1:]
 
     def _all_told(self, words: list[float]) -> Tensor:

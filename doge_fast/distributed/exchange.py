@@ -1,29 +1,27 @@
-"""What a step asks of the ranks that share it: four verbs, and what one process answers.
+"""What a step asks of the ranks that share it: a few verbs, and what one process answers.
 
 Each of n ranks has the gradients of its own domains, over all columns. The Gram matrix needs all
 rows of a column side by side, and is a sum over columns. So an all-to-all turns the rows round:
 afterwards a rank has every row of its own columns. It multiplies them there; the K x K partial
 results are gathered and added in the order of the ranks; each rank sums its own columns with the
-new weights; an all-gather delivers the sums. With F pieces of rows over all ranks a rank sends
-(1 + F / n) (n - 1) / n N elements, where plain data parallelism sends 2 (n - 1) / n N.
+new weights; an all-gather delivers the sums. With P pieces of rows over all ranks a rank sends
+(1 + P / n) (n - 1) / n N elements, where plain data parallelism sends 2 (n - 1) / n N.
 
 A domain that several ranks have entered has its gradient in pieces: it is their mean, weighted by
 their counts. All that follows is linear in the rows. So pieces stay rows of their own, and with
-A [R, F], the share of each piece in its row, the Gram matrix is A G_F A^T and the coefficients of
+A [R, P], the share of each piece in its row, the Gram matrix is A G_P A^T and the coefficients of
 the pieces are A^T c.
 
 `doge_fast.distributed` has the ranks; nothing here talks.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from doge_fast.flat_buffer import Block, FlatBuffer, weighted_gradients
+from doge_fast.flat_buffer import Block, weighted_gradients
 from doge_fast.kernels import gram
 
 # Shards begin on as many elements as rows of the flat buffer do.
@@ -36,7 +34,9 @@ class Report(NamedTuple):
     """What a rank tells the others of its step."""
 
     counts: Mapping[str, float]
-    """{domain: count} in the order of the rows here; 0 for one that was begun and not left."""
+    """{row: count}; 0 for one that was begun and not left."""
+    order: Sequence[str]
+    """Names of rows in the order of entry here; once for each entry."""
     params: Sequence[Tensor]
     """That are trained."""
     dtypes: Sequence[torch.dtype | None]
@@ -97,7 +97,7 @@ class Columns(NamedTuple):
     buckets: Sequence[Bucket]
     """Whose columns they are part of."""
     rows: Sequence[Tensor]
-    """[F, columns] of each bucket: pieces of rows, those of rank 0 first."""
+    """[P, columns] of each bucket: pieces of rows, those of rank 0 first."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -122,8 +122,6 @@ class Exchange(Protocol):
     """Whether parameters and gradients are DTensors."""
     has_own_rows: bool
     """Whether a rank has rows of its own domains alone, in the order in which it enters them."""
-    gives_gradients: bool
-    """Whether the combined gradient is in `p.grad`."""
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """Tell the others, and hear of them.
@@ -136,24 +134,6 @@ class Exchange(Protocol):
             RuntimeError: ranks differ in what must be the same, or one has dropped its step; the
                 same sentence on all of them.
         """
-
-    def begin(self) -> None:
-        """The first domain of a step is entered here."""
-
-    def send(
-        self, row: int, params: Sequence[Tensor], apart: Collection[int], buffer: FlatBuffer
-    ) -> None:
-        """A row is complete and may travel; all rows are sent before the ranks agree.
-
-        Args:
-            row: of the buffer; sent already, it is left out.
-            params: that are trained.
-            apart: as for `complete`.
-            buffer: the rows here.
-        """
-
-    def forget(self) -> None:
-        """What has been sent in this step does not count."""
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns of the blocks.
@@ -183,26 +163,7 @@ class Exchange(Protocol):
         """Scalar float64: of what `deliver` gave, over all columns."""
 
     def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
-        """Put what `deliver` gave where it is stepped on."""
-
-    def stepping(self, inner: Optimizer) -> AbstractContextManager[None]:
-        """The block in which the wrapped optimizer steps."""
-
-    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
-        """The block in which the wrapped optimizer's state is read."""
-
-    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
-        """A domain is entered on this rank.
-
-        Args:
-            row: of the domain.
-            count: what the gradient weighs in the mean over ranks.
-            rows: names of the rows of this step, in their order.
-            num_params: that are trained.
-        """
-
-    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
-        """What a gradient of a domain here brings to rows of this rank: (row, gradient)."""
+        """Put what `deliver` gave into `p.grad`."""
 
     def fail(self, rows: Sequence[str], num_params: int) -> str:
         """Tell the others that this rank has dropped its step; then they raise in `agree`.
@@ -212,54 +173,10 @@ class Exchange(Protocol):
         """
 
     def release(self) -> None:
-        """Give the memory of what has travelled back."""
+        """Give the memory of what was exchanged back."""
 
 
-class InParameters:
-    """The combined gradient goes into `p.grad`, and every rank steps its parameters."""
-
-    gives_gradients = True
-
-    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
-        """Nobody has to know before all agree."""
-
-    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
-        """All of it."""
-        return [(row, grad)]
-
-    def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
-        """In the order of the buckets' blocks."""
-        for block, gradient in zip(columns.blocks, gradients, strict=True):
-            block.give(gradient)
-
-    def stepping(self, inner: Optimizer) -> AbstractContextManager[None]:
-        """As it does by itself."""
-        return nullcontext()
-
-    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
-        """As it is."""
-        return nullcontext()
-
-
-class InPlace(InParameters):
-    """Rows that stay where they are."""
-
-    def begin(self) -> None:
-        """Nothing travels."""
-
-    def send(
-        self, row: int, params: Sequence[Tensor], apart: Collection[int], buffer: FlatBuffer
-    ) -> None:
-        """Nothing travels."""
-
-    def forget(self) -> None:
-        """Nothing has travelled."""
-
-    def release(self) -> None:
-        """Nothing has travelled."""
-
-
-class Alone(InPlace):
+class Alone:
     """One process: it has all rows."""
 
     num_ranks = 1
@@ -290,9 +207,22 @@ class Alone(InPlace):
         norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
         return norm_11[0, 0]
 
+    def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
+        """Into `p.grad`."""
+        give(columns, gradients)
+
     def fail(self, rows: Sequence[str], num_params: int) -> str:
         """There is nobody to tell."""
         return ""
+
+    def release(self) -> None:
+        """Nothing was exchanged."""
+
+
+def give(columns: Columns, gradients: Sequence[Tensor]) -> None:
+    """Put gradients into `p.grad`, in the order of the buckets' blocks."""
+    for block, gradient in zip(columns.blocks, gradients, strict=True):
+        block.give(gradient)
 
 
 def buckets_of(

@@ -4,19 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import distributed as dist
-from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.distributed import ProcessGroup
 
 from doge_fast.distributed.company import Company, group_of
 from doge_fast.distributed.data_parallel import DataParallel
 from doge_fast.distributed.exchange import Alone, Exchange
-from doge_fast.distributed.fragments import Fragments, Group
 from doge_fast.distributed.sharded import Sharded
-from doge_fast.distributed.sharded_step import ShardedStep
 from doge_fast.flat_buffer import local_of
-
-# torch's; of others nobody knows.
-LOOK_AT_SHAPES = ("Adafactor", "Muon")
 
 
 def default_group() -> object:
@@ -30,37 +24,25 @@ def num_processes() -> int:
 
 
 class Ranks(NamedTuple):
-    """Which processes learn together, and what each of them steps."""
+    """Which processes learn together."""
 
-    group: Group | None = None
+    group: ProcessGroup | None = None
     """None: the default group, where torch.distributed has one."""
-    shard_optimizer: bool = False
-    """Whether a rank steps its columns alone."""
 
     def __deepcopy__(self, memo: object) -> "Ranks":
         """The same processes."""
         return self
 
-    def check(self, optimizer: Optimizer, scaler: GradScaler | None) -> "Ranks":
-        """Refuse a group without this process, and what cannot be stepped in pieces.
+    def check(self) -> "Ranks":
+        """Refuse a group without this process.
 
         Raises:
-            ValueError: of `process_group` or `shard_optimizer`.
+            ValueError: of `process_group`.
         """
-        if not (self.group is None or isinstance(self.group, Group)):
+        if not (self.group is None or isinstance(self.group, ProcessGroup)):
             raise ValueError(
-                "process_group must be a group of torch.distributed that this process is in, or "
-                f"Fragments(model); got {self.group!r}. Build the optimizer on the group's ranks "
-                "alone."
-            )
-        name = type(optimizer).__name__
-        if self.shard_optimizer and (name in LOOK_AT_SHAPES or scaler is not None):
-            who = name if scaler is None else "GradScaler"
-            why = "looks at the shapes of parameters" if scaler is None else "reads p.grad"
-            raise ValueError(
-                "shard_optimizer=True divides parameters into vectors and leaves p.grad None; "
-                f"{who} {why}. Use an optimizer that treats all elements alike, such as "
-                "torch.optim.AdamW, without a GradScaler, or leave shard_optimizer out."
+                "process_group must be a group of torch.distributed that this process is in; got "
+                f"{self.group!r}. Build the optimizer on the group's ranks alone."
             )
         return self
 
@@ -73,34 +55,15 @@ def exchange_of(ranks: Ranks, params: Sequence[Any]) -> Exchange:
         params: that are trained; DTensors bring the processes of their mesh.
 
     Raises:
-        RuntimeError: some parameters are sharded and others are not, or over other processes; or
-            there are fragments and the parameters have a mesh of several dimensions; or the
-            optimizer is to be sharded as well.
+        RuntimeError: some parameters are sharded and others are not, or over other processes.
     """
     if default_group() is None:
         return Alone()
-    group, shard_optimizer = ranks
-    fragments = group if isinstance(group, Fragments) else None
-    if fragments is None and all(local_of(param) is param for param in params):
-        assert not isinstance(group, Fragments)
-        group = dist.group.WORLD if group is None else group
-        assert group is not None
-        if dist.get_world_size(group) == 1:
-            return Alone()
-        return ShardedStep(Company(group)) if shard_optimizer else DataParallel(Company(group))
-    if shard_optimizer:
-        raise RuntimeError(
-            "shard_optimizer=True needs whole parameters; fully_shard(model) has sharded these "
-            "already, and so the optimizer's state. Leave shard_optimizer out."
-        )
-    mesh = _ranks_of(params)
-    if fragments is not None and any(param.device_mesh.ndim > 1 for param in params):
-        raise RuntimeError(
-            "Fragments need parameters on a mesh of one dimension; these have a mesh of several "
-            "dimensions. Leave Fragments out, and run the same domains on all ranks."
-        )
     assert dist.group.WORLD is not None
-    return Sharded(Company(group_of(mesh, dist.group.WORLD)), fragments)
+    if all(local_of(param) is param for param in params):
+        group = ranks.group or dist.group.WORLD
+        return DataParallel(Company(group)) if dist.get_world_size(group) > 1 else Alone()
+    return Sharded(Company(group_of(_ranks_of(params), dist.group.WORLD)))
 
 
 def _ranks_of(params: Sequence[Any]) -> list[int]:

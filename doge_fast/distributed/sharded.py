@@ -1,73 +1,42 @@
 """Sharded parameters: a rank has its columns of every domain's gradient."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from doge_fast.distributed.company import Company, refuse_others
-from doge_fast.distributed.exchange import Agreement, Alone, Columns, InPlace, Report
-from doge_fast.distributed.fragments import Fragments
-from doge_fast.flat_buffer import Block, local_gradient, weighted_gradients
+from doge_fast.distributed.exchange import Agreement, Alone, Columns, Report, give
+from doge_fast.flat_buffer import Block, weighted_gradients
 from doge_fast.kernels import gram
 
 
-class Sharded(InPlace):
+class Sharded:
     """Ranks that each have some columns of every domain's gradient, as with FSDP2's `fully_shard`.
 
-    All ranks run the same domains, and reduce each one's gradient over their batches, or each runs
-    its own and they exchange fragments. Rows and combined gradient stay in shards.
+    All ranks run the same domains, and reduce each one's gradient over their batches. Rows and
+    combined gradient stay in shards.
 
     Args:
         company: the processes of the parameters' mesh.
-        fragments: what reduces where ranks run other domains.
     """
 
     has_shards = True
     has_own_rows = False
 
-    def __init__(self, company: Company, fragments: Fragments | None = None) -> None:
+    def __init__(self, company: Company) -> None:
         self.company = company
-        self._fragments = fragments
         self.num_ranks = company.num_ranks
         self._counted: set[int] = set()
-        # Rows in the order in which this rank has entered their domains.
-        self._order: list[int] = []
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
-        """And refuse ranks that have entered other domains, unless they exchange fragments."""
-        if self._fragments is not None:
-            return self.company.told(rows, report)[2]
-        settings = {**report.settings, "the order of their domains": self._order}
-        counts_nR, _, agreement = self.company.told(rows, report._replace(settings=settings))
+        """And refuse ranks that have entered other domains, or in another order."""
+        settings = {**report.settings, "the order of their domains": report.order}
+        counts_nR, agreement = self.company.told(rows, report._replace(settings=settings))
         for row, counts in enumerate(counts_nR.T.tolist()):
             refuse_others(counts, f"how often or with which count they entered {rows[row]!r}")
         return agreement
-
-    def enter(self, row: int, count: float, rows: Sequence[str], num_params: int) -> None:
-        """Note the order, or hear which domains the others enter, where those may be others."""
-        if self._fragments is None:
-            self._order.append(row)
-            return
-        if count != 1:
-            self.fail(rows, num_params)
-            raise ValueError(
-                f"with Fragments a domain's gradient is the sum over ranks; got count={count}. "
-                "Leave count out, and divide the loss by the domain's examples in the whole batch."
-            )
-        self._fragments.begin(self.company.entered(row, rows, num_params))
-
-    def forget(self) -> None:
-        """Another step begins."""
-        self._order.clear()
-
-    def parts(self, row: int, param: Tensor, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
-        """This rank's part of the gradient, or of every rank's."""
-        # FSDP2 leaves the reduction out where there is one rank.
-        if self._fragments is None or self.num_ranks == 1:
-            return [(row, local_gradient(param, grad))]
-        return self._fragments.parts(grad)
 
     def fail(self, rows: Sequence[str], num_params: int) -> str:
         """Tell the others; those that have ended are why a collective of the model has failed."""
@@ -90,6 +59,13 @@ class Sharded(InPlace):
         """The weighted sums of the shards."""
         self.company.share(state_S)
         return weighted_gradients(columns.blocks, coefficients_R)
+
+    def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
+        """Into `p.grad`."""
+        give(columns, gradients)
+
+    def release(self) -> None:
+        """Nothing was exchanged."""
 
     def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
         """Each rank adds what it has."""

@@ -8,19 +8,16 @@ combined.
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from doge_fast.distributed.exchange import Exchange, Report
 from doge_fast.distributed.exchanges import Ranks, default_group, exchange_of
-from doge_fast.distributed.fragments import Fragments
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.step.parameters import TrackedParameters, on_host
-from doge_fast.tracing import outside_graphs
 from doge_fast.weights import simplex
 from doge_fast.weights.subset import Subset
 
@@ -92,13 +89,13 @@ class Entries:
         self._subset = subset
         self._buffer = buffer
         self._ranks = ranks
-        # They last until the next ones come.
-        parameters.are_taken_at_once = isinstance(ranks.group, Fragments)
         # With the default group and the kind of parameters that it was settled for.
         self._exchange: tuple[object, Exchange] | None = None
         self._times: Counter[str] = Counter()
         # By row, in the order of the rows of the buffer; a domain in halves has two.
         self._rows: dict[str, _Row] = {}
+        # Names of rows, one for each time that one was begun.
+        self._order: list[str] = []
         self.seen: frozenset[str] = frozenset()
         """The domains that have a gradient on some rank, as last agreed on."""
 
@@ -120,24 +117,13 @@ class Entries:
             self._exchange = world, exchange
             # Of its own domains alone where a rank has whole gradients.
             self._buffer.num_rows = 0 if exchange.has_own_rows else self._subset.num_rows
-        if self.micro_batches is not None:
-            self._exchange[1].begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the other ranks: a copy may be used by other processes."""
-        if self._exchange is not None and not self._exchange[1].gives_gradients:
-            raise RuntimeError(
-                "an optimizer with shard_optimizer=True cannot be copied or pickled: its state is "
-                "in pieces on all ranks. Load its state_dict() into a new one."
-            )
         return self.__dict__ | {"_exchange": None}
 
-    def whole(self, inner: Optimizer) -> AbstractContextManager[None]:
-        """The block in which the wrapped optimizer's state is read."""
-        return nullcontext() if self._exchange is None else self._exchange[1].whole(inner)
-
     def release(self) -> None:
-        """Give the memory of what has travelled between ranks back."""
+        """Give the memory of what ranks have exchanged back."""
         if self._exchange is not None:
             self._exchange[1].release()
 
@@ -163,13 +149,13 @@ class Entries:
             return False
         return all(self._times[name] == most for name in self._subset.rows)
 
-    def next_row(self, name: str, count: float) -> int:
+    def next_row(self, name: str) -> int:
         """The row of this rank's buffer that a domain fills next; its halves by turns."""
-        return self._row_of(self._next_half(name), count)
+        return self._row_of(self._next_half(name))
 
     def rows_of(self, name: str) -> list[int]:
         """The rows of this rank's buffer that are the domain's."""
-        return [self._row_of(half, 1.0) for half in self._subset.halves_of(name)]
+        return [self._row_of(half) for half in self._subset.halves_of(name)]
 
     def _next_half(self, name: str) -> str:
         return min(self._subset.halves_of(name), key=self._times_of)
@@ -177,12 +163,11 @@ class Entries:
     def _times_of(self, half: str) -> int:
         return self._rows.get(half, _NO_ROW).times
 
-    def _row_of(self, half: str, count: float) -> int:
+    def _row_of(self, half: str) -> int:
         self._rows.setdefault(half, _NO_ROW)
+        self._order.append(half)
         if not self.exchange.has_own_rows:
-            row, num_params = self._subset.slot_of(half), len(self._trained.params)
-            self.exchange.enter(row, count, self._subset.slots, num_params)
-            return row
+            return self._subset.slot_of(half)
         self._buffer.num_rows = max(self._buffer.num_rows, len(self._rows))
         return list(self._rows).index(half)
 
@@ -200,23 +185,12 @@ class Entries:
             for half in filled:
                 row = self._rows[half]
                 self._rows[half] = _Row(row.weight + count / len(filled), row.times + 1)
-            if self._times[name] == self.micro_batches:
-                for half in filter(self._rows.__contains__, halves):
-                    self._send(half, self._trained.params)
-
-    @outside_graphs
-    @torch.no_grad()
-    def _send(self, half: str, params: Sequence[Tensor]) -> None:
-        """A row is complete."""
-        apart = self._trained.selected_ids() or ()
-        self.exchange.send(list(self._rows).index(half), params, apart, self._buffer)
 
     def clear(self) -> None:
         """Begin another step."""
-        if self._exchange is not None:
-            self._exchange[1].forget()
         self._times.clear()
         self._rows.clear()
+        self._order.clear()
 
     # What is refused.
 
@@ -304,13 +278,10 @@ class Entries:
                 # Later, where domains are missing, this rank would raise alone.
                 raise RuntimeError(DROPPED + WAY_ON)
             self._refuse_one_half()
-            for half, row in self._rows.items():
-                if row.times:
-                    self._send(half, params)
         dtypes = self._buffer.dtypes_of(params)
         if self.exchange.num_ranks > 1:
             settings = {**settings, **self._settings(params)}
-        report = Report(self._weights_of_rows(), params, dtypes, settings)
+        report = Report(self._weights_of_rows(), list(self._order), params, dtypes, settings)
         agreement = self.exchange.agree(self._subset.slots, report)
         halves_of, here = self._subset.halves_of, agreement.seen
         self.seen = frozenset(
@@ -336,9 +307,7 @@ class Entries:
         chosen = None if selected is None else [id(param) in selected for param in params]
         return {
             "the learning rate": [on_host(group.get("lr")) for group in self._trained.groups],
-            "micro_batches, absent or shard_optimizer": [
-                *(self.micro_batches, self._absent, self._ranks.shard_optimizer)
-            ],
+            "micro_batches or absent": [self.micro_batches, self._absent],
             "their number of steps, or the draw of domains_per_step": [
                 *(self._subset.draws, self._subset.rows)
             ],

@@ -136,7 +136,7 @@ class Step:
         with self._told():
             check_count(name, count)
             self._prepare((name,))
-        return self._opened({name: count}, self.entries.next_row(name, count))
+        return self._opened({name: count}, self.entries.next_row(name))
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
@@ -189,10 +189,8 @@ class Step:
             return
         row = opened.row_for(param, self.parameters)
         if self.entries.exchange.has_shards:
-            for each, part in self.entries.exchange.parts(row, param, grad):
-                self.buffer.receive(each, param, part)
-        else:
-            self.buffer.receive(row, param, grad)
+            grad = local_gradient(param, grad)
+        self.buffer.receive(row, param, grad)
         opened.has_received = True
 
     @outside_graphs
@@ -256,8 +254,7 @@ class Step:
             param.grad = None
 
     def _refuse_after_combining(self) -> None:
-        has_grad = any(param.grad is not None for param in self.parameters.params)
-        if has_grad or not self.entries.exchange.gives_gradients:
+        if any(param.grad is not None for param in self.parameters.params):
             most = self.entries.micro_batches
             how = (
                 "combine() has been called"
@@ -348,13 +345,7 @@ class Step:
             if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
                 return False
             given = (param for param in self.parameters.look_up() if param.grad is not None)
-            is_of_others = not all(map(self.buffer.is_combined, given))
-            if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
-                raise RuntimeError(
-                    "with shard_optimizer=True a gradient from outside the domains cannot be used: "
-                    "the optimizer's state is divided over ranks. Run its backward in a domain."
-                )
-            return is_of_others
+            return not all(map(self.buffer.is_combined, given))
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""

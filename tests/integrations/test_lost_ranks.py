@@ -22,7 +22,6 @@ def run_rank(rank: int, store: str, how: str, answers: "Queue[tuple[int, float, 
         model, optimizer = built(domains=list("abcdefgh"))
         for step in range(5):
             enter(model, optimizer, "abcd"[rank])
-            # From the third step on, the first row travels before the ranks agree.
             if rank == LOST and step == 3:
                 if how == "ends":
                     os._exit(3)

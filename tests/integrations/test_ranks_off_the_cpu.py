@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 
-from doge_fast.sampling import rounds
 from doge_fast.step import parameters
 from tests.integrations.test_several_processes import (
     OPTIONS,
@@ -44,7 +43,6 @@ MORE = pytest.mark.exhaustive
         pytest.param(
             4, (copies_of_shards, SIZES, False, CLIPS, "", shares), id="copies", marks=MORE
         ),
-        pytest.param(2, (sharded, UNEQUAL, False, CLIPS, "", rounds), id="fragments", marks=MORE),
     ],
 )
 def test_ranks_train_what_one_process_trains(

@@ -181,7 +181,7 @@ def of_other(options: dict[str, Any], is_moved: bool, own_options: dict[str, Any
         ({"lr": torch.tensor(0.02)}, False, "the learning rate"),
         ({"initial": {"a": 0.3, "b": 0.7}}, False, "the domain weights"),
         ({"selection": ["0.weight"]}, False, "the selection"),
-        ({"shard_optimizer": True}, False, "micro_batches, absent or shard_optimizer"),
+        ({"absent": "keep"}, False, "micro_batches or absent"),
         ({}, True, "the values of the parameters"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -366,8 +366,7 @@ def bytes_of(num_domains: int, width: int) -> tuple[list[tuple[int, int]], int]:
     dist.all_to_all_single, data_parallel.all_gather = count_rows, count_sums
     found = []
     try:
-        # From the third step on, rows travel before the ranks agree.
-        for _ in range(4):
+        for _ in range(2):
             sent |= {"rows": 0, "sums": 0}
             for name, (first, last) in pieces(sizes, rank, num_ranks).items():
                 with optimizer.domain(name, count=last - first):

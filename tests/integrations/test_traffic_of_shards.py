@@ -11,8 +11,6 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from doge_fast import DoGEOptimizer, scale
-from doge_fast.distributed import Fragments
-from doge_fast.sampling import rounds
 from tests.integrations.test_several_processes import shares, values
 from tests.ranks import Ranks
 
@@ -93,25 +91,6 @@ def in_parts(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor
             (loss_of(model, last).sum() / len(x)).backward()
 
 
-def in_fragments(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]) -> None:
-    sizes = {name: len(x) for name, x in batch.items()}
-    for name, first, last in rounds(sizes, dist.get_rank(), dist.get_world_size()):
-        with optimizer.domain(name):
-            (loss_of(model, batch[name][first:last]).sum() / sizes[name]).backward()
-
-
-def in_fragments_with_kept_parameters(
-    model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]
-) -> None:
-    sizes = {name: len(x) for name, x in batch.items()}
-    mine = rounds(sizes, dist.get_rank(), dist.get_world_size())
-    model.set_reshard_after_forward(False)
-    for number, (name, first, last) in enumerate(mine, start=1):
-        model.set_reshard_after_backward(number == len(mine))
-        with optimizer.domain(name):
-            (loss_of(model, batch[name][first:last]).sum() / sizes[name]).backward()
-
-
 def trained(loop: Loop, num_domains: int) -> Trained:
     """The parameters, the weights, and what a rank sends in a step over (n - 1) / n N."""
     torch.manual_seed(0)
@@ -125,8 +104,6 @@ def trained(loop: Loop, num_domains: int) -> Trained:
     names = [f"d{row}" for row in range(num_domains)]
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     options: dict[str, Any] = {"domains": names, "mu": 0.1, "domain_max_grad_norm": None}
-    if loop in (in_fragments, in_fragments_with_kept_parameters):
-        options |= {"process_group": Fragments(model), "micro_batches": None}
     optimizer = DoGEOptimizer(inner, **options)
     sent: list[float] = []
     for step in range(STEPS):
@@ -152,11 +129,6 @@ def trained(loop: Loop, num_domains: int) -> Trained:
         pytest.param(4, 2, with_kept_parameters, 3.0, marks=pytest.mark.exhaustive),
         # Parameters are gathered for each backward pass: (2 * 2 + 1) * 2.
         (2, 2, in_parts, 10.0),
-        (2, 2, in_fragments, 3.0),
-        pytest.param(*(2, 2, in_fragments_with_kept_parameters, 2.0), marks=pytest.mark.exhaustive),
-        pytest.param(4, 4, in_fragments, 3.0, marks=pytest.mark.exhaustive),
-        pytest.param(4, 3, in_fragments, 6.0, marks=pytest.mark.exhaustive),
-        (4, 3, in_fragments_with_kept_parameters, 3.0),
     ],
 )
 def test_traffic_is_that_of_the_formula(
@@ -173,16 +145,11 @@ def test_traffic_is_that_of_the_formula(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_domains", "has_fragments", "are_kept", "units"),
-    [
-        *((2, 3, False, False, 9.0), (2, 3, False, True, 4.0), (4, 2, False, True, 3.0)),
-        *((2, 2, True, False, 3.0), (2, 2, True, True, 2.0), (4, 4, True, False, 3.0)),
-        *((4, 3, True, False, 6.0), (4, 3, True, True, 3.0)),
-    ],
+    ("num_ranks", "num_domains", "are_kept", "units"),
+    [(2, 3, False, 9.0), (2, 3, True, 4.0), (4, 2, True, 3.0)],
 )
 def test_the_formula_says_what_is_counted_above(
-    num_ranks: int, num_domains: int, has_fragments: bool, are_kept: bool, units: float
+    num_ranks: int, num_domains: int, are_kept: bool, units: float
 ) -> None:
-    passes = scale.most_rows(num_domains, num_ranks) if has_fragments else num_domains
-    sent = scale.sharded_bytes(num_ranks, 0, num_ranks, passes, are_kept=are_kept)
+    sent = scale.sharded_bytes(num_ranks, 0, num_ranks, num_domains, are_kept=are_kept)
     assert sent == pytest.approx(units * (num_ranks - 1) * scale.FLOAT32)

@@ -86,12 +86,6 @@ def test_ranks_learn_what_one_process_does(ranks: Ranks, num_ranks: int, kind: s
     assert (alone["alpha"] - 1 / 3).abs().max() > 1e-3
 
 
-def test_and_with_the_optimizer_in_shards(ranks: Ranks) -> None:
-    alone = learned(2, "whole", {})
-    for found in ranks.run(2, learned, 2, "whole", {"shard_optimizer": True}):
-        torch.testing.assert_close(found["parameters"], alone["parameters"], rtol=1e-10, atol=1e-12)
-
-
 def norms_by_counts(score: str) -> Tensor:
     """Of a step in which the halves of one rank have different counts."""
     model, rank = model_of(), dist.get_rank()

@@ -43,11 +43,10 @@ def exchanged(entered_nD: list[dict[int, float]], num_domains: int) -> tuple[Ten
     for row, domain in enumerate(entered):
         for param, grad in zip(params, grads[domain], strict=True):
             buffer.receive(row, param, grad * (rank + 1))
-        exchange.send(row, params, (), buffer)
     names = [str(domain) for domain in range(num_domains)]
     counts = {str(domain): count for domain, count in entered.items()}
     dtypes = [torch.float64 if entered else None for _ in params]
-    agreement = exchange.agree(names, Report(counts, params, dtypes, {"the seed": 3}))
+    agreement = exchange.agree(names, Report(counts, list(counts), params, dtypes, {"the seed": 3}))
     assert agreement.seen == {str(domain) for each in entered_nD for domain in each}
     assert agreement.dtypes == [torch.float64] * len(params)
     blocks = buffer.touched(params, agreement.dtypes)

@@ -463,25 +463,6 @@ def test_pieces_cover_the_batch_once(batch: tuple[dict[str, int], int]) -> None:
         assert all(ends[i] == ends[i + 1] for i in range(0, len(ends), 2))
 
 
-@given(batches())
-def test_rounds_are_as_many_on_every_rank(batch: tuple[dict[str, int], int]) -> None:
-    sizes, num_ranks = batch
-    every, message = attempt(
-        lambda: [sampling.rounds(sizes, rank, num_ranks) for rank in range(num_ranks)]
-    )
-    if every is None:
-        assert "larger batch" in message
-        return
-    assert len({len(mine) for mine in every}) == 1
-    for rank, mine in enumerate(every):
-        assert all(first < last for _, first, last in mine)
-        total: dict[str, int] = {}
-        for name, first, last in mine:
-            total[name] = total.get(name, 0) + last - first
-        pieces = sampling.pieces(sizes, rank, num_ranks)
-        assert total == {name: last - first for name, (first, last) in pieces.items()}
-
-
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_formulas_of_pieces_are_what_is_cut(num_rows: int, num_ranks: int) -> None:
     sizes = {str(row): num_ranks for row in range(num_rows)}

@@ -7,7 +7,7 @@ import pytest
 
 from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
 from doge_fast.mixture.permutation import permute, round_keys
-from doge_fast.sampling import pieces, rounds
+from doge_fast.sampling import pieces
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 4097])
@@ -163,31 +163,3 @@ def test_pieces_of_few_examples_leave_ranks_without_any() -> None:
 def test_pieces_refuse_what_is_no_rank_or_size(sizes: dict[str, int], rank: int) -> None:
     with pytest.raises(ValueError, match=r"(rank|sizes) must be"):
         pieces(sizes, rank, 2)
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"a": 16, "b": 16}, {"a": 9, "b": 23, "c": 16}, {"a": 1, "b": 40, "c": 7}], ids=str
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_rounds_deal_every_example_once_and_equally_often(
-    sizes: dict[str, int], world_size: int
-) -> None:
-    dealt: dict[str, list[int]] = {name: [] for name in sizes}
-    every = [rounds(sizes, rank, world_size) for rank in range(world_size)]
-    for mine in every:
-        for name, first, last in mine:
-            dealt[name] += range(first, last)
-        lengths = [last - first for _, first, last in mine]
-        assert min(lengths) > 0
-        assert lengths == sorted(lengths, reverse=True)
-    assert {name: sorted(places) for name, places in dealt.items()} == {
-        name: list(range(size)) for name, size in sizes.items()
-    }
-    most = max(len(pieces(sizes, rank, world_size)) for rank in range(world_size))
-    assert [len(mine) for mine in every] == [most] * world_size
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rounds_refuse_ranks_with_too_few_examples(rank: int) -> None:
-    with pytest.raises(ValueError, match="a rank has 1 examples and another 2 domains"):
-        rounds({"a": 2, "b": 1}, rank, 2)
