@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from doge_fast import scale
-from doge_fast.integrations.dealing import Batch
+from doge_fast.integrations.domain_data import Batch
 from doge_fast.stacked.layers.batch import on_device
 from doge_fast.stacked.losses import IGNORED, domain_losses, linear_domain_losses
 
@@ -79,7 +79,7 @@ def num_targets(
     return sums_R.to(device, non_blocking=True)
 
 
-def obstacle_to_stacking(inputs: Mapping[str, Batch]) -> str | None:
+def unstackable_reason(inputs: Mapping[str, Batch]) -> str | None:
     """Why the domains of a micro-batch cannot share a pass; None if they can."""
     kinds = {frozenset(batch) for batch in inputs.values()}
     if len(kinds) != 1 or not {"input_ids", "labels"} <= (keys := next(iter(kinds))):
@@ -103,7 +103,7 @@ def gains_by_stacking(
 
     Args:
         model: a causal language model of transformers.
-        inputs: {domain: batch} to which there is no `obstacle_to_stacking`.
+        inputs: {domain: batch} to which there is no `unstackable_reason`.
         device: that the model trains on.
         is_mixed: products are of 16 bits, under autocast.
     """
@@ -189,7 +189,7 @@ def stacked_losses(
     Args:
         model: maps inputs to logits.
         unwrapped: the same model without wrappers.
-        batches: {domain: batch} to which there is no `obstacle_to_stacking`.
+        batches: {domain: batch} to which there is no `unstackable_reason`.
         num_targets: {domain: targets in the optimizer step}; None: those of these batches.
     """
     sizes = {name: len(batch["input_ids"]) for name, batch in batches.items()}

@@ -20,7 +20,7 @@ from transformers import (
     get_scheduler,
 )
 
-from doge_fast.integrations import causal_lm, dealing, domain_data
+from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations import transformers as host
 from doge_fast.integrations.domain_data import DomainStream, DomainZip
 from doge_fast.integrations.transformers import DoGETrainer
@@ -582,13 +582,13 @@ def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
     def batch(**more: Any) -> dict[str, Any]:
         return {name: {"x": torch.arange(4), **more} for name in DOMAINS}
 
-    parts = [dealing.part_of(batch(y=torch.arange(4)), rank, 2) for rank in range(2)]
+    parts = [domain_data.part_of(batch(y=torch.arange(4)), rank, 2) for rank in range(2)]
     assert [part["cd"]["y"].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert [*parts[0]] == ["ab", "cd"]
     # Nothing is cut where every rank has whole domains.
-    assert [*dealing.part_of(batch(longest=7), 1, 3)] == ["cd"]
+    assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
     with pytest.raises(ValueError, match=r"of 'cd' the axes are \{'x': 4, 'longest': None\}"):
-        dealing.part_of(batch(longest=7), 0, 2)
+        domain_data.part_of(batch(longest=7), 0, 2)
 
 
 def test_train_can_be_called_again(tmp_path: Path) -> None:
@@ -929,7 +929,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
         return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
 
     options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
-    assert DoGETrainer(**options, optimizers=(ready(), None))._steps().rows == ("x", "y")
+    assert DoGETrainer(**options, optimizers=(ready(), None)).rows == ("x", "y")
     with pytest.raises(
         ValueError, match=r"\['y', 'x'\] and the DoGEOptimizer's \['x', 'y'\] differ"
     ):
