@@ -81,10 +81,9 @@ class DoGETrainer(Trainer):
     the batches of all domains end to end (`"stacked"`; `DoGEOptimizer.stacked`); the weights are
     the same to rounding, dropout aside. `"auto"` stacks a micro-batch where the architecture is
     one of `STACKABLE`, the loss is the model's own, nothing is compiled, all domains' sequences
-    are equally long, a domain has at most `MOST_TOKENS`, and the step fits: by
-    `causal_lm.stacked_bytes` on a GPU, elsewhere up to `MOST_TOKENS_TOGETHER` in all. Small batches
-    use the machine better together, large ones need the memory. The choice depends on shapes and
-    on what the first step finds free, so a resumed run repeats it on a device that is as free.
+    are equally long, a domain has at most `MOST_TOKENS` and all together `MOST_TOKENS_TOGETHER`
+    (`doge_fast.integrations.causal_lm`). Small batches use the machine better together, large ones
+    need the memory.
 
     Over n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
     of every row, as users of Trainer expect; a finished batch is that of all ranks. All go through
@@ -533,10 +532,7 @@ class DoGETrainer(Trainer):
         if self.mode == "auto":
             if reason is not None or self.args.torch_compile:
                 return False
-            is_mixed = self.accelerator.mixed_precision != "no"
-            return causal_lm.gains_by_stacking(
-                self.model, inputs, self.args.device, is_mixed=is_mixed
-            )
+            return causal_lm.gains_by_stacking(self.model, inputs, self.args.device)
         if reason is not None:
             raise ValueError(f'mode="stacked" {reason} Pass mode="sequential" or "auto".')
         return True

@@ -277,50 +277,6 @@ def test_auto_stacks_small_batches_of_known_architectures(
     assert not stackable(trainer, batch)
 
 
-def test_auto_stacks_on_a_gpu_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU says how much memory there is, once; the number of all tokens does not count then."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7)
-    causal_lm.memory_for_us.cache_clear()
-    for free in (5, 0):
-        # The choice of the first step holds: a resumed run, or a later step, makes the same.
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 100))
-        assert causal_lm.memory_for_us(torch.device("cuda", 0)) == 12
-    assert causal_lm.memory_for_us(torch.device("cpu")) is None
-    causal_lm.memory_for_us.cache_clear()
-    trainer = trainer_for(tmp_path, mode="auto")
-    batch = batch_of(0, DOMAINS)
-    needed = causal_lm.stacked_bytes(trainer.model, batch)
-    monkeypatch.setattr(causal_lm, "MOST_TOKENS_TOGETHER", 0)
-    for capacity, fits in ((needed / 0.89, True), (needed / 0.91, False)):
-        monkeypatch.setattr(causal_lm, "memory_for_us", lambda _, found=capacity: found)
-        assert stackable(trainer, batch) == fits
-
-
-GIBI = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("num_domains", "capacity", "fits"),
-    [(22, 80, True), (50, 141, True), (22, 40, False), (7, 141, False)],
-    ids=["22 on 80", "50 on 141", "22 on 40", "7: a domain fills the GPU by itself"],
-)
-def test_auto_stacks_the_papers_batch(
-    num_domains: int, capacity: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """128 sequences of 512 tokens and 82M parameters, under bfloat16 autocast."""
-    config = GPT2Config(n_layer=6, n_embd=768, n_head=12, n_positions=512)
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-        sizes = [128 // num_domains + (row < 128 % num_domains) for row in range(num_domains)]
-        inputs = {
-            str(row): {"input_ids": torch.zeros(size, 512), "labels": torch.zeros(size, 512)}
-            for row, size in enumerate(sizes)
-        }
-    monkeypatch.setattr(causal_lm, "memory_for_us", lambda device: capacity * GIBI)
-    assert causal_lm.gains_by_stacking(model, inputs, "cuda", is_mixed=True) == fits
-
-
 def shorter(batch: Any) -> Any:
     return batch | {"ab": {key: rows[:, :5] for key, rows in batch["ab"].items()}}
 
