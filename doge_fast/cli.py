@@ -29,7 +29,7 @@ TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
 # Of packages that a verb imports when it is asked for more than usual.
-_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm", "sklearn": "regret"}
+_EXTRAS = {"lm_eval": "fewshot", "sklearn": "regret"}
 _RESUMES = "A training resumes from its last checkpoint with the same command."
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 

@@ -1,5 +1,6 @@
 """The plan of an experiment: which runs, how large, in which order."""
 
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from doge_fast.pipeline.config import (
     SelectConfig,
 )
 from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.experiments import runner
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
 from doge_fast.pipeline.experiments.presets import check, demo_of, known_domains, preset_of, with_mu
@@ -138,25 +140,24 @@ def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:
             planned(taken, tuple("abc"))
 
 
-def test_the_plan_is_commands_that_can_be_run_side_by_side(
+def test_the_plan_is_commands_in_an_order_that_can_be_run(
     experiment: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = experiment("ood", targets=("verse",))
     words = ["experiment", "ood", "--preset", "smoke", "--data", config.corpus.data]
     words += ["--out", str(config.out), "--seeds", "0", "--targets", "verse"]
     assert cli.main([*words, "--plan"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    groups = [line for line in lines if line.startswith("# group")]
-    assert len(groups) == 3
-    commands = [shlex.split(line, comments=True) for line in lines]
-    only = [cli.parse(command[1:]).only for command in commands if "--only" in command]
-    plan = planned(config)
-    assert sorted(name for (name,) in only) == sorted(job.name for job in plan.jobs)
-    # A run's group comes after those of all it reads.
-    place = {job.name: number for number, wave in enumerate(plan.waves()) for job in wave}
-    for job in plan.jobs:
-        assert all(place[name] < place[job.name] for name in plan.needed_by(job))
-    assert commands[-1][1:] == words
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert shlex.split(last, comments=True)[1:] == words
+    jobs, groups = {job.name: job for job in planned(config).jobs}, dict[str, int]()
+    for line in lines:
+        (name,) = cli.parse(shlex.split(line, comments=True)[1:]).only
+        group = groups[name] = int(re.findall("# group ([0-9]+):", line)[0])
+        # Those that it reads stand above it, in an earlier group.
+        needed = planned(config).needed_by(jobs[name])
+        assert all(groups[each] < group for each in needed)
+    assert groups.keys() == jobs.keys()
+    assert set(groups.values()) == {1, 2, 3}
     assert config.out is not None
     assert not config.out.exists()
 
@@ -190,7 +191,35 @@ def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
     models = {file: file.stat().st_mtime_ns for file in config.out.rglob("*.safetensors")}
     table, _ = run_experiment(config)
     assert "At the end" in table
+    # A run that is complete is skipped.
+    run_experiment(replace(config, only=("proxy-doge-seed0",)))
     assert {file: file.stat().st_mtime_ns for file in models} == models
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_made(
+    experiment: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = experiment("proxy_vs_base")
+    train = runner._train
+
+    def failing(job: Job) -> None:
+        if job.name == "proxy-doge-seed0":
+            raise ValueError("The domains are at odds.")
+        train(job)
+
+    def finished() -> list[str]:
+        assert config.out is not None
+        return sorted(path.parent.name for path in (config.out / "runs").glob("*/model"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_train", failing)
+        with pytest.raises(RuntimeError, match="at odds") as told:
+            run_experiment(config)
+    assert "2 of 3 runs" in str(told.value)
+    assert "base-doge-seed0: read proxy-doge-seed0" in str(told.value)
+    assert finished() == ["base-uniform-seed0"]
+    run_experiment(config)
+    assert len(finished()) == 3
 
 
 @pytest.mark.parametrize(

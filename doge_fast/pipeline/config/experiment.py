@@ -159,18 +159,9 @@ class ExperimentConfig:
     """Every run of the plan is repeated with each seed. Runs of one seed have the same
     initialisation and the same order of the data."""
     plan: bool = False
-    """Only print the runs of the plan, and the commands that make them side by side."""
+    """Only print the runs of the plan, as commands in an order in which they can be run."""
     only: tuple[str, ...] = ()
-    """Names of runs in the plan: make only these, and no report."""
-    workers: Count = 1
-    """Processes that share the runs, and this machine's cores and GPUs. Each run is made by one of
-    them. With `submitit` the workers are jobs."""
-    submitit: tuple[str, ...] | None = None
-    """Run the workers as SLURM jobs. NAME=VALUE: parameters of submitit's AutoExecutor, such as
-    timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
-    lease: Positive | None = None
-    """For file systems without a flock that all machines see: another worker takes a run over after
-    this many seconds without a sign of life. None: when its process has ended, as flock tells."""
+    """Names of runs in the plan: make only these, where they are not complete, and no report."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     rates: RatesConfig = field(default_factory=RatesConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)

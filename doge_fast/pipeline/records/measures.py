@@ -10,7 +10,6 @@ from doge_fast.pipeline.records.runs import (
     EVALUATION,
     EXPERIMENT,
     FEWSHOT,
-    QUEUE,
     Json,
     check_empty,
     read_record,
@@ -147,7 +146,7 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
     if not (out / EXPERIMENT).exists():
         check_empty(out)
         return
-    if all(entry.name in (EXPERIMENT, QUEUE) for entry in out.iterdir()):
+    if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
     known, asked = read_experiment(out), plain(record)
     apart = {name for group in known["groups"] for name in group.get("apart", ())}
