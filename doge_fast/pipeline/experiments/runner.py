@@ -5,7 +5,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,22 +68,13 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     if config.plan:
         return plan_lines(config, f"doge-fast experiment {config.name}")
     check(config)
-    # Missed before anything is written.
-    if config.name == "regret":
-        import_module("sklearn")
     out = _directory(config)
     plan = plan_of(config, _domains_of(config), out, _tasks_of(config))
     jobs = _chosen(plan)
     record = _record(plan)
     records.check_experiment(out, record)
-    # Corpora that are made are sound, and made under a lock in the directory.
-    if not plan.corpora:
-        _check_jobs(plan, jobs)
+    _check_jobs(plan, jobs)
     records.write_experiment(out, record)
-    for make in plan.corpora:
-        make()
-    if plan.corpora:
-        _check_jobs(plan, jobs)
     _make_all(plan, jobs)
     if config.only:
         return [f"run: {job.config.out}" for job in jobs]
@@ -200,10 +190,6 @@ def _is_made(job: Job, plan: Plan) -> bool:
 
 
 def _train(job: Job) -> None:
-    if job.recipe is not None:
-        assert isinstance(job.config, BaseConfig)
-        if not Path(job.config.weights).exists():
-            job.recipe(job.config)
     _STAGES[type(job.config)](job.config)
 
 
