@@ -379,7 +379,6 @@ VERBS: dict[str, Verb] = {
     "weights card": Verb(configs.WeightsCardConfig, _in(_PAGES, "card"), True, _DRAWS),
     "export": Verb(configs.ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
     "info": Verb(configs.InfoConfig, _info, loads=("torch",)),
-    "plan": Verb(configs.PlanConfig, _in("planning", "plan"), loads=()),
     "profile": Verb(configs.ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 
