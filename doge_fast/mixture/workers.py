@@ -31,35 +31,40 @@ class WorkerProgress(NamedTuple):
     """Processes that make the batches; 0: none has begun."""
     pass_seed: int
     """Which pass over the loader the workers belong to."""
-    num_rewinds: int
-    """How often the mixture was told where to begin."""
 
 
-_HEADER = struct.Struct("<qqqq")
+_HEADER = struct.Struct("<qqq")
 
 
-class Changes:
-    """Written by the process that trains, read by its workers; may be pickled to them."""
+class WorkerFile:
+    """Written by the process that trains, read by its workers; may be pickled to them.
+
+    It serves one pass: where the next one begins elsewhere, there is a new file, and workers that
+    still run find theirs gone.
+    """
 
     def __init__(self, start: int) -> None:
         descriptor, self.path = tempfile.mkstemp(prefix="doge_fast_weights_")
+        os.write(descriptor, _HEADER.pack(*WorkerProgress(start, 0, 0)))
         os.close(descriptor)
-        weakref.finalize(self, _remove, self.path, os.getpid())
-        self._num_rewinds = 0
-        self.rewind(start)
-
-    def rewind(self, start: int) -> None:
-        """Let the next pass begin at this step; its workers know all earlier changes."""
-        self._num_rewinds += 1
-        with self.locked() as file:
-            os.ftruncate(file, 0)
-            _write_header(file, WorkerProgress(start, 0, 0, self._num_rewinds))
         self._read_up_to = _HEADER.size
+        weakref.finalize(self, _remove, self.path, os.getpid())
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """The file, opened and locked. Each process opens it: a fork would share the lock."""
-        file = os.open(self.path, os.O_RDWR)
+        """The file, opened and locked.
+
+        Raises:
+            RuntimeError: the mixture was told to begin elsewhere since the file was made.
+        """
+        try:
+            # Each process opens it: a fork would share the lock.
+            file = os.open(self.path, os.O_RDWR)
+        except FileNotFoundError:
+            raise RuntimeError(
+                "seek() and load_state_dict() do not reach workers that are running. Begin "
+                "another pass over the loader after them, and leave persistent_workers off."
+            ) from None
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -101,26 +106,14 @@ class Changes:
             )
         with self.locked() as file:
             progress = self.progress_in(file)
-            self.check_not_rewound(progress)
             if progress.num_workers and progress.pass_seed != pass_seed:
                 raise RuntimeError(already_begun(progress.end))
-            end = max(progress.end, step + 1)
-            _write_header(file, WorkerProgress(end, num_workers, pass_seed, self._num_rewinds))
-            return self._unread(file)
-
-    def check_not_rewound(self, progress: WorkerProgress) -> None:
-        """Raise RuntimeError where the mixture was told to begin elsewhere since this copy."""
-        if progress.num_rewinds != self._num_rewinds:
-            raise RuntimeError(
-                "seek() and load_state_dict() do not reach workers that are running. Begin "
-                "another pass over the loader after them, and leave persistent_workers off."
-            )
-
-    def _unread(self, file: int) -> list[Change]:
-        size = os.fstat(file).st_size
-        lines = os.pread(file, size - self._read_up_to, self._read_up_to).decode().splitlines()
-        self._read_up_to = size
-        return [(first_step, weights) for first_step, weights in map(json.loads, lines)]
+            progress = WorkerProgress(max(progress.end, step + 1), num_workers, pass_seed)
+            os.pwrite(file, _HEADER.pack(*progress), 0)
+            size = os.fstat(file).st_size
+            lines = os.pread(file, size - self._read_up_to, self._read_up_to).splitlines()
+            self._read_up_to = size
+            return [(first_step, weights) for first_step, weights in map(json.loads, lines)]
 
 
 def already_begun(end: int) -> str:
@@ -130,10 +123,6 @@ def already_begun(end: int) -> str:
         "loader, which may have used fewer. Say mixture.seek(step) before another pass, with the "
         "step at which it begins."
     )
-
-
-def _write_header(file: int, progress: WorkerProgress) -> None:
-    os.pwrite(file, _HEADER.pack(*progress), 0)
 
 
 def _remove(path: str, process: int) -> None:
