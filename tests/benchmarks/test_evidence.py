@@ -55,11 +55,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(PIPE_WIDTH))
         for file in sorted(RESULTS.glob("evidence-*.json")):
+            if file.stem.endswith("-unbiased"):
+                # Only the commit that is tagged before-the-card reads weights of this score.
+                continue
             record = json.loads(file.read_text(encoding="utf-8"))
             found[file.stem] = terminal_table([evidence.unpack(record, folder / file.stem)])
-        for name in ("wiki40b", "ood"):
-            kept, unbiased = folder / f"evidence-{name}", folder / f"evidence-{name}-unbiased"
-            found[f"{name} compared"] = evidence.compared(unbiased, kept)
         for name in ("regret", "universal-long"):
             found[f"{name} against DoGE"] = evidence.against_doge(folder / f"evidence-{name}")
     return found
