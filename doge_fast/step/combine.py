@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from doge_fast.distributed.exchange import Columns, Exchange
+from doge_fast.distributed import Columns, Exchange
 from doge_fast.flat_buffer import Block
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.tracing import phase
-from doge_fast.weights import scores as generalization
 from doge_fast.weights import simplex
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
@@ -55,8 +54,7 @@ def combine(
     """
     columns = exchange.complete(blocks, selected or ())
     with phase("gram"):
-        products = subset.spread(*_grams(columns, exchange, selected, weights))
-    before = None if products.full_RR is not None else weights.snapshot()
+        products = subset.spread(*_grams(columns, exchange, selected))
     with phase("reweight"):
         new = subset.gathered(
             weights.move(
@@ -69,72 +67,31 @@ def combine(
                 share=subset.share,
             )
         )
-    if before is None:
-        decided(new.skipped)
+    decided(new.skipped)
     with phase("weighted_sum"):
-        gradients = exchange.deliver(columns, new.coefficients, weights.shared_state)
-    if before is not None:
-        new = _cut_afterwards(columns, gradients, exchange, new, weights, before, grad_scale)
-        decided(new.skipped)
-    exchange.give(columns, gradients)
+        exchange.deliver(columns, new.coefficients, weights.shared_state)
     return new._replace(lr=lr)
 
 
 def _grams(
-    columns: Columns,
-    exchange: Exchange,
-    selected: Collection[int] | None,
-    weights: DomainWeights,
-) -> tuple[Tensor, Tensor | None]:
-    """Gram matrices of the selected columns and of all; the latter None where not needed.
+    columns: Columns, exchange: Exchange, selected: Collection[int] | None
+) -> tuple[Tensor, Tensor]:
+    """[B, B] Gram matrices of the selected columns and of all; one tensor where they are the same.
 
-    The Gram matrix is additive over columns. Columns outside the selection are read only for
-    per-domain clipping; the combined gradient's own norm is cheaper to take from it.
+    The Gram matrix is additive over columns. Clipping and the check for overflow need the columns
+    outside the selection too.
     """
     if selected is None:
-        gram_RR = exchange.summed(columns.rows)
-        return gram_RR, gram_RR
+        gram_BB = exchange.gram(columns.rows)
+        return gram_BB, gram_BB
     inside, outside = columns.split(selected)
     if not inside:
         raise RuntimeError(
             "no selected parameter received a gradient in this step; `selection` must name "
             "parameters that the domains touch."
         )
-    gram_RR = exchange.summed(inside)
-    if not outside:
-        return gram_RR, gram_RR
-    if not weights.rule.cuts_rows:
-        return gram_RR, None
-    return gram_RR, gram_RR + exchange.summed(outside)
-
-
-def _cut_afterwards(
-    columns: Columns,
-    gradients: list[Tensor],
-    exchange: Exchange,
-    new: LastStep,
-    weights: DomainWeights,
-    before: Tensor,
-    grad_scale: float | Tensor,
-) -> LastStep:
-    """The global clip and the overflow that only the combined gradient shows.
-
-    Its norm takes one pass over N.
-    """
-    combined_norm = exchange.squared_norm(columns, gradients).sqrt() / grad_scale
-    overflow = ~combined_norm.isfinite()
-    weights.retract(before, overflow)
-    if weights.rule.max_grad_norm is not None:
-        factor = generalization.clip_factors(combined_norm, weights.rule.max_grad_norm)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))
-    skipped = new.skipped | overflow
-    return new._replace(
-        alpha=weights.read("alpha"),
-        combined_norm=combined_norm,
-        skipped=skipped,
-        found_inf=skipped.to(torch.float32),
-    )
+    gram_BB = exchange.gram(inside)
+    return gram_BB, gram_BB + exchange.gram(outside) if outside else gram_BB
 
 
 def scale_of(

@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from doge_fast.distributed.exchange import Exchange, Report
-from doge_fast.distributed.exchanges import Ranks, default_group, exchange_of
+from doge_fast.distributed import Exchange, Ranks, Report, default_group, exchange_of
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.step.parameters import TrackedParameters, on_host
 from doge_fast.weights import simplex
@@ -321,7 +320,7 @@ class Entries:
         try:
             yield
         except Exception as error:
-            lost = self.exchange.fail(self._subset.slots, len(self._trained.look_up()))
+            lost = self.exchange.fail()
             if lost:
                 error.add_note(lost)
             raise

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doge_fast.distributed.exchanges import Ranks
-from doge_fast.distributed.wrappers import bare, without_reduction
+from doge_fast.distributed import Ranks, bare, without_reduction
 from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step.entries import WAY_TO_ACCUMULATE, Absent, Entries, check_count
