@@ -20,10 +20,15 @@ LOST = 1
 # Of starting processes that import FSDP2, on a busy machine.
 PATIENCE_SECONDS = 120
 
-Answers = Queue[tuple[int, float, str]]
 
-
-def run_rank(rank: int, num_ranks: int, kind: str, how: str, store: str, answers: Answers) -> None:
+def run_rank(
+    rank: int,
+    num_ranks: int,
+    kind: str,
+    how: str,
+    store: str,
+    answers: "Queue[tuple[int, float, str]]",
+) -> None:
     torch.set_num_threads(1)
     with group(rank, num_ranks, store, TIMEOUT_SECONDS):
         model: nn.Module = small_model()
@@ -56,7 +61,7 @@ def run_rank(rank: int, num_ranks: int, kind: str, how: str, store: str, answers
 @pytest.mark.parametrize(("kind", "num_ranks"), [("columns", 4), ("shards", 2)])
 def test_a_lost_rank_is_named(tmp_path: Path, kind: str, num_ranks: int, how: str) -> None:
     context = multiprocessing.get_context("spawn")
-    answers: Answers = context.Queue()
+    answers: Queue[tuple[int, float, str]] = context.Queue()
     shared = (num_ranks, kind, how, str(tmp_path / "store"), answers)
     processes = [
         context.Process(target=run_rank, args=(rank, *shared)) for rank in range(num_ranks)
