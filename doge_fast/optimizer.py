@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from doge_fast.distributed.exchanges import Ranks
+from doge_fast.distributed import Ranks
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.step.parameters import TrackedParameters
@@ -179,7 +179,7 @@ class DoGEOptimizer(OptimizerWrapper):
             absent=absent,
             micro_batches=micro_batches,
             scaler=scaler,
-            ranks=Ranks(process_group).check(),
+            ranks=Ranks(process_group),
         )
         checkpoint.mark(self.param_groups)
 

@@ -45,7 +45,7 @@ def training_bytes(num_params: int, num_ranks: int = 1) -> dict[str, int]:
 def rows_bytes(num_params: int, num_rows: int, itemsize: int) -> int:
     """Stored gradients, without their padding.
 
-    Held by tests/integrations/test_scale_over_ranks.py against the buffer, and by
+    Held by tests/integrations/test_traffic.py against the buffer, and by
     tests/method/test_scale.py in one process.
     """
     return num_rows * num_params * itemsize
@@ -54,7 +54,7 @@ def rows_bytes(num_params: int, num_rows: int, itemsize: int) -> int:
 def exchanged_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: int) -> int:
     """What data parallelism holds while rows travel: what a rank sends, and what comes.
 
-    Held by tests/integrations/test_scale_over_ranks.py against the tensors that are exchanged.
+    Held by tests/integrations/test_traffic.py against the tensors that are exchanged.
     """
     if num_ranks == 1:
         return 0
@@ -65,7 +65,7 @@ def exchanged_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: in
 def gathered_gram_bytes(num_rows: int, num_ranks: int) -> int:
     """The Gram matrices of all ranks, which each rank adds up in their order.
 
-    Held by tests/integrations/test_scale_over_ranks.py.
+    Held by tests/integrations/test_traffic.py.
     """
     return num_ranks * FLOAT64 * num_rows**2 if num_ranks > 1 else 0
 
@@ -77,7 +77,7 @@ def data_parallel_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize
     """Pieces of rows to their columns' ranks, and the sums from there: on average of the ranks.
 
     (n - 1) / n N (F / n b + 4), b bytes of an element of the rows, and (n - 1) K^2 float64 of the
-    Gram matrices. Held by tests/integrations/test_scale_over_ranks.py.
+    Gram matrices. Held by tests/integrations/test_traffic.py.
     """
     share = (num_ranks - 1) / num_ranks * num_params
     rows = num_pieces(num_rows, num_ranks) / num_ranks * itemsize
@@ -96,7 +96,7 @@ def sharded_bytes(
 
     A pass gathers before forward and backward and reduces once; with parameters that are kept all
     passes share one gather. A plain step is one pass that is not kept, and has no rows. Held by
-    tests/integrations/test_scale_over_ranks.py.
+    tests/integrations/test_traffic.py.
     """
     units = passes + 1 if are_kept else 3 * passes
     share = (num_ranks - 1) / num_ranks * num_params * FLOAT32

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from doge_fast.distributed.exchanges import num_processes
+from doge_fast.distributed import default_group
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch, RankBatch, examples_of_rank
 from doge_fast.optimizer import DoGEOptimizer
@@ -250,9 +250,10 @@ class DoGETrainer(Trainer):
                 "over all ranks; a parallelism_config or distributed_config shards it in another "
                 "way. Leave it out, or use DoGEOptimizer in a loop of your own."
             )
-        if self.args.world_size == 1 and num_processes() > 1:
+        world = default_group()
+        if self.args.world_size == 1 and world is not None and world.size() > 1:
             raise RuntimeError(
-                f"Trainer would train a separate model in each of the {num_processes()} processes "
+                f"Trainer would train a separate model in each of the {world.size()} processes "
                 "that a launcher has started, as it does on CPUs by default. Pass "
                 "TrainingArguments(use_cpu=True), or start one process."
             )

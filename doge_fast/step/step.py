@@ -29,9 +29,17 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast.distributed.exchange import Agreement, Columns, Exchange, Report
-from doge_fast.distributed.exchanges import Ranks, default_group, exchange_of
-from doge_fast.distributed.wrappers import bare, without_reduction
+from doge_fast.distributed import (
+    Agreement,
+    Columns,
+    Exchange,
+    Ranks,
+    Report,
+    bare,
+    default_group,
+    exchange_of,
+    without_reduction,
+)
 from doge_fast.flat_buffer import FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step.parameters import TrackedParameters, on_host
@@ -391,10 +399,7 @@ class Step:
 
         with phase("weighted_sum"):
             # Into `p.grad`, on all ranks.
-            gradients = self.exchange.deliver(
-                columns, last.coefficients, self._weights.shared_state
-            )
-            self.exchange.give(columns, gradients)
+            self.exchange.deliver(columns, last.coefficients, self._weights.shared_state)
 
         self._weights.last = last._replace(lr=lr)
         self.state = StepState.COMBINED
@@ -551,8 +556,7 @@ class Step:
         try:
             yield
         except Exception as error:
-            num_params = len(self.parameters.look_up())
-            if unreachable := self.exchange.fail(self.subset.rows, num_params):
+            if unreachable := self.exchange.fail():
                 error.add_note(unreachable)
             raise
 
@@ -677,7 +681,7 @@ def _gram_matrices(
     clipped, and a step skipped, by the norm over all of them.
     """
     if selected is None:
-        gram_BB = exchange.summed(columns.rows)
+        gram_BB = exchange.gram(columns.rows)
         return gram_BB, gram_BB
     inside, outside = columns.split(selected)
     if not inside:
@@ -685,8 +689,8 @@ def _gram_matrices(
             "no selected parameter received a gradient in this step; `selection` must name "
             "parameters that the domains touch."
         )
-    gram_BB = exchange.summed(inside)
-    return gram_BB, gram_BB + exchange.summed(outside) if outside else gram_BB
+    gram_BB = exchange.gram(inside)
+    return gram_BB, gram_BB + exchange.gram(outside) if outside else gram_BB
 
 
 def _refuse_division(name: str, micro_batches: int | None) -> None:

@@ -189,14 +189,20 @@ EQUAL = {"a": 4, "b": 4}
 UNEQUAL = {"a": 5, "b": 1, "c": 2, "d": 4}
 
 
-def check(ranks: Ranks, num_ranks: int, *given: Any, atol: float = 1e-12) -> None:
+def check(
+    ranks: Ranks,
+    num_ranks: int,
+    *given: Any,
+    atol: float = 1e-12,
+    work: Callable[..., tuple[Tensor, Tensor, Tensor]] = trained,
+) -> None:
     """Ranks end where one process ends, and all of them on the same bits."""
     _, sizes, _, *rest = given
     # Options and loop; one process has all examples.
     one = trained(bare, sizes, False, *rest[:2])
     # The weights have moved.
     assert one[1].max() - one[1].min() > 1e-5
-    answers = ranks.run(num_ranks, trained, *given)
+    answers = ranks.run(num_ranks, work, *given)
     for found in answers:
         for value, expected, first in zip(found, one, answers[0], strict=True):
             torch.testing.assert_close(value, expected, rtol=0, atol=atol)

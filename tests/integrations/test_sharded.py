@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,20 +14,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 from doge_fast import DoGEOptimizer
+from doge_fast.step import parameters
 from tests.grids import grid
 from tests.integrations.test_ranks_that_differ import raised
 from tests.integrations.test_several_processes import (
     LOOPS,
     OPTIONS,
+    UNEQUAL,
     Checkpointed,
     Wrap,
     bare,
     check,
+    ddp,
+    ddp_views,
     examples,
     losses,
     shares,
     small_model,
     trained,
+    whole_pieces,
 )
 from tests.ranks import Ranks
 
@@ -194,3 +200,31 @@ def test_what_shards_refuse(ranks: Ranks, work: Callable[[], str], said: str) ->
     answers = ranks.run(2, work)
     assert answers[0].startswith(said)
     assert len(set(answers)) == 1
+
+
+def trained_off_the_cpu(*given: Any) -> tuple[torch.Tensor, ...]:
+    """`trained` where gradients are taken when a domain is left, as on GPUs; on CPU memory."""
+    with mock.patch.object(parameters, "takes_at_once", return_value=False):
+        return trained(*given)
+
+
+CLIPS, TWO = OPTIONS["clips"], {"micro_batches": 2}
+MORE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "given"),
+    [
+        pytest.param(2, (ddp, UNEQUAL, False, CLIPS, "", whole_pieces), id="ddp"),
+        pytest.param(2, (ddp_views, TWICE, False, TWO, "halves", whole_pieces), id="views"),
+        pytest.param(3, (ddp, UNEQUAL, True, CLIPS, "", whole_pieces), id="stacked", marks=MORE),
+        pytest.param(2, (sharded, SIZES, False, CLIPS, "", shares), id="shards"),
+        pytest.param(2, (sharded, TWICE, False, TWO, "halves", shares), id="halves", marks=MORE),
+        pytest.param(2, (replicated, SIZES, False, CLIPS, "", shares), id="whole", marks=MORE),
+        pytest.param(
+            4, (copies_of_shards, SIZES, False, CLIPS, "", shares), id="copies", marks=MORE
+        ),
+    ],
+)
+def test_ranks_off_the_cpu(ranks: Ranks, num_ranks: int, given: tuple[Any, ...]) -> None:
+    check(ranks, num_ranks, *given, work=trained_off_the_cpu)

@@ -192,9 +192,10 @@ class TestSkipFlag:
         assert not sent.read(torch.tensor(False))
 
     @pytest.mark.parametrize("selection", [None, ["0.weight"]])
-    def test_the_flag_leaves_right_after_the_step_of_the_weights(
+    def test_the_flag_leaves_when_it_is_decided(
         self, monkeypatch: pytest.MonkeyPatch, selection: list[str] | None
     ) -> None:
+        """Right after the K x K step, before the weighted sum."""
         order: list[Any] = []
         send, weigh = SkipFlag.send, exchange.weighted_gradients
 

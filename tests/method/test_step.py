@@ -353,7 +353,7 @@ def test_selected_columns_are_scored_and_all_are_cut() -> None:
 def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
     selects: bool, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a selection that is after the sum: the norm of all columns may overflow."""
+    """Also where the columns outside the selection alone overflow."""
     one, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     inner = torch.optim.SGD([one, other], lr=0.1)
     chosen = [one] if selects else None
