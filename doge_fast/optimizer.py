@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from doge_fast.distributed.exchanges import Ranks
 from doge_fast.distributed.fragments import Group
 from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.joined import refuse_other_optimizers
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.step.combine import checked_scaler, combine, scale_of
 from doge_fast.step.parameters import TrackedParameters, on_host
@@ -49,7 +50,9 @@ class DoGEOptimizer(OptimizerWrapper):
     type of the rows: for many of them in 16 bits, set `buffer_dtype`.
 
     Args:
-        optimizer: of the proxy model. Schedulers may be given either; groups are shared.
+        optimizer: of the proxy model; or several of disjoint parameters, as `[muon, adamw]`, which
+            then share one W over all parameters and one mixture. Schedulers may be given any of
+            them; groups are shared, and those of several stand one after another.
         domains: names of the training domains; their order is the order of `alpha`.
         target: whose loss is to become small. "universal": all training domains, each with
             weight one (Alg. 1). "worst": likewise, and then more for those that improve least. A
@@ -101,7 +104,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         domains: Sequence[str],
         target: Target = UNIVERSAL,
@@ -124,7 +127,7 @@ class DoGEOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         self._scaler = checked_scaler(scaler)
-        parameters = TrackedParameters(optimizer, selection)
+        parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
         self._weights = DomainWeights.of(
             domains,
@@ -146,7 +149,7 @@ class DoGEOptimizer(OptimizerWrapper):
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
-            ranks=Ranks(process_group, shard_optimizer).check(optimizer, scaler),
+            ranks=Ranks(process_group, shard_optimizer).check(self.inner, scaler),
         )
         checkpoint.mark(self.param_groups)
 
@@ -381,7 +384,11 @@ class DoGEOptimizer(OptimizerWrapper):
         self._step.clear(are_zeros_left=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the wrapped optimizer; they count from the next step on."""
+        """Add parameters to the wrapped optimizer; they count from the next step on.
+
+        Raises:
+            ValueError: several are wrapped. Add them to one of these itself.
+        """
         self.inner.add_param_group(param_group)
         checkpoint.mark(self.param_groups)
 
@@ -424,7 +431,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             TypeError: it is no dict.
-            ValueError: it belongs to other domains, or to a later version.
+            ValueError: it belongs to other domains, other optimizers, or to a later version.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check_is_dict(state_dict)
@@ -432,6 +439,7 @@ class DoGEOptimizer(OptimizerWrapper):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         ours, theirs = checkpoint.taken_from(state_dict, self.objective)
+        refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
         self.inner.load_state_dict(theirs)
         checkpoint.mark(self.param_groups)
         self._step.clear()
