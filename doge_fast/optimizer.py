@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from doge_fast.distributed import Ranks
 from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.joined import refuse_other_optimizers
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.step.parameters import TrackedParameters
 from doge_fast.step.step import Step
@@ -88,7 +89,9 @@ class DoGEOptimizer(OptimizerWrapper):
     type of the rows: for many of them in 16 bits, set `buffer_dtype`.
 
     Args:
-        optimizer: of the proxy model. Schedulers may be given either; groups are shared.
+        optimizer: of the proxy model; or several of disjoint parameters, as `[muon, adamw]`, which
+            then share one W over all parameters and one mixture. Schedulers may be given any of
+            them; groups are shared, and those of several stand one after another.
         domains: names of the training domains; their order is the order of `alpha`.
         target: whose loss is to become small. "universal": all training domains, each with
             weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}: a
@@ -134,7 +137,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         domains: Sequence[str],
         target: Target = UNIVERSAL,
@@ -155,7 +158,7 @@ class DoGEOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         scaler = checked_scaler(scaler)
-        parameters = TrackedParameters(optimizer, selection)
+        parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
         self._weights = DomainWeights.of(
             domains,
@@ -171,7 +174,7 @@ class DoGEOptimizer(OptimizerWrapper):
         )
         self.objective = self._weights.objective
         self._step = Step(
-            optimizer,
+            self.inner,
             parameters,
             self._weights,
             Subset.of(self.objective, domains_per_step, seed),
@@ -369,7 +372,11 @@ class DoGEOptimizer(OptimizerWrapper):
         self._step.clear(are_zeros_left=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the wrapped optimizer; they count from the next step on."""
+        """Add parameters to the wrapped optimizer; they count from the next step on.
+
+        Raises:
+            ValueError: several are wrapped. Add them to one of these itself.
+        """
         self.inner.add_param_group(param_group)
         checkpoint.mark(self.param_groups)
 
@@ -412,7 +419,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             TypeError: it is no dict.
-            ValueError: it belongs to other domains, or to a later version.
+            ValueError: it belongs to other domains, other optimizers, or to a later version.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check_is_dict(state_dict)
@@ -420,6 +427,7 @@ class DoGEOptimizer(OptimizerWrapper):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         ours, theirs = checkpoint.taken_from(state_dict, self.objective)
+        refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
         self.inner.load_state_dict(theirs)
         checkpoint.mark(self.param_groups)
         self._step.clear()

@@ -111,7 +111,9 @@ def put_into(
     """An optimizer's state dict with `ours`, as `named` gave it, in both forms."""
     values = packed(ours, objective)
     groups = [group | {KEY: values} for group in state_dict["param_groups"]]
-    return state_dict | {"param_groups": groups, KEY: ours}
+    # For who reads the file: eta, the rate of the first group, by which the weights move.
+    eta = float(groups[0]["lr"])
+    return state_dict | {"param_groups": groups, KEY: ours | {"lr": eta}}
 
 
 def taken_from(

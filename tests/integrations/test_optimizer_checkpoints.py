@@ -67,7 +67,15 @@ def stateless(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Matrices, and the rest."""
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
+
+
 RUNS: dict[str, Build] = {
+    "several": lambda: wrapped(muon_and_adamw, absent="keep"),
     "adamw": lambda: wrapped(adamw, absent="keep"),
     "groups": lambda: wrapped(groups, target={"a": 1.0, "far": 2.0}, absent="keep"),
     "draws": lambda: wrapped(adamw, domains_per_step=2, absent="keep"),

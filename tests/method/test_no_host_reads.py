@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import exchange
-from doge_fast.wrapper import SkipFlag
+from doge_fast.joined import JoinedOptimizer
+from doge_fast.wrapper import SkipFlag, step_unless
 
 
 class FusedSGD(torch.optim.SGD):
@@ -67,6 +68,34 @@ def test_a_step_needs_no_value(options: dict[str, Any]) -> None:
     optimizer = run(FusedSGD, **options)
     assert optimizer.last.alpha.is_meta
     assert optimizer.last.skipped.is_meta
+
+
+def halves(first: Any, second: Any) -> Any:
+    """A layer for each of two optimizers."""
+
+    def build(params: Any, lr: float) -> list[torch.optim.Optimizer]:
+        named = list(params)
+        return [first(named[:2], lr=lr), second(named[2:], lr=lr)]
+
+    return build
+
+
+def test_several_optimizers_that_are_fused_need_no_value() -> None:
+    optimizer = run(halves(FusedSGD, FusedSGD))
+    assert not any(hasattr(each, "found_inf") for each in optimizer.inner.optimizers)
+
+
+@pytest.mark.parametrize("kinds", [(FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD)])
+def test_one_of_several_that_is_not_fused_needs_the_flag(
+    kinds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        run(halves(*kinds))
+    inner = JoinedOptimizer([kind([torch.zeros(1, requires_grad=True)], lr=0.1) for kind in kinds])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    skipped: Any = FlagOfAGpu(False, [])
+    with pytest.raises(RuntimeError, match="; SGD needs"):
+        step_unless(skipped, torch.zeros(()), inner, SkipFlag())
 
 
 def test_without_a_fused_optimizer_one_flag_is_read() -> None:
