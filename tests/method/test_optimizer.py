@@ -569,24 +569,6 @@ class TestGradients:
         optimizer.combine()
         torch.testing.assert_close(model.bias.grad, optimizer.alpha.sum()[None])
 
-    def test_grad_scaler(self) -> None:
-        model, optimizer = build(micro_batches=None)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        twin, plain = build()
-        for step in range(3):
-            for row, name in enumerate(DOMAINS):
-                with optimizer.domain(name):
-                    scaler.scale(model(domain_tokens(row, step))).backward()
-            optimizer.combine(grad_scale=scaler.get_scale())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            fill(twin, plain, step)
-            plain.step()
-            plain.zero_grad()
-        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(param, other, rtol=1e-9, atol=1e-12)
-
     def test_the_factor_of_a_scaler_lies_on_the_device(self) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
         factor = wrapper.loss_scale(None, scaler, torch.device("cpu"))
@@ -613,38 +595,6 @@ class TestTorchOptimizer:
         assert optimizer.param_groups is optimizer.inner.param_groups
         assert optimizer.state is optimizer.inner.state
 
-    def test_scheduler_reaches_the_wrapped_optimizer_and_eta(self) -> None:
-        model, optimizer = build()
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        for step in range(3):
-            fill(model, optimizer, step)
-            optimizer.step()
-            assert optimizer.last.lr == optimizer.inner.param_groups[0]["lr"] == 1e-2 * 0.5**step
-            scheduler.step()
-            optimizer.zero_grad()
-
-    def test_hooks_run(self) -> None:
-        model, optimizer = build()
-        seen: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-        optimizer.register_state_dict_post_hook(lambda *_: seen.append("state"))
-        fill(model, optimizer)
-        optimizer.step()
-        optimizer.state_dict()
-        assert seen == ["pre", "post", "state"]
-
-    def test_closure(self) -> None:
-        model, optimizer = build()
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            fill(model, optimizer)
-            return 1.5
-
-        assert optimizer.step(closure) == 1.5
-        assert optimizer.num_steps == 1
-
     def test_foreign_gradient_is_the_wrapped_optimizers_own_step(self) -> None:
         model, optimizer = build()
         for param in model.parameters():
@@ -663,18 +613,6 @@ class TestTorchOptimizer:
         fill(model, optimizer, 1)
         optimizer.step()
         assert not torch.equal(twin, optimizer.alpha)
-
-    def test_add_param_group(self) -> None:
-        model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
-        inner = torch.optim.SGD(model["a"].parameters(), lr=0.1)
-        optimizer = DoGEOptimizer(inner, domains=DOMAINS)
-        optimizer.add_param_group({"params": list(model["b"].parameters())})
-        for name in DOMAINS:
-            with optimizer.domain(name):
-                (model["a"](torch.ones(1, 2)) + model["b"](torch.ones(1, 2))).sum().backward()
-        before = model["b"].weight.clone()
-        optimizer.step()
-        assert not torch.equal(before, model["b"].weight)
 
     @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
     def test_copies_go_on_alone(self, way: str) -> None:
@@ -704,17 +642,6 @@ class TestTorchOptimizer:
         assert ref() is None
         assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
         model(domain_tokens(0, 0)).backward()
-
-    def test_plain_checkpoint_loads(self) -> None:
-        model, optimizer = build()
-        fill(model, optimizer)
-        optimizer.step()
-        plain = optimizer.inner.state_dict()
-        alpha = optimizer.alpha.clone()
-        with pytest.warns(UserWarning, match="and no domain weights; they stay as they are"):
-            optimizer.load_state_dict(plain)
-        assert torch.equal(optimizer.alpha, alpha)
-        optimizer.inner.load_state_dict(optimizer.state_dict())
 
     def test_other_domains_in_a_checkpoint(self) -> None:
         model, optimizer = build()
