@@ -20,17 +20,56 @@ from torch.optim import Optimizer
 from doge_fast.distributed.exchanges import Ranks
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.kernels.reweight.packing import LastStep
-from doge_fast.step.combine import checked_scaler, combine, scale_of
-from doge_fast.step.parameters import TrackedParameters, on_host
-from doge_fast.step.step import Step, StepState
-from doge_fast.tracing import outside_graphs, phase
+from doge_fast.step.parameters import TrackedParameters
+from doge_fast.step.step import Step
 from doge_fast.weights import checkpoint, defaults, weights_file
-from doge_fast.weights.checkpoint import DomainState
 from doge_fast.weights.objective import UNIVERSAL, Target
 from doge_fast.weights.scores import Score
 from doge_fast.weights.state import DomainWeights, UpdateRule
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import OptimizerWrapper, step_unless
+from doge_fast.wrapper import OptimizerWrapper, checked_scaler
+
+
+class DomainState:
+    """The domain weights of an optimizer as a checkpoint of their own: torch's `Stateful`.
+
+    For `torch.distributed.checkpoint`, beside or in place of what the parameter groups carry::
+
+        dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
+
+    Args:
+        weights: that are saved and restored.
+        step: under way, which loading begins anew.
+        is_mu_named: whether mu was asked for by name, and so is not taken from a checkpoint.
+    """
+
+    def __init__(self, weights: DomainWeights, step: Step, *, is_mu_named: bool) -> None:
+        self._weights = weights
+        self._step = step
+        self._is_mu_named = is_mu_named
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and names: what `DoGEOptimizer.state_dict()` has under "doge"."""
+        weights = self._weights
+        return checkpoint.named(
+            weights.state(), weights.objective, draws=self._step.subset.draws, mu=weights.rule.mu
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from there; the wrapped optimizer stays as it is.
+
+        Raises:
+            TypeError: it is no dict.
+            ValueError: it belongs to other domains, or to a later version.
+            RuntimeError: inside a domain.
+        """
+        self._step.refuse_inside_a_domain("load_state_dict()")
+        checkpoint.check(state_dict, self._weights.objective)
+        self._weights.load(state_dict)
+        if not self._is_mu_named and "mu" in state_dict:
+            self._weights.set_mu(float(state_dict["mu"]))
+        self._step.clear()
+        self._step.subset.draw(state_dict.get("draws", 0))
 
 
 class DoGEOptimizer(OptimizerWrapper):
@@ -52,15 +91,14 @@ class DoGEOptimizer(OptimizerWrapper):
         optimizer: of the proxy model. Schedulers may be given either; groups are shared.
         domains: names of the training domains; their order is the order of `alpha`.
         target: whose loss is to become small. "universal": all training domains, each with
-            weight one (Alg. 1). "worst": likewise, and then more for those that improve least. A
-            name, several names (weight one each), or {name: weight >= 0}: a name that is not in
-            `domains` is a row that is measured and never trained on (Alg. 2, held-out mixtures)
-            and needs its own `with optimizer.domain(name)`.
+            weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}: a
+            name that is not in `domains` is a row that is measured and never trained on (Alg. 2,
+            held-out mixtures) and needs its own `with optimizer.domain(name)`.
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
             `defaults.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
             largest rate that the first group has noted. Checkpoints keep it.
-        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]),
-            "unbiased" (W without the noise of a batch, on one scale) or a `Score` with those parts.
+        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]) or
+            a `Score` with those parts.
         max_grad_norm: norm to which the combined gradient is cut; None leaves that to the loop.
         domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored and
             combined. The default follows the published code (5.0 universal, else 1.0); None, with
@@ -74,13 +112,11 @@ class DoGEOptimizer(OptimizerWrapper):
             target row that the objective needs, all scores are. A step with domains missing is
             combined, not renormalised, by `combine()` or `step()`.
         domains_per_step: S, the training domains of a step, drawn anew for each
-            (`domains_of_step`); None: all. Rows are (S + M) N elements, and with an unbiased score
-            (2 S + M) N. `doge_fast.weights.subset` says what is estimated.
+            (`domains_of_step`); None: all. Rows are (S + M) N elements. `doge_fast.weights.subset`
+            says what is estimated.
         seed: of the draws.
         initial: {domain: weight} that the weights start from, of all `domains`, summing to one;
             None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
-        target_mu: > 0: the targets' weights tau move too, to those that steps help least, more
-            slowly the larger it is. None: they stay; for "worst" 2 mu / (T + 1).
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
             any number, and `combine()` or, at the latest, `step()` ends the step.
         scaler: the GradScaler of the losses, read when a step is combined; without it, and without
@@ -103,7 +139,7 @@ class DoGEOptimizer(OptimizerWrapper):
         domains: Sequence[str],
         target: Target = UNIVERSAL,
         mu: float | None = None,
-        score: Literal["paper", "published", "unbiased"] | Score = "paper",
+        score: Literal["paper", "published"] | Score = "paper",
         max_grad_norm: float | None = None,
         domain_max_grad_norm: float | None = defaults.DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
@@ -113,13 +149,12 @@ class DoGEOptimizer(OptimizerWrapper):
         domains_per_step: int | None = None,
         seed: int = 0,
         initial: Mapping[str, float] | None = None,
-        target_mu: float | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self._scaler = checked_scaler(scaler)
+        scaler = checked_scaler(scaler)
         parameters = TrackedParameters(optimizer, selection)
         self._is_mu_named = mu is not None
         self._weights = DomainWeights.of(
@@ -132,16 +167,18 @@ class DoGEOptimizer(OptimizerWrapper):
             domain_max_grad_norm=domain_max_grad_norm,
             smoothing=smoothing,
             initial=initial,
-            target_mu=target_mu,
             device=parameters.params[0].device,
         )
         self.objective = self._weights.objective
         self._step = Step(
+            optimizer,
             parameters,
-            Subset.of(self.objective, domains_per_step, seed, self.rule.score),
+            self._weights,
+            Subset.of(self.objective, domains_per_step, seed),
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
+            scaler=scaler,
             ranks=Ranks(process_group).check(),
         )
         checkpoint.mark(self.param_groups)
@@ -161,7 +198,7 @@ class DoGEOptimizer(OptimizerWrapper):
     @property
     def micro_batches(self) -> int | None:
         """Times that each domain is entered in a step; None: any number."""
-        return self._step.entries.micro_batches
+        return self._step.micro_batches
 
     @property
     def buffer(self) -> FlatBuffer:
@@ -192,11 +229,6 @@ class DoGEOptimizer(OptimizerWrapper):
     def alpha_mean(self) -> Tensor:
         """[K] float64: their mean over the steps that were taken: stage one's result."""
         return self._weights.read("alpha_mean")
-
-    @property
-    def tau(self) -> Tensor:
-        """[R] float64: a copy of the targets' weights, in the order of `rows`, on the device."""
-        return self._weights.read("tau")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -251,7 +283,6 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         with self._step.domain(name, count):
             yield
-        self._end_if_complete()
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
@@ -282,14 +313,7 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         with self._step.stacked(model, sizes):
             yield
-        self._end_if_complete()
 
-    def _end_if_complete(self) -> None:
-        if self._step.entries.are_complete:
-            with self._step.dropped_on_failure():
-                self.combine()
-
-    @outside_graphs
     def combine(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
@@ -308,32 +332,7 @@ class DoGEOptimizer(OptimizerWrapper):
             RuntimeError: a domain is missing and `absent` is "error"; inside a domain; called twice
                 in one step; something else has set a `p.grad`; or `grad_scale` comes too late.
         """
-        step = self._step
-        step.refuse_inside_a_domain("combine() and step()")
-        if step.has_combined_by_itself:
-            if grad_scale is not None:
-                raise RuntimeError(
-                    "the gradients were combined at the end of the last domain, without this "
-                    "grad_scale. Pass scaler=scaler to DoGEOptimizer, or micro_batches=None."
-                )
-            return
-        params = step.parameters
-        with step.entries.told_on_failure():
-            scale = scale_of(grad_scale, self._scaler, params.params[0].device)
-        self._weights.last = combine(
-            step.blocks(self._weights.settings() | {"grad_scale": on_host(scale)}),
-            self._weights,
-            step.subset,
-            step.entries.exchange,
-            present=step.entries.seen,
-            selected=params.selected_ids(),
-            lr=params.lr,
-            grad_scale=scale,
-            decided=lambda skipped: step.flag.send(skipped, self.inner),
-        )
-        step.state = StepState.COMBINED
-        # The wrapped optimizer may have been given a state dict of this one.
-        checkpoint.mark(self.param_groups)
+        self._step.combine(grad_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer, after `combine()` where that has not run.
@@ -356,14 +355,7 @@ class DoGEOptimizer(OptimizerWrapper):
         if self._step.is_of_others():
             self.inner.step()
             return loss
-        if self._step.state is not StepState.COMBINED:
-            self._step.entries.refuse_partial()
-            self.combine()
-        self._step.parameters.refuse_other_lr(self.last)
-        assert self.last is not None
-        with phase("inner_step"):
-            step_unless(self.last.skipped, self.last.found_inf, self.inner, self._step.flag)
-        self._step.clear(is_stepped=True)
+        self._step.finish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -372,7 +364,7 @@ class DoGEOptimizer(OptimizerWrapper):
         Neither takes back what `combine()` did to the weights. Over ranks `p.grad` becomes None.
         """
         self._step.refuse_inside_a_domain("zero_grad()")
-        set_to_none = set_to_none or self._step.entries.has_own_rows
+        set_to_none = set_to_none or self._step.has_own_rows
         self.inner.zero_grad(set_to_none)
         self._step.clear(are_zeros_left=not set_to_none)
 

@@ -65,32 +65,6 @@ def influence(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
     return gain(gram_RR, tau_R, num_domains) - difficulty(gram_RR, tau_R, num_domains)
 
 
-def of_halves(halves_FN: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients g_j = a_j + b_j of halves [2 K, N], side by side; and 4 < a_j , b_j >, [K].
-
-    The halves of a batch do not share their noise, so that 4 < a_j , b_j > is ||g_j||^2 of the
-    gradient without it, in the mean over batches.
-    """
-    first_KN, second_KN = halves_FN[0::2], halves_FN[1::2]
-    return first_KN + second_KN, 4 * (first_KN * second_KN).sum(1)
-
-
-def common_scale(
-    norms_R: Tensor, running_R: Tensor, step: int, num_domains: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What each row is cut by [R], the scale of all (scalar), and the running norms [R] after it.
-
-    Args:
-        norms_R: [R], none of them zero.
-        running_R: [R] after the last step; the norms themselves at the first one.
-        step: this one's number, from 1.
-        num_domains: K.
-    """
-    factors_R = (2 * running_R / (norms_R + 1e-6)).clamp(max=1)
-    running_R = running_R + (factors_R * norms_R - running_R) / min(step, 20)
-    return factors_R, running_R[:num_domains].mean(), running_R
-
-
 def scaled_by_mean_norm(gain_K: Tensor, norms_K: Tensor) -> Tensor:
     """W over the mean norm of the training rows: the published code's scale (not the paper's)."""
     return gain_K / (norms_K.mean() + 1e-6)
@@ -100,16 +74,6 @@ def mirror_step(alpha_K: Tensor, gain_K: Tensor, lr: float, mu: float) -> Tensor
     """alpha'_j = alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu), eq. (update_dw)."""
     alpha_hat_K = alpha_K * torch.exp(lr * (gain_K - gain_K.max()) / mu)
     return alpha_hat_K / alpha_hat_K.sum()
-
-
-def target_step(tau_R: Tensor, grads_RN: Tensor, alpha_K: Tensor, lr: float, mu: float) -> Tensor:
-    """tau'_r ~ tau_r exp(-lr < g_r , sum_j alpha_j g_j > / mu), with the sum of tau; [R].
-
-    Source: GRAPE (Fan, Glarou, Jaggi, 2025), without its division by the targets' losses.
-    """
-    improvement_R = grads_RN @ (alpha_K @ grads_RN[: len(alpha_K)])
-    tau_hat_R = tau_R * torch.exp(-lr * (improvement_R - improvement_R.min()) / mu)
-    return tau_R.sum() * tau_hat_R / tau_hat_R.sum()
 
 
 def smooth(alpha_K: Tensor, smoothing: float) -> Tensor:

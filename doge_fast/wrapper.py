@@ -10,9 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from doge_fast.tracing import outside_graphs
+from doge_fast.weights.simplex import is_number
 
 T = TypeVar("T")
 
@@ -178,3 +180,43 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
         )
     elif not flag.read(skipped):
         inner.step()
+
+
+def checked_scaler(scaler: object) -> GradScaler | None:
+    """The scaler that was given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if scaler is None or isinstance(scaler, GradScaler):
+        return scaler
+    raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")
+
+
+def loss_scale(
+    grad_scale: float | Tensor | None, scaler: GradScaler | None, device: torch.device
+) -> float | Tensor:
+    """What the losses of a step were multiplied by.
+
+    Args:
+        grad_scale: the loop's own number; a tensor is not looked at. None: ask the scaler.
+        scaler: None: nothing multiplies the losses.
+        device: where the scaler's factor is wanted.
+
+    Raises:
+        ValueError: the loop's number is not positive and finite.
+    """
+    if grad_scale is None and scaler is None:
+        return 1.0
+    if grad_scale is None:
+        assert scaler is not None
+        # On the device: get_scale() would make the host wait for it.
+        return scaler.scale(torch.ones((), device=device))
+    if not isinstance(grad_scale, Tensor) and not (
+        is_number(grad_scale) and 0 < grad_scale < float("inf")
+    ):
+        raise ValueError(
+            f"grad_scale must be positive and finite; got {grad_scale!r}. Pass the factor that the "
+            "losses were multiplied by, scaler.get_scale()."
+        )
+    return grad_scale

@@ -103,11 +103,6 @@ class DataParallel:
         symmetric_RR: Tensor = gram_RR.tril() + gram_RR.tril(-1).T
         return symmetric_RR
 
-    def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
-        """Every rank has the combined gradient as a whole."""
-        norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
-        return norm_11[0, 0]
-
     def deliver(self, columns: Columns, coefficients_R: Tensor, state_S: Tensor) -> list[Tensor]:
         """An all-gather of the shards' weighted sums."""
         buckets = columns.buckets

@@ -159,9 +159,6 @@ class Exchange(Protocol):
             state_S: the domain weights, which become those of rank 0 to the bit.
         """
 
-    def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
-        """Scalar float64: of what `deliver` gave, over all columns."""
-
     def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
         """Put what `deliver` gave into `p.grad`."""
 
@@ -201,11 +198,6 @@ class Alone:
     def deliver(self, columns: Columns, coefficients_R: Tensor, state_S: Tensor) -> list[Tensor]:
         """The weighted sums."""
         return weighted_gradients(columns.blocks, coefficients_R)
-
-    def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
-        """One pass: their Gram matrix is one number."""
-        norm_11: Tensor = gram([gradient.view(1, -1) for gradient in gradients])
-        return norm_11[0, 0]
 
     def give(self, columns: Columns, gradients: Sequence[Tensor]) -> None:
         """Into `p.grad`."""

@@ -67,14 +67,6 @@ class Sharded:
     def release(self) -> None:
         """Nothing was exchanged."""
 
-    def squared_norm(self, columns: Columns, gradients: Sequence[Tensor]) -> Tensor:
-        """Each rank adds what it has."""
-        pairs = zip(columns.blocks, gradients, strict=True)
-        counted = [gradient.view(1, -1) for block, gradient in pairs if _counts_here(block.param)]
-        zero_11 = gradients[0].new_zeros(1, 1, dtype=torch.float64)
-        norm_11 = gram(counted) if counted else zero_11
-        return self.company.summed(norm_11, range(self.num_ranks))[0, 0]
-
 
 def _counts_here(param: Any) -> bool:
     """Whether this rank is the first of those that have the same part of a DTensor."""

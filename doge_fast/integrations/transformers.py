@@ -27,10 +27,10 @@ from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch, RankBatch, examples_of_rank
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.stacked.layers.batch import on_device
-from doge_fast.step.combine import factor_of
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import Score
+from doge_fast.wrapper import loss_scale
 
 Mode = Literal["auto", "sequential", "stacked"]
 
@@ -434,7 +434,7 @@ class DoGETrainer(Trainer):
         if self._is_new_step:
             scaler = self.accelerator.scaler
             # Not scaler.get_scale(), for which the host would wait for the device.
-            scale = None if scaler is None else factor_of(scaler, self.accelerator.device)
+            scale = None if scaler is None else loss_scale(None, scaler, self.accelerator.device)
             self.doge.combine(grad_scale=scale)
             if self.args.world_size > 1:
                 # One dtype on all ranks, also where a rank has no domain.

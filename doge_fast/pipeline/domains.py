@@ -26,7 +26,7 @@ from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.sampling import pieces
-from doge_fast.weights.objective import UNIVERSAL, WORST
+from doge_fast.weights.objective import UNIVERSAL
 
 _log = logging.getLogger("doge_fast")
 
@@ -140,8 +140,7 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     Args:
         config: where the text is and how it becomes blocks.
         targets: domains to measure. Those not in `config.domains` are held out of training.
-            "mix" holds out a slice of every training domain; "universal" and "worst" ask for
-            nothing.
+            "mix" holds out a slice of every training domain; "universal" asks for nothing.
 
     Raises:
         ValueError: a path does not exist; the text column is missing; a domain is unknown,
@@ -150,7 +149,7 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
             end. Nothing is written but finished cache entries.
     """
     _check_config(config)
-    held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, WORST, MIX)]
+    held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
     parts = find_parts(config, held_out)
     names = _choose_names(config, held_out, sorted(parts))
     held_out = [name for name in held_out if name not in names]
@@ -259,7 +258,7 @@ def _choose_names(
             f"Training needs a domain; {config.data} holds {', '.join(found) or 'none'} and the "
             f"targets are {', '.join(targets)}."
         )
-    for word in (UNIVERSAL, WORST, MIX):
+    for word in (UNIVERSAL, MIX):
         if word in names:
             raise ValueError(
                 f'No domain may be named "{word}", a word of the target; {config.data} has one. '

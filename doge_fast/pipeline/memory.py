@@ -19,18 +19,16 @@ def size_text(num_bytes: float) -> str:
     return str(tqdm.format_sizeof(num_bytes, "B"))
 
 
-def needed(num_parameters: int, num_rows: int = 0, num_in_halves: int = 0) -> dict[str, int]:
+def needed(num_parameters: int, num_rows: int = 0) -> dict[str, int]:
     """{what: bytes} of what has the model's size; with several processes, for each of them.
 
     Args:
         num_parameters: those that train.
         num_rows: domains and targets of which a step keeps a gradient each.
-        num_in_halves: those of them of which it keeps two, both on one process.
     """
     parts = scale.training_bytes(num_parameters)
     if num_rows:
         here = scale.most_rows(num_rows, ranks.number())
-        here = min(num_rows + num_in_halves, 2 * here) if num_in_halves else here
         size = scale.rows_bytes(num_parameters, here, scale.FLOAT32)
         parts[f"gradients of {here} rows"] = size
     return parts

@@ -116,14 +116,13 @@ class DogeStep(PlainStep):
         super().__init__(config)
         dtype = config.buffer_dtype
         # Each domain's own.
-        self.num_losses = config.micro_batches * (1 if self.is_stacked else num_halves(config))
+        self.num_losses = config.micro_batches
         self.optimizer = DoGEOptimizer(
             self.inner,
             domains=[f"domain {i}" for i in range(config.domains)],
             target={f"target {i}": 1.0 for i in range(config.targets)} or "universal",
             # Large: the weights stay near uniform, and the step costs the same.
             mu=1e6,
-            score=config.score,
             micro_batches=self.num_losses,
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
@@ -138,9 +137,8 @@ class DogeStep(PlainStep):
         else:
             for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
                 for batch in of_domain:
-                    for half in batch.chunk(num_halves(self.config)):
-                        with self.optimizer.domain(name):
-                            self.learn(half)
+                    with self.optimizer.domain(name):
+                        self.learn(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -176,24 +174,18 @@ class DogeStep(PlainStep):
             forward = once * num_micro
             backward, accumulate = Traffic(forward + read_again, written), Traffic(0, 0)
         else:
-            forward = once * num_micro * R * num_halves(self.config)
+            forward = once * num_micro * R
             backward, accumulate = Traffic(forward, forward), Traffic(forward + read_again, written)
-        # Those of the buffer, where a domain may have two halves.
-        F, square = self.optimizer.buffer.num_rows, 8 * R**2
+        square = 8 * R**2
         return {
             "forward": Traffic(forward, 0),
             "backward": backward,
             "accumulate": accumulate,
-            "gram": Traffic(rows, 8 * F**2),
+            "gram": Traffic(rows, square),
             "reweight": Traffic(2 * square, square),
-            "weighted_sum": Traffic(rows * (F - self.config.targets) // F, once),
+            "weighted_sum": Traffic(rows * (R - self.config.targets) // R, once),
             "inner_step": Traffic(2 * once + state, once + state),
         }
-
-
-def num_halves(config: ProfileConfig) -> int:
-    """Rows of a training domain."""
-    return 2 if config.score == "unbiased" and not config.targets else 1
 
 
 SIDES = {step.name: step for step in (PlainStep, DogeStep)}
@@ -262,7 +254,7 @@ def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
     if config.optimizer == "sgd":
         del parts["AdamW"]
-    num_rows = config.targets + config.domains * num_halves(config)
+    num_rows = config.targets + config.domains
     dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
     rows = scale.rows_bytes(num_parameters, num_rows, dtype.itemsize)
     parts[f"gradients of {num_rows} rows"] = rows

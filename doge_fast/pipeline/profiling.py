@@ -33,7 +33,6 @@ from doge_fast.pipeline.profile_steps import (
     DogeStep,
     PlainStep,
     Traffic,
-    num_halves,
     peak_memory,
 )
 from doge_fast.pipeline.roofline import Bandwidth, bandwidth
@@ -252,11 +251,6 @@ def _check(config: ProfileConfig) -> None:
         raise ValueError(
             f"micro_batches must divide the sequences of a domain; got {config.sequences} "
             f"sequences in {config.micro_batches} micro-batches."
-        )
-    if config.sequences // config.micro_batches % num_halves(config):
-        raise ValueError(
-            "the unbiased score compares the halves of each micro-batch; got "
-            f"{config.sequences // config.micro_batches} sequences in one. Pass an even number."
         )
     if config.threads is not None and config.threads > MOST_THREADS:
         raise ValueError(f"threads must be at most {MOST_THREADS}; got {config.threads}.")

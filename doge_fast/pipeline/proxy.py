@@ -28,9 +28,8 @@ from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
 from doge_fast.step import parameters
 from doge_fast.weights import scores as generalization
-from doge_fast.weights.objective import UNIVERSAL, WORST
+from doge_fast.weights.objective import UNIVERSAL
 from doge_fast.weights.state import DomainWeights
-from doge_fast.weights.subset import has_halves
 
 Target = str | dict[str, float]
 
@@ -97,21 +96,11 @@ class ProxyStage(Stage[ProxyConfig]):
             "domain_max_grad_norm": config.domain_max_grad_norm or None,
             "smoothing": config.smoothing,
             "initial": initial and initial["weights"],
-            "target_mu": config.target_mu,
         }
         moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
         self.mu, self.rows = moved.rule.mu, moved.objective.rows
-        self.target_mu = moved.rule.target_mu
         if moved.rule.score.bounds is not None:
             self.most_score = moved.rule.score.bounds[1]
-        in_halves = has_halves(moved.objective, moved.rule.score)
-        if in_halves and config.sequences_per_domain % 2:
-            raise ValueError(
-                f"the score {config.score!r} compares the halves of each domain's batch; give "
-                f"sequences_per_domain (--sequences-per-domain) an even number instead of "
-                f"{config.sequences_per_domain}."
-            )
-        self.num_in_halves = in_halves * len(corpus.names)
         uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
         self.options = options | {"mu": self.mu, "mode": config.mode}
@@ -120,8 +109,6 @@ class ProxyStage(Stage[ProxyConfig]):
         resolved = {} if config.mu is not None else {"mu": self.mu}
         self.resolved = {"initial": initial, "resolved": resolved}
         self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
-        if self.target_mu is not None:
-            self.outline.append(("target mu", f"{self.target_mu:g}"))
 
     def fit(self, model: PreTrainedModel) -> None:
         """The parameters that are selected."""
@@ -147,7 +134,6 @@ class ProxyStage(Stage[ProxyConfig]):
             "loss": ByName(doge.rows, losses_R),
             "alpha": ByName(doge.domains, last.alpha),
             "alpha_mean": ByName(doge.domains, doge.alpha_mean),
-            **({"tau": ByName(doge.rows, doge.tau)} if self.target_mu else {}),
             "gain": ByName(doge.domains, last.gain),
             "influence": ByName(doge.domains, last.influence),
             "difficulty": ByName(doge.domains, last.difficulty),
@@ -188,7 +174,6 @@ class ProxyStage(Stage[ProxyConfig]):
             score=config.score,
             target=self.target,
             mu=self.mu,
-            **({"target_mu": self.target_mu} if self.target_mu else {}),
             average_from=config.average_from,
             **({"initial": initial} if initial else {}),
         )
@@ -210,22 +195,22 @@ class ProxyStage(Stage[ProxyConfig]):
 
 
 def parse_target(names: Sequence[str]) -> Target:
-    """What `target` on the command line means: "universal", "worst" or {name: tau}.
+    """What `target` on the command line means: "universal" or {name: tau}.
 
-    `names` is one of these words alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
+    `names` is this word alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
 
     Raises:
-        ValueError: no name, one twice, such a word with others, or a weight that is no number
+        ValueError: no name, one twice, that word with others, or a weight that is no number
             greater than zero.
     """
-    if tuple(names) in ((UNIVERSAL,), (WORST,)):
-        return names[0]
+    if tuple(names) == (UNIVERSAL,):
+        return UNIVERSAL
     tau: dict[str, float] = {}
     for item in names:
         name, _, weight = item.partition("=")
-        if name in tau or name in ("", UNIVERSAL, WORST):
+        if name in tau or name in ("", UNIVERSAL):
             raise ValueError(
-                "target must be universal or worst alone, or distinct names, each NAME or "
+                "target must be universal alone, or distinct names, each NAME or "
                 f"NAME=WEIGHT; got {' '.join(names)}."
             )
         try:
@@ -235,7 +220,7 @@ def parse_target(names: Sequence[str]) -> Target:
         if not 0 < tau[name] < math.inf:
             raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
     if not tau:
-        raise ValueError("target must name something: universal, worst, mix, or held-out domains.")
+        raise ValueError("target must name something: universal, mix, or held-out domains.")
     return tau
 
 

@@ -93,7 +93,7 @@ def _written(stage: Stage[Any], parameters: int, *, is_resumed: bool) -> Iterato
 
 def _memory(stage: Stage[Any], parameters: int) -> Iterator[tuple[str, str]]:
     """Of what has the model's size."""
-    parts = memory.needed(parameters, len(stage.rows), stage.num_in_halves)
+    parts = memory.needed(parameters, len(stage.rows))
     known = {name: size for name, size in parts.items() if size}
     yield "memory", f"{size_text(sum(known.values()))} and activations, about:"
     yield from (("", f"{size_text(size)} {name}") for name, size in known.items())

@@ -55,8 +55,6 @@ class Stage(Generic[Config]):
         self.out: Path = config.out
         self.rows: Sequence[str] = ()
         """Domains and targets of which a step keeps a gradient each."""
-        self.num_in_halves = 0
-        """Those of them of which it keeps two."""
         self.start: Mapping[str, float] | None = None
         """Domain weights before the first step, where they are to be learned."""
         self.mu, self.most_score = 1.0, math.inf
@@ -383,7 +381,7 @@ def _check_memory(stage: Stage[Any], num_parameters: int) -> None:
     advice = "Take a smaller model (--model, --num-layers, --embed-dim)"
     if stage.rows:
         advice += ", fewer domains, or share them among processes (torchrun)"
-    needed = memory.needed(num_parameters, len(stage.rows), stage.num_in_halves)
+    needed = memory.needed(num_parameters, len(stage.rows))
     memory.refuse_what_cannot_fit(needed, stage.device, advice=f"{advice}.")
 
 

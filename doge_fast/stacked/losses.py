@@ -1,9 +1,6 @@
 """Losses of a batch that holds several domains: one mean per domain, as the method wants them."""
 
-import bisect
-import itertools
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -122,27 +119,21 @@ def linear_domain_losses(
     examples = [sizes[name] for name in names]
     targets_BL = labels_BL[:, 1:]
     passes = [None if each is None else _pass_of(each, examples) for each in (weight_VH, bias_V)]
-    parts = _parts(examples, passes)
-    firsts = tuple(first for first, _ in parts)
-    spans = tuple(_spans([last - first for first, last in parts], targets_BL.shape[1]))
-    head = _Head(firsts, spans, ignore_index, chunk_tokens, *passes)
+    spans = tuple(_spans(examples, targets_BL.shape[1]))
+    head = _Head(spans, ignore_index, chunk_tokens, *passes)
     hidden_TH = rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h")
     targets_T = rearrange(targets_BL, "b l -> (b l)")
-    sums_S: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
+    sums_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         hidden_TH, weight_VH, bias_V, targets_T, head
     )
-    return _joined(sums_S, parts, examples) / _counts(
-        targets_BL, names, examples, num_targets, ignore_index
-    )
+    return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
 
 
 class _Head(NamedTuple):
     """What the autograd function is given beside tensors."""
 
-    firsts: tuple[int, ...]
-    """The first example of each part of the batch: a domain, or half of one."""
     spans: tuple[slice, ...]
-    """Tokens of each part."""
+    """Tokens of each domain."""
     ignore_index: int
     chunk_tokens: int | None
     weight_pass: StackedModel | None
@@ -151,29 +142,10 @@ class _Head(NamedTuple):
     """Likewise the bias's."""
 
     def chunks(self, span: slice) -> Iterator[slice]:
-        """The tokens of a part in one chunk or several; the logits of one exist at a time."""
+        """The tokens of a domain in one chunk or several; the logits of one exist at a time."""
         step = self.chunk_tokens or max(1, span.stop - span.start)
         for first in range(span.start, max(span.stop, span.start + 1), step):
             yield slice(first, min(span.stop, first + step))
-
-
-def _parts(examples: list[int], passes: Sequence[StackedModel | None]) -> list[tuple[int, int]]:
-    """(first, last) example of each part that lies in one row of each of the passes."""
-    borders = {0, *itertools.accumulate(examples)}
-    for stacked in passes:
-        # Of two optimizers one may have a domain in halves and the other as a whole.
-        borders |= {each.last for each in ([] if stacked is None else stacked.batch.segments)}
-    return list(itertools.pairwise(sorted(borders)))
-
-
-def _joined(sums_S: Tensor, parts: Sequence[tuple[int, int]], examples: list[int]) -> Tensor:
-    """[D] sums of the domains, given those of their parts."""
-    if len(parts) == len(examples):
-        return sums_S
-    lasts = list(itertools.accumulate(examples))
-    numbers = Counter(bisect.bisect_left(lasts, last) for _, last in parts)
-    of_domains = torch.split(sums_S, [numbers[domain] for domain in range(len(examples))])
-    return torch.stack([each.sum() for each in of_domains])
 
 
 def _spans(examples: list[int], length: int) -> Iterator[slice]:
@@ -187,10 +159,7 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
     """The stacked pass under way that trains `param`, whose batch must be ours."""
     stacked = pass_of(param)
     if stacked is not None:
-        expected: list[int] = []
-        for segment in stacked.batch.segments:
-            size = segment.last - segment.first
-            expected.append(size + expected.pop() if segment.is_second else size)
+        expected = [segment.last - segment.first for segment in stacked.batch.segments]
         if expected != examples:
             raise ValueError(
                 f"inside stacked() the sizes must be those of its batch, {expected}; got "
@@ -209,7 +178,7 @@ def _operands(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> li
 
 
 class _LinearLosses(torch.autograd.Function):
-    """[S] sums of token losses, of each part; logits are computed in both passes and not kept."""
+    """[D] sums of token losses of the domains; logits are computed in both passes and not kept."""
 
     @staticmethod
     def forward(
@@ -241,9 +210,9 @@ class _LinearLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_S: Tensor) -> Any:
-        with without_autocast(grad_S):
-            walk = _BackwardWalk(ctx, grad_S)
+    def backward(ctx: Any, grad_D: Tensor) -> Any:
+        with without_autocast(grad_D):
+            walk = _BackwardWalk(ctx, grad_D)
             walk.run()
         return walk.hidden_TH, walk.weight_VH, walk.bias_V, None, None
 
@@ -262,17 +231,17 @@ class _Saved(NamedTuple):
 
 
 class _BackwardWalk:
-    """The gradients of a head, part by part; those that a stacked pass takes stay None."""
+    """The gradients of a head, domain by domain; those that a stacked pass takes stay None."""
 
-    def __init__(self, ctx: Any, grad_S: Tensor) -> None:
+    def __init__(self, ctx: Any, grad_D: Tensor) -> None:
         hidden_TH, weight_VH, bias_V, weight, bias, targets_T = ctx.saved_tensors
         self._params = weight_VH, bias_V
         self._head: _Head = ctx.head
         counted_T = targets_T != self._head.ignore_index
         # An index that exists, for positions that count nothing.
         tokens_T = torch.where(counted_T, targets_T, 0)
-        parts = zip(grad_S.unbind(), self._head.spans, strict=True)
-        grad_T = torch.cat([grad.expand(span.stop - span.start) for grad, span in parts])
+        pairs = zip(grad_D.unbind(), self._head.spans, strict=True)
+        grad_T = torch.cat([grad.expand(span.stop - span.start) for grad, span in pairs])
         share_T = counted_T * grad_T
         self._saved = _Saved(hidden_TH, weight, bias, share_T, -share_T, tokens_T)
         # 16 bits hold one product; several add up in float32.
@@ -289,60 +258,59 @@ class _BackwardWalk:
         self._bias_sum: Tensor | None = None
 
     def run(self) -> None:
-        """Visit every part once."""
-        for part, span in enumerate(self._head.spans):
-            self._visit_weight(part, span)
+        """Visit every domain once."""
+        for domain, span in enumerate(self._head.spans):
+            self._visit_weight(domain, span)
             if self._bias_sum is not None:
-                self._take_bias(part, self._bias_sum)
+                self._take_bias(domain, self._bias_sum)
 
-    def _visit_weight(self, part: int, span: slice) -> None:
-        """Compute all of a part; its gradient of the weight goes where it belongs."""
+    def _visit_weight(self, domain: int, span: slice) -> None:
+        """Compute all of a domain; its gradient of the weight goes where it belongs."""
         stacked = self._head.weight_pass
         if stacked is not None:
             is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
             dtype = self._saved.hidden_TH.dtype if is_one else self._sum_dtype
-            fill = partial(self._fill_row, part, dtype)
-            stacked.fill(self._params[0], self._row_of(stacked, part), dtype, fill)
+            fill = partial(self._fill_row, domain, dtype)
+            stacked.fill(self._params[0], self._row_of(stacked, domain), dtype, fill)
         elif self.weight_VH is not None:
-            self._fill(part, self.weight_VH, True)
+            self._fill(domain, self.weight_VH, True)
         else:
-            for _ in self._slopes(part):
+            for _ in self._slopes(domain):
                 pass
 
-    def _row_of(self, stacked: StackedModel, part: int) -> range:
-        first = self._head.firsts[part]
-        row = next(each.row for each in stacked.batch.segments if first < each.last)
+    def _row_of(self, stacked: StackedModel, domain: int) -> range:
+        row = stacked.batch.segments[domain].row
         return range(row, row + 1)
 
-    def _take_bias(self, part: int, grad_V: Tensor) -> None:
+    def _take_bias(self, domain: int, grad_V: Tensor) -> None:
         stacked = self._head.bias_pass
         if stacked is not None:
-            rows = self._row_of(stacked, part)
+            rows = self._row_of(stacked, domain)
             stacked.fill(self._params[1], rows, self._sum_dtype, put(grad_V))
         elif self.bias_V is not None:
             self.bias_V += grad_V
 
-    def _fill_row(self, part: int, dtype: torch.dtype, out_1VH: Tensor, adds: bool) -> None:
+    def _fill_row(self, domain: int, dtype: torch.dtype, out_1VH: Tensor, adds: bool) -> None:
         if out_1VH.dtype.itemsize >= dtype.itemsize:
-            self._fill(part, out_1VH[0], adds)
+            self._fill(domain, out_1VH[0], adds)
             return
         # Rows narrower than the sum of several products round it once.
         sum_VH = torch.empty_like(out_1VH[0], dtype=dtype)
-        self._fill(part, sum_VH, False)
+        self._fill(domain, sum_VH, False)
         put(sum_VH)(out_1VH, adds)
 
-    def _fill(self, part: int, out_VH: Tensor, adds: bool) -> None:
-        """out = or += the weight's gradient of one part."""
-        for hidden_CH, slope_CV in self._slopes(part):
+    def _fill(self, domain: int, out_VH: Tensor, adds: bool) -> None:
+        """out = or += the weight's gradient of one domain."""
+        for hidden_CH, slope_CV in self._slopes(domain):
             products(slope_CV.t()[None], hidden_CH[None])(out_VH[None], adds)
             adds = True
 
-    def _slopes(self, part: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _slopes(self, domain: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(hidden, gradient of the logits) by chunks; fills `hidden_TH` and the bias's sum."""
         saved, self._bias_sum = self._saved, None
         if self._needs_bias:
             self._bias_sum = saved.share_T.new_zeros(len(saved.weight_VH), dtype=self._sum_dtype)
-        for chunk in self._head.chunks(self._head.spans[part]):
+        for chunk in self._head.chunks(self._head.spans[domain]):
             hidden_CH = saved.hidden_TH[chunk]
             logits_CV = _wide(F.linear(hidden_CH, saved.weight_VH, saved.bias_V))
             # (softmax(logits) - one-hot(target)) times what the loss of a token counts.

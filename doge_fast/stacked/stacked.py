@@ -51,20 +51,17 @@ def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def segments_of(sizes: Mapping[str, int], rows_of: Callable[[str], list[int]]) -> list[Segment]:
+def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[Segment]:
     """Where each domain lies in a batch that is sorted by domain.
 
     Args:
         sizes: as `sizes_of` gives them.
-        rows_of: the rows of the buffer of a domain, each for an equal part of its examples.
+        row_of: the row of the buffer of a domain.
     """
     segments, first = [], 0
     for name, size in sizes.items():
-        rows = rows_of(name)
-        for row in rows:
-            last = first + size // len(rows)
-            segments.append(Segment(row, first, last, is_second=row != rows[0]))
-            first = last
+        segments.append(Segment(row_of(name), first, first + size))
+        first += size
     return segments
 
 

@@ -3,9 +3,7 @@
 As a dict of tensors and names it stands under a key of its own in the optimizer's state dict.
 torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
 `param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
-floats: version, fingerprint of the names, number of the draw, the parts one after another, mu; the
-weights of the targets stand before mu, where they move, and after them the running norms of a score
-with a common scale, behind zeros where the weights of the targets stay.
+floats: version, fingerprint of the names, number of the draw, the parts one after another, mu.
 Where both are there the dict is read: its parts are named, and people may edit it.
 
 The groups of a living optimizer hold an empty tuple in that place. It has to be there, since a
@@ -18,16 +16,14 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from doge_fast.kernels.reweight.packing import State
-from doge_fast.step.step import Step
-from doge_fast.weights import simplex
+from doge_fast.weights import removed, simplex
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.state import DomainWeights
 
 KEY = "doge"
 # Version 1 had no mu.
@@ -36,50 +32,9 @@ VERSION = 2
 # version, fingerprint, draws
 _HEAD = 3
 _COUNTS = ("num_steps", "num_skipped")
-# The targets' weights and the running norms, [R] each, where they move.
-_TAU, _NORMS = "tau", "norms"
-
-
-class DomainState:
-    """The domain weights of an optimizer as a checkpoint of their own: torch's `Stateful`.
-
-    For `torch.distributed.checkpoint`, beside or in place of what the parameter groups carry::
-
-        dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
-
-    Args:
-        weights: that are saved and restored.
-        step: under way, which loading begins anew.
-        is_mu_named: whether mu was asked for by name, and so is not taken from a checkpoint.
-    """
-
-    def __init__(self, weights: DomainWeights, step: Step, *, is_mu_named: bool) -> None:
-        self._weights = weights
-        self._step = step
-        self._is_mu_named = is_mu_named
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and names: what `DoGEOptimizer.state_dict()` has under "doge"."""
-        weights = self._weights
-        return named(
-            weights.state(), weights.objective, draws=self._step.subset.draws, mu=weights.rule.mu
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from there; the wrapped optimizer stays as it is.
-
-        Raises:
-            TypeError: it is no dict.
-            ValueError: it belongs to other domains, or to a later version.
-            RuntimeError: inside a domain.
-        """
-        self._step.refuse_inside_a_domain("load_state_dict()")
-        check(state_dict, self._weights.objective)
-        self._weights.load(state_dict)
-        if not self._is_mu_named and "mu" in state_dict:
-            self._weights.set_mu(float(state_dict["mu"]))
-        self._step.clear()
-        self._step.subset.draw(state_dict.get("draws", 0))
+# What earlier versions wrote behind the parts: weights of targets that moved, and the running norms
+# of a score that was removed; [R] each.
+_REMOVED = ("tau", "norms")
 
 
 def named(
@@ -88,7 +43,7 @@ def named(
     """The dict: tensors, numbers and names only, so that `weights_only=True` reads it.
 
     Args:
-        parts: as `DomainWeights.state`: vectors [K] float64 and counts; "tau" and "norms" [R].
+        parts: as `DomainWeights.state`: vectors [K] float64 and counts.
         objective: whose names go with them.
         draws: number of the draw, `Subset.draws`.
         mu: the Bregman coefficient; None: not known.
@@ -104,11 +59,9 @@ def named(
 
 
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
-    """The tuple of what `named` gave; [6 + 3 K (+ R or 2 R)] floats. Waits for the device."""
-    if _NORMS in state and _TAU not in state:
-        state = {**state, _TAU: torch.zeros_like(state[_NORMS])}
+    """The tuple of what `named` gave; [6 + 3 K] floats. Waits for the device."""
     # One vector, so that the device is waited for once.
-    values_S = torch.cat([state[name].double().view(-1) for name in _names(state)])
+    values_S = torch.cat([state[name].double().view(-1) for name in State._fields])
     head = (state["version"], fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
@@ -117,30 +70,25 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     """What `named` gave, from its tuple; tensors on the CPU.
 
     Raises:
-        ValueError: it was written by a later version, or for other names.
+        ValueError: it was written by a later version, for other names, or by a removed method.
     """
     check_version(values[0])
     head, mu = values[:_HEAD], values[-1:] if values[0] > 1 else ()
     numbers = values[_HEAD : len(values) - len(mu)]
-    num_domains = len(objective.domains)
-    vectors = len(State._fields) - len(_COUNTS)
-    sizes = [num_domains] * vectors + [1] * len(_COUNTS)
-    names = State._fields
-    for further in (_TAU, _NORMS):
-        if len(numbers) > sum(sizes):
-            sizes, names = [*sizes, len(objective.rows)], (*names, further)
-    has_numbers = len(numbers) == sum(sizes) and all(map(math.isfinite, head))
-    if head[1:2] != (fingerprint(objective),) or not has_numbers:
+    num_domains, num_rows = len(objective.domains), len(objective.rows)
+    sizes = [num_domains] * (len(State._fields) - len(_COUNTS)) + [1] * len(_COUNTS)
+    is_ours = head[1:2] == (fingerprint(objective),) and all(map(math.isfinite, head))
+    num_further = len(numbers) - sum(sizes)
+    if is_ours and num_further in (num_rows, 2 * num_rows):
+        _refuse_removed(_REMOVED[num_further // num_rows - 1])
+    if not is_ours or num_further:
         raise ValueError(
             "the parameter groups of the checkpoint hold weights of other domains or another "
             f"target than those of this optimizer, {list(objective.domains)} with the rows "
             f"{list(objective.rows)}. Build it with the same ones in the same order."
         )
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
-    parts = dict(zip(names, pieces, strict=True))
-    if _NORMS in parts and not parts[_TAU].any():
-        # They stay, and have their place in the tuple alone.
-        del parts[_TAU]
+    parts = dict(zip(State._fields, pieces, strict=True))
     counts = {name: parts[name].long().view(()) for name in _COUNTS}
     return named(parts | counts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
 
@@ -219,14 +167,16 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
 
     Raises:
         TypeError: it is no dict.
-        ValueError: a later version, other domains or rows, missing parts, weights off the simplex
-            or scores that are not finite.
+        ValueError: a later version, a removed method, other domains or rows, missing parts, weights
+            off the simplex or scores that are not finite.
     """
     check_is_dict(ours)
     if "version" not in ours:
         raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
     _check_kinds({"draws": 0, **ours})
     check_version(ours["version"])
+    for name in filter(ours.__contains__, _REMOVED):
+        _refuse_removed(name)
     _check_names(ours, objective)
     shape = (len(objective.domains),)
     for name in ("alpha", "alpha_mean"):
@@ -240,24 +190,6 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
             )
     if "mu" in ours:
         simplex.check_mu(ours["mu"])
-    tau_R = ours.get(_TAU)
-    if tau_R is not None and not (
-        tau_R.shape == (len(objective.rows),)
-        and bool((tau_R.isfinite() & (tau_R >= 0)).all() & (tau_R > 0).any())
-    ):
-        raise ValueError(
-            f"the checkpoint's {_TAU} must be {len(objective.rows)} weights >= 0, one of them > 0; "
-            f"it is {tau_R.tolist()}."
-        )
-    norms_R = ours.get(_NORMS)
-    if norms_R is not None and not (
-        norms_R.shape == (len(objective.rows),)
-        and bool((norms_R.isfinite() & (norms_R >= 0)).all())
-    ):
-        raise ValueError(
-            f"the checkpoint's {_NORMS} must be {len(objective.rows)} finite norms >= 0; "
-            f"it is {norms_R.tolist()}."
-        )
     gain_K = ours["gain"]
     if gain_K.shape != shape or not bool(gain_K.isfinite().all()):
         raise ValueError(
@@ -284,7 +216,7 @@ def _check_kinds(ours: Mapping[str, Any]) -> None:
     for name in ("domains", "rows"):
         if not isinstance(ours[name], list | tuple):
             raise ValueError(f"the checkpoint's {name} must be names; it is {ours[name]!r}.")
-    for name in _names(ours):
+    for name in State._fields:
         if not isinstance(ours[name], Tensor):
             raise ValueError(f"the checkpoint's {name} must be a tensor; it is {ours[name]!r}.")
     for name in _COUNTS:
@@ -292,9 +224,8 @@ def _check_kinds(ours: Mapping[str, Any]) -> None:
             raise ValueError(f"the checkpoint's {name} must be a count; it is {ours[name]!r}.")
 
 
-def _names(parts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of the tensors, in the order of the tuple."""
-    return (*State._fields, *(name for name in (_TAU, _NORMS) if name in parts))
+def _refuse_removed(name: str) -> NoReturn:
+    raise ValueError(removed.refusal(f"the checkpoint's DoGE state: {name!r}"))
 
 
 def _check_names(ours: Mapping[str, Any], objective: Objective) -> None:

@@ -13,9 +13,6 @@ from doge_fast.weights import simplex
 Target = str | Sequence[str] | Mapping[str, float]
 
 UNIVERSAL: Literal["universal"] = "universal"
-WORST: Literal["worst"] = "worst"
-# Words for all training domains, each with weight one.
-_FOR_ALL = (UNIVERSAL, WORST)
 
 
 @dataclass(frozen=True)
@@ -25,15 +22,15 @@ class Objective:
     Args:
         domains: the K training domains, in the order of the simplex.
         rows: these, then the M that are only measured.
-        tau: [R] weights >= 0, one per row; those at the start, where they move.
-        named: "universal" (Algorithm 1) or "worst": tau is one on every training domain; None:
-            targets that are named one by one.
+        tau: [R] weights >= 0, one per row.
+        is_universal: tau is one on every training domain and was not named one by one
+            (Algorithm 1).
     """
 
     domains: tuple[str, ...]
     rows: tuple[str, ...]
     tau: tuple[float, ...]
-    named: str | None
+    is_universal: bool
 
     @classmethod
     def of(cls, domains: Sequence[str], target: Target = UNIVERSAL) -> "Objective":
@@ -41,9 +38,8 @@ class Objective:
 
         Args:
             domains: distinct non-empty names, at least one.
-            target: "universal" or "worst": every training domain, weight one. A name, several
-                names (weight one each) or {name: weight >= 0}; names outside `domains` become
-                measured-only rows.
+            target: "universal": every training domain, weight one. A name, several names (weight
+                one each) or {name: weight >= 0}; names outside `domains` become measured-only rows.
 
         Raises:
             ValueError: the names or weights are not such; the message says which.
@@ -55,7 +51,7 @@ class Objective:
             domains=names,
             rows=rows,
             tau=tuple(tau.get(name, 0.0) for name in rows),
-            named=target if isinstance(target, str) and target in _FOR_ALL else None,
+            is_universal=isinstance(target, str) and target == UNIVERSAL,
         )
 
     @property
@@ -65,8 +61,8 @@ class Objective:
 
     @property
     def target(self) -> str | dict[str, float]:
-        """As a user would write it: a word for all, or {name: tau} of the rows that count."""
-        return self._weighed() if self.named is None else self.named
+        """As a user would write it: "universal", or {name: tau} of the rows that count."""
+        return UNIVERSAL if self.is_universal else self._weighed()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -97,11 +93,10 @@ def _checked_domains(domains: Sequence[str]) -> tuple[str, ...]:
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ValueError(f"domain names must be distinct; {duplicates} occur more than once.")
-    for word in _FOR_ALL:
-        if word in names:
-            raise ValueError(
-                f"{word!r} means all training domains and cannot name one; rename the domain."
-            )
+    if UNIVERSAL in names:
+        raise ValueError(
+            f"{UNIVERSAL!r} means all training domains and cannot name one; rename the domain."
+        )
     return names
 
 
@@ -109,7 +104,7 @@ def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float
     """{name: tau}, tau >= 0, some tau > 0."""
     tau: dict[str, float]
     if isinstance(target, str):
-        tau = dict.fromkeys(domains, 1.0) if target in _FOR_ALL else {target: 1.0}
+        tau = dict.fromkeys(domains, 1.0) if target == UNIVERSAL else {target: 1.0}
     elif isinstance(target, Mapping):
         tau = dict(target)
     elif isinstance(target, Sequence):
@@ -119,7 +114,7 @@ def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float
             raise ValueError(f"target names must be distinct; got {list(target)}.")
     else:
         raise ValueError(
-            "target must be 'universal', 'worst', a name, a list of names or {name: weight}; "
+            "target must be 'universal', a name, a list of names or {name: weight}; "
             f"got {target!r}."
         )
     _check_target_names(tau)
@@ -133,8 +128,8 @@ def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float
 
 def _check_target_names(names: Iterable[str]) -> None:
     for name in names:
-        if not isinstance(name, str) or not name or name in _FOR_ALL:
+        if not isinstance(name, str) or not name or name == UNIVERSAL:
             raise ValueError(
-                f"a target must be a non-empty name, and {UNIVERSAL!r} and {WORST!r} stand alone; "
+                f"a target must be a non-empty name, and {UNIVERSAL!r} stands alone; "
                 f"got {name!r} in {names!r}."
             )

@@ -87,11 +87,11 @@ def effective_domains(alpha_K: Tensor) -> Tensor:
     return entropy.exp()
 
 
-def check_mu(mu: float, name: str = "mu") -> None:
+def check_mu(mu: float) -> None:
     """Raise ValueError unless `mu` is a number > 0."""
     if not is_number(mu) or not 0 < mu < float("inf"):
         raise ValueError(
-            f"{name}, the Bregman coefficient, must be positive and finite; got {mu!r}. "
+            f"mu, the Bregman coefficient, must be positive and finite; got {mu!r}. "
             "Larger values move the domain weights more slowly."
         )
 

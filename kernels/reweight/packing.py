@@ -59,8 +59,7 @@ class LastStep(NamedTuple):
 
     Gradients are in unscaled units and, except for `grad_norms`, after per-domain clipping. As
     `optimizer.last`, `gram` has the rows of `optimizer.rows`: training domains, then measured-only
-    ones. With a score that `has_common_scale`, `gram` and the scores are of gradients over that
-    scale.
+    ones.
     """
 
     gram: Tensor
@@ -74,7 +73,7 @@ class LastStep(NamedTuple):
     influence: Tensor
     """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
     difficulty: Tensor
-    """[K] tau_j ||g_j||^2, eq. (ge-decompose); of halves where the score is unbiased, maybe < 0."""
+    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
     alpha: Tensor
     """[K] domain weights after the step."""
     combined_norm: Tensor

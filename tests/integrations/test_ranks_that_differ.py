@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import company, data_parallel
 from doge_fast.sampling import pieces
-from doge_fast.step.entries import DROPPED
+from doge_fast.step.step import DROPPED
 from tests.integrations.test_several_processes import examples, losses, small_model
 from tests.ranks import Ranks
 

@@ -232,12 +232,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "max_grad_norm": 0.5,
     },
     "targets": {"domains": ["a", "b", "c"], "target": {"d": 1.0, "a": 0.5}},
-    "worst": {"target": "worst"},
-    "worst of the targets": {
-        "domains": ["a", "b", "c"],
-        "target": {"d": 1.0, "a": 0.5},
-        "target_mu": 0.2,
-    },
     "a few of many": {"domains_per_step": 2, "seed": 5},
     "any number": {"micro_batches": None},
     "rows of another type": {"buffer_dtype": torch.float64},

@@ -4,7 +4,6 @@ accelerate shards models on GPUs only, so the ranks here say that they have some
 runs there: accelerate's `fully_shard`, its exchange of the optimizer's parameters, its checkpoints.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
@@ -69,57 +67,6 @@ def begun(folder: str, num_micro: int, config: dict[str, Any] | None, **more: An
     if config is not None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return args
-
-
-class Halves(IterableDataset[Any]):
-    """Batches in the order in which both halves of each rank's part are those of all ranks.
-
-    Args:
-        num_ranks: over which a batch is cut, before each part is cut in halves.
-        num_together: ranks that one process stands for; it has their first halves, then the second.
-    """
-
-    def __init__(self, num_ranks: int, num_together: int) -> None:
-        self.num_ranks, self.num_together = num_ranks, num_together
-
-    def __iter__(self) -> Iterator[Any]:
-        for step in range(STEPS):
-            yield {
-                name: {
-                    key: torch.tensor([row[key] for row in self.ordered(examples(name, 60), step)])
-                    for key in ("input_ids", "labels")
-                }
-                for name in DOMAINS
-            }
-
-    def ordered(self, rows: list[Any], step: int) -> list[Any]:
-        """A step's, by rank and half, or by half and rank."""
-        rows = rows[BATCH * step : BATCH * (step + 1)]
-        size = BATCH // (2 * self.num_together)
-        parts = [rows[first : first + size] for first in range(0, BATCH, size)]
-        if self.num_ranks < self.num_together:
-            parts = parts[0::2] + parts[1::2]
-        return [row for part in parts for row in part]
-
-
-def trained_by_halves(folder: str, num_together: int, config: dict[str, Any] | None) -> Trained:
-    """What a few steps with an unbiased score leave."""
-    args = begun(folder, 1, config, max_steps=STEPS, save_strategy="no")
-    trainer = DoGETrainer(
-        model=small_model(),
-        args=args,
-        train_dataset=Halves(torch.distributed.get_world_size(), num_together),
-        domains=DOMAINS,
-        mu=0.05,
-        score="unbiased",
-        compute_loss_func=in_float64,
-    )
-    trainer.train()
-    params = list(trainer.model.parameters())
-    are_in_shards = {isinstance(param, DTensor) for param in params}
-    whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in params]
-    theta_N = torch.cat([param.detach().flatten() for param in whole])
-    return Trained(theta_N, trainer.doge.alpha_mean, are_in_shards == {True}, [])
 
 
 def trained(how: str, folder: str, config: dict[str, Any] | None) -> Trained:
@@ -192,15 +139,6 @@ def test_shards_train_what_one_process_trains(
         assert rank.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-def test_shards_compare_the_halves_of_all_ranks(
-    ranks: Ranks, tmp_path: Path, reshards: bool
-) -> None:
-    (alone,) = ranks.run(1, trained_by_halves, str(tmp_path), 2, None)
-    config = {"reshard_after_forward": reshards}
-    check(ranks.run(2, trained_by_halves, str(tmp_path), 2, config), alone)
-
-
 @pytest.mark.parametrize(
     ("kind", "after"), [("FULL_STATE_DICT", 3), ("FULL_STATE_DICT", 2), ("SHARDED_STATE_DICT", 2)]
 )
@@ -213,7 +151,7 @@ def test_a_run_in_shards_resumes(ranks: Ranks, tmp_path: Path, kind: str, after:
 
 def run_badly(folder: str, what: str) -> None:
     """What DoGETrainer refuses."""
-    number = {"last": 25, "pairs": 26}.get(what, 24)
+    number = 25 if what == "last" else 24
     data = {name: datasets.Dataset.from_list(examples(name, number)) for name in DOMAINS}
     trainer = DoGETrainer(
         model=small_model(),
@@ -221,7 +159,6 @@ def run_badly(folder: str, what: str) -> None:
         train_dataset=Batches() if what == "few" else data,
         domains=DOMAINS,
         mode="stacked" if what == "stacked" else "auto",
-        score="unbiased" if what == "pairs" else "paper",
     )
     trainer.train()
 
@@ -239,7 +176,6 @@ def refused(folder: str, what: str) -> str:
         ("stacked", "takes a whole model, and fsdp cuts it"),
         ("last", "all 2 ranks run every domain of a step; got {'the last batch of an epoch': 1}"),
         ("few", "all 2 ranks run every domain of a step; got {'ab': 1, 'cd': 1, 'ef': 1}"),
-        ("pairs", "got {'the last batch of an epoch': 2} examples. Give each domain at least 4"),
     ],
 )
 def test_what_shards_do_not_allow_is_said_on_all_ranks(

@@ -83,6 +83,18 @@ def test_a_fingerprint_is_48_bits_of_the_names_in_their_order() -> None:
     assert max(prints) > 2**40
 
 
+def test_states_of_removed_methods_are_refused() -> None:
+    """Weights of targets that moved, and running norms behind them, in both forms."""
+    values, further = checkpoint.packed(state(), OBJECTIVE), (1.0, 0.0, 2.0)
+    for name, numbers in (("tau", further), ("norms", (0.0, 0.0, 0.0, *further))):
+        with pytest.raises(ValueError, match=f"'{name}' .*before-the-card"):
+            checkpoint.unpacked((*values[:-1], *numbers, values[-1]), OBJECTIVE)
+        with pytest.raises(ValueError, match=f"'{name}' .*before-the-card"):
+            checkpoint.check(state(**{name: torch.ones(3)}), OBJECTIVE)
+    with pytest.raises(ValueError, match="weights of other domains or another target"):
+        checkpoint.unpacked((*values[:-1], 1.0, values[-1]), OBJECTIVE)
+
+
 @pytest.mark.parametrize(
     ("error", "is_read"), [(0.0, True), (9e-10, True), (-9e-10, True), (1.1e-9, False)]
 )

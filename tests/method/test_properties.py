@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import doge_fast
-from doge_fast import cancellation, reference, sampling, scale
+from doge_fast import cancellation, reference, sampling, scale, wrapper
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.stacked import losses
-from doge_fast.step import combine as combining
 from doge_fast.weights import checkpoint, defaults, group_dro, projection, simplex, weights_file
 from doge_fast.weights import scores as generalization
 from doge_fast.weights.objective import UNIVERSAL, Objective
@@ -256,7 +255,7 @@ def test_an_objective_keeps_names_and_weights(domains: list[str], data: st.DataO
     assert objective.domains == tuple(domains)
     assert objective.rows[: len(domains)] == tuple(domains)
     assert len(set(objective.rows)) == len(objective.rows) == len(objective.tau)
-    assert (objective.named == UNIVERSAL) == (target == UNIVERSAL)
+    assert objective.is_universal == (target == UNIVERSAL)
     assert set(objective.needed) <= set(objective.rows)
     assert objective.measured == objective.rows[len(domains) :]
     if isinstance(target, Mapping):
@@ -345,7 +344,7 @@ def test_a_scale_is_positive_and_finite(scale_: Any) -> None:
     assume(scale_ is not None and not isinstance(scale_, Tensor))
     assume(not (isinstance(scale_, float) and 0 < scale_ < math.inf))
     with pytest.raises(ValueError, match="grad_scale must be positive and finite"):
-        combining.scale_of(scale_, None, torch.device("cpu"))
+        wrapper.loss_scale(scale_, None, torch.device("cpu"))
 
 
 @given(reals(1e-9, 1e3), reals(1e-3, 1e3))

@@ -274,9 +274,7 @@ def test_python_m_is_the_same_program(tmp_path: Path) -> None:
         [sys.executable, "-m", "doge_fast", *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == cli.EXIT_REFUSED
-    assert done.stderr.splitlines()[-1].startswith(
-        "doge-fast: target must be universal or worst alone"
-    )
+    assert done.stderr.splitlines()[-1].startswith("doge-fast: target must be universal alone")
     assert "Traceback" not in done.stderr
 
 

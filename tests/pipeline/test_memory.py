@@ -63,20 +63,6 @@ def test_stored_gradients_count_too(
         learn_weights(replace(config, out=config.out / "other"))
 
 
-def test_halves_of_domains_are_counted(proxy: Callable[..., ProxyConfig]) -> None:
-    assert "gradients of 8 rows" in rehearse(ProxyStage(proxy(score="unbiased")))
-    target = proxy(score="unbiased", target=("verse",))
-    assert "gradients of 4 rows" in rehearse(ProxyStage(target))
-
-
-def test_both_halves_are_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three domains on two processes: one has two of them, or parts of two."""
-    assert "gradients of 6 rows" in memory.needed(10, 3, 3)
-    monkeypatch.setattr(memory.ranks, "number", lambda: 2)
-    assert "gradients of 2 rows" in memory.needed(10, 3)
-    assert "gradients of 4 rows" in memory.needed(10, 3, 3)
-
-
 def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 100)
     parts = {"parameters": 60}

@@ -56,14 +56,6 @@ def test_the_clip_can_be_switched_off(off: float | None) -> None:
         assert {proxy.domain_max_grad_norm for proxy in proxies} == {clip}  # type: ignore[union-attr]
 
 
-def test_settings_of_no_effect_are_not_compared() -> None:
-    config = filled(preset_of("sensitivity", data="x"), {"proxy": {"score": "unbiased"}})
-    names = {job.config.out.name for job in planned(config, "ab").jobs if job.stage == "proxy"}
-    assert names
-    assert not [name for name in names if "domain-clip" in name]
-    assert [name for name in names if "score-published" in name]
-
-
 @pytest.mark.parametrize(
     ("name", "preset", "changes", "mu"),
     [
@@ -223,10 +215,6 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
             "ood needs a domain",
         ),
         ({"name": "curriculum", "base": {"steps": 1}}, "curriculum needs runs of 2 steps"),
-        (
-            {"name": "universal", "proxy": {"score": "unbiased", "sequences_per_domain": 3}},
-            "proxy.sequences_per_domain must be even",
-        ),
     ],
 )
 def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:

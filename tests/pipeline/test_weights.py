@@ -591,19 +591,18 @@ def test_a_card_holds_what_is_known_and_no_paths(
         assert (out / "README.md").read_bytes() == mine
 
 
-def test_a_card_and_a_difference_name_targets_that_moved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "fields", [{"score": "unbiased"}, {"target": "worst"}, {"target_mu": 0.008}], ids=str
+)
+def test_weights_of_removed_methods_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any]
 ) -> None:
-    stays, moves = make_run(tmp_path / "stays"), make_run(tmp_path / "moves")
-    record = records.read_weights(moves) | {"target": "worst", "target_mu": 0.008}
-    records.write_weights(moves, record)
-    said(capsys, "card", moves, "--out", tmp_path / "card")
-    page = (tmp_path / "card" / "README.md").read_text()
-    assert "- target: the domains that improve least" in page
-    assert "- mu of the targets: 0.008" in page
-    told = said(capsys, "diff", stays, moves)
-    assert "worst" in told
-    assert "target_mu" in told
+    run = make_run(tmp_path / "run")
+    file = run / "weights.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    told = said(capsys, "show", run, code=cli.EXIT_REFUSED)
+    assert next(iter(fields)) in told
+    assert "before-the-card" in told
 
 
 def test_a_card_does_not_replace_other_weights(

@@ -60,11 +60,10 @@ class ProxyArmsConfig:
     """Blocks of every domain in every step."""
     mu: Positive | None = None
     """Bregman coefficient; None: as for `doge-fast proxy`."""
-    score: Literal["paper", "published", "unbiased"] = "paper"
-    """The score of the paper, of its published code or unbiased, as for `doge-fast proxy`."""
+    score: Literal["paper", "published"] = "paper"
+    """The score of the paper or of its published code, as for `doge-fast proxy`."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
-    """Clip each domain's gradient to this norm before scoring; 0 or None: do not clip. Of no effect
-    with the score unbiased."""
+    """Clip each domain's gradient to this norm before scoring; 0 or None: do not clip."""
     target_batch: Literal["same", "mix"] = "same"
     """universal: compute W against the batches that train the proxy (same), or against held-out
     batches of all domains (mix)."""

@@ -140,28 +140,21 @@ class ProxyConfig(_Stage):
     """Stage one: learn the domain weights with a proxy model."""
 
     target: tuple[str, ...] = ("universal",)
-    """universal (the loss on all training domains); worst (likewise, and then more and more on
-    those that improve least); mix (held-out blocks of all training domains); or held-out domains,
-    each NAME or NAME=WEIGHT."""
+    """universal (the loss on all training domains); mix (held-out blocks of all training domains);
+    or held-out domains, each NAME or NAME=WEIGHT."""
     sequences_per_domain: Count = 4
     """Blocks of every domain in every step."""
     mu: Positive | None = None
     """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
     mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
     where the weights of the targets sum to T, which is K for universal."""
-    target_mu: Positive | None = None
-    """The weights of the targets move to those that improve least, more slowly for a larger number.
-    None: they stay; for target worst 2 mu / (T + 1)."""
-    score: Literal["paper", "published", "unbiased"] = "paper"
+    score: Literal["paper", "published"] = "paper"
     """paper: the score W as in the paper. published: as in the published code, W over the mean norm
-    of the domains' gradients, clipped to [0, 5]. unbiased: W without the noise of a batch, all
-    gradients on one scale, so that domain_max_grad_norm has no effect; towards all domains at once
-    it keeps twice as many gradients."""
+    of the domains' gradients, clipped to [0, 5]."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may
-    decide everything, because W grows with the square of the gradients. Of no effect with the
-    score unbiased."""
+    decide everything, because W grows with the square of the gradients."""
     smoothing: Share = 0.0
     """Share of uniform weights that is mixed in at every step."""
     init_weights: Path | None = None

@@ -250,9 +250,6 @@ class ProfileConfig:
     """Micro-batches that a domain's sequences are divided into; their gradients add up."""
     mode: Literal["sequential", "stacked"] = "sequential"
     """One domain after another, or one forward and backward for all."""
-    score: Literal["paper", "unbiased"] = "paper"
-    """The score. unbiased keeps a gradient for each half of a domain's micro-batch, and computes
-    the halves one after another if sequential. (The published one costs what the paper's does.)"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast."""
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"

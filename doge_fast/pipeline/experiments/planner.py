@@ -25,7 +25,6 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of, with_mu
 from doge_fast.weights.defaults import default_mu
-from doge_fast.weights.objective import UNIVERSAL
 
 Json = dict[str, Any]
 Make = Callable[[int], Path]
@@ -164,14 +163,6 @@ class Planner:
             "domain_max_grad_norm": told.domain_max_grad_norm or None,
         }
         own |= more
-        # As doge_fast.weights.subset.has_halves.
-        counted = {UNIVERSAL, *(own.get("domains") or self.domains)}.intersection(own["target"])
-        if own["score"] == "unbiased" and counted and own["sequences_per_domain"] % 2:
-            # Before runs that need no proxy are made.
-            raise ValueError(
-                "proxy.sequences_per_domain must be even for the score unbiased, which compares "
-                f"the halves of each domain's batch; got {own['sequences_per_domain']}."
-            )
         return partial(self._add, ProxyConfig, name, **own)
 
     def mu_towards(self, number: int) -> float:

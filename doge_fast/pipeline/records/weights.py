@@ -23,7 +23,7 @@ from doge_fast.pipeline.records.runs import (
     check_schema,
     read_json,
 )
-from doge_fast.weights import weights_file
+from doge_fast.weights import removed, weights_file
 from doge_fast.weights.weights_file import SCHEMA_VERSION
 
 # Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
@@ -52,7 +52,7 @@ def _is_count(value: Any) -> bool:
 
 def _is_target(value: Any) -> bool:
     is_object = isinstance(value, Mapping) and bool(value)
-    return value in ("universal", "worst") or (is_object and all(map(is_weight, value.values())))
+    return value == "universal" or (is_object and all(map(is_weight, value.values())))
 
 
 def _is_average(value: Any) -> bool:
@@ -99,11 +99,11 @@ RECORD_FIELDS: Mapping[str, FieldType] = {
     **dict.fromkeys(("reference", "initial", "versions"), _OBJECT),
     **dict.fromkeys(("parameters", "steps", "tokens"), _COUNT),
     **dict.fromkeys(("block_size", "batch_size"), _POSITIVE_COUNT),
-    **dict.fromkeys(("mu", "step_size", "target_mu"), _POSITIVE),
+    **dict.fromkeys(("mu", "step_size"), _POSITIVE),
     **dict.fromkeys(("average_from", "smoothing"), _SHARE),
     "drift": _AMOUNT,
     "seed": FieldType("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool)),
-    "target": FieldType('"universal", "worst" or an object {name: weight >= 0}', _is_target),
+    "target": FieldType('"universal" or an object {name: weight >= 0}', _is_target),
     "average": FieldType(
         'an object with a count of files, a whole number, and "of", a list of objects', _is_average
     ),
@@ -263,6 +263,7 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
     Raises:
         ValueError: one does not; the sentence names it.
     """
+    _refuse_removed(record, where)
     named.check_visible([entry["name"] for entry in record["domains"]], where)
     _check_types(record, RECORD_FIELDS, where)
     for entry in record["domains"]:
@@ -271,6 +272,15 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
     for field in SCHEDULES:
         if record.get(field) is not None:
             _check_schedule(record[field], names, f"{where}: {field}")
+
+
+def _refuse_removed(record: Mapping[str, Any], where: str) -> None:
+    """Refuse weights of a score or target that there is none of any more."""
+    for field, value in (("score", "unbiased"), ("target", "worst")):
+        if record.get(field) == value:
+            raise FileFailure(removed.refusal(f"{where}: {field} {value!r}"))
+    if record.get("target_mu") is not None:
+        raise FileFailure(removed.refusal(f"{where}: target_mu"))
 
 
 def _check_types(

@@ -53,9 +53,7 @@ def _what(run: Run) -> str:
         return f"weights {weights.parent.name if weights.name == records.WEIGHTS else weights.name}"
     if run.stage == "doremi":
         return f"{run.config['variant']}, reference {Path(run.config['reference']).name}"
-    pace = (run.weights or {}).get("target_mu") or run.config.get("target_mu")
-    moved = "" if pace is None else f", target mu {pace:g}"
-    return f"target {' '.join(run.config['target'])}, mu {run.config['mu']:g}{moved}"
+    return f"target {' '.join(run.config['target'])}, mu {run.config['mu']:g}"
 
 
 def _corpus_table(study: Study) -> Table:

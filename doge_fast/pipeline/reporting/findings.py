@@ -14,7 +14,7 @@ from doge_fast.pipeline.reporting.background import cost_table
 from doge_fast.pipeline.reporting.compared import perplexity_part, targets_part
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size, domain_styles
-from doge_fast.pipeline.reporting.proxies import UNIVERSAL, WORST, Proxy
+from doge_fast.pipeline.reporting.proxies import UNIVERSAL, Proxy
 from doge_fast.pipeline.reporting.statistics import (
     CONFIDENCE,
     Difference,
@@ -320,8 +320,6 @@ def _proxy_sketches(study: Study, proxy: Proxy, prefix: str) -> Iterator[parts.S
 
 def _parts_note(proxy: Proxy) -> str:
     texts = parts.TEXTS["gain"]["parts"]
-    score = proxy.first.config["score"]
-    is_for_all = {UNIVERSAL, WORST} & set(proxy.first.config["target"])
-    for_all = "unbiased" if score == "unbiased" else "universal"
-    note: str = texts[for_all if is_for_all else "target"]
-    return note + (texts["published"] if score == "published" else "")
+    is_for_all = UNIVERSAL in proxy.first.config["target"]
+    note: str = texts["universal" if is_for_all else "target"]
+    return note + (texts["published"] if proxy.first.config["score"] == "published" else "")

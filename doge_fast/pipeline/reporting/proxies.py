@@ -23,7 +23,7 @@ from doge_fast.pipeline.reporting.wording import (
     wrapped,
 )
 
-UNIVERSAL, WORST, MIX = "universal", "worst", "mix"
+UNIVERSAL, MIX = "universal", "mix"
 
 # Nearly everything on one domain; the paper's most extreme weight is 0.72.
 _COLLAPSED = 0.8
@@ -69,8 +69,6 @@ class Proxy:
         names = [UNIVERSAL] if self.is_doremi else list(self.first.config["target"])
         if names == [UNIVERSAL]:
             return "all domains"
-        if names == [WORST]:
-            return "the domains that improve least"
         return listed(_target_word(name, alone=len(names) == 1) for name in names)
 
     @cached_property
@@ -184,11 +182,9 @@ class Proxy:
         largest = max(self.weights, key=lambda name: self.weights[name].mean)
         weight = self.weights[largest].mean
         starved = [n for n, stat in self.weights.items() if stat.mean < _STARVED * uniform]
-        is_for_all = self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, WORST, MIX}
+        is_for_all = self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, MIX}
         if weight > _COLLAPSED and len(self.domains) > 1:
             doge = "A larger mu, smoothing or domain_max_grad_norm"
-            if not self.is_doremi and self.first.config["score"] == "unbiased":
-                doge = "A larger mu or smoothing"
             remedy = "A smaller step_size or more smoothing" if self.is_doremi else doge
             yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
         elif not self.has_moved:

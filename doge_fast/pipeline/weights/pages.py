@@ -29,7 +29,7 @@ _PROVENANCE = {
     **{"method": "method", "score": "score", "target": "target", "model": "proxy model"},
     **{"parameters": "parameters", "steps": "steps", "tokens": "tokens seen"},
     **{"block_size": "tokens in a block", "batch_size": "blocks in a step", "seed": "seed"},
-    **{"mu": "mu", "target_mu": "mu of the targets", "step_size": "step size"},
+    **{"mu": "mu", "step_size": "step size"},
     "smoothing": "smoothing",
     "average_from": "share of the steps left out of the average",
     "drift": "drift over the last fifth",
@@ -235,12 +235,9 @@ def _provenance(record: Mapping[str, Any], path: Path) -> dict[str, str]:
     return found
 
 
-_TARGETS = {"universal": "all domains alike", "worst": "the domains that improve least"}
-
-
 def _value(field: str, value: Any) -> str:
     if field == "target":
-        return _TARGETS[value] if isinstance(value, str) else setting_text(value)
+        return "all domains alike" if isinstance(value, str) else setting_text(value)
     if field == "model":
         # A checkpoint of one's own is named, and not where it lies.
         return Path(value).name if Path(value).is_absolute() else str(value)

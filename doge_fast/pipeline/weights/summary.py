@@ -221,7 +221,7 @@ class Difference:
 
 
 SETTINGS = (
-    *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "mu", "target_mu"),
+    *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "mu"),
     *("average_from", "steps", "seed", "variant"),
 )
 """What a record says of how its weights came about."""

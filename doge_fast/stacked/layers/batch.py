@@ -19,7 +19,6 @@ class Segment(NamedTuple):
     row: int
     first: int
     last: int
-    is_second: bool = False
     """Whether it is the second half of the domain of the segment before."""
 
 
