@@ -1,7 +1,7 @@
 """Data by domain for hosts that read one data set: a mapping, a column or a stream, and the part of
 every batch that a rank trains on.
 
-It needs torch and numpy alone; what it knows of Hugging Face's data sets are their method names.
+It needs torch and numpy alone: of Hugging Face's data sets it calls methods by name.
 """
 
 from collections import Counter

@@ -69,9 +69,10 @@ class DoGETrainer(Trainer):
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model unchanged.
 
-    A stream with `set_epoch` is told the number of every pass. A run over a stream resumes to the
-    bit within its first pass. Trainer cannot count the passes of a stream: resumed in a later one
-    it begins another pass instead of going on in the middle. There, use a dataset with a length.
+    `set_epoch` of a stream is called with the number of every pass. A run over a stream resumes to
+    the bit within its first pass. Trainer cannot count the passes of a stream: resumed in a later
+    one it begins another pass instead of going on in the middle. There, use a dataset with a
+    length.
 
     An optimizer of your own (`optimizers`, `optimizer_cls_and_kwargs`) is wrapped like Trainer's
     unless it is a `DoGEOptimizer` already: then that one decides how weights move, and its
@@ -94,7 +95,7 @@ class DoGETrainer(Trainer):
 
     Args:
         domains: names of the training domains; the simplex, in this order. May be left out where
-            `optimizers` holds a `DoGEOptimizer`, which knows them.
+            `optimizers` holds a `DoGEOptimizer`, which has them.
         domain_column: the column, or the key of an example, that names its domain.
         target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent,
         domains_per_step, initial: as `DoGEOptimizer` takes them. `selection` holds names of

@@ -28,8 +28,8 @@ class DomainMixture(Dataset[Any]):
     was drawn so far stays within five rows of what was asked for, however the weights move
     (`doge_fast.mixture.counts.MixtureCounts`). A domain with rows by number shows each row once
     an epoch, every epoch in an order of its own; a stream is read in its order and begun again at
-    its end. Rows of a domain are spread evenly through the batch, so that the parts of ranks and
-    of micro-batches are mixed like the whole.
+    its end. Rows of a domain lie evenly through the batch, so that the parts of ranks and of
+    micro-batches are mixed like the whole.
 
     It is a map-style dataset for a loader with one of its samplers:
 
@@ -41,8 +41,8 @@ class DomainMixture(Dataset[Any]):
     accelerate, which shares a sampler out among processes itself, leave `rank` and `world_size`
     alone; `batch_size` is then that of one process, or with `split_batches` that of all.
 
-    Loaders take batches ahead of the loop: num_workers * prefetch_factor of them (2 per worker
-    unless told otherwise), accelerate one more. New weights hold from the first batch that no
+    Loaders prefetch: they take num_workers * prefetch_factor batches ahead of the loop (2 per
+    worker by default), accelerate one more. New weights hold from the first batch that no
     loader has taken, or from the step that the loop names, whatever the number of workers.
 
     Every worker reads all rows of a stream and keeps those of its batches. A loader with workers
@@ -257,8 +257,8 @@ class DomainMixture(Dataset[Any]):
     def stream(self, rank: int = 0, world_size: int = 1) -> MixtureStream:
         """This rank's share of the rows, batch after batch, as an iterable dataset.
 
-        For a `DataLoader` whose batch_size is that of the stream; workers are told of new weights
-        through a small temporary file.
+        For a `DataLoader` whose batch_size is that of the stream; workers read new weights
+        from a small temporary file.
 
         Args:
             rank: in [0, world_size); of `torch.distributed.get_rank()`, say.
@@ -274,8 +274,8 @@ class DomainMixture(Dataset[Any]):
     def seek(self, step: int) -> None:
         """Let the next pass over a sampler or stream begin at this step.
 
-        Needed where a pass was broken off: its loader may have taken more than the loop has used,
-        so only the loop knows where to go on.
+        Needed after a pass that was broken off: its loader may have taken more batches than the
+        loop has used.
         """
         if step < 0:
             raise ValueError(f"A pass begins at step >= 0; got {step}.")
@@ -326,8 +326,8 @@ class DomainMixture(Dataset[Any]):
         is_copy = get_worker_info() is not None
         if not is_copy and (has_workers or self._progress.num_ahead):
             raise ValueError(
-                f"Loaders have taken the batches up to step {self.step}, and only the loop knows "
-                "how many of them it has finished: call state_dict(step=...)."
+                f"Loaders have taken the batches up to step {self.step}, of which the loop may "
+                "have finished fewer: call state_dict(step=...)."
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -99,8 +99,8 @@ class _Share:
         """The steps of a pass.
 
         Raises:
-            RuntimeError: there was a pass before, which took batches up to `end`, and the mixture
-                was not told where the next one begins.
+            RuntimeError: there was a pass before, which took batches up to `end`, and no `seek`
+                since.
         """
         if self._last_pass == self.progress.num_rewinds:
             raise RuntimeError(already_begun(end))
@@ -155,7 +155,7 @@ class MixtureStream(_Share, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Rows of the batches from the mixture's start on."""
         worker = get_worker_info()
-        # Only the file knows which batches other processes have taken.
+        # The file has the batches that other processes have taken.
         steps = self._begin(max(self.progress.end, self.worker_file.progress().end))
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for step in islice(steps, first, None, stride):

@@ -57,9 +57,10 @@ def restore(
         totals = Totals(step, np.array(drawn_K), np.array(surplus_K))
         counts.restart(seed, first_steps, weights_PK, totals)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"A mixture's state is what state_dict() of the same mixture returns; this one: {told}."
+            "A mixture's state is what state_dict() of the same mixture returns; this one: "
+            f"{reason}."
         ) from error
 
 

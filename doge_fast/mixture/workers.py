@@ -1,7 +1,7 @@
 """How new weights reach the workers of a stream, which run ahead of the loop that sets them.
 
 A small file: how far the workers are, then one line per change. A process locks the file while it
-reads or writes. So a worker knows a change before it makes a batch, or the change is refused.
+reads or writes. So a worker has read a change before it makes the batch, or the change is refused.
 """
 
 import json
@@ -55,7 +55,7 @@ class WorkerFile:
         """The file, opened and locked.
 
         Raises:
-            RuntimeError: the mixture was told to begin elsewhere since the file was made.
+            RuntimeError: `seek` or `load_state_dict` was called since the file was made.
         """
         try:
             # Each process opens it: a fork would share the lock.
@@ -86,7 +86,7 @@ class WorkerFile:
         line = (json.dumps(change) + "\n").encode()
         end = os.lseek(file, 0, os.SEEK_END)
         os.write(file, line)
-        # The process that posts knows the change, and so do workers forked from it later.
+        # The process that posts has the change, and so have workers forked from it later.
         self._read_up_to = end + len(line)
 
     def take(self, step: int, *, num_workers: int, pass_seed: int) -> list[Change]:
@@ -96,8 +96,8 @@ class WorkerFile:
             The changes since this worker began its last batch.
 
         Raises:
-            RuntimeError: another pass has begun before, the mixture was told to begin elsewhere
-                after these workers started, or this system has no file locks.
+            RuntimeError: another pass has begun before, `seek` was called after these workers
+                started, or this system has no file locks.
         """
         if fcntl is None:
             raise RuntimeError(
@@ -120,7 +120,7 @@ def already_begun(end: int) -> str:
     """Why a second pass is refused, and what to do."""
     return (
         f"This mixture was passed over already, and gave its batches up to step {end} to the "
-        "loader, which may have used fewer. Say mixture.seek(step) before another pass, with the "
+        "loader, which may have used fewer. Call mixture.seek(step) before another pass, with the "
         "step at which it begins."
     )
 

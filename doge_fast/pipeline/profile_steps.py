@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from doge_fast import scale
-from doge_fast.kernels.roofline import Bandwidth
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import memory
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.model import build_model, load_architecture
+from doge_fast.pipeline.roofline import Bandwidth
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.tracing import phase
 from doge_fast.weights.weights_file import plain

@@ -473,7 +473,7 @@ def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(loader, workers)
         seen.append(batch.tolist())
         if len(seen) == 4:
             break
-    with pytest.raises(RuntimeError, match=r"Say mixture.seek\(step\) before another pass"):
+    with pytest.raises(RuntimeError, match=r"Call mixture.seek\(step\) before another pass"):
         next(iter(batches))
     mixture.seek(4)
     seen += [batch.tolist() for batch in batches]
@@ -501,7 +501,7 @@ def test_running_workers_do_not_follow_a_seek(monkeypatch):
     monkeypatch.setattr("doge_fast.mixture.samplers.get_worker_info", lambda: worker)
     copied = pickle.loads(pickle.dumps(stream))
     assert len(list(copied)) == 24
-    with pytest.raises(RuntimeError, match=r"up to step 2 .* Say mixture.seek\(step\)"):
+    with pytest.raises(RuntimeError, match=r"up to step 2 .* Call mixture.seek\(step\)"):
         list(copied)
     mixture.seek(0)
     with pytest.raises(RuntimeError, match="leave persistent_workers off"):
