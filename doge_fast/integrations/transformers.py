@@ -398,7 +398,7 @@ class DoGETrainer(DomainTrainer):
         # Known from the Gram matrix; Trainer would read every gradient again.
         last = self.doge.last
         assert last is not None
-        return cast(Tensor, last.combined_norm)
+        return last.combined_norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's log, with the losses and weights of the domains beside the training loss."""

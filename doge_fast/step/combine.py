@@ -11,9 +11,9 @@ from torch.amp.grad_scaler import GradScaler
 
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.flat_buffer import Block
-from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.tracing import phase
 from doge_fast.weights import simplex
+from doge_fast.weights.reweight import LastStep
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
 
@@ -54,23 +54,21 @@ def combine(
     """
     columns = exchange.complete(blocks, selected or ())
     with phase("gram"):
-        products = subset.spread(*_grams(columns, exchange, selected))
+        gram_BB, full_BB = _grams(columns, exchange, selected)
     with phase("reweight"):
-        new = subset.gathered(
-            weights.move(
-                products.gram_RR,
-                full_RR=products.full_RR,
-                seen=present,
-                lr=lr,
-                grad_scale=grad_scale,
-                share=subset.share,
-            )
+        new = weights.move(
+            gram_BB,
+            full_BB,
+            rows_B=subset.rows,
+            present=present,
+            lr=lr,
+            grad_scale=grad_scale,
         )
     decided(new.skipped)
     with phase("weighted_sum"):
         gradients = exchange.deliver(columns, new.coefficients, weights.shared_state)
     exchange.give(columns, gradients)
-    return new._replace(lr=lr)
+    return new
 
 
 def _grams(
