@@ -28,12 +28,11 @@ from doge_fast.kernels import (
     accumulate,
     gram,
     implementations,
-    reweight,
     segment_sum,
     weighted_sum,
 )
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, MODULES
-from doge_fast.kernels.reweight.packing import Settings, new_settings, new_state
+from doge_fast.weights.reweight import StepSettings, new_state, reweight
 
 # Relative to the largest entry, against float64: what the library promises.
 GRAM_TOLERANCE = 1e-6
@@ -212,8 +211,10 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
     state_S = start_S.clone()
     arguments = {
         "tau_R": tau_K.to(device),
-        "present_R": torch.ones(num_rows, dtype=torch.bool, device=device),
-        "settings_C": new_settings(Settings(lr=1e-4, mu=0.01, max_grad_norm=1.0), device),
+        "slot_R": torch.arange(num_rows, dtype=torch.int32, device=device),
+        "settings_C": torch.tensor(
+            StepSettings(lr=1e-4, mu=0.01, max_grad_norm=1.0), dtype=torch.float64, device=device
+        ),
     }
     gram_KK = (grads_KN @ grads_KN.T).to(device)
 
@@ -225,7 +226,9 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
 
     problem = OperatorProblem(num_rows, torch.float64, MATRIX, (num_rows,))
     runs = {
-        name: functools.partial(reweight, gram_KK, state_S, implementation=name, **arguments)
+        name: functools.partial(
+            reweight, gram_KK, gram_KK, state_S, implementation=name, **arguments
+        )
         for name in {*names, "torch"}
     }
     return Case(

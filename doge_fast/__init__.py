@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from doge_fast.kernels.reweight.packing import LastStep
     from doge_fast.mixture import DomainMixture
     from doge_fast.optimizer import DoGEOptimizer
+    from doge_fast.weights.reweight import LastStep
     from doge_fast.weights.scores import Score
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ __all__ = ["DoGEOptimizer", "DomainMixture", "LastStep", "Score", "__version__"]
 _HOMES = {
     "DoGEOptimizer": "doge_fast.optimizer",
     "DomainMixture": "doge_fast.mixture",
-    "LastStep": "doge_fast.kernels.reweight.packing",
+    "LastStep": "doge_fast.weights.reweight",
     "Score": "doge_fast.weights.scores",
 }
 

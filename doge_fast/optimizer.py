@@ -3,7 +3,7 @@
 One step of Algorithm 1 (or 2) as three verbs: `domain(name)` routes what a backward pass produces
 into that domain's row of the flat buffer; `combine()` moves the domain weights by the Gram matrix
 of the rows and writes the weighted gradient into `p.grad`; `step()` lets the wrapped optimizer use
-it. `doge_fast.step.step` keeps what has been collected, `doge_fast.step.combine` computes.
+it. All of it happens in `doge_fast.step.step`.
 """
 
 import os
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from doge_fast.distributed import Ranks
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import refuse_other_optimizers
-from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.step.parameters import TrackedParameters
 from doge_fast.step.step import Step
 from doge_fast.weights import checkpoint, defaults, weights_file
-from doge_fast.weights.objective import UNIVERSAL, Target
-from doge_fast.weights.scores import Score
+from doge_fast.weights.objective import UNIVERSAL, Objective, Target
+from doge_fast.weights.reweight import LastStep
+from doge_fast.weights.scores import Score, score_of
 from doge_fast.weights.state import DomainWeights, UpdateRule
 from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import OptimizerWrapper, checked_scaler
@@ -100,8 +100,8 @@ class DoGEOptimizer(OptimizerWrapper):
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
             `defaults.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
             largest rate that the first group has noted. Checkpoints keep it.
-        score: "paper" (W), "published" (over the mean norm of the training rows, cut to [0, 5]) or
-            a `Score` with those parts.
+        score: "paper" (W), "published" (over the mean norm of the training rows, within [0, 5]) or
+            a `Score` of yours.
         max_grad_norm: norm to which the combined gradient is cut; None leaves that to the loop.
         domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored and
             combined. The default follows the published code (5.0 universal, else 1.0); None, with
@@ -160,24 +160,23 @@ class DoGEOptimizer(OptimizerWrapper):
         scaler = checked_scaler(scaler)
         parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
-        self._weights = DomainWeights.of(
-            domains,
-            target=target,
-            lr=None if self._is_mu_named else parameters.peak_lr,
+        self.objective = Objective.of(domains, target)
+        if mu is None:
+            mu = defaults.default_mu(parameters.peak_lr, sum(self.objective.tau))
+        rule = UpdateRule(
             mu=mu,
-            score=score,
-            max_grad_norm=max_grad_norm,
+            score=score_of(score),
             domain_max_grad_norm=domain_max_grad_norm,
+            max_grad_norm=max_grad_norm,
             smoothing=smoothing,
-            initial=initial,
-            device=parameters.params[0].device,
         )
-        self.objective = self._weights.objective
+        device = parameters.params[0].device
+        self._weights = DomainWeights(self.objective, rule, device=device, initial=initial)
         self._step = Step(
             self.inner,
             parameters,
             self._weights,
-            Subset.of(self.objective, domains_per_step, seed),
+            Subset(self.objective, domains_per_step, seed),
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,

@@ -13,7 +13,8 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,10 +24,10 @@ from doge_fast._layout import KERNELS_DIR
 from doge_fast.kernels.build import CUDA, is_built
 from doge_fast.kernels.obstacles import OBSTACLES
 from doge_fast.kernels.schema import (
+    NAMESPACE,
     SIGNATURES,
     check_accumulate,
     check_gram,
-    check_reweight,
     check_segment_sum,
     check_weighted_sum,
 )
@@ -35,12 +36,28 @@ Run = Callable[..., Any]
 
 AUTO = "auto"
 IMPLEMENTATIONS = ("cpp", "cuda", "triton", "torch")
-OPERATORS = tuple(SIGNATURES)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator that another package writes, and registers here.
+
+    An implementation takes the positional arguments of the schema.
+    """
+
+    name: str
+    implementations: Mapping[str, Run]
+    """Of `IMPLEMENTATIONS` those that it is written in; plain torch is always among them."""
+    check: Run
+    """Raises ValueError about arguments; takes what an implementation takes."""
+
+
+OPERATORS: dict[str, Operator | None] = dict.fromkeys(SIGNATURES)
+"""Those that `register` has got, with their entries, and those of this package."""
 # A CPU sums segments by torch's own kernels (doge_fast.stacked.layers), and calls none of ours.
-UNWRITTEN = (("reweight", "cpp"), ("segment_sum", "cpp"), ("segment_sum", "cuda"))
+UNWRITTEN = (("segment_sum", "cpp"), ("segment_sum", "cuda"))
 # (operator, implementation) -> module, which has a function of the operator's name. The files have
-# an underscore, since a folder with a torch.py would hide torch from what runs there. The K x K
-# step is not written in C++: no step of a tiny model shows the fraction of a millisecond.
+# an underscore, since a folder with a torch.py would hide torch from what runs there.
 MODULES = {
     (operator, name): f"doge_fast.kernels.{operator}.{name}_"
     for operator in OPERATORS
@@ -68,16 +85,43 @@ _CHECKS: dict[str, Run] = {
     "gram": check_gram,
     "weighted_sum": check_weighted_sum,
     "accumulate": lambda grads, rows, add: check_accumulate(grads, rows),
-    "reweight": check_reweight,
     "segment_sum": check_segment_sum,
 }
 
 # These check a list of blocks once, where they make its tables: `chunks.spans_by_dtype`.
 CHECK_THEMSELVES = {(o, name) for o in ("gram", "weighted_sum") for name in ("cuda", "triton")}
 
+library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _chosen: dict[tuple[str, torch.device, str | None, str | None, bool], Run] = {}
 _obstacles: dict[tuple[str, torch.device], str | None] = {}
 _warned: set[str] = set()
+
+
+def register(operator: Operator, signature: str, *, run: Run, fake: Run) -> Any:
+    """Put an operator into the table, and into torch as `torch.ops.doge_fast.<name>`.
+
+    Args:
+        operator: the entry.
+        signature: of the schema, without the name.
+        run: what torch calls; it asks `choose` for the implementation, and says what has changed.
+        fake: checks the arguments, and returns empty results.
+
+    Returns:
+        The operator of torch.
+    """
+    OPERATORS[operator.name] = operator
+    for name in operator.implementations:
+        MODULES[operator.name, name] = operator.check.__module__
+    _CHECKS[operator.name] = operator.check
+    library.define(  # type: ignore[no-untyped-call]
+        operator.name + signature,
+        # Strides are part of the contract; a compiler must not choose others.
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+    )
+    # For every device: our dispatcher, not torch's, settles which implementation runs.
+    library.impl(operator.name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{operator.name}", fake, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), operator.name).default
 
 
 def choose(
@@ -237,6 +281,9 @@ def _obstacle(name: str, device: torch.device) -> str | None:
 
 
 def _written(operator: str, name: str) -> Run:
+    entry = OPERATORS[operator]
+    if entry is not None:
+        return entry.implementations[name]
     # By name: what drives a GPU is imported where it runs.
     run: Run = getattr(importlib.import_module(MODULES[operator, name]), operator)
     return run

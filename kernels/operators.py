@@ -13,23 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from doge_fast.kernels.dispatch import choose
-from doge_fast.kernels.reweight.packing import LastStep, num_domains_of, step_views
+from doge_fast.kernels.dispatch import choose, library
 from doge_fast.kernels.schema import (
     NAMESPACE,
     SIGNATURES,
     check_accumulate,
     check_gram,
-    check_reweight,
     check_segment_sum,
     check_weighted_sum,
     gram_shape,
-    reweight_outputs,
 )
 
 _shape_of = attrgetter("shape")
-
-_library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
@@ -175,53 +170,6 @@ def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None:
         choose("accumulate", grads[0].device, None, is_checked=False)(grads, rows, add)
 
 
-def reweight(
-    gram_RR: Tensor,
-    state_S: Tensor,
-    *,
-    tau_R: Tensor,
-    present_R: Tensor,
-    settings_C: Tensor,
-    full_RR: Tensor | None = None,
-    implementation: str | None = None,
-) -> LastStep:
-    """The K x K step: from the Gram matrix to new domain weights, in one launch.
-
-    s_r       =  min(1, domain_max_grad_norm / (||g_r|| + 1e-6))
-    W_j       =  sum_r s_j G_jr s_r tau_r
-    alpha'_j  =  alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu)
-    c_j       =  alpha'_j s_j min(1, max_grad_norm / (||sum_i alpha'_i s_i g_i|| + 1e-6))
-
-    Weights, their mean, the scores and the counts in `state_S` move in place, unless a norm or a
-    weight is not finite: then only the count of skipped steps does and the coefficients are NaN.
-    Arithmetic is float64. Nothing is read on the host. Rows that are absent have zeros in the
-    Gram matrix; their domains keep the score in the state, and all domains do where a
-    target's row is absent.
-
-    Args:
-        gram_RR: [R, R] float64, inner products of the scaled gradients over the columns that
-            enter W; training domains are the first K rows.
-        state_S: [3 K + 2] float64, as `packing.new_state` makes it; K <= 512 on a GPU.
-        tau_R: [R] float64 >= 0, the objective.
-        present_R: [R] bool.
-        settings_C: [9] float64, lr, mu and what else `packing.Settings` names, as
-            `packing.new_settings` makes it. Their ranges are not checked here.
-        full_RR: as `gram_RR`, over all columns: for norms and clipping; None: the same.
-        implementation: "torch", "triton" or "cuda"; None leaves it to the dispatcher.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype or device.
-        RuntimeError: the forced implementation cannot run.
-
-    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
-    """
-    full_RR = gram_RR if full_RR is None else full_RR
-    outputs = _reweight_op(
-        gram_RR, full_RR, state_S, tau_R, present_R, settings_C, implementation=implementation
-    )
-    return step_views(*outputs, len(tau_R), num_domains_of(state_S))
-
-
 def segment_sum(
     values_TD: Tensor,
     out_GRD: Tensor,
@@ -320,19 +268,6 @@ def _run_accumulate(
     increment_version(rows)
 
 
-def _run_reweight(
-    gram_RR: Tensor,
-    full_RR: Tensor,
-    state_S: Tensor,
-    *rest: Any,
-    implementation: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = choose("reweight", gram_RR.device, implementation)
-    values_V, skipped, found_inf = run(gram_RR, full_RR, state_S, *rest)
-    increment_version(state_S)
-    return values_V, skipped, found_inf
-
-
 def _run_segment_sum(
     values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None
 ) -> None:
@@ -362,18 +297,6 @@ def _fake_accumulate(
     check_accumulate(grads, rows)
 
 
-def _fake_reweight(
-    gram_RR: Tensor,
-    full_RR: Tensor,
-    state_S: Tensor,
-    *rest: Any,
-    implementation: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_reweight(gram_RR, full_RR, state_S, *rest)
-    values_V, skipped, found_inf = reweight_outputs(gram_RR, state_S)
-    return values_V, skipped, found_inf
-
-
 def _fake_segment_sum(
     values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None
 ) -> None:
@@ -381,19 +304,18 @@ def _fake_segment_sum(
 
 
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    _library.define(  # type: ignore[no-untyped-call]
+    library.define(
         name + SIGNATURES[name],
         # Strides are part of the contract; a compiler must not choose others.
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
     )
     # For every device: our dispatcher, not torch's, settles which implementation runs.
-    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 _gram_op = _register("gram", _run_gram, _fake_gram)
 _weighted_sum_op = _register("weighted_sum", _run_weighted_sum, _fake_weighted_sum)
 _accumulate_op = _register("accumulate", _run_accumulate, _fake_accumulate)
-_reweight_op = _register("reweight", _run_reweight, _fake_reweight)
 _segment_sum_op = _register("segment_sum", _run_segment_sum, _fake_segment_sum)

@@ -13,8 +13,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from doge_fast.kernels.reweight.packing import Settings, num_domains_of, num_values
-
 NAMESPACE = "doge_fast"
 
 SIGNATURES: dict[str, str] = {
@@ -25,11 +23,6 @@ SIGNATURES: dict[str, str] = {
     ),
     "accumulate": (
         "(Tensor[] grads, Tensor(a!)[] rows, bool add, *, str? implementation=None) -> ()"
-    ),
-    "reweight": (
-        "(Tensor gram_RR, Tensor full_RR, Tensor(a!) state_S, Tensor tau_R, Tensor present_R, "
-        "Tensor settings_C, *, str? implementation=None) "
-        "-> (Tensor values_V, Tensor skipped, Tensor found_inf)"
     ),
     "segment_sum": (
         "(Tensor values_TD, Tensor(a!) out_GRD, bool add, Tensor? borders, Tensor? order, "
@@ -115,50 +108,6 @@ def _are_pairs(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
 _layout_of, _dtype_of, _device_of = map(attrgetter, ("layout", "dtype", "device"))
 _STRIDED = {torch.strided}
 _STORAGE = set(STORAGE_DTYPES)
-
-
-def reweight_outputs(gram_RR: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty results of `reweight`: [V] float64, a bool and a float32 scalar."""
-    size = num_values(len(gram_RR), num_domains_of(state_S))
-    return (
-        gram_RR.new_empty(size),
-        gram_RR.new_empty((), dtype=torch.bool),
-        gram_RR.new_empty((), dtype=torch.float32),
-    )
-
-
-def check_reweight(
-    gram_RR: Tensor,
-    full_RR: Tensor,
-    state_S: Tensor,
-    tau_R: Tensor,
-    present_R: Tensor,
-    settings_C: Tensor,
-) -> None:
-    """Raise ValueError unless all are of R rows and K <= R domains, on one device."""
-    num_rows, num_domains = len(tau_R), num_domains_of(state_S)
-    if state_S.shape != (3 * num_domains + 2,) or not 1 <= num_domains <= num_rows:
-        raise ValueError(
-            "reweight() keeps 3 K + 2 numbers for K domains, K at least 1 and at most the "
-            f"{num_rows} rows of tau_R; state_S has shape {list(state_S.shape)}. "
-            "Make it with packing.new_state(alpha_K)."
-        )
-    expected = {
-        "gram_RR": (gram_RR, (num_rows, num_rows), torch.float64),
-        "full_RR": (full_RR, (num_rows, num_rows), torch.float64),
-        "state_S": (state_S, tuple(state_S.shape), torch.float64),
-        "tau_R": (tau_R, (num_rows,), torch.float64),
-        "present_R": (present_R, (num_rows,), torch.bool),
-        "settings_C": (settings_C, (len(Settings._fields),), torch.float64),
-    }
-    for name, (tensor, shape, dtype) in expected.items():
-        is_right = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
-        if not is_right or tensor.device != gram_RR.device:
-            raise ValueError(
-                f"reweight() needs {name} contiguous, of shape {list(shape)} and {dtype} on "
-                f"{gram_RR.device}; it has shape {list(tensor.shape)}, strides "
-                f"{list(tensor.stride())} and {tensor.dtype} on {tensor.device}."
-            )
 
 
 def check_segment_sum(

@@ -25,10 +25,10 @@ from triton.compiler import ASTSource
 from doge_fast.kernels.accumulate import triton_ as accumulate
 from doge_fast.kernels.gram import triton_ as gram
 from doge_fast.kernels.gram import tuning
-from doge_fast.kernels.reweight import triton_ as reweight
 from doge_fast.kernels.segment_sum import triton_ as segment_sum
 from doge_fast.kernels.triton_support import sum_dtype, triton_dtype
 from doge_fast.kernels.weighted_sum import triton_ as weighted_sum
+from doge_fast.weights import reweight_triton as reweight
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Compute capabilities: A100, and H100 or H200.
@@ -216,9 +216,13 @@ def segment_sum_cases(
 
 
 def reweight_cases(num_rows: int) -> Iterator[Case]:
-    constants = reweight.constants_of(num_rows, max(1, num_rows - 1))
+    num_domains = max(1, num_rows - 1)
     options = {"num_warps": reweight.NUM_WARPS}
-    yield Case(f"reweight of {num_rows} rows", reweight.reweight_once, constants, options)
+    # All domains and the paper's score; half of them and the published code's.
+    for num_slots, score in ((num_rows, "paper"), (max(1, num_rows // 2), "published")):
+        constants = reweight.constants_of(num_rows, num_domains, num_slots, score)
+        name = f"reweight of {num_slots} of {num_rows} rows, {score}"
+        yield Case(name, reweight.reweight_once, constants, options)
 
 
 def some_cases() -> Iterator[Case]:

@@ -12,8 +12,8 @@ from tests.mutants import TABLE, mutants_of, path_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = {
-    *("simplex", "generalization", "objective", "combining", "step", "flat_buffer"),
-    *("optimizer", "checkpoint", "parameters", "reweighting", "entries"),
+    *("simplex", "scores", "reweight", "objective", "combining", "step", "flat_buffer"),
+    *("optimizer", "checkpoint", "parameters", "state", "entries"),
 }
 
 

@@ -568,7 +568,7 @@ class DoGETrainer(Trainer):
         # Known from the Gram matrix; Trainer would read every gradient again.
         last = self.doge.last
         assert last is not None
-        return cast(Tensor, last.combined_norm)
+        return last.combined_norm
 
     # What Trainer counts and logs.
 

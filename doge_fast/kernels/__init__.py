@@ -10,7 +10,6 @@ from doge_fast.kernels.operators import (  # noqa: E402
     accumulate,
     fill,
     gram,
-    reweight,
     segment_sum,
     weighted_sum,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "fill",
     "gram",
     "implementations",
-    "reweight",
     "segment_sum",
     "weighted_sum",
 ]

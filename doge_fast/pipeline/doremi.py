@@ -25,7 +25,7 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.weights import group_dro
-from doge_fast.weights.group_dro import DomainWeights, WeightUpdate
+from doge_fast.weights.group_dro import ExcessWeights, WeightUpdate
 
 _SHA256 = "reference_sha256"
 
@@ -70,7 +70,7 @@ class DoReMiTrainer(RecordedTrainer):
         # The excess that no batch has shown: log V, the loss of a model that knows nothing, is what
         # the code of DoReMi's authors begins with; DoGE's begins with none.
         unseen = math.log(stage.corpus.vocab_size) if self.rule.variant == "doremi" else 0.0
-        self.weights = DomainWeights(
+        self.weights = ExcessWeights(
             alpha=self.sampling_K,
             alpha_mean=self.sampling_K,
             excess=torch.full_like(self.sampling_K, unseen),
@@ -135,7 +135,7 @@ class DoReMiTrainer(RecordedTrainer):
                 f"model has {now[:12]} now. Restore it, or start anew in another directory."
             )
         device = self.args.device
-        self.weights = DomainWeights(**{key: value.to(device) for key, value in state.items()})
+        self.weights = ExcessWeights(**{key: value.to(device) for key, value in state.items()})
 
 
 class DoReMiStage(MixtureStage[DoReMiConfig]):

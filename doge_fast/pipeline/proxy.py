@@ -27,9 +27,10 @@ from doge_fast.pipeline.stage import Stage
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer
 from doge_fast.pipeline.weights.warm_start import warm_start
 from doge_fast.step import parameters
-from doge_fast.weights import scores as generalization
-from doge_fast.weights.objective import UNIVERSAL
-from doge_fast.weights.state import DomainWeights
+from doge_fast.weights.defaults import default_mu
+from doge_fast.weights.objective import UNIVERSAL, Objective
+from doge_fast.weights.scores import PUBLISHED, PUBLISHED_BOUNDS, cosine, score_of
+from doge_fast.weights.state import DomainWeights, UpdateRule
 
 Target = str | dict[str, float]
 
@@ -88,22 +89,33 @@ class ProxyStage(Stage[ProxyConfig]):
         # A resumed run keeps the weights and the mu it began with, whatever became of the file.
         initial = recorded.get("initial") or _initial(config, corpus)
         mu = recorded.get("resolved", {}).get("mu", config.mu)
-        options: dict[str, Any] = {
-            "domains": corpus.names,
-            "target": self.target,
-            "score": config.score,
+        objective = Objective.of(corpus.names, self.target)
+        self.rows = objective.rows
+        if mu is None:
+            mu = default_mu(config.training.learning_rate, sum(objective.tau))
+        self.mu = mu
+        rule: dict[str, Any] = {
+            "mu": mu,
             # On the command line 0 is easier to say than None.
             "domain_max_grad_norm": config.domain_max_grad_norm or None,
             "smoothing": config.smoothing,
-            "initial": initial and initial["weights"],
         }
-        moved = DomainWeights.of(lr=config.training.learning_rate, mu=mu, **options)
-        self.mu, self.rows = moved.rule.mu, moved.objective.rows
-        if moved.rule.score.bounds is not None:
-            self.most_score = moved.rule.score.bounds[1]
-        uniform = dict(zip(corpus.names, moved.read("alpha").tolist(), strict=True))
+        begun = DomainWeights(
+            objective,
+            UpdateRule(score=score_of(config.score), **rule),
+            initial=initial and initial["weights"],
+        )
+        if config.score == PUBLISHED.name:
+            self.most_score = PUBLISHED_BOUNDS[1]
+        uniform = dict(zip(corpus.names, begun.read("alpha").tolist(), strict=True))
         self.start = initial["weights"] if initial else uniform
-        self.options = options | {"mu": self.mu, "mode": config.mode}
+        self.options = rule | {
+            "domains": corpus.names,
+            "target": self.target,
+            "score": config.score,
+            "initial": initial and initial["weights"],
+            "mode": config.mode,
+        }
         size, seed = config.sequences_per_domain, config.training.seed
         self.mix = mix_sampler(corpus, size=size, seed=seed)
         resolved = {} if config.mu is not None else {"mu": self.mu}
@@ -139,7 +151,7 @@ class ProxyStage(Stage[ProxyConfig]):
             "difficulty": ByName(doge.domains, last.difficulty),
             "grad_norm": ByName(doge.rows, last.grad_norms),
             "rows": list(doge.rows),
-            "cosine": generalization.cosine(last.gram),
+            "cosine": cosine(last.gram),
             "combined_norm": last.combined_norm,
             "skipped": last.skipped,
             "tokens": self.tokens(step),

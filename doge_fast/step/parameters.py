@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.weights import simplex
+from doge_fast.weights.reweight import LastStep
 
 Receive = Callable[[Tensor], None]
 

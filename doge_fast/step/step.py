@@ -384,16 +384,13 @@ class Step:
             gram_BB, full_BB = _gram_matrices(columns, self.exchange, selected)
 
         with phase("reweight"):
-            products = self.subset.spread(gram_BB, full_BB)
-            last = self.subset.gathered(
-                self._weights.move(
-                    products.gram_RR,
-                    full_RR=products.full_RR,
-                    seen=agreement.seen,
-                    lr=lr,
-                    grad_scale=scale,
-                    share=self.subset.share,
-                )
+            last = self._weights.move(
+                gram_BB,
+                full_BB,
+                rows_B=self.subset.rows,
+                present=agreement.seen,
+                lr=lr,
+                grad_scale=scale,
             )
         self._flag.send(last.skipped, self._inner)
 
@@ -401,7 +398,7 @@ class Step:
             # Into `p.grad`, on all ranks.
             self.exchange.deliver(columns, last.coefficients, self._weights.shared_state)
 
-        self._weights.last = last._replace(lr=lr)
+        self._weights.last = last
         self.state = StepState.COMBINED
         # The wrapped optimizer may have been given a state dict of ours.
         checkpoint.mark(self.parameters.groups)

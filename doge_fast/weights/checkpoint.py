@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from doge_fast.kernels.reweight.packing import State
 from doge_fast.weights import removed, simplex
 from doge_fast.weights.objective import Objective
+from doge_fast.weights.reweight import WeightsState
 
 KEY = "doge"
 # Version 1 had no mu.
@@ -61,7 +61,7 @@ def named(
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
     """The tuple of what `named` gave; [6 + 3 K] floats. Waits for the device."""
     # One vector, so that the device is waited for once.
-    values_S = torch.cat([state[name].double().view(-1) for name in State._fields])
+    values_S = torch.cat([state[name].double().view(-1) for name in WeightsState._fields])
     head = (state["version"], fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
@@ -76,7 +76,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     head, mu = values[:_HEAD], values[-1:] if values[0] > 1 else ()
     numbers = values[_HEAD : len(values) - len(mu)]
     num_domains, num_rows = len(objective.domains), len(objective.rows)
-    sizes = [num_domains] * (len(State._fields) - len(_COUNTS)) + [1] * len(_COUNTS)
+    sizes = [num_domains] * (len(WeightsState._fields) - len(_COUNTS)) + [1] * len(_COUNTS)
     is_ours = head[1:2] == (fingerprint(objective),) and all(map(math.isfinite, head))
     num_further = len(numbers) - sum(sizes)
     if is_ours and num_further in (num_rows, 2 * num_rows):
@@ -88,7 +88,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
             f"{list(objective.rows)}. Build it with the same ones in the same order."
         )
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
-    parts = dict(zip(State._fields, pieces, strict=True))
+    parts = dict(zip(WeightsState._fields, pieces, strict=True))
     counts = {name: parts[name].long().view(()) for name in _COUNTS}
     return named(parts | counts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
 
@@ -207,7 +207,7 @@ def check_is_dict(state_dict: object) -> None:
 
 def _check_kinds(ours: Mapping[str, Any]) -> None:
     """Refuse parts that are missing, or of another kind than `named` gives."""
-    parts = ("domains", "rows", *State._fields)
+    parts = ("domains", "rows", *WeightsState._fields)
     if missing := [name for name in parts if name not in ours]:
         raise ValueError(
             f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
@@ -218,7 +218,7 @@ def _check_kinds(ours: Mapping[str, Any]) -> None:
     for name in ("domains", "rows"):
         if not isinstance(ours[name], list | tuple):
             raise ValueError(f"the checkpoint's {name} must be names; it is {ours[name]!r}.")
-    for name in State._fields:
+    for name in WeightsState._fields:
         if not isinstance(ours[name], Tensor):
             raise ValueError(f"the checkpoint's {name} must be a tensor; it is {ours[name]!r}.")
     for name in _COUNTS:

@@ -35,7 +35,7 @@ SMOOTHING: dict[Variant, float] = {"doremi": 1e-4, "doge": 0.0}
 """Mixture with uniform. DoReMi: its code; its paper has 1e-3. DoGE's code: none."""
 
 
-class DomainWeights(NamedTuple):
+class ExcessWeights(NamedTuple):
     """What group DRO knows after a step; all float64."""
 
     alpha: Tensor
@@ -47,7 +47,7 @@ class DomainWeights(NamedTuple):
     num_steps: Tensor
     """Scalar."""
 
-    def moved(self, excess_K: Tensor, *, step_size: float, smoothing: float) -> "DomainWeights":
+    def moved(self, excess_K: Tensor, *, step_size: float, smoothing: float) -> "ExcessWeights":
         """The weights one step of exponentiated gradient ascent further.
 
         alpha'_k     =  alpha_k exp(eta lambda_k) / sum_i alpha_i exp(eta lambda_i)
@@ -70,7 +70,7 @@ class DomainWeights(NamedTuple):
         alpha_K = simplex.smooth(alpha_K, smoothing)
         count = self.num_steps + 1
         mean_K = simplex.running_mean(self.alpha_mean, alpha_K, count)
-        return DomainWeights(alpha_K, mean_K, excess_K, count)
+        return ExcessWeights(alpha_K, mean_K, excess_K, count)
 
 
 class WeightUpdate(NamedTuple):

@@ -1,10 +1,11 @@
-"""From a Gram matrix to the generalization estimation: everything that is K x K.
+"""From a Gram matrix to W and to the scores that move the domain weights.
 
 Once all inner products of the gradients are known, nothing here touches memory of the size of
 the model again. Rows are the K training domains, then M domains that are measured and never
 trained on; R = K + M. All tensors are float64 and stay on the device they came on.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -12,42 +13,71 @@ from torch import Tensor
 
 # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by.
 NORM_FLOOR = 1e-6
+# Of the published code's score.
+PUBLISHED_BOUNDS = (0.0, 5.0)
 
 
 @dataclass(frozen=True)
-class Score:
-    """How W becomes the score that moves the domain weights.
+class Score(ABC):
+    """How the domain weights are scored: one method from a Gram matrix to a number for each domain.
 
-    The default is the paper's: W itself. `PUBLISHED` is the variant of the published code.
-
-    Args:
-        scale_by_mean_norm: divide W by the mean norm of the (clipped) gradients of the training
-            domains that are present. Follows the published code, not the paper: scores become
-            linear, not quadratic, in the scale of the gradients.
-        bounds: cut the score to [low, high]. Follows the published code, whose bounds are
-            (0, 5): anti-aligned domains count as orthogonal ones. None: not cut.
-
-    Raises:
-        ValueError: bounds that are not low < high.
+    `PAPER` and `PUBLISHED` run in one launch on a GPU; a subclass of yours runs in plain torch, on
+    the device. Make it a frozen dataclass if it has parameters: ranks compare them.
     """
-
-    scale_by_mean_norm: bool = False
-    bounds: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse bounds that leave nothing between them."""
-        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
-            raise ValueError(f"score bounds must be low < high; got {self.bounds}.")
 
     @property
     def name(self) -> str:
-        """ "paper", "published", or the parts of another."""
-        return next((name for name, score in NAMED_SCORES.items() if score == self), repr(self))
+        """What weights.json says."""
+        return repr(self)
+
+    @abstractmethod
+    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
+        """[K] the scores, larger for domains that should get more. Nothing may be read on the host.
+
+        Args:
+            gram_RR: [R, R] inner products of the gradients, after per-domain clipping; zeros for
+                those that are absent. Where a step has a few of many domains, products of two
+                training domains are larger, in the place of those that it does not have.
+            tau_R: [R] >= 0; the objective is sum_r tau_r l_r.
+            present_K: [K] bool; training domains with a gradient. What is said of others is not
+                used: they keep their last score.
+        """
 
 
-PAPER = Score()
-PUBLISHED = Score(scale_by_mean_norm=True, bounds=(0.0, 5.0))
-NAMED_SCORES = {"paper": PAPER, "published": PUBLISHED}
+@dataclass(frozen=True)
+class Paper(Score):
+    """W itself.
+
+    Source: DoGE, eq. (ge-decompose).
+    """
+
+    name = "paper"
+
+    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
+        """[K] W."""
+        return gain(gram_RR, tau_R, len(present_K))
+
+
+@dataclass(frozen=True)
+class Published(Score):
+    """W over the mean norm of the training domains' gradients, within [0, 5].
+
+    Follows the published code, not the paper: scores become linear, not quadratic, in the scale of
+    the gradients, and anti-aligned domains count as orthogonal ones.
+    """
+
+    name = "published"
+
+    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
+        """[K] the scaled W, clipped."""
+        norms_K = gram_RR.diagonal()[: len(present_K)].sqrt()
+        mean_norm = (norms_K * present_K).sum() / present_K.sum().clamp(min=1)
+        scaled_K = gain(gram_RR, tau_R, len(present_K)) / (mean_norm + NORM_FLOOR)
+        return scaled_K.clamp(*PUBLISHED_BOUNDS)
+
+
+PAPER, PUBLISHED = Paper(), Published()
+NAMED_SCORES: dict[str, Score] = {score.name: score for score in (PAPER, PUBLISHED)}
 
 
 def score_of(score: str | Score) -> Score:
@@ -85,38 +115,12 @@ def difficulty(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
 def clip_factors(norms_R: Tensor, max_norm: float | Tensor | None) -> Tensor:
     """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones when `max_norm` is None or infinite.
 
-    Cutting every row to norm c turns the Gram matrix into diag(s) G diag(s), so no gradient has
+    Clipping every row to norm c turns the Gram matrix into diag(s) G diag(s), so no gradient has
     to be touched.
     """
     if max_norm is None:
         return torch.ones_like(norms_R)
     return (max_norm / (norms_R + NORM_FLOOR)).clamp(max=1)
-
-
-def scored(
-    gain_K: Tensor,
-    norms_K: Tensor,
-    present_K: Tensor,
-    *,
-    scale_by_mean_norm: Tensor,
-    low: Tensor,
-    high: Tensor,
-) -> Tensor:
-    """The gains as a `Score` wants them, [K].
-
-    The score's parts are scalars on the device of the gains, and nothing reads them on the host.
-
-    Args:
-        gain_K: [K] W.
-        norms_K: [K] norms of the training rows over the same columns as W.
-        present_K: [K] bool; rows that count in the mean norm.
-        scale_by_mean_norm: 1: divide W by the mean norm; 0: do not.
-        low: what the score is cut to at least; -inf: not cut.
-        high: at most; inf: not cut.
-    """
-    mean_norm = (norms_K * present_K).sum() / present_K.sum().clamp(min=1)
-    divisor = torch.where(scale_by_mean_norm != 0, mean_norm + NORM_FLOOR, 1.0)
-    return (gain_K / divisor).clamp(low, high)
 
 
 def combined_norm(gram_RR: Tensor, coefficients_R: Tensor) -> Tensor:

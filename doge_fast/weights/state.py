@@ -1,7 +1,7 @@
-"""How the domain weights move, and the tensors that hold them: the K x K part of a step.
+"""The domain weights of a run: the rule by which they move, and the tensors that hold them.
 
-The arithmetic is one operator. Its settings are kept on the device, so that a step copies nothing
-there; so is the state that it moves.
+The arithmetic of a step is `reweight`. Its settings are kept on the device, so that a step copies
+nothing there; so is the state that it moves.
 """
 
 import math
@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doge_fast.kernels import reweight
-from doge_fast.kernels.reweight.packing import LastStep, Settings, State, new_state, state_views
 from doge_fast.weights import simplex
-from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM, default_mu
-from doge_fast.weights.objective import UNIVERSAL, Objective, Target
-from doge_fast.weights.scores import Score, score_of
+from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.reweight import (
+    LastStep,
+    StepSettings,
+    WeightsState,
+    new_state,
+    reweight,
+    state_views,
+)
+from doge_fast.weights.scores import PAPER, Score
 
 # Share of the domains beyond the first that are in use, under which a run has collapsed.
 COLLAPSED = 0.1
@@ -36,8 +42,8 @@ class UpdateRule:
     Args:
         mu: > 0, Bregman coefficient.
         score: the paper's W or another.
-        domain_max_grad_norm: > 0, norm to which every row is cut first; None: not cut.
-        max_grad_norm: > 0, norm to which the combined gradient is cut; None: not cut.
+        domain_max_grad_norm: > 0, norm to which every row is clipped first; None: not clipped.
+        max_grad_norm: > 0, norm to which the combined gradient is clipped; None: not clipped.
         smoothing: in [0, 1), mixture with uniform.
 
     Raises:
@@ -45,10 +51,10 @@ class UpdateRule:
     """
 
     mu: float
-    score: Score
-    domain_max_grad_norm: float | None
-    max_grad_norm: float | None
-    smoothing: float
+    score: Score = PAPER
+    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
+    max_grad_norm: float | None = None
+    smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -71,7 +77,7 @@ class DomainWeights:
     Args:
         objective: the domains and what counts.
         rule: how they move.
-        device: where they start; they follow the Gram matrix.
+        device: where they start; they follow the gradients.
         initial: {domain: weight} that they start from; None: uniform, as Algorithm 1 does.
 
     Raises:
@@ -82,7 +88,8 @@ class DomainWeights:
         self,
         objective: Objective,
         rule: UpdateRule,
-        device: torch.device,
+        *,
+        device: torch.device | str = "cpu",
         initial: Mapping[str, float] | None = None,
     ) -> None:
         self.objective = objective
@@ -95,47 +102,8 @@ class DomainWeights:
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # From a checkpoint, and no step has moved the state since.
         self._are_loaded = False
-        self._present_R = _Written(len(objective.rows), torch.bool)
-        self._settings_C = _Written(len(Settings._fields), torch.float64)
-
-    @classmethod
-    def of(
-        cls,
-        domains: Sequence[str],
-        *,
-        lr: float | None = None,
-        target: Target = UNIVERSAL,
-        mu: float | None = None,
-        score: str | Score = "paper",
-        max_grad_norm: float | None = None,
-        domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM,
-        smoothing: float = 0.0,
-        initial: Mapping[str, float] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> "DomainWeights":
-        """The weights that `DoGEOptimizer` starts with for these arguments, all of them checked.
-
-        Args:
-            lr: the peak learning rate, which the default of `mu` follows; not needed beside `mu`.
-            domains, target, mu, score, max_grad_norm, domain_max_grad_norm, smoothing, initial:
-                as `DoGEOptimizer` takes them.
-            device: where they start.
-
-        Raises:
-            ValueError: an argument outside its range; the message says which and why.
-        """
-        objective = Objective.of(domains, target)
-        if mu is None:
-            assert lr is not None, "the default of mu follows the learning rate"
-            mu = default_mu(lr, sum(objective.tau))
-        rule = UpdateRule(
-            mu=mu,
-            score=score_of(score),
-            domain_max_grad_norm=domain_max_grad_norm,
-            max_grad_norm=max_grad_norm,
-            smoothing=smoothing,
-        )
-        return cls(objective, rule, torch.device(device), initial)
+        self._slot_R = KeptVector(len(objective.rows), torch.int32)
+        self._settings_C = KeptVector(len(StepSettings._fields), torch.float64)
 
     def read(self, name: str) -> Tensor:
         """A copy of a part of the state: "alpha", "alpha_mean", "gain" or a count."""
@@ -144,7 +112,7 @@ class DomainWeights:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all parts; counts as int64."""
-        parts = {name: self.read(name) for name in State._fields}
+        parts = {name: self.read(name) for name in WeightsState._fields}
         return parts | {name: parts[name].long() for name in COUNTS}
 
     def record(self) -> dict[str, Any]:
@@ -184,57 +152,53 @@ class DomainWeights:
 
     def move(
         self,
-        gram_RR: Tensor,
+        gram_BB: Tensor,
+        full_BB: Tensor,
         *,
-        full_RR: Tensor,
-        seen: Collection[str],
+        rows_B: Sequence[str],
+        present: Collection[str],
         lr: float | Tensor,
         grad_scale: float | Tensor,
-        share: float = 1.0,
     ) -> LastStep:
         """One K x K step: lines 7 and 8 of Algorithm 1.
 
         Args:
-            gram_RR: [R, R] inner products over the columns that enter W, of scaled gradients.
-            full_RR: the same over all columns.
-            seen: names of the rows that have a gradient; the others have zeros.
+            gram_BB: [B, B] inner products over the columns that enter W, of scaled gradients.
+            full_BB: the same over all columns; may be the same tensor.
+            rows_B: names of the rows of the buffer, which these are of.
+            present: names of the rows that have a gradient.
             lr: eta of this step.
             grad_scale: what the losses were multiplied by.
-            share: of the training domains that this step has; the combined gradient will be
-                divided by it, so that its norm is cut to as much less here.
 
         Raises:
             ValueError: `lr` < 0 or NaN.
         """
-        rule = self.rule
+        rule, device = self.rule, gram_BB.device
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
         # The weights follow the gradients: the model may have moved since they were made.
-        device = gram_RR.device
         self._state_S, self._tau_R = self._state_S.to(device), self._tau_R.to(device)
         self._are_loaded = False
-        low, high = rule.score.bounds or (-math.inf, math.inf)
-        settings = Settings(
+        slots = {name: slot for slot, name in enumerate(rows_B) if name in present}
+        slot_R = [slots.get(name, -1) for name in self.objective.rows]
+        settings = StepSettings(
             lr=lr,
             mu=rule.mu,
             grad_scale=grad_scale,
-            scale_by_mean_norm=rule.score.scale_by_mean_norm,
-            low=low,
-            high=high,
             domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
-            max_grad_norm=share * (rule.max_grad_norm or math.inf),
+            max_grad_norm=rule.max_grad_norm or math.inf,
             smoothing=rule.smoothing,
         )
-        present_R = self._present_R.of([n in seen for n in self.objective.rows], device)
-        step: LastStep = reweight(
-            gram_RR,
+        step = reweight(
+            gram_BB,
+            full_BB,
             self._state_S,
-            full_RR=full_RR,
             tau_R=self._tau_R,
-            present_R=present_R,
-            settings_C=self._settings_C.of(settings, device),
+            slot_R=self._slot_R.write(slot_R, device),
+            settings_C=self._settings_C.write(settings, device),
+            score=rule.score,
         )
-        return step
+        return step._replace(lr=lr)
 
     def set_mu(self, mu: float) -> None:
         """Use another Bregman coefficient from the next step on."""
@@ -248,7 +212,7 @@ class DomainWeights:
                 self._warned.add(kind)
                 warnings.warn(message, stacklevel=3)
 
-    def _unmoved(self, state: State) -> str | None:
+    def _unmoved(self, state: WeightsState) -> str | None:
         count = int(state.num_steps)
         has_moved = state.gain.any() or not torch.allclose(state.alpha_mean, self._start_K)
         if not count or has_moved:
@@ -260,7 +224,7 @@ class DomainWeights:
             "target= a domain that comes."
         )
 
-    def _collapsed(self, state: State) -> str | None:
+    def _collapsed(self, state: WeightsState) -> str | None:
         names = self.objective.domains
         least = 1 + COLLAPSED * (len(names) - 1)
         num_effective = float(simplex.effective_domains(state.alpha))
@@ -282,8 +246,8 @@ class DomainWeights:
         return self._state_S
 
 
-class _Written:
-    """Numbers on a device, at one address for as long as they are on it.
+class KeptVector:
+    """A vector on a device, at one address for as long as it is there.
 
     A kernel writes each entry that changes: a copy from the host would wait for the device, and
     new memory would leave a CUDA graph that was captured with the old.
@@ -294,7 +258,7 @@ class _Written:
         # What was last written into each entry; None: not known on the host.
         self._known: list[float | None] = [None] * length
 
-    def of(self, values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    def write(self, values: Sequence[float | Tensor], device: torch.device) -> Tensor:
         """The vector, with these values."""
         if self._vector.device != device:
             self._vector = torch.empty_like(self._vector, device=device)

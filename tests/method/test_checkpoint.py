@@ -9,14 +9,14 @@ import torch
 from doge_fast import DoGEOptimizer
 from doge_fast.weights import checkpoint
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.state import DomainWeights
+from doge_fast.weights.state import DomainWeights, UpdateRule
 
 OBJECTIVE = Objective.of(["a", "b"], {"a": 1.0, "far": 2.0})
 
 
 def state(**parts: Any) -> dict[str, Any]:
     """What `named` gives after some steps."""
-    weights = DomainWeights.of(["a", "b"], target={"a": 1.0, "far": 2.0}, mu=0.5)
+    weights = DomainWeights(OBJECTIVE, UpdateRule(0.5))
     ours = {
         "alpha": torch.tensor([0.25, 0.75], dtype=torch.float64),
         "alpha_mean": torch.tensor([0.5, 0.5], dtype=torch.float64),

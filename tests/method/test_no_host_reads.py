@@ -124,7 +124,7 @@ def test_the_addresses_of_the_state_stay() -> None:
                 *(block.gradient().data_ptr() for block in blocks),
                 *(
                     getattr(optimizer._weights, name)._vector.data_ptr()
-                    for name in ("_settings_C", "_present_R")
+                    for name in ("_settings_C", "_slot_R")
                 ),
             )
         )

@@ -118,7 +118,7 @@ class TestBadArguments:
             DoGEOptimizer(inner, domains=DOMAINS, selection=["nope"])
 
     def test_needs_an_optimizer(self) -> None:
-        with pytest.raises(TypeError, match=r"wraps a torch.optim.Optimizer.*got list"):
+        with pytest.raises(TypeError, match=r"wraps a torch.optim.Optimizer.*got Parameter"):
             DoGEOptimizer(list(tied_transformer().parameters()), domains=DOMAINS)
 
     def test_does_not_wrap_itself(self) -> None:

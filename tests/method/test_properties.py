@@ -21,10 +21,16 @@ import doge_fast
 from doge_fast import cancellation, reference, sampling, scale, wrapper
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.stacked import losses
-from doge_fast.weights import checkpoint, defaults, group_dro, projection, simplex, weights_file
-from doge_fast.weights import scores as generalization
+from doge_fast.weights import (
+    checkpoint,
+    defaults,
+    group_dro,
+    projection,
+    scores,
+    simplex,
+    weights_file,
+)
 from doge_fast.weights.objective import UNIVERSAL, Objective
-from doge_fast.weights.scores import Score
 from doge_fast.weights.state import DomainWeights, UpdateRule
 from tests.laws import assert_psd, assert_simplex, assert_symmetric
 from tests.properties import (
@@ -132,8 +138,8 @@ def test_gains_are_the_reference_and_split_in_two(grads_RN: Tensor, data: st.Dat
     num_domains = data.draw(st.integers(1, num_rows))
     tau_R = data.draw(vectors(num_rows, 0.0, 5.0))
     gram_RR = reference.gram(grads_RN)
-    gain_K = generalization.gain(gram_RR, tau_R, num_domains)
-    difficulty_K = generalization.difficulty(gram_RR, tau_R, num_domains)
+    gain_K = scores.gain(gram_RR, tau_R, num_domains)
+    difficulty_K = scores.difficulty(gram_RR, tau_R, num_domains)
     bound = gram_RR.abs().max().item() * tau_R.sum().item() * num_rows * EPS * 4
     both_K = reference.influence(gram_RR, tau_R, num_domains) + difficulty_K
     torch.testing.assert_close(gain_K, both_K, rtol=1e-12, atol=bound)
@@ -149,7 +155,7 @@ def test_gains_are_the_reference_and_split_in_two(grads_RN: Tensor, data: st.Dat
 @given(gradients())
 def test_cosines_are_cosines(grads_RN: Tensor) -> None:
     gram_RR = reference.gram(grads_RN)
-    cosine_RR = generalization.cosine(gram_RR)
+    cosine_RR = scores.cosine(gram_RR)
     assert cosine_RR.abs().max() <= 1 + 1e-12
     ones = gram_RR.diagonal() > 0
     expected_R = ones.double()
@@ -158,7 +164,7 @@ def test_cosines_are_cosines(grads_RN: Tensor) -> None:
 
 @given(vectors(SIZES, 0.0, 1e6), st.none() | reals(1e-6, 1e6))
 def test_no_row_is_longer_than_its_cut(norms_R: Tensor, most: float | None) -> None:
-    factors_R = generalization.clip_factors(norms_R, most)
+    factors_R = scores.clip_factors(norms_R, most)
     assert torch.equal(factors_R, reference.clip_factors(norms_R, most))
     assert ((factors_R > 0) & (factors_R <= 1)).all()
     if most is not None:
@@ -168,7 +174,7 @@ def test_no_row_is_longer_than_its_cut(norms_R: Tensor, most: float | None) -> N
 @given(gradients(), st.data())
 def test_the_combined_norm_is_that_of_the_sum(grads_RN: Tensor, data: st.DataObject) -> None:
     coefficients_R = data.draw(vectors(len(grads_RN), -10.0, 10.0))
-    norm = generalization.combined_norm(reference.gram(grads_RN), coefficients_R)
+    norm = scores.combined_norm(reference.gram(grads_RN), coefficients_R)
     direct = reference.weighted_sum(grads_RN, coefficients_R).norm()
     # A cancelled sum is as exact as the terms: squared, it loses half the digits. Squares of
     # numbers below 1e-160 are zero.
@@ -176,38 +182,24 @@ def test_the_combined_norm_is_that_of_the_sum(grads_RN: Tensor, data: st.DataObj
     assert abs(norm.item() - direct.item()) <= 1e-6 * terms + 1e-150
 
 
-@given(st.data(), st.booleans(), reals(-100, 0), reals(1, 100))
-def test_scores_are_within_their_bounds(
-    data: st.DataObject, scales: bool, low: float, high: float
-) -> None:
-    size = data.draw(SIZES)
-    gain_K, norms_K = data.draw(vectors(size)), data.draw(vectors(size, 0.0, 1e3))
-    scored_K = generalization.scored(
-        gain_K,
-        norms_K,
-        torch.ones(size, dtype=torch.bool),
-        scale_by_mean_norm=torch.tensor(float(scales)),
-        low=torch.tensor(low, dtype=torch.float64),
-        high=torch.tensor(high, dtype=torch.float64),
+@given(gradients(), st.data())
+def test_the_published_score_is_within_its_bounds(grads_RN: Tensor, data: st.DataObject) -> None:
+    num_domains = data.draw(st.integers(1, len(grads_RN)))
+    tau_R = data.draw(vectors(len(grads_RN), 0.0, 5.0))
+    gram_RR = reference.gram(grads_RN)
+    every_K = torch.ones(num_domains, dtype=torch.bool)
+    scored_K = scores.PUBLISHED.gain(gram_RR, tau_R, every_K)
+    plain_K = reference.scaled_by_mean_norm(
+        scores.gain(gram_RR, tau_R, num_domains), gram_RR.diagonal()[:num_domains].sqrt()
     )
-    plain_K = reference.scaled_by_mean_norm(gain_K, norms_K) if scales else gain_K
-    torch.testing.assert_close(scored_K, plain_K.clamp(low, high), rtol=1e-12, atol=0)
-
-
-@given(st.floats(), st.floats())
-def test_a_score_has_bounds_with_something_between(low: float, high: float) -> None:
-    if low < high:
-        assert Score(bounds=(low, high)).bounds == (low, high)
-    else:
-        with pytest.raises(ValueError, match="low < high"):
-            Score(bounds=(low, high))
+    torch.testing.assert_close(scored_K, plain_K.clamp(0, 5), rtol=1e-12, atol=0)
 
 
 @given(st.text(max_size=12) | st.none() | st.integers())
 def test_other_scores_are_refused(name: Any) -> None:
-    assume(name not in generalization.NAMED_SCORES)
+    assume(name not in scores.NAMED_SCORES)
     with pytest.raises(ValueError, match="score must be"):
-        generalization.score_of(name)
+        scores.score_of(name)
 
 
 @given(gradients())
@@ -291,18 +283,15 @@ def test_weights_move_as_in_the_reference(
     grads_RN = data.draw(gradients())
     names = [f"d{i}" for i in range(len(grads_RN))]
     target = data.draw(st.dictionaries(st.sampled_from(names), reals(0.1, 3), min_size=1))
-    weights = DomainWeights.of(
-        names,
-        target=target,
-        mu=mu,
-        domain_max_grad_norm=most,
-        smoothing=smoothing,
+    weights = DomainWeights(
+        Objective.of(names, target),
+        UpdateRule(mu, domain_max_grad_norm=most, smoothing=smoothing),
         initial=dict(zip(names, data.draw(points(len(names))).tolist(), strict=True)),
     )
     alpha_K = weights.read("alpha")
     tau_R = torch.tensor([target.get(name, 0.0) for name in names], dtype=torch.float64)
     gram_RR = reference.gram(grads_RN)
-    step = weights.move(gram_RR, full_RR=gram_RR, seen=names, lr=lr, grad_scale=1.0)
+    step = weights.move(gram_RR, gram_RR, rows_B=names, present=names, lr=lr, grad_scale=1.0)
     expected_K, _, gain_K = reference.step(
         grads_RN,
         alpha_K,
@@ -329,14 +318,14 @@ def test_a_rule_refuses_what_is_no_norm(name: str, value: Any) -> None:
         return
     parts: dict[str, Any] = {"max_grad_norm": None, "domain_max_grad_norm": None}
     with pytest.raises(ValueError, match=f"{name} must be positive"):
-        UpdateRule(mu=1.0, score=Score(), smoothing=0.0, **parts | {name: value})
+        UpdateRule(mu=1.0, **parts | {name: value})
 
 
 @given(json_values)
 def test_another_start_is_refused_in_a_sentence(initial: Any) -> None:
     assume(initial is not None)
     with pytest.raises(ValueError, match="initial must"):
-        DomainWeights.of(["a", "b"], mu=1.0, initial=initial)
+        DomainWeights(Objective.of(["a", "b"]), UpdateRule(1.0), initial=initial)
 
 
 @given(not_numbers | outside(0, 1e308))
@@ -499,7 +488,7 @@ def test_domain_losses_are_means_of_each_domain(
 def test_group_dro_stays_on_the_simplex(
     alpha_K: Tensor, excess_K: Tensor, step_size: float, smoothing: float
 ) -> None:
-    start = group_dro.DomainWeights(alpha_K, alpha_K, excess_K, torch.zeros((), dtype=torch.double))
+    start = group_dro.ExcessWeights(alpha_K, alpha_K, excess_K, torch.zeros((), dtype=torch.double))
     moved = start.moved(excess_K, step_size=step_size, smoothing=smoothing)
     assert_simplex(moved.alpha, ulps=32)
     torch.testing.assert_close(moved.alpha_mean, moved.alpha)

@@ -49,14 +49,14 @@ def run_step(optimizer: DoGEOptimizer, model: nn.Module, targets: tuple[str, ...
 
 
 def test_draws_are_a_function_of_seed_and_number_and_even() -> None:
-    subset = Subset.of(Objective.of(NAMES), S, 7)
+    subset = Subset(Objective.of(NAMES), S, 7)
     drawn = []
     for number in range(3000):
         subset.draw(number)
         drawn.append(subset.domains)
         assert len(set(subset.domains)) == S
         assert list(subset.domains) == sorted(subset.domains)
-    again = Subset.of(Objective.of(NAMES), S, 7)
+    again = Subset(Objective.of(NAMES), S, 7)
     again.draw(41)
     assert again.domains == drawn[41]
     assert len(Counter(drawn)) == 10
@@ -65,7 +65,7 @@ def test_draws_are_a_function_of_seed_and_number_and_even() -> None:
         assert abs(count - 1800) < 5 * (3000 * 0.6 * 0.4) ** 0.5
     for count in Counter(drawn).values():
         assert abs(count - 300) < 5 * (3000 * 0.1 * 0.9) ** 0.5
-    other = Subset.of(Objective.of(NAMES), S, 8)
+    other = Subset(Objective.of(NAMES), S, 8)
     assert any(other.draw(number) or other.domains != drawn[number] for number in range(10))
 
 

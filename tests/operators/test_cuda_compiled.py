@@ -132,7 +132,6 @@ def test_there_is_every_kernel_for_every_gpu(kernels: dict[tuple[str, str], Kern
         "gram_tiles": 3 * 8 + 7,
         "gram_panels": 4,
         "gram_reduce": 4,
-        "reweight": 1,
     }
     for name, number in numbers.items():
         for architecture in ARCHITECTURES:

@@ -1,6 +1,8 @@
 """The K x K step, in every implementation, against the reference and against plain torch."""
 
+import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,15 +10,16 @@ import torch
 from torch import Tensor
 
 from doge_fast import reference
-from doge_fast.kernels import reweight
-from doge_fast.kernels.dispatch import MODULES
-from doge_fast.kernels.reweight.packing import (
-    Settings,
-    new_settings,
+from doge_fast.kernels.dispatch import OPERATORS
+from doge_fast.weights.reweight import (
+    LastStep,
+    StepSettings,
     new_state,
     num_values,
+    reweight,
     state_views,
 )
+from doge_fast.weights.scores import PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 from tests.laws import assert_simplex
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -25,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("nan_memory")
 @pytest.fixture
 def implementation(implementation: str) -> str:
     """Those that the K x K step is written in."""
-    if ("reweight", implementation) not in MODULES:
+    entry = OPERATORS["reweight"]
+    assert entry is not None
+    if implementation not in entry.implementations:
         pytest.skip(f"the K x K step is not written in {implementation}")
     return implementation
 
@@ -35,47 +40,67 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "published": {
-        "scale_by_mean_norm": True,
-        "low": 0.0,
-        "high": 5.0,
-        "domain_max_grad_norm": 5.0,
-        "smoothing": 0.1,
-    },
-    "clipped": {"max_grad_norm": 0.5, "low": -2.0, "high": 2.0},
-    "low bound only": {"low": 0.0},
+    "published": {"score": PUBLISHED, "domain_max_grad_norm": 5.0, "smoothing": 0.1},
+    "clipped": {"max_grad_norm": 0.5},
 }
 SHAPES = [(1, 0), (3, 2), (7, 0), (22, 1), (50, 3), (130, 0)]
 
 
 class Problem:
-    """Rows with a scale, their Gram matrix, weights and an objective."""
+    """Rows with a scale, weights and an objective; some of the training domains may be drawn."""
 
-    def __init__(self, num_domains: int, num_measured: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_domains: int,
+        num_measured: int,
+        device: torch.device,
+        drawn: tuple[int, ...] | None = None,
+    ) -> None:
         num_rows = num_domains + num_measured
         self.num_domains = num_domains
         grads_RN = torch.randn(num_rows, 40, dtype=torch.float64, device=device)
         self.grads_RN = grads_RN + torch.randn(40, dtype=torch.float64, device=device)
         self.alpha_K = torch.rand(num_domains, dtype=torch.float64, device=device).softmax(0)
         self.tau_R = torch.rand(num_rows, dtype=torch.float64, device=device)
-        self.present_R = torch.ones(num_rows, dtype=torch.bool, device=device)
         self.state_S = new_state(self.alpha_K)
+        of_domains = range(num_domains) if drawn is None else drawn
+        self.rows_B = [*of_domains, *range(num_domains, num_rows)]
+        self.absent: set[int] = set()
+
+    @property
+    def slot_R(self) -> Tensor:
+        slots = {row: slot for slot, row in enumerate(self.rows_B) if row not in self.absent}
+        listed = [slots.get(row, -1) for row in range(len(self.tau_R))]
+        return torch.tensor(listed, dtype=torch.int32, device=self.tau_R.device)
+
+    def gram(self, columns: slice = slice(None), scale: float = 1.0) -> Tensor:
+        rows_BN = self.grads_RN[self.rows_B][:, columns]
+        return scale**2 * rows_BN @ rows_BN.T
 
     def step(
-        self, implementation: str, *, lr: float = 0.01, scale: float = 1.0, **rule: Any
-    ) -> Any:
-        gram_RR = scale**2 * self.grads_RN @ self.grads_RN.T
+        self,
+        implementation: str | None,
+        *,
+        scale: float = 1.0,
+        selected: slice = slice(None),
+        score: Score = PAPER,
+        **rule: Any,
+    ) -> LastStep:
+        full_BB = self.gram(scale=scale)
         return reweight(
-            gram_RR,
+            full_BB if selected == slice(None) else self.gram(selected, scale),
+            full_BB,
             self.state_S,
             tau_R=self.tau_R,
-            present_R=self.present_R,
-            settings_C=self.settings(lr=lr, grad_scale=scale, **rule),
+            slot_R=self.slot_R,
+            settings_C=self.settings(grad_scale=scale, **rule),
+            score=score,
             implementation=implementation,
         )
 
     def settings(self, **rule: float) -> Tensor:
-        return new_settings(Settings(**{"lr": 0.01, "mu": 0.5} | rule), self.tau_R.device)
+        settings = StepSettings(**{"lr": 0.01, "mu": 0.5} | rule)
+        return torch.tensor(settings, dtype=torch.float64, device=self.tau_R.device)
 
 
 @pytest.mark.parametrize("rule", VARIANTS.values(), ids=VARIANTS.keys())
@@ -85,17 +110,16 @@ def test_the_step_is_the_reference(
 ) -> None:
     problem = Problem(*shape, device)
     step = problem.step(implementation, scale=8.0, **rule)
+    is_published = "score" in rule
     alpha_K, gradient_N, gain_K = reference.step(
         problem.grads_RN,
         problem.alpha_K,
         tau_R=problem.tau_R,
         lr=0.01,
         mu=0.5,
-        scale_by_mean_norm=rule.get("scale_by_mean_norm", False),
-        bounds=(rule.get("low", -math.inf), rule.get("high", math.inf)),
-        domain_max_grad_norm=rule.get("domain_max_grad_norm"),
-        max_grad_norm=rule.get("max_grad_norm"),
-        smoothing=rule.get("smoothing", 0.0),
+        scale_by_mean_norm=is_published,
+        bounds=PUBLISHED_BOUNDS if is_published else None,
+        **{name: value for name, value in rule.items() if name != "score"},
     )
     torch.testing.assert_close(step.alpha, alpha_K, **TOLERANCE)
     torch.testing.assert_close(step.gain, gain_K, rtol=1e-12, atol=1e-12)
@@ -127,6 +151,51 @@ def test_the_mean_is_that_of_the_steps(implementation: str, device: torch.device
     assert state.num_steps == 4
 
 
+@pytest.mark.parametrize("num_drawn", [1, 2, 4])
+def test_a_few_of_many_domains_stand_for_all(
+    num_drawn: int, implementation: str, device: torch.device
+) -> None:
+    """In the mean over all draws W and the combined gradient are those of all domains."""
+    whole = Problem(5, 2, device)
+    if num_drawn == 1:
+        # No pair of training domains is ever seen.
+        whole.tau_R[:5] = 0
+    everything = whole.step("torch", lr=0.0)
+    raw_KD: list[list[Tensor]] = [[] for _ in range(5)]
+    combined = []
+    for drawn in itertools.combinations(range(5), num_drawn):
+        some = Problem(5, 2, device, drawn)
+        some.grads_RN, some.tau_R, some.alpha_K = whole.grads_RN, whole.tau_R, whole.alpha_K
+        some.state_S = new_state(whole.alpha_K)
+        step = some.step(implementation, lr=0.0)
+        assert step.coefficients.shape == (num_drawn + 2,)
+        gradient_N = step.coefficients @ some.grads_RN[some.rows_B]
+        torch.testing.assert_close(step.combined_norm, gradient_N.norm(), **TOLERANCE)
+        combined.append(gradient_N)
+        for j in range(5):
+            if j in drawn:
+                raw_KD[j].append(step.gain[j])
+            else:
+                assert step.gain[j] == step.grad_norms[j] == 0
+                assert (step.gram[j] == 0).all()
+        # Products as they are, without the factor that makes up for others.
+        there = torch.tensor(some.rows_B)
+        torch.testing.assert_close(step.gram[there][:, there], some.gram(), **TOLERANCE)
+    mean_K = torch.stack([torch.stack(each).mean() for each in raw_KD])
+    torch.testing.assert_close(mean_K, everything.gain, rtol=1e-11, atol=1e-11)
+    expected_N = everything.coefficients @ whole.grads_RN
+    torch.testing.assert_close(torch.stack(combined).mean(0), expected_N, rtol=1e-11, atol=1e-12)
+
+
+def test_the_norm_that_is_clipped_is_that_of_the_estimate(
+    implementation: str, device: torch.device
+) -> None:
+    problem = Problem(6, 1, device, drawn=(1, 4))
+    step = problem.step(implementation, max_grad_norm=0.01)
+    gradient_N = step.coefficients @ problem.grads_RN[problem.rows_B]
+    assert gradient_N.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
 # Triton's interpreter computes with numpy, which warns where a GPU does not.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("fault", ["inf row", "nan row", "nan rate"])
@@ -152,13 +221,15 @@ def test_what_is_not_finite_moves_nothing(
 def test_absent_domains_keep_their_score(implementation: str, device: torch.device) -> None:
     problem = Problem(4, 1, device)
     first = problem.step(implementation)
-    problem.grads_RN[1] = 0
-    problem.present_R[1] = False
+    # What stands in the buffer there does not count.
+    problem.grads_RN[1] = math.nan
+    problem.absent = {1}
     second = problem.step(implementation, lr=0.02)
     assert second.gain[1] == first.gain[1]
     assert second.gain[0] != first.gain[0]
-    assert second.coefficients[1] == 0
-    problem.present_R[4] = False
+    assert second.coefficients[1] == second.grad_norms[1] == 0
+    assert not second.skipped
+    problem.absent = {1, 4}
     third = problem.step(implementation)
     assert torch.equal(third.gain, second.gain)
     problem.tau_R[4] = 0
@@ -177,28 +248,17 @@ def test_a_weight_of_zero_stays_zero(implementation: str, device: torch.device) 
 
 def test_norms_come_from_all_columns(implementation: str, device: torch.device) -> None:
     problem = Problem(3, 1, device)
-    gram_RR = problem.grads_RN[:, :10] @ problem.grads_RN[:, :10].T
-    full_RR = problem.grads_RN @ problem.grads_RN.T
     step = problem.step(implementation)
-    again = Problem(3, 1, device)
-    again.state_S = new_state(problem.alpha_K)
-    selected = reweight(
-        gram_RR,
-        again.state_S,
-        full_RR=full_RR,
-        tau_R=problem.tau_R,
-        present_R=problem.present_R,
-        settings_C=problem.settings(),
-        implementation=implementation,
-    )
+    problem.state_S = new_state(problem.alpha_K)
+    selected = problem.step(implementation, selected=slice(10))
     assert torch.equal(selected.grad_norms, step.grad_norms)
-    torch.testing.assert_close(selected.gram, gram_RR, **TOLERANCE)
+    torch.testing.assert_close(selected.gram, problem.gram(slice(10)), **TOLERANCE)
     combined = (selected.coefficients @ problem.grads_RN).norm()
     torch.testing.assert_close(selected.combined_norm, combined, **TOLERANCE)
 
 
 def test_two_runs_give_the_same_bits(implementation: str, device: torch.device) -> None:
-    problem = Problem(50, 3, device)
+    problem = Problem(50, 3, device, drawn=tuple(range(3, 40)))
     before_S = problem.state_S.clone()
     first = problem.step(implementation, max_grad_norm=0.1)
     problem.state_S = before_S
@@ -206,26 +266,47 @@ def test_two_runs_give_the_same_bits(implementation: str, device: torch.device) 
     assert all(torch.equal(a, b) for a, b in zip(first[:-1], second[:-1], strict=True))
 
 
+@dataclass(frozen=True)
+class Alignment(Score):
+    """Cosines with the target's gradient, as a user may want them."""
+
+    power: float = 1.0
+
+    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
+        target = (tau_R @ gram_RR @ tau_R).sqrt()
+        own_K = gram_RR.diagonal()[: len(present_K)].sqrt()
+        cosine_K = (gram_RR @ tau_R)[: len(present_K)] / (own_K * target)
+        return cosine_K.sign() * cosine_K.abs() ** self.power
+
+
+def test_a_score_of_ones_own(device: torch.device) -> None:
+    problem = Problem(4, 1, device)
+    problem.absent = {2}
+    step = problem.step(None, score=Alignment(2.0), domain_max_grad_norm=1.0, lr=0.5)
+    rows_RN = torch.nn.functional.normalize(problem.grads_RN, dim=1)
+    rows_RN[2] = 0
+    target_N = problem.tau_R @ rows_RN
+    cosine_K = rows_RN[:4] @ target_N / target_N.norm()
+    expected_K = torch.where(torch.arange(4, device=device) == 2, 0.0, cosine_K.square())
+    # Norms are clipped to one but for the 1e-6 that clipping adds.
+    torch.testing.assert_close(step.gain, expected_K, rtol=1e-5, atol=1e-6)
+    assert step.alpha.argmax() == (problem.alpha_K * (expected_K / 1.0).exp()).argmax()
+    assert Alignment(2.0).name == "Alignment(power=2.0)"
+    assert not step.skipped
+
+
 def test_it_is_a_registered_operator(device: torch.device) -> None:
     problem = Problem(3, 1, device)
-    gram_RR = problem.grads_RN @ problem.grads_RN.T
-    torch.library.opcheck(
-        torch.ops.doge_fast.reweight.default,
-        (
-            gram_RR,
-            gram_RR.clone(),
-            problem.state_S,
-            problem.tau_R,
-            problem.present_R,
-            problem.settings(
-                scale_by_mean_norm=1.0, low=0.0, high=5.0, max_grad_norm=1.0, smoothing=0.1
-            ),
-        ),
-    )
+    tensors = (problem.gram(), problem.gram(), problem.state_S, problem.tau_R, problem.slot_R)
+    settings_C = problem.settings(max_grad_norm=1.0, smoothing=0.1)
+    for score in (PAPER, PUBLISHED):
+        torch.library.opcheck(
+            torch.ops.doge_fast.reweight.default, (*tensors, settings_C, score.name)
+        )
 
 
 def test_the_layout_has_room_for_everything() -> None:
-    assert num_values(5, 3) == 25 + 10 + 12 + 1
+    assert num_values(5, 4, 3) == 25 + 4 + 5 + 12 + 1
     assert new_state(torch.full((3,), 1 / 3, dtype=torch.float64)).shape == (11,)
 
 
@@ -233,29 +314,27 @@ def test_the_layout_has_room_for_everything() -> None:
     ("spoil", "message"),
     [
         ({"state_S": torch.ones(7, dtype=torch.float64)}, r"3 K \+ 2 numbers .* shape \[7\]"),
-        ({"settings_C": torch.ones(9)}, r"settings_C contiguous, of shape \[9\] and torch.float64"),
+        ({"settings_C": torch.ones(6)}, r"settings_C contiguous, of shape \[6\] and torch.float64"),
         ({"tau_R": torch.ones(4)}, r"tau_R contiguous, of shape \[4\] and torch.float64"),
-        ({"gram_RR": torch.ones(4, 3)}, r"gram_RR contiguous, of shape \[4, 4\]"),
+        ({"slot_R": torch.ones(4)}, r"slot_R contiguous, of shape \[4\] and torch.int32"),
+        ({"full_BB": torch.ones(4, 3)}, r"full_BB contiguous, of shape \[4, 4\]"),
+        ({"gram_BB": torch.ones(1, 1)}, r"for 1 to 3 training domains; .* shape \[1, 1\]"),
+        ({"gram_BB": torch.ones(5, 5)}, r"for 1 to 3 training domains; .* shape \[5, 5\]"),
     ],
-    ids=["state", "settings", "tau", "gram"],
+    ids=["state", "settings", "tau", "slots", "full", "few", "many"],
 )
+@pytest.mark.parametrize("score", [PAPER, Alignment()], ids=["operator", "torch alone"])
 def test_misuse_speaks(
-    spoil: dict[str, Tensor], message: str, implementation: str, device: torch.device
+    spoil: dict[str, Tensor], message: str, score: Score, device: torch.device
 ) -> None:
     problem = Problem(3, 1, device)
     arguments: dict[str, Any] = {
-        "gram_RR": problem.grads_RN @ problem.grads_RN.T,
+        "gram_BB": problem.gram(),
+        "full_BB": problem.gram(),
         "state_S": problem.state_S,
         "tau_R": problem.tau_R,
-        "present_R": problem.present_R,
+        "slot_R": problem.slot_R,
         "settings_C": problem.settings(),
     } | {name: tensor.to(device) for name, tensor in spoil.items()}
-    gram_RR, state_S = arguments.pop("gram_RR"), arguments.pop("state_S")
     with pytest.raises(ValueError, match=message):
-        reweight(gram_RR, state_S, implementation=implementation, **arguments)
-
-
-@pytest.mark.parametrize("mu", [0.0, -1.0, math.nan])
-def test_a_coefficient_that_is_not_positive_is_refused(mu: float) -> None:
-    with pytest.raises(ValueError, match="mu must be positive; got"):
-        new_settings(Settings(lr=0.1, mu=mu))
+        reweight(**arguments, score=score)

@@ -25,7 +25,7 @@ from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.weights.group_dro import (
     SMOOTHING,
     STEP_SIZE,
-    DomainWeights,
+    ExcessWeights,
     Variant,
     domain_means,
     example_shares,
@@ -40,10 +40,10 @@ Make = Callable[..., DoReMiConfig]
 ULPS = 1e-14
 
 
-def start(alpha: list[float], excess: float = 0.0) -> DomainWeights:
+def start(alpha: list[float], excess: float = 0.0) -> ExcessWeights:
     alpha_K = torch.tensor(alpha, dtype=torch.float64)
     zero = torch.zeros((), dtype=torch.float64)
-    return DomainWeights(alpha_K, alpha_K, torch.full_like(alpha_K, excess), zero)
+    return ExcessWeights(alpha_K, alpha_K, torch.full_like(alpha_K, excess), zero)
 
 
 # The update, against loops

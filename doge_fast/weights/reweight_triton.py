@@ -1,9 +1,9 @@
 """The K x K step on a GPU, through Triton: one program, whatever the number of rows.
 
 It computes clipping factors, W, score, mirror step, averages, combined norm and overflow flag, and
-commits the new state. Reads two R x R matrices of float64 (one twice), writes one. The square
-passes through in slabs of BLOCK_R rows; vectors that later slabs need stand in the values that are
-written anyway, behind a barrier.
+commits the new state. Reads two B x B matrices of float64 (one twice), writes one of R x R. The
+square passes through in slabs of BLOCK_R rows; vectors that later slabs need stand in the values
+that are written anyway, behind a barrier.
 """
 
 # Triton's own compiler types device code.
@@ -13,62 +13,58 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from doge_fast.kernels.reweight.packing import Settings, num_domains_of
-from doge_fast.kernels.schema import reweight_outputs
 from doge_fast.kernels.triton_support import on_device
+from doge_fast.weights import scores
+from doge_fast.weights.reweight import StepSettings, empty_outputs, num_domains_of
 
 # Float64 elements of a slab of rows; 128 threads then hold 32 each, 64 registers.
 SLAB = 4096
 NUM_WARPS = 4
-# What torch.nn.utils.clip_grad_norm_ adds to the norm it divides by.
-NORM_FLOOR = tl.constexpr(1e-6)
+NORM_FLOOR = tl.constexpr(scores.NORM_FLOOR)
+LOW, HIGH = map(tl.constexpr, scores.PUBLISHED_BOUNDS)
 # Where the settings stand. In memory, since arguments of a launch would be rounded to float32; they
 # are loaded where they are used, since held in registers they would spill.
-_ORDER = Settings._fields.index
+_ORDER = StepSettings._fields.index
 LR = tl.constexpr(_ORDER("lr"))
 MU = tl.constexpr(_ORDER("mu"))
 GRAD_SCALE = tl.constexpr(_ORDER("grad_scale"))
-SCALE_BY_MEAN_NORM = tl.constexpr(_ORDER("scale_by_mean_norm"))
-LOW = tl.constexpr(_ORDER("low"))
-HIGH = tl.constexpr(_ORDER("high"))
 DOMAIN_MAX = tl.constexpr(_ORDER("domain_max_grad_norm"))
 TOTAL_MAX = tl.constexpr(_ORDER("max_grad_norm"))
 SMOOTHING = tl.constexpr(_ORDER("smoothing"))
 
 
 def reweight(
-    gram_RR: Tensor,
-    full_RR: Tensor,
+    gram_BB: Tensor,
+    full_BB: Tensor,
     state_S: Tensor,
     tau_R: Tensor,
-    present_R: Tensor,
+    slot_R: Tensor,
     settings_C: Tensor,
+    score: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clip, estimate, score, move, commit: lines 7 and 8 of Algorithm 1, and the average."""
-    values_V, skipped, found_inf = reweight_outputs(gram_RR, state_S)
-    with on_device(gram_RR.device):
+    """As `doge_fast.weights.reweight.in_torch`, for a score that has a name."""
+    outputs = empty_outputs(gram_BB, state_S, tau_R)
+    constants = constants_of(len(tau_R), num_domains_of(state_S), len(gram_BB), score)
+    with on_device(gram_BB.device):
         reweight_once[(1,)](
-            gram_RR,
-            full_RR,
-            state_S,
-            tau_R,
-            present_R,
-            settings_C,
-            values_V,
-            skipped,
-            found_inf,
-            **constants_of(len(tau_R), num_domains_of(state_S)),
+            *(gram_BB, full_BB, state_S, tau_R, slot_R, settings_C),
+            *outputs,
+            **constants,
             num_warps=NUM_WARPS,
         )
-    return values_V, skipped, found_inf
+    return outputs
 
 
-def constants_of(num_rows: int, num_domains: int) -> dict[str, int]:
+def constants_of(
+    num_rows: int, num_domains: int, num_slots: int, score: str = scores.PAPER.name
+) -> dict[str, int | bool]:
     """Compile-time arguments."""
     padded = max(2, 1 << (num_rows - 1).bit_length())
     return {
         "R": num_rows,
         "K": num_domains,
+        "B": num_slots,
+        "IS_PUBLISHED": score == scores.PUBLISHED.name,
         "PADDED_R": padded,
         "BLOCK_R": max(1, min(padded, SLAB // padded)),
     }
@@ -93,23 +89,26 @@ def reweight_once(
     full,
     state,
     tau,
-    present,
+    slot,
     settings,
     values,
     skipped,
     found_inf,
     R: tl.constexpr,
     K: tl.constexpr,
+    B: tl.constexpr,
+    IS_PUBLISHED: tl.constexpr,
     PADDED_R: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """state moves; values, skipped and found_inf are written."""
     coefficients = values + R * R
-    norms = coefficients + R
+    norms = coefficients + B
     gains = norms + R
     influences = gains + K
     difficulties = influences + K
     alphas = difficulties + K
+    NUM_DRAWN: tl.constexpr = B - (R - K)
 
     scale = tl.load(settings + GRAD_SCALE)
     unit = 1 / (scale * scale)
@@ -117,11 +116,12 @@ def reweight_once(
     r = tl.arange(0, PADDED_R)
     is_row = r < R
     is_domain = r < K
-    squares_R = tl.load(full + r * (R + 1), mask=is_row, other=0.0) * unit
+    slot_R = tl.load(slot + r, mask=is_row, other=-1)
+    present_R = slot_R >= 0
+    squares_R = tl.load(full + slot_R * (B + 1), mask=present_R, other=0.0) * unit
     norms_R = tl.sqrt(squares_R)
     clip_R = clip_factor(norms_R, tl.load(settings + DOMAIN_MAX))
     tau_R = tl.load(tau + r, mask=is_row, other=0.0)
-    present_R = tl.load(present + r, mask=is_row, other=0) != 0
     tl.store(norms + r, norms_R, mask=is_row)
 
     for first in range(0, R, BLOCK_R):
@@ -130,11 +130,18 @@ def reweight_once(
         entries = i[:, None] * R + r[None, :]
         # [BLOCK_R, PADDED_R]
         is_entry = is_slab[:, None] & is_row[None, :]
-        norm_i = tl.sqrt(tl.load(full + i * (R + 1), mask=is_slab, other=0.0) * unit)
+        slot_i = tl.load(slot + i, mask=is_slab, other=-1)
+        is_there = (slot_i[:, None] >= 0) & present_R[None, :]
+        slots = slot_i[:, None] * B + slot_R[None, :]
+        norm_i = tl.sqrt(tl.load(full + slot_i * (B + 1), mask=slot_i >= 0, other=0.0) * unit)
         clip_i = clip_factor(norm_i, tl.load(settings + DOMAIN_MAX))
-        square = tl.load(gram + entries, mask=is_entry, other=0.0) * unit
+        square = tl.load(gram + slots, mask=is_there, other=0.0) * unit
         square = clip_i[:, None] * square * clip_R[None, :]
         tl.store(values + entries, square, mask=is_entry)
+        # Pairs of training domains that the step has count for all pairs.
+        if NUM_DRAWN > 1:
+            is_pair = (i[:, None] < K) & is_domain[None, :] & (i[:, None] != r[None, :])
+            square = tl.where(is_pair, square * ((K - 1) / (NUM_DRAWN - 1)), square)
         w_i = tl.sum(square * tau_R[None, :], axis=1)
         tl.store(gains + i, w_i, mask=i < K)
     tl.debug_barrier()
@@ -145,15 +152,13 @@ def reweight_once(
     tl.store(difficulties + r, difficulty_K, mask=is_domain)
     tl.store(influences + r, w_K - difficulty_K, mask=is_domain)
     score_K = w_K
-    if tl.load(settings + SCALE_BY_MEAN_NORM) != 0:
+    if IS_PUBLISHED:
         counts = is_domain & present_R
         total = tl.sum(tl.where(counts, tl.sqrt(own_K), 0.0), axis=0)
         count = tl.maximum(tl.sum(counts.to(tl.int32), axis=0), 1)
         score_K = score_K / (total / count.to(tl.float64) + NORM_FLOOR)
-    low = tl.load(settings + LOW)
-    high = tl.load(settings + HIGH)
-    score_K = tl.where(score_K < low, low, score_K)
-    score_K = tl.where(score_K > high, high, score_K)
+        score_K = tl.where(score_K < LOW, LOW, score_K)
+        score_K = tl.where(score_K > HIGH, HIGH, score_K)
     # Where a target row is absent, every W lacks a term.
     is_missing = is_row & (r >= K) & (present_R == 0) & (tau_R != 0)
     is_whole = tl.max(is_missing.to(tl.int32), axis=0) == 0
@@ -175,18 +180,21 @@ def reweight_once(
     tl.debug_barrier()
     tl.store(gains + r, gain_K, mask=is_domain)
     weighs = is_domain & present_R
-    coefficients_R = tl.where(weighs, moved_K * clip_R, 0.0)
+    # K / S: the domains that the step has stand for all.
+    coefficients_R = tl.where(weighs, moved_K * clip_R / (NUM_DRAWN / K), 0.0)
     squared_norm = tl.sum(squares_R, axis=0) * 0.0
-    tl.store(coefficients + r, coefficients_R, mask=is_row)
+    # Until the weights come to stand there.
+    tl.store(alphas + r, coefficients_R, mask=is_domain)
     tl.debug_barrier()
     for first in range(0, R, BLOCK_R):
         i = first + tl.arange(0, BLOCK_R)
         is_slab = i < R
-        is_entry = is_slab[:, None] & is_row[None, :]
-        entries = i[:, None] * R + r[None, :]
+        slot_i = tl.load(slot + i, mask=is_slab, other=-1)
+        is_there = (slot_i[:, None] >= 0) & present_R[None, :]
+        slots = slot_i[:, None] * B + slot_R[None, :]
         # [BLOCK_R, PADDED_R]
-        square = tl.load(full + entries, mask=is_entry, other=0.0) * unit
-        c_i = tl.load(coefficients + i, mask=is_slab, other=0.0)
+        square = tl.load(full + slots, mask=is_there, other=0.0) * unit
+        c_i = tl.load(alphas + i, mask=i < K, other=0.0)
         squared_norm += tl.sum(c_i * tl.sum(square * coefficients_R[None, :], axis=1), axis=0)
     squared_norm = tl.where(squared_norm < 0, 0.0, squared_norm)
     combined_norm = tl.sqrt(squared_norm)
@@ -198,8 +206,10 @@ def reweight_once(
     factor = clip_factor(combined_norm, tl.load(settings + TOTAL_MAX))
     # NaN, so that a scaler or a clipping loop sees the overflow too.
     factor = tl.where(is_taken, factor, float("nan"))
+    # A row of the buffer that no row has, since its domain is absent, counts nothing.
+    tl.store(coefficients + r, 0.0 * factor, mask=r < B)
     tl.debug_barrier()
-    tl.store(coefficients + r, coefficients_R * factor, mask=is_row)
+    tl.store(coefficients + slot_R, coefficients_R * factor, mask=present_R)
 
     num_steps = tl.load(state + 3 * K)
     num_skipped = tl.load(state + 3 * K + 1)

@@ -1,0 +1,364 @@
+"""The K x K step: from the Gram matrices of a step to new domain weights, as one operator.
+
+Axis letters: K training domains, R rows of the objective (these K, then M measured targets), B rows
+of the buffer. B is R unless a step has S of the K training domains; then it is S + M.
+
+A launch for each small operation would take longer than the step. So `reweight` is one launch: on a
+GPU `reweight_triton`, elsewhere, and with a score that the kernel does not know, the plain torch
+below, which is the truth. What a step reads and writes is packed into a few vectors, since a launch
+passes addresses; named tuples are views of their parts.
+"""
+
+import importlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.weights import scores, simplex
+from doge_fast.weights.scores import NAMED_SCORES, PAPER, Score
+
+
+class StepSettings(NamedTuple):
+    """The numbers of a step: `settings_C`, [6] float64."""
+
+    lr: float | Tensor
+    """eta of this step."""
+    mu: float | Tensor
+    """> 0, Bregman coefficient."""
+    grad_scale: float | Tensor = 1.0
+    """What the losses were multiplied by."""
+    domain_max_grad_norm: float | Tensor = math.inf
+    """Norm to which each row is clipped."""
+    max_grad_norm: float | Tensor = math.inf
+    """Norm to which the combined gradient is clipped."""
+    smoothing: float | Tensor = 0.0
+    """Share of uniform in the weights."""
+
+
+class WeightsState(NamedTuple):
+    """What lasts from step to step: `state_S`, [3 K + 2] float64."""
+
+    alpha: Tensor
+    """[K] domain weights."""
+    alpha_mean: Tensor
+    """[K] their mean over the steps that were taken."""
+    gain: Tensor
+    """[K] the last score of each domain."""
+    num_steps: Tensor
+    """Scalar; steps that moved the weights."""
+    num_skipped: Tensor
+    """Scalar; steps skipped because something was not finite."""
+
+
+_NUM_VECTORS, _NUM_COUNTS = 3, 2
+
+
+class LastStep(NamedTuple):
+    """What a step saw and did; tensors on the device, read by whoever logs them.
+
+    Gradients are in unscaled units and, except for `grad_norms`, after per-domain clipping. `gram`
+    and `grad_norms` have the rows of `optimizer.rows`: training domains, then measured targets;
+    zeros for those that the step does not have.
+    """
+
+    gram: Tensor
+    """[R, R] inner products over the columns that enter W."""
+    coefficients: Tensor
+    """[B] of the buffer's rows in the weighted sum; NaN to skip."""
+    grad_norms: Tensor
+    """[R] norms of the rows before any clipping, over all columns."""
+    gain: Tensor
+    """[K] the scores that moved the weights: W, or what another score makes of it."""
+    influence: Tensor
+    """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
+    difficulty: Tensor
+    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
+    alpha: Tensor
+    """[K] domain weights after the step."""
+    combined_norm: Tensor
+    """Scalar: norm of the combined gradient before the global clip."""
+    skipped: Tensor
+    """Bool scalar: something was not finite, the state stays."""
+    found_inf: Tensor
+    """Float32 scalar: one if skipped, as fused optimizers take it."""
+    lr: float | Tensor | None = None
+    """eta of this step, as the optimizer had it; None: not said."""
+
+
+def new_state(alpha_K: Tensor) -> Tensor:
+    """[3 K + 2]: weights `alpha_K`, which are their own mean; no score, no step yet."""
+    rest = torch.zeros(len(alpha_K) + _NUM_COUNTS, dtype=alpha_K.dtype, device=alpha_K.device)
+    return torch.cat([alpha_K, alpha_K, rest])
+
+
+def num_domains_of(state_S: Tensor) -> int:
+    """K of a state."""
+    return (state_S.numel() - _NUM_COUNTS) // _NUM_VECTORS
+
+
+def state_views(state_S: Tensor) -> WeightsState:
+    """The parts of a state, by name."""
+    vectors = state_S[:-_NUM_COUNTS].view(_NUM_VECTORS, num_domains_of(state_S)).unbind()
+    return WeightsState(*vectors, *state_S[-_NUM_COUNTS:].unbind())
+
+
+def reweight(
+    gram_BB: Tensor,
+    full_BB: Tensor,
+    state_S: Tensor,
+    *,
+    tau_R: Tensor,
+    slot_R: Tensor,
+    settings_C: Tensor,
+    score: Score = PAPER,
+    implementation: str | None = None,
+) -> LastStep:
+    """Move the domain weights one step; in one launch for the scores that the kernel knows.
+
+    s_r       =  min(1, domain_max_grad_norm / (||g_r|| + 1e-6))
+    W_j       =  sum_r p_jr s_j G_jr s_r tau_r,   then the score of W
+    alpha'_j  =  alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu)
+    c_j       =  K / S alpha'_j s_j min(1, max_grad_norm / ||sum_i K / S alpha'_i s_i g_i||)
+
+    With S of the K training domains in a step, p_jr = (K - 1) / (S - 1) makes up for the pairs of
+    training domains that the step does not have; it is 1 elsewhere. (1e-6 is added to the last norm
+    too.)
+
+    Weights, their mean, the scores and the counts in `state_S` move in place, unless a norm or a
+    weight is not finite: then only the count of skipped steps does and the coefficients are NaN.
+    Arithmetic is float64. Nothing is read on the host. A domain that is absent keeps the score in
+    the state, and all domains do where a target's row is absent.
+
+    Args:
+        gram_BB: [B, B] float64, inner products of the scaled gradients over the columns that enter
+            W; the drawn training domains are the first S rows.
+        full_BB: the same over all columns, for norms and clipping; may be the same tensor.
+        state_S: [3 K + 2] float64, as `new_state` makes it.
+        tau_R: [R] float64 >= 0, the objective.
+        slot_R: [R] int32: the row of the buffer that each row has; -1: not drawn, or absent.
+        settings_C: [6] float64, as `StepSettings` names them. Their ranges are not checked here.
+        score: `PAPER`, `PUBLISHED`, or another, which runs in plain torch on any device.
+        implementation: "torch" or "triton"; None leaves it to the dispatcher.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or device.
+        RuntimeError: the forced implementation cannot run.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
+    """
+    tensors = (gram_BB, full_BB, state_S, tau_R, slot_R, settings_C)
+    if NAMED_SCORES.get(score.name) == score:
+        outputs = _reweight_op(*tensors, score.name, implementation=implementation)
+    else:
+        check_arguments(*tensors)
+        outputs = in_torch(*tensors, score)
+    return _step_views(*outputs, num_rows=len(tau_R), num_slots=len(gram_BB))
+
+
+# The truth.
+
+
+def in_torch(
+    gram_BB: Tensor,
+    full_BB: Tensor,
+    state_S: Tensor,
+    tau_R: Tensor,
+    slot_R: Tensor,
+    settings_C: Tensor,
+    score: str | Score,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The step in plain torch: some fifty small operations, on any device.
+
+    Returns:
+        The values that `LastStep` views, whether the step is skipped as bool, and as float32.
+    """
+    num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
+    num_drawn = num_slots - (num_rows - num_domains)
+    state, settings = state_views(state_S), StepSettings(*settings_C.unbind())
+    present_R = slot_R >= 0
+    square = settings.grad_scale**2
+    full_RR = _scatter(full_BB, slot_R, present_R) / square
+    norms_R = full_RR.diagonal().sqrt()
+    clip_R = scores.clip_factors(norms_R, settings.domain_max_grad_norm)
+    clipped_RR = clip_R[:, None] * (_scatter(gram_BB, slot_R, present_R) / square) * clip_R
+
+    present_K = present_R[:num_domains]
+    estimate_RR = _with_all_pairs(clipped_RR, num_domains, num_drawn)
+    raw_K = scores.gain(estimate_RR, tau_R, num_domains)
+    difficulty_K = scores.difficulty(estimate_RR, tau_R, num_domains)
+    # Where a target row is absent, every W lacks a term.
+    has_targets = (present_R | (tau_R == 0))[num_domains:].all()
+    score_K = scores.score_of(score).gain(estimate_RR, tau_R, present_K)
+    gain_K = torch.where(present_K & has_targets, score_K, state.gain)
+    moved_K = simplex.mirror_step(state.alpha, gain_K, lr=settings.lr, mu=settings.mu)
+    alpha_K = simplex.smooth(moved_K, settings.smoothing)
+
+    coefficients_R = torch.zeros_like(tau_R)
+    share = num_drawn / num_domains
+    coefficients_R[:num_domains] = alpha_K * clip_R[:num_domains] * present_K / share
+    combined_norm = scores.combined_norm(full_RR, coefficients_R)
+    # The weights too: a learning rate of NaN spoils them though every gradient is finite.
+    finite = norms_R.isfinite().all() & alpha_K.isfinite().all()
+    # NaN, so that a scaler or a clipping loop sees the overflow too.
+    factor = torch.where(finite, 1.0, torch.nan).to(coefficients_R)
+    factor = factor * scores.clip_factors(combined_norm, settings.max_grad_norm)
+    # A row of the buffer that no row has, since its domain is absent, counts nothing.
+    is_at_BR = slot_R == torch.arange(num_slots, device=slot_R.device)[:, None]
+    coefficients_B = is_at_BR.to(coefficients_R) @ coefficients_R
+
+    num_steps = state.num_steps + finite
+    mean_K = simplex.running_mean(state.alpha_mean, alpha_K, num_steps.clamp(min=1))
+    moved_S = torch.cat([alpha_K, mean_K, gain_K, num_steps[None], state.num_skipped[None]])
+    state_S.copy_(torch.where(finite, moved_S, state_S))
+    state.num_skipped.add_(~finite)
+    values_V = torch.cat(
+        [
+            clipped_RR.flatten(),
+            coefficients_B * factor,
+            norms_R,
+            gain_K,
+            raw_K - difficulty_K,
+            difficulty_K,
+            state.alpha,
+            combined_norm[None],
+        ]
+    )
+    return values_V, ~finite, (~finite).to(torch.float32)
+
+
+def _scatter(matrix_BB: Tensor, slot_R: Tensor, present_R: Tensor) -> Tensor:
+    """[R, R] of the buffer's [B, B]; zeros for rows that are absent."""
+    index_R = slot_R.clamp(min=0).long()
+    return torch.where(present_R[:, None] & present_R, matrix_BB[index_R][:, index_R], 0.0)
+
+
+def _with_all_pairs(gram_RR: Tensor, num_domains: int, num_drawn: int) -> Tensor:
+    """The Gram matrix that W is estimated from: pairs of training domains count for all."""
+    factor_RR = torch.ones_like(gram_RR)
+    if 1 < num_drawn < num_domains:
+        factor_RR[:num_domains, :num_domains] = (num_domains - 1) / (num_drawn - 1)
+        factor_RR.fill_diagonal_(1)
+    return gram_RR * factor_RR
+
+
+# Its layout, and the operator.
+
+
+def num_values(num_rows: int, num_slots: int, num_domains: int) -> int:
+    """V = R^2 + B + R + 4 K + 1."""
+    return num_rows * num_rows + num_slots + num_rows + 4 * num_domains + 1
+
+
+def _step_views(
+    values_V: Tensor, skipped: Tensor, found_inf: Tensor, *, num_rows: int, num_slots: int
+) -> LastStep:
+    """The parts of a step's values, by name."""
+    sizes = [num_rows**2, num_slots, num_rows]
+    sizes += [len(values_V) - sum(sizes) - 1, 1]
+    gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)
+    gain, influence, difficulty, alpha = vectors.view(4, -1).unbind()
+    return LastStep(
+        gram=gram.view(num_rows, num_rows),
+        coefficients=coefficients,
+        grad_norms=norms,
+        gain=gain,
+        influence=influence,
+        difficulty=difficulty,
+        alpha=alpha,
+        combined_norm=combined_norm.view(()),
+        skipped=skipped,
+        found_inf=found_inf,
+    )
+
+
+def empty_outputs(gram_BB: Tensor, state_S: Tensor, tau_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty results: [V] float64, a bool and a float32 scalar."""
+    size = num_values(len(tau_R), len(gram_BB), num_domains_of(state_S))
+    return (
+        gram_BB.new_empty(size),
+        gram_BB.new_empty((), dtype=torch.bool),
+        gram_BB.new_empty((), dtype=torch.float32),
+    )
+
+
+def check_arguments(
+    gram_BB: Tensor,
+    full_BB: Tensor,
+    state_S: Tensor,
+    tau_R: Tensor,
+    slot_R: Tensor,
+    settings_C: Tensor,
+    score: str = PAPER.name,
+) -> None:
+    """Raise ValueError unless the shapes, dtypes and devices belong together."""
+    num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
+    if state_S.shape != (3 * num_domains + 2,) or not 1 <= num_domains <= num_rows:
+        raise ValueError(
+            "reweight() keeps 3 K + 2 numbers for K domains, K at least 1 and at most the "
+            f"{num_rows} rows of tau_R; state_S has shape {list(state_S.shape)}. "
+            "Make it with new_state(alpha_K)."
+        )
+    if not num_rows - num_domains < num_slots <= num_rows:
+        raise ValueError(
+            f"reweight() needs a row in gram_BB for each of {num_rows - num_domains} targets and "
+            f"for 1 to {num_domains} training domains; it has shape {list(gram_BB.shape)}."
+        )
+    if score not in NAMED_SCORES:
+        raise ValueError(f"reweight() knows the scores {[*NAMED_SCORES]}; got {score!r}.")
+    expected = {
+        "gram_BB": (gram_BB, (num_slots, num_slots), torch.float64),
+        "full_BB": (full_BB, (num_slots, num_slots), torch.float64),
+        "state_S": (state_S, tuple(state_S.shape), torch.float64),
+        "tau_R": (tau_R, (num_rows,), torch.float64),
+        "slot_R": (slot_R, (num_rows,), torch.int32),
+        "settings_C": (settings_C, (len(StepSettings._fields),), torch.float64),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
+        is_right = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+        if not is_right or tensor.device != gram_BB.device:
+            raise ValueError(
+                f"reweight() needs {name} contiguous, of shape {list(shape)} and {dtype} on "
+                f"{gram_BB.device}; it has shape {list(tensor.shape)}, strides "
+                f"{list(tensor.stride())} and {tensor.dtype} on {tensor.device}."
+            )
+
+
+def _in_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # Triton is a large import, made where it runs.
+    module = importlib.import_module("doge_fast.weights.reweight_triton")
+    outputs: tuple[Tensor, Tensor, Tensor] = module.reweight(*arguments)
+    return outputs
+
+
+def _run(
+    gram_BB: Tensor, full_BB: Tensor, state_S: Tensor, *rest: Any, implementation: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = choose("reweight", gram_BB.device, implementation)
+    values_V, skipped, found_inf = run(gram_BB, full_BB, state_S, *rest)
+    increment_version(state_S)
+    return values_V, skipped, found_inf
+
+
+def _fake(
+    gram_BB: Tensor, full_BB: Tensor, state_S: Tensor, *rest: Any, implementation: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_arguments(gram_BB, full_BB, state_S, *rest)
+    return empty_outputs(gram_BB, state_S, rest[0])
+
+
+_reweight_op = register(
+    Operator(
+        "reweight",
+        implementations={"triton": _in_triton, "torch": in_torch},
+        check=check_arguments,
+    ),
+    "(Tensor gram_BB, Tensor full_BB, Tensor(a!) state_S, Tensor tau_R, Tensor slot_R, "
+    "Tensor settings_C, str score, *, str? implementation=None) "
+    "-> (Tensor values_V, Tensor skipped, Tensor found_inf)",
+    run=_run,
+    fake=_fake,
+)

@@ -1,0 +1,327 @@
+"""The domain weights of a run: where they start, how they move, what they warn of and record."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast import reference
+from doge_fast.optimizer import DoGEOptimizer
+from doge_fast.weights import state
+from doge_fast.weights.objective import UNIVERSAL, Objective, Target
+from doge_fast.weights.reweight import LastStep
+from doge_fast.weights.scores import PUBLISHED, PUBLISHED_BOUNDS
+from doge_fast.weights.state import DomainWeights, UpdateRule
+
+TARGET = {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0}
+UNCLIPPED = UpdateRule(0.5, domain_max_grad_norm=None)
+
+
+def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, columns, generator=generator, dtype=torch.float64)
+
+
+def weights_of(
+    domains: str = "ab",
+    target: Target = UNIVERSAL,
+    rule: UpdateRule = UNCLIPPED,
+    **where: Any,
+) -> DomainWeights:
+    return DomainWeights(Objective.of(tuple(domains), target), rule, **where)
+
+
+def move(
+    weights: DomainWeights,
+    gram_RR: Tensor,
+    lr: float | Tensor = 0.01,
+    *,
+    grad_scale: float = 1.0,
+    present: tuple[str, ...] | None = None,
+) -> LastStep:
+    names = weights.objective.rows
+    return weights.move(
+        *(gram_RR, gram_RR),
+        rows_B=names,
+        present=names if present is None else present,
+        lr=lr,
+        grad_scale=grad_scale,
+    )
+
+
+@pytest.mark.parametrize(
+    "rule", [UNCLIPPED, UpdateRule(0.5, PUBLISHED, 5.0, 0.5, 0.1)], ids=["paper", "published"]
+)
+@pytest.mark.parametrize(
+    "initial", [None, {"c": 0.7, "a": 0.3, "b": 0.0}], ids=["uniform", "given"]
+)
+def test_weights_move_as_the_reference_over_steps(
+    rule: UpdateRule, initial: dict[str, float] | None
+) -> None:
+    weights = weights_of("abc", TARGET, rule, initial=initial)
+    tau_R = torch.tensor(weights.objective.tau, dtype=torch.float64)
+    start = [1 / 3] * 3 if initial is None else [0.3, 0.0, 0.7]
+    alpha_K = torch.tensor(start, dtype=torch.float64)
+    assert weights.read("alpha").tolist() == weights.read("alpha_mean").tolist() == start
+    alphas = []
+    for step in range(5):
+        grads_RN, lr = rows(seed=step), 0.01 * (step + 1)
+        new = move(weights, 16.0 * grads_RN @ grads_RN.T, lr, grad_scale=4.0)
+        alpha_K, gradient_N, gain_K = reference.step(
+            grads_RN,
+            alpha_K,
+            tau_R=tau_R,
+            lr=lr,
+            mu=rule.mu,
+            scale_by_mean_norm=rule.score is PUBLISHED,
+            bounds=PUBLISHED_BOUNDS if rule.score is PUBLISHED else None,
+            domain_max_grad_norm=rule.domain_max_grad_norm,
+            max_grad_norm=rule.max_grad_norm,
+            smoothing=rule.smoothing,
+        )
+        alphas.append(alpha_K)
+        torch.testing.assert_close(new.alpha, alpha_K, rtol=1e-11, atol=0)
+        torch.testing.assert_close(new.gain, gain_K, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(new.coefficients @ grads_RN, gradient_N, rtol=1e-11, atol=1e-12)
+        assert new.lr == lr
+    torch.testing.assert_close(weights.read("alpha_mean"), torch.stack(alphas).mean(0))
+    assert weights.state()["num_steps"] == 5
+
+
+def test_absent_domains_carry_their_score() -> None:
+    weights = weights_of("abc", TARGET)
+    carried_K = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
+    grads_RN = rows()
+    grads_RN[1] = 0
+    gram_RR = grads_RN @ grads_RN.T
+
+    def gains(*present: str) -> Tensor:
+        weights.load(weights.state() | {"gain": carried_K})
+        return move(weights, gram_RR, present=present).gain
+
+    partly_K = gains(*"acxy")
+    assert partly_K[1] == 8
+    tau_R = torch.tensor(weights.objective.tau, dtype=torch.float64)
+    torch.testing.assert_close(partly_K[::2], (gram_RR @ tau_R)[:3:2])
+    # The target's row y is absent, so every W lacks a term.
+    assert gains(*"abcx").tolist() == [7.0, 8.0, 9.0]
+
+
+def test_few_of_many_domains_are_found_by_name() -> None:
+    weights, grads_BN = weights_of("abc", TARGET), rows(4)
+    gram_BB = grads_BN @ grads_BN.T
+    rows_B = ("a", "c", "x", "y")
+    step = weights.move(gram_BB, gram_BB, rows_B=rows_B, present=rows_B, lr=0.01, grad_scale=1.0)
+    there = [weights.objective.rows.index(name) for name in rows_B]
+    torch.testing.assert_close(step.gram[there][:, there], gram_BB)
+    assert step.gain[1] == 0
+    # Two domains stand for three.
+    torch.testing.assert_close(step.coefficients[:2], 1.5 * step.alpha[::2])
+
+
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [
+        ({"a": 0.5, "b": 0.5}, r"for each of \['a', 'b', 'c'\] and no other; it lacks \['c'\]"),
+        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"lacks \[\] and has \['d'\] besides"),
+        ({"a": 0.5, "b": 0.3, "c": 0.1}, "sum to 1 .* got .*'c': 0.1}. Divide each by the sum"),
+        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0; 'b' has -0.5"),
+        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0; 'b' has '0.5'"),
+        ([0.2, 0.3, 0.5], r"a dict {domain: weight} of \['a', 'b', 'c'\]; got \[0.2, 0.3, 0.5\]"),
+        ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
+        ({"a": math.inf, "b": 0.0, "c": 0.0}, "weights >= 0 that sum to 1"),
+        ({"a": 0.5, "b": 0.5, "c": 1.1e-5}, r"sum to 1 \(within 1e-05\)"),
+    ],
+)
+def test_a_start_is_on_the_simplex_of_these_domains(initial: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        weights_of("abc", initial=initial)
+
+
+@pytest.mark.parametrize("error", [9e-6, -9e-6])
+def test_a_printed_start_is_made_to_sum_to_one(error: float) -> None:
+    weights = weights_of(initial={"a": 0.5, "b": 0.5 + error})
+    assert weights.read("alpha").sum().item() == pytest.approx(1, abs=1e-15)
+
+
+def test_a_checkpoint_of_a_given_start_is_read() -> None:
+    """Before any step and after one."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def fresh(start: dict[str, float] | None) -> DoGEOptimizer:
+        inner = torch.optim.SGD([weight], lr=0.1)
+        return DoGEOptimizer(inner, domains=["a", "b", "c"], initial=start)
+
+    optimizer = fresh({"a": 0.0, "b": 0.25, "c": 0.75})
+    for has_stepped in (False, True):
+        if has_stepped:
+            for scale, name in enumerate(optimizer.domains, start=1):
+                with optimizer.domain(name):
+                    (scale * weight).sum().backward()
+            optimizer.step()
+        other = fresh(None)
+        other.load_state_dict(optimizer.state_dict())
+        assert torch.equal(other.alpha, optimizer.alpha)
+        assert optimizer.alpha[0] == 0
+        other.release()
+
+
+def test_rates_may_live_on_the_device() -> None:
+    """A tensor is looked at when the step runs, a number when it is called."""
+    gram_RR = rows() @ rows().T
+
+    def moved(*rates: float | Tensor) -> Tensor:
+        weights = weights_of("abc", TARGET)
+        return [move(weights, gram_RR, lr).alpha for lr in rates][-1]
+
+    on_device = torch.tensor(0.5, dtype=torch.float64)
+    # What a number said before the tensor is not taken for known after it.
+    assert torch.equal(moved(0.02, on_device, 0.02), moved(0.02, 0.5, 0.02))
+    # Nor is one that is changed in its place, as schedulers do.
+    weights, changing = weights_of("abc", TARGET), torch.tensor(0.0, dtype=torch.float64)
+    for rate in (0.02, 0.5, 0.02):
+        last = move(weights, gram_RR, changing.fill_(rate)).alpha
+    assert torch.equal(last, moved(0.02, 0.5, 0.02))
+    # Nobody looks whether it is below zero.
+    move(weights, gram_RR, torch.tensor(-1.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("lr", [-1e-9, math.nan])
+def test_no_rate_below_zero_moves_the_weights(lr: float) -> None:
+    weights = weights_of()
+    with pytest.raises(ValueError, match=f"must be >= 0; got {lr}"):
+        move(weights, torch.eye(2, dtype=torch.float64), lr)
+    move(weights, torch.eye(2, dtype=torch.float64), 0)
+    assert weights.read("alpha").tolist() == [0.5, 0.5]
+
+
+def test_another_mu_holds_from_the_next_step_on() -> None:
+    gram_RR = rows(2) @ rows(2).T
+    first, second = weights_of(), weights_of()
+    second.set_mu(2 * UNCLIPPED.mu)
+    moves = [move(first, gram_RR, 0.01).alpha, move(second, gram_RR, 0.02).alpha]
+    torch.testing.assert_close(*moves, rtol=1e-12, atol=0)
+    assert second.rule.mu == 1.0
+    assert moves[0][0] != 0.5
+
+
+def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a kernel of its own on a GPU."""
+    weights, gram_RR = weights_of(), rows(2) @ rows(2).T
+    move(weights, gram_RR, 0.1)
+    written: list[float] = []
+    fill = Tensor.fill_
+    monkeypatch.setattr(Tensor, "fill_", lambda t, v: written.append(v) or fill(t, v))
+    for lr in (0.1, 0.1, 0.2, 0.2):
+        move(weights, gram_RR, lr)
+    assert written == [0.2]
+
+
+def test_settings_move_to_where_the_gradients_are() -> None:
+    """As far as a device without values shows it."""
+    kept = state.KeptVector(2, torch.float64)
+    first = kept.write([1.0, 2.0], torch.device("cpu")).clone()
+    there = kept.write([1.0, 2.0], torch.device("meta"))
+    assert there.device.type == "meta"
+    assert kept.write([3.0, 2.0], torch.device("meta")) is there
+    back = kept.write([1.0, 2.0], torch.device("cpu"))
+    assert back.tolist() == first.tolist() == [1.0, 2.0]
+    assert weights_of(device="meta").read("alpha").is_meta
+
+
+def test_what_is_read_does_not_move() -> None:
+    weights = weights_of("abc", TARGET)
+    alpha_K, parts = weights.read("alpha"), weights.state()
+    address = weights.shared_state.data_ptr()
+    move(weights, rows() @ rows().T)
+    assert weights.shared_state.data_ptr() == address
+    assert alpha_K.tolist() == parts["alpha"].tolist() == [1 / 3] * 3
+    assert weights.read("alpha")[0] != 1 / 3
+
+
+def test_the_record_has_the_mean_and_the_last_weights() -> None:
+    weights = weights_of(target={"a": 2.0})
+    for step in range(3):
+        move(weights, rows(2, seed=step) @ rows(2, seed=step).T)
+    last, mean = weights.read("alpha").tolist(), weights.read("alpha_mean").tolist()
+    assert last != mean
+    assert weights.record() == {
+        "method": "doge",
+        "score": "paper",
+        "target": {"a": 2.0},
+        "mu": 0.5,
+        "domains": [
+            {"name": name, "weight": w, "weight_last": last_w}
+            for name, w, last_w in zip("ab", mean, last, strict=True)
+        ],
+        "steps": 3,
+        "versions": {"torch": torch.__version__},
+    }
+
+
+def test_what_ranks_must_share_is_named() -> None:
+    weights = weights_of(target="b")
+    settings = weights.settings(with_values=True)
+    assert settings["the domains or the target"] == [("a", "b"), {"b": 1.0}]
+    assert settings["the settings of DoGEOptimizer"] == repr(weights.rule)
+    assert "Paper()" in repr(weights.rule)
+
+
+def learned(alpha: list[float], **arguments: Any) -> DomainWeights:
+    """Weights at `alpha` after four steps with a score."""
+    weights = weights_of("defg"[: len(alpha)], rule=UpdateRule(0.25), **arguments)
+    alpha_K = torch.tensor(alpha, dtype=torch.float64)
+    parts = {"alpha": alpha_K, "alpha_mean": alpha_K, "gain": torch.ones_like(alpha_K)}
+    counts = {"num_steps": torch.tensor(4.0), "num_skipped": torch.tensor(0.0)}
+    weights.load(weights.state() | parts | counts)
+    return weights
+
+
+def assert_silent(weights: DomainWeights) -> None:
+    # The warning names the caller's caller, which is not ours here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights.warn_of_failure()
+
+
+def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
+    weights = learned([0.001, 0.998, 0.001])
+    with pytest.warns(UserWarning, match=r"collapsed: 1\.02 of 3 .* after 4 steps, .* 'e'.* 0\.25"):
+        weights.warn_of_failure()
+    assert_silent(weights)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "arguments"),
+    [
+        # 1 + 0.1 (K - 1) domains in use are enough.
+        ([0.05, 0.95], {}),
+        # It was so from the beginning.
+        ([0.001, 0.999], {"initial": {"d": 0.001, "e": 0.999}}),
+        # One domain is asked for.
+        ([0.001, 0.999], {"target": "e"}),
+        ([0.001, 0.999], {"target": {"d": 1.0, "e": 2.0}}),
+        ([0.001, 0.999], {"target": ["d", "e", "far"]}),
+    ],
+)
+def test_weights_that_are_meant_to_be_few_do_not_warn(
+    alpha: list[float], arguments: dict[str, Any]
+) -> None:
+    assert_silent(learned(alpha, **arguments))
+
+
+def test_weights_without_a_score_warn_once_there_were_steps() -> None:
+    weights = weights_of(target={"a": 1.0, "far": 2.0})
+    assert_silent(weights)
+    weights.load(weights.state() | {"num_steps": torch.tensor(2.0)})
+    with pytest.warns(UserWarning, match=r"nothing in 2 steps.* the target \['far'\]"):
+        weights.warn_of_failure()
+    assert_silent(weights)
+    # A score, or a mean that is not the start, is something.
+    for part in ({"gain": torch.tensor([0.0, 1e-9])}, {"alpha_mean": torch.tensor([0.6, 0.4])}):
+        other = weights_of()
+        other.load(other.state() | {"num_steps": torch.tensor(2.0)} | part)
+        assert_silent(other)

@@ -1,0 +1,133 @@
+"""From a Gram matrix to W: its parts, clipping, norms, cosines, and the two scores."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast.weights import scores
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.scores import PAPER, PUBLISHED
+
+
+def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, columns, generator=generator, dtype=torch.float64)
+
+
+TAU = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+EVERY = torch.ones(3, dtype=torch.bool)
+
+
+def test_gain_is_influence_and_difficulty() -> None:
+    grads_RN = rows()
+    gram_RR = grads_RN @ grads_RN.T
+    gain_K = scores.gain(gram_RR, TAU, 3)
+    torch.testing.assert_close(gain_K, grads_RN[:3] @ (TAU @ grads_RN), rtol=1e-13, atol=1e-13)
+    difficulty_K = scores.difficulty(gram_RR, TAU, 3)
+    own_K = (grads_RN[:3] ** 2).sum(1) * TAU[:3]
+    torch.testing.assert_close(difficulty_K, own_K, rtol=1e-13, atol=0)
+    others_K = torch.stack(
+        [sum(TAU[r] * grads_RN[j] @ grads_RN[r] for r in range(5) if r != j) for j in range(3)]
+    )
+    torch.testing.assert_close(gain_K - difficulty_K, others_K, rtol=1e-12, atol=1e-12)
+
+
+def test_gain_is_the_loss_decrease_of_a_step() -> None:
+    """The estimate's meaning: minus the derivative of the objective along domain j's step."""
+    theta = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    centers_RN = rows()
+    grads_RN = theta - centers_RN
+
+    def objective(point: Tensor) -> Tensor:
+        return (TAU * 0.5 * (point - centers_RN).square().sum(1)).sum()
+
+    gain_K = scores.gain(grads_RN @ grads_RN.T, TAU, 3)
+    lr = 1e-6
+    for j in range(3):
+        decrease = (objective(theta) - objective(theta - lr * grads_RN[j])) / lr
+        # Second order: lr / 2 * ||g_j||^2 * sum tau.
+        assert abs(decrease - gain_K[j]) < lr * grads_RN[j].square().sum() * TAU.sum()
+
+
+def test_clip_factors_make_the_gram_matrix_of_clipped_rows() -> None:
+    grads_RN = rows()
+    gram_RR = grads_RN @ grads_RN.T
+    factors_R = scores.clip_factors(gram_RR.diagonal().sqrt(), 6.0)
+    assert 0 < (factors_R < 1).sum() < 5
+    clipped_RN = grads_RN.clone()
+    for row in clipped_RN:
+        param = torch.zeros_like(row, requires_grad=True)
+        param.grad = row
+        torch.nn.utils.clip_grad_norm_([param], 6.0)
+    ours = factors_R[:, None] * gram_RR * factors_R
+    torch.testing.assert_close(ours, clipped_RN @ clipped_RN.T, rtol=1e-12, atol=1e-12)
+    norms_R = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
+    assert torch.equal(scores.clip_factors(norms_R, None), torch.ones_like(norms_R))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+def test_norms_and_cosines_are_known_before_the_sum(scale: float) -> None:
+    grads_RN = scale * rows()
+    gram_RR = grads_RN @ grads_RN.T
+    coefficients_R = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.0], dtype=torch.float64)
+    norm = scores.combined_norm(gram_RR, coefficients_R)
+    torch.testing.assert_close(norm, (coefficients_R @ grads_RN).norm(), rtol=1e-12, atol=0)
+    unit_RN = grads_RN / grads_RN.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(scores.cosine(gram_RR), unit_RN @ unit_RN.T, rtol=1e-12, atol=1e-15)
+    # Rounding may make the square of a sum that cancels negative.
+    assert scores.combined_norm(-gram_RR, coefficients_R) == 0
+    assert (scores.cosine(-gram_RR) == 0).all()
+
+
+def test_a_row_of_zeros_has_no_direction() -> None:
+    gram_RR = torch.diag(torch.tensor([0.0, 4.0], dtype=torch.float64))
+    gram_RR[0, 1] = gram_RR[1, 0] = 3.0
+    assert scores.cosine(gram_RR).tolist() == [[0.0, 0.0], [0.0, 1.0]]
+
+
+def test_scores_of_both_texts() -> None:
+    grads_RN = 10 * rows()
+    gram_RR = grads_RN @ grads_RN.T
+    gain_K = scores.gain(gram_RR, TAU, 3)
+    assert torch.equal(PAPER.gain(gram_RR, TAU, EVERY), gain_K)
+    norms_K = grads_RN[:3].norm(dim=1)
+    for present in ([1, 1, 1], [1, 1, 0], [0, 1, 0], [0, 0, 0]):
+        present_K = torch.tensor(present, dtype=torch.bool)
+        mean = norms_K[present_K].mean() if present_K.any() else 0.0
+        expected_K = (gain_K / (mean + 1e-6)).clamp(0, 5)
+        found_K = PUBLISHED.gain(gram_RR, TAU, present_K)
+        torch.testing.assert_close(found_K, expected_K, rtol=1e-12, atol=0)
+
+
+def test_the_published_score_is_linear_in_the_scale_of_the_gradients() -> None:
+    grads_RN = 1e-3 * rows()
+    both = [scale**2 * grads_RN @ grads_RN.T for scale in (1.0, 10.0)]
+    for score, power in ((PAPER, 2), (PUBLISHED, 1)):
+        small_K, large_K = (score.gain(gram_RR, TAU, EVERY) for gram_RR in both)
+        assert (small_K > 0).any()
+        torch.testing.assert_close(large_K, 10**power * small_K, rtol=1e-3, atol=0)
+
+
+def test_scores_have_names() -> None:
+    assert (PAPER.name, PUBLISHED.name) == ("paper", "published")
+    assert scores.score_of("published") is PUBLISHED
+    assert scores.score_of(PAPER) is PAPER
+    assert type(PAPER)() == PAPER
+    for wrong in ("best", None, math.nan):
+        with pytest.raises(ValueError, match=f"a Score; got {wrong!r}"):
+            scores.score_of(wrong)  # type: ignore[arg-type]
+
+
+def test_an_objective_orders_rows_and_names_the_target() -> None:
+    objective = Objective.of(["a", "b"], {"x": 0.7, "b": 2.0, "y": 0.0})
+    assert objective.rows == ("a", "b", "x", "y")
+    assert objective.tau == (0.0, 2.0, 0.7, 0.0)
+    assert objective.measured == ("x", "y")
+    assert objective.target == {"b": 2.0, "x": 0.7}
+    assert Objective.of(["a", "b"]).target == "universal"
+    assert Objective.of(["a", "b"]).tau == (1.0, 1.0)
+    assert Objective.of(["a", "worst"], "worst").tau == (0.0, 1.0)
+    assert Objective.of(["a", "b"], ("x", "a")).tau == (1.0, 0.0, 1.0)
+    assert Objective.of(["a", "b"], "x").tau == (0.0, 0.0, 1.0)
