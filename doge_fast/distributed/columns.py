@@ -52,7 +52,7 @@ class Bucket(NamedTuple):
                 there = slice(low - shard * size, high - shard * size)
                 for piece, row in enumerate(rows):
                     if block.written >> row & 1:
-                        shards[shard, piece, there] = block.rows_RN[row, low - first : high - first]
+                        shards[shard, piece, there] = block.rows_BN[row, low - first : high - first]
             first = last
         return shards
 

@@ -120,7 +120,7 @@ def test_the_addresses_of_the_state_stay() -> None:
         seen.add(
             (
                 state_S.data_ptr(),
-                *(block.rows_RN.data_ptr() for block in blocks),
+                *(block.rows_BN.data_ptr() for block in blocks),
                 *(block.gradient().data_ptr() for block in blocks),
                 *(
                     getattr(optimizer._weights, name)._vector.data_ptr()
