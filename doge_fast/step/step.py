@@ -430,6 +430,7 @@ class Step:
             params=params,
             dtypes=self.buffer.dtypes_of(params),
             settings=self._settings(params, scale) if exchange.num_ranks > 1 else {},
+            is_first=not self._has_agreed,
         )
         agreement = exchange.agree(self.subset.rows, report)
         self._has_agreed = True
