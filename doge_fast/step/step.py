@@ -26,6 +26,7 @@ from doge_fast.distributed.exchanges import Ranks
 from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
+from doge_fast.step import ownership
 from doge_fast.step.entries import WAY_TO_ACCUMULATE, Absent, Entries, check_count
 from doge_fast.step.parameters import TrackedParameters
 from doge_fast.tracing import outside_graphs
@@ -109,6 +110,7 @@ class Step:
         self.entries.clear()
         self._open: OpenDomain | None = None
         self._stacked_model: StackedModel | None = None
+        self._ownership = ownership.OwnershipCheck()
         self.flag = SkipFlag()
         """Whether the step is skipped."""
         self.parameters.receive = _receiver(weakref.ref(self))
@@ -148,17 +150,21 @@ class Step:
             self._refuse_shards()
             segments = segments_of(sizes_here, self.entries.rows_of)
             stacked_model = self._stacked_model_of(bare(model))
-        with self._opened(sizes_here, None) as opened:
+        with self._opened(sizes_here, None, model) as opened:
             with stacked_model.recording(segments):
                 yield
             opened.has_received = stacked_model.has_written
 
     @contextmanager
-    def _opened(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
+    def _opened(
+        self, counts: Mapping[str, float], row: int | None, model: nn.Module | None = None
+    ) -> Iterator[OpenDomain]:
         opened = self._open = OpenDomain(counts, row)
         try:
             with self.dropped_on_failure(), self.entries.told_on_failure(), without_reduction():
-                yield opened
+                watching = self._ownership.watching(self.parameters.groups, model)
+                with ownership.opened(self), watching:
+                    yield opened
                 if self.parameters.has_noted:
                     self._collect(opened)
                 self.buffer.flush()
@@ -179,7 +185,7 @@ class Step:
         """Take the gradient that autograd has just put into `param.grad`."""
         opened = self._open
         if opened is None:
-            # Another DoGEOptimizer on the same parameters may still take it.
+            # Of two DoGEOptimizers that take turns the other one may still take it.
             if param.grad is not None:
                 self.parameters.note(param)
             return
@@ -231,6 +237,7 @@ class Step:
                 f"domain({names[0]!r}) was entered inside domain({self._name_of_open()!r}); a "
                 "gradient belongs to one domain. Leave the first before entering the next."
             )
+        ownership.refuse_second(self)
         self.refuse_stray()
         if self.state is StepState.COMBINED:
             self._refuse_after_combining()
@@ -445,6 +452,5 @@ def _nothing_received(opened: OpenDomain) -> str:
         "no parameter of the optimizer received a gradient inside "
         f"domain({next(iter(opened.counts))!r}). "
         "Run loss.backward() inside it. If you did, the model's parameters were replaced after "
-        "the optimizer was built: build it from the model's present ones; or another "
-        "DoGEOptimizer on the same parameters, inside a domain of its own, has taken the gradient."
+        "the optimizer was built: build it from the model's present ones."
     )
