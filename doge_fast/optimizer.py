@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from doge_fast.distributed.exchanges import Ranks
 from doge_fast.distributed.fragments import Group
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.joined import refuse_other_optimizers
+from doge_fast.joined import refuse_other_optimizers, step_with
 from doge_fast.kernels.reweight.packing import LastStep
 from doge_fast.step.combine import checked_scaler, combine, scale_of
 from doge_fast.step.parameters import TrackedParameters, on_host
@@ -350,7 +350,8 @@ class DoGEOptimizer(OptimizerWrapper):
         `p.grad` that something else has set, this is the wrapped optimizer's own step.
 
         Args:
-            closure: runs the domains and returns the loss; called once.
+            closure: runs the domains and returns the loss; called once. A wrapped optimizer that
+                asks for the loss is handed it.
 
         Raises:
             RuntimeError: as `combine`; a backward pass has run outside any domain; a domain was
@@ -361,7 +362,7 @@ class DoGEOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         if self._step.is_of_others():
-            self.inner.step()
+            step_with(self.inner, loss)
             return loss
         if self._step.state is not StepState.COMBINED:
             self._step.entries.refuse_partial()
@@ -369,7 +370,7 @@ class DoGEOptimizer(OptimizerWrapper):
         self._step.parameters.refuse_other_lr(self.last)
         assert self.last is not None
         with phase("inner_step"), self._step.entries.exchange.stepping(self.inner):
-            step_unless(self.last.skipped, self.last.found_inf, self.inner, self._step.flag)
+            step_unless(self.last.skipped, self.last.found_inf, self.inner, self._step.flag, loss)
         self._step.clear(is_stepped=True)
         return loss
 

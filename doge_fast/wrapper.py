@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from doge_fast.joined import JoinedOptimizer
+from doge_fast.joined import JoinedOptimizer, step_with
 from doge_fast.tracing import outside_graphs
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ class OptimizerWrapper(Optimizer):
         optimizer: the wrapped one; several are joined (`doge_fast.joined`).
 
     Raises:
-        TypeError: one is not a torch optimizer, is a wrapper already, or its step needs a closure
-            (LBFGS).
+        TypeError: one is not a torch optimizer, is a wrapper already, its step needs a closure
+            (LBFGS), or it has no state_dict (Lookahead).
         ValueError: several of them have a parameter in common, or none is given.
     """
 
@@ -127,6 +127,16 @@ def _check_wraps(optimizer: Optimizer) -> None:
             "needs a closure), while the domain weights move once, with one gradient of each "
             "domain. Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
         )
+    try:
+        keys = set(optimizer.state_dict())
+    except KeyError:
+        keys = set()
+    if not keys >= {"state", "param_groups"}:
+        raise TypeError(
+            f"{type(optimizer).__name__}.state_dict() has not the form of a torch optimizer's, "
+            "state and param_groups, as in wrappers of optimizers, so no checkpoint of it could be "
+            "written. Wrap the optimizer inside it."
+        )
 
 
 class SkipFlag:
@@ -180,7 +190,9 @@ def _each_of(inner: Optimizer) -> Sequence[Optimizer]:
     return inner.optimizers if isinstance(inner, JoinedOptimizer) else (inner,)
 
 
-def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag) -> None:
+def step_unless(
+    skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag, loss: Any = None
+) -> None:
     """Step the wrapped optimizer unless the step is skipped.
 
     Args:
@@ -188,6 +200,7 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
         found_inf: the same as float32, which fused optimizers take.
         inner: the wrapped optimizer.
         flag: reads `skipped` where the host has to.
+        loss: for an optimizer that asks for it; None: not known.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
@@ -198,7 +211,7 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
         for each in fused:
             each.grad_scale, each.found_inf = None, found_inf
         try:
-            inner.step()
+            step_with(inner, loss)
         finally:
             for each in fused:
                 del each.grad_scale, each.found_inf
@@ -209,4 +222,4 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
             "where it has that argument), which lets the device skip it."
         )
     elif not flag.read(skipped):
-        inner.step()
+        step_with(inner, loss)
