@@ -833,26 +833,6 @@ def test_a_foreign_gradient_on_what_a_domain_touched_is_not_lost_silently() -> N
     assert optimizer.num_steps == 1
 
 
-def test_two_wrappers_of_one_model_are_entered_together() -> None:
-    model = small_model()
-    first, second = (
-        DoGEOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), domains=DOMAINS)
-        for part in (model[0], model[2])
-    )
-    with first.domain("a"):
-        loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match="ran outside any domain"), second.domain("a"):
-        pass
-    first.zero_grad()
-    second.zero_grad()
-    for row, name in enumerate(DOMAINS):
-        with first.domain(name), second.domain(name):
-            loss_of(model, 0, row).backward()
-    for optimizer in (first, second):
-        optimizer.step()
-        assert optimizer.num_steps == 1
-
-
 def test_stepping_the_wrapper_whose_domains_did_not_run() -> None:
     """As after the cell of a notebook that builds the optimizer has run twice."""
     model, old = wrapped(micro_batches=None)

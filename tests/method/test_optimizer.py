@@ -119,8 +119,11 @@ class TestBadArguments:
             DoGEOptimizer(inner, domains=DOMAINS, selection=["nope"])
 
     def test_needs_an_optimizer(self) -> None:
-        with pytest.raises(TypeError, match=r"wraps a torch.optim.Optimizer.*got list"):
-            DoGEOptimizer(list(tied_transformer().parameters()), domains=DOMAINS)
+        model = tied_transformer()
+        wrongs = {"generator": model.parameters(), "Parameter": [*model.parameters()]}
+        for kind, wrong in wrongs.items():
+            with pytest.raises(TypeError, match=f"wraps a torch.optim.Optimizer.*got {kind}"):
+                DoGEOptimizer(wrong, domains=DOMAINS)  # type: ignore[arg-type]
 
     def test_does_not_wrap_itself(self) -> None:
         _, optimizer = build()
