@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import doge_fast
-from doge_fast import failures
 from doge_fast.pipeline import config as configs
-from doge_fast.pipeline import named, ranks
+from doge_fast.pipeline import failures, named, ranks
 from doge_fast.pipeline.config.ranges import check as check_ranges
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
@@ -222,7 +221,7 @@ def parse(words: Sequence[str]) -> Any:
             be.
         SystemExit: help was asked for, or a flag is wrong.
     """
-    from doge_fast import flags
+    from doge_fast.pipeline.config import flags
 
     name, others = _verb_of(words)
     verb = VERBS[name]

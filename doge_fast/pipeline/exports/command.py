@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast import atomic_file, failures
-from doge_fast.pipeline import named, records
+from doge_fast import atomic_file
+from doge_fast.pipeline import failures, named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.blend import Paths
 from doge_fast.pipeline.exports.registry import export, import_weights, listing

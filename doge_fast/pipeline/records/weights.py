@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline import named
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import (
     CONFIG,
     EVALUATION,

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from doge_fast import atomic_file, failures
-from doge_fast.pipeline import named, records, tables
+from doge_fast import atomic_file
+from doge_fast.pipeline import failures, named, records, tables
 from doge_fast.pipeline.config import WeightsCardConfig, WeightsPlotConfig
 from doge_fast.pipeline.reporting import plotting
 from doge_fast.pipeline.reporting.plotting import Drawing
