@@ -203,9 +203,9 @@ def test_epochs_become_caps_by_the_tokens_there_are() -> None:
 
 def test_what_was_true_of_other_weights_is_left_out() -> None:
     averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
-    averaged["phases"] = [{"first_step": 0, "weights": by_name(averaged)}]
+    averaged["stages"] = [{"first_step": 0, "weights": by_name(averaged)}]
     found = bounds.constrain(averaged, cap=0.4).record
-    assert "phases" not in found
+    assert "stages" not in found
     assert all("weight_std" not in entry for entry in found["domains"])
     assert found["average"]["count"] == 2
 
