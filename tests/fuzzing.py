@@ -135,7 +135,6 @@ def _small_words(data: bytes) -> object:
     words = _words(data)
     for parse in (
         lambda: proxy.parse_target(words),
-        lambda: proxy.parse_split(words),
         lambda: named.numbers(words, "floor"),
         lambda: cancellation.parse_strategy(_text(data)),
         lambda: Objective.of(words),

@@ -144,32 +144,6 @@ class WeightsConstrainConfig:
 
 
 @dataclass(frozen=True)
-class WeightsPlotConfig:
-    """A figure of the weights beside natural and uniform ones; for one run, also over its steps."""
-
-    files: tuple[Path, ...]
-    """weights.json files or run directories; several are drawn side by side."""
-    out: Path = Path("weights.png")
-    """The figure, .png or .svg. The weights over the steps are written beside it, to NAME-steps."""
-
-
-@dataclass(frozen=True)
-class WeightsCardConfig:
-    """A page for the Hub with provenance, table and figures of the weights; nothing is uploaded."""
-
-    file: Path
-    """A weights.json, or a run directory."""
-    out: Path = Path("weights-card")
-    """The directory to write README.md, weights.json and the figures to; or the path of its
-    README.md."""
-    budget_tokens: Positive | None = None
-    """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
-    it."""
-    tokens: tuple[str, ...] = ()
-    """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
-
-
-@dataclass(frozen=True)
 class ExportConfig:
     """Write domain weights for a training framework; --list names the targets."""
 
