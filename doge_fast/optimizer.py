@@ -27,7 +27,7 @@ from doge_fast.step.step import Step, StepState
 from doge_fast.tracing import outside_graphs, phase
 from doge_fast.weights import checkpoint, defaults, weights_file
 from doge_fast.weights.checkpoint import DomainState
-from doge_fast.weights.objective import UNIVERSAL, Target
+from doge_fast.weights.objective import UNIVERSAL, Objective, Target
 from doge_fast.weights.scores import Score
 from doge_fast.weights.state import DomainWeights, UpdateRule
 from doge_fast.weights.subset import Subset
@@ -142,7 +142,6 @@ class DoGEOptimizer(OptimizerWrapper):
             target_mu=target_mu,
             device=parameters.params[0].device,
         )
-        self.objective = self._weights.objective
         self._step = Step(
             parameters,
             Subset.of(self.objective, domains_per_step, seed, self.rule.score),
@@ -154,6 +153,11 @@ class DoGEOptimizer(OptimizerWrapper):
         checkpoint.mark(self.param_groups)
 
     # What is known of the run.
+
+    @property
+    def objective(self) -> Objective:
+        """Which domains are trained on, and which are targets."""
+        return self._weights.objective
 
     @property
     def rule(self) -> UpdateRule:
