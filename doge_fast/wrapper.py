@@ -109,8 +109,8 @@ class OptimizerWrapper(Optimizer):
             """Likewise: hosts hand an optimizer what its step reads, such as the latest loss."""
             inner = self.__dict__.get("_inner")
             is_ours = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-            owners = [] if is_ours or inner is None else _each_of(inner)
-            owners = [owner for owner in owners if hasattr(owner, name)]
+            others = () if is_ours or inner is None else _each_of(inner)
+            owners = [owner for owner in others if hasattr(owner, name)]
             for owner in owners:
                 setattr(owner, name, value)
             if not owners:
@@ -120,17 +120,15 @@ class OptimizerWrapper(Optimizer):
 def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
     """The optimizer that is wrapped, once what cannot be wrapped is refused."""
     if not isinstance(optimizer, list | tuple):
-        _check_wraps(optimizer)
-        return optimizer
+        return _checked(optimizer)
     if not optimizer:
         raise ValueError("DoGEOptimizer needs an optimizer to wrap; got an empty list.")
-    for each in optimizer:
-        _check_wraps(each)
-    return optimizer[0] if len(optimizer) == 1 else JoinedOptimizer(optimizer)
+    checked = [_checked(each) for each in optimizer]
+    return checked[0] if len(checked) == 1 else JoinedOptimizer(checked)
 
 
-def _check_wraps(optimizer: Optimizer) -> None:
-    """Refuse what cannot be wrapped."""
+def _checked(optimizer: object) -> Optimizer:
+    """The optimizer, where it can be wrapped."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "DoGEOptimizer wraps a torch.optim.Optimizer, for example "
@@ -156,6 +154,7 @@ def _check_wraps(optimizer: Optimizer) -> None:
             "state and param_groups, as in wrappers of optimizers, so no checkpoint of it could be "
             "written. Wrap the optimizer inside it."
         )
+    return optimizer
 
 
 class SkipFlag:
