@@ -49,7 +49,7 @@ class JoinedOptimizer(Optimizer):
         self.__setstate__({})
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all, in a new list."""
         groups = []
         for optimizer in self.optimizers:
@@ -64,8 +64,8 @@ class JoinedOptimizer(Optimizer):
         for optimizer, own in zip(self.optimizers, self._by_optimizer(groups), strict=True):
             optimizer.param_groups = own
 
-    @property
-    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
         """The states of all; what is written goes to the parameter's optimizer."""
         return _States(self.optimizers)
 
