@@ -146,7 +146,7 @@ class Step:
             self.subset.refuse_odd(sizes_here)
             self._prepare(tuple(sizes_here))
             self._refuse_shards()
-            segments = segments_of(sizes_here, self.entries.rows_of)
+            segments = segments_of(sizes_here, lambda name: self.entries.rows_of(name)[0])
             stacked_model = self._stacked_model_of(bare(model))
         with self._opened(sizes_here, None) as opened:
             with stacked_model.recording(segments):
