@@ -76,9 +76,10 @@ docs: $(call STAMP,all)  ## the documentation as pages, in docs/_build/index.htm
 notebook: | $(BIN)/python  ## examples/weights.ipynb, from its page and the address in pyproject.toml
 	$(BIN)/python docs/_extensions/notebook.py
 
-lint: $(call STAMP,all)  ## linter and formatter check
+lint: $(call STAMP,all)  ## linter, formatter check and import layers
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m pytest -q tests/test_import_layers.py
 
 typecheck: $(call STAMP,all)  ## strict types
 	$(BIN)/python -m mypy

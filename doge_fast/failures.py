@@ -114,9 +114,9 @@ def writing(file: Path, *, makes_directory: bool = True) -> Iterator[None]:
             file.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        code, told = _system_ending(error.errno or errno.EIO)
+        code, sentence = _system_ending(error.errno or errno.EIO)
         kind = ValueError if code == USAGE else FileFailure
-        raise kind(f"{file} cannot be written: {told}") from error
+        raise kind(f"{file} cannot be written: {sentence}") from error
 
 
 def ending_of(error: BaseException, directory: Path | None = None) -> Ending | None:
@@ -157,8 +157,8 @@ def _of_the_system(error: BaseException, directory: Path | None) -> Ending | Non
         return None
     file = getattr(error, "filename", None)
     where = file if isinstance(file, str) else (directory or "A file")
-    code, told = _system_ending(number)
-    return Ending(code, f"{where}: {told}")
+    code, sentence = _system_ending(number)
+    return Ending(code, f"{where}: {sentence}")
 
 
 def _system_ending(number: int) -> Ending:
@@ -202,15 +202,15 @@ def unforeseen(error: BaseException, words: list[str], directory: Path | None = 
     text = "".join(traceback.format_exception(error))
     content = f"doge-fast {' '.join(map(repr, words))}\nPython {sys.version}\n\n{text}"
     name = f"doge-fast-error-{secrets.token_hex(4)}.log"
-    told = f"This was not foreseen: {type(error).__name__}: {one_line(error)}. Please report it"
+    sentence = f"This was not foreseen: {type(error).__name__}: {one_line(error)}. Please report it"
     temporary = Path(tempfile.gettempdir())
     for folder in (temporary,) if directory is None else (directory, temporary):
         # One that is not there, is full or is somebody else's takes no log.
         with suppress(OSError):
             atomic_file.write(folder / name, content.encode(errors="backslashreplace"))
-            return Ending(WORLD, f"{told} with {folder / name}, which holds the traceback.")
+            return Ending(WORLD, f"{sentence} with {folder / name}, which holds the traceback.")
     way_out = "DOGE_FAST_TRACEBACK=1 in the environment shows where it came from"
-    return Ending(WORLD, f"{told}; no log could be written, and {way_out}.")
+    return Ending(WORLD, f"{sentence}; no log could be written, and {way_out}.")
 
 
 def one_line(error: BaseException) -> str:

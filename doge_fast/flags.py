@@ -121,8 +121,8 @@ def _flags_of(config: type, is_positional: bool = False) -> type:
         else:
             # `from_` is a field because `from` is a word of Python.
             flag = name.strip("_").replace("_", "-")
-            told = tyro.conf.arg(help=texts.get(name), name=flag, prefix_name=config in PREFIXED)
-            hint = Annotated[hint, told]
+            flag_of = tyro.conf.arg(help=texts.get(name), name=flag, prefix_name=config in PREFIXED)
+            hint = Annotated[hint, flag_of]
         if name in positional or (config, name) in _POSITIONAL_FIELDS:
             hint = Annotated[hint, tyro.conf.Positional]
         fields.append((name, hint))

@@ -3,7 +3,7 @@
 One step of Algorithm 1 (or 2) as three verbs: `domain(name)` routes what a backward pass produces
 into that domain's row of the flat buffer; `combine()` moves the domain weights by the Gram matrix
 of the rows and writes the weighted gradient into `p.grad`; `step()` lets the wrapped optimizer use
-it. `doge_fast.step.step` keeps what has been collected, `doge_fast.step.combine` computes.
+it. All of it happens in `doge_fast.step.step`.
 """
 
 import os
@@ -14,23 +14,63 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from doge_fast.distributed.exchanges import Ranks
-from doge_fast.distributed.fragments import Group
+from doge_fast.distributed import Ranks
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.step.combine import checked_scaler, combine, scale_of
-from doge_fast.step.parameters import TrackedParameters, on_host
-from doge_fast.step.step import Step, StepState
-from doge_fast.tracing import outside_graphs, phase
+from doge_fast.joined import refuse_other_optimizers
+from doge_fast.step.parameters import TrackedParameters
+from doge_fast.step.step import Step
 from doge_fast.weights import checkpoint, defaults, weights_file
-from doge_fast.weights.checkpoint import DomainState
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
 from doge_fast.weights.reweight import LastStep
 from doge_fast.weights.scores import Score, score_of
 from doge_fast.weights.state import DomainWeights, UpdateRule
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import OptimizerWrapper, step_unless
+from doge_fast.wrapper import OptimizerWrapper, checked_scaler
+
+
+class DomainState:
+    """The domain weights of an optimizer as a checkpoint of their own: torch's `Stateful`.
+
+    For `torch.distributed.checkpoint`, beside or in place of what the parameter groups carry::
+
+        dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
+
+    Args:
+        weights: that are saved and restored.
+        step: under way, which loading begins anew.
+        is_mu_named: whether mu was asked for by name, and so is not taken from a checkpoint.
+    """
+
+    def __init__(self, weights: DomainWeights, step: Step, *, is_mu_named: bool) -> None:
+        self._weights = weights
+        self._step = step
+        self._is_mu_named = is_mu_named
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and names: what `DoGEOptimizer.state_dict()` has under "doge"."""
+        weights = self._weights
+        return checkpoint.named(
+            weights.state(), weights.objective, draws=self._step.subset.draws, mu=weights.rule.mu
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from there; the wrapped optimizer stays as it is.
+
+        Raises:
+            TypeError: it is no dict.
+            ValueError: it belongs to other domains, or to a later version.
+            RuntimeError: inside a domain.
+        """
+        self._step.refuse_inside_a_domain("load_state_dict()")
+        checkpoint.check(state_dict, self._weights.objective)
+        self._weights.load(state_dict)
+        if not self._is_mu_named and "mu" in state_dict:
+            self._weights.set_mu(float(state_dict["mu"]))
+        self._step.clear()
+        self._step.subset.draw(state_dict.get("draws", 0))
 
 
 class DoGEOptimizer(OptimizerWrapper):
@@ -49,7 +89,9 @@ class DoGEOptimizer(OptimizerWrapper):
     type of the rows: for many of them in 16 bits, set `buffer_dtype`.
 
     Args:
-        optimizer: of the proxy model. Schedulers may be given either; groups are shared.
+        optimizer: of the proxy model; or several of disjoint parameters, as `[muon, adamw]`, which
+            then share one W over all parameters and one mixture. Schedulers may be given any of
+            them; groups are shared, and those of several stand one after another.
         domains: names of the training domains; their order is the order of `alpha`.
         target: whose loss is to become small. "universal": all training domains, each with
             weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}: a
@@ -83,10 +125,7 @@ class DoGEOptimizer(OptimizerWrapper):
         scaler: the GradScaler of the losses, read when a step is combined; without it, and without
             `combine(grad_scale=...)`, scores are its factor squared too large. Copy or pickle both.
         process_group: the ranks that learn together; None: the default group once there is one, or
-            the mesh of DTensors; `distributed.Fragments`: shards, each rank with its own domains.
-        shard_optimizer: each of n ranks steps its columns alone, with 1 / n of the wrapped
-            optimizer's state, and parameters are gathered in the place of gradients. `p.grad`
-            stays None. For optimizers that treat all elements of a parameter alike.
+            the mesh of DTensors.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
@@ -98,7 +137,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         domains: Sequence[str],
         target: Target = UNIVERSAL,
@@ -115,12 +154,11 @@ class DoGEOptimizer(OptimizerWrapper):
         initial: Mapping[str, float] | None = None,
         micro_batches: int | None = 1,
         scaler: GradScaler | None = None,
-        process_group: Group | None = None,
-        shard_optimizer: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self._scaler = checked_scaler(scaler)
-        parameters = TrackedParameters(optimizer, selection)
+        scaler = checked_scaler(scaler)
+        parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
         self.objective = Objective.of(domains, target)
         if mu is None:
@@ -135,12 +173,15 @@ class DoGEOptimizer(OptimizerWrapper):
         device = parameters.params[0].device
         self._weights = DomainWeights(self.objective, rule, device=device, initial=initial)
         self._step = Step(
+            self.inner,
             parameters,
+            self._weights,
             Subset(self.objective, domains_per_step, seed),
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
-            ranks=Ranks(process_group, shard_optimizer).check(optimizer, scaler),
+            scaler=scaler,
+            ranks=Ranks(process_group),
         )
         checkpoint.mark(self.param_groups)
 
@@ -159,7 +200,7 @@ class DoGEOptimizer(OptimizerWrapper):
     @property
     def micro_batches(self) -> int | None:
         """Times that each domain is entered in a step; None: any number."""
-        return self._step.entries.micro_batches
+        return self._step.micro_batches
 
     @property
     def buffer(self) -> FlatBuffer:
@@ -244,7 +285,6 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         with self._step.domain(name, count):
             yield
-        self._end_if_complete()
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
@@ -275,14 +315,7 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         with self._step.stacked(model, sizes):
             yield
-        self._end_if_complete()
 
-    def _end_if_complete(self) -> None:
-        if self._step.entries.are_complete:
-            with self._step.dropped_on_failure():
-                self.combine()
-
-    @outside_graphs
     def combine(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
@@ -301,32 +334,7 @@ class DoGEOptimizer(OptimizerWrapper):
             RuntimeError: a domain is missing and `absent` is "error"; inside a domain; called twice
                 in one step; something else has set a `p.grad`; or `grad_scale` comes too late.
         """
-        step = self._step
-        step.refuse_inside_a_domain("combine() and step()")
-        if step.has_combined_by_itself:
-            if grad_scale is not None:
-                raise RuntimeError(
-                    "the gradients were combined at the end of the last domain, without this "
-                    "grad_scale. Pass scaler=scaler to DoGEOptimizer, or micro_batches=None."
-                )
-            return
-        params = step.parameters
-        with step.entries.told_on_failure():
-            scale = scale_of(grad_scale, self._scaler, params.params[0].device)
-        self._weights.last = combine(
-            step.blocks(self._weights.settings() | {"grad_scale": on_host(scale)}),
-            self._weights,
-            step.subset,
-            step.entries.exchange,
-            present=step.entries.seen,
-            selected=params.selected_ids(),
-            lr=params.lr,
-            grad_scale=scale,
-            decided=lambda skipped: step.flag.send(skipped, self.inner),
-        )
-        step.state = StepState.COMBINED
-        # The wrapped optimizer may have been given a state dict of this one.
-        checkpoint.mark(self.param_groups)
+        self._step.combine(grad_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer, after `combine()` where that has not run.
@@ -349,14 +357,7 @@ class DoGEOptimizer(OptimizerWrapper):
         if self._step.is_of_others():
             self.inner.step()
             return loss
-        if self._step.state is not StepState.COMBINED:
-            self._step.entries.refuse_partial()
-            self.combine()
-        self._step.parameters.refuse_other_lr(self.last)
-        assert self.last is not None
-        with phase("inner_step"), self._step.entries.exchange.stepping(self.inner):
-            step_unless(self.last.skipped, self.last.found_inf, self.inner, self._step.flag)
-        self._step.clear(is_stepped=True)
+        self._step.finish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -365,12 +366,16 @@ class DoGEOptimizer(OptimizerWrapper):
         Neither takes back what `combine()` did to the weights. Over ranks `p.grad` becomes None.
         """
         self._step.refuse_inside_a_domain("zero_grad()")
-        set_to_none = set_to_none or self._step.entries.has_own_rows
+        set_to_none = set_to_none or self._step.has_own_rows
         self.inner.zero_grad(set_to_none)
         self._step.clear(are_zeros_left=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the wrapped optimizer; they count from the next step on."""
+        """Add parameters to the wrapped optimizer; they count from the next step on.
+
+        Raises:
+            ValueError: several are wrapped. Add them to one of these itself.
+        """
         self.inner.add_param_group(param_group)
         checkpoint.mark(self.param_groups)
 
@@ -393,13 +398,13 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it; every
         parameter group has the same numbers as a tuple (see `doge_fast.weights.checkpoint`). Save
-        between steps: rows are no part of it. Waits for the device. With `shard_optimizer` on all ranks.
+        between steps: rows are no part of it. Waits for the device.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        with self._step.entries.whole(self.inner):
-            theirs = self.inner.state_dict()
-        state_dict = checkpoint.put_into(theirs, self.doge.state_dict(), self.objective)
+        state_dict = checkpoint.put_into(
+            self.inner.state_dict(), self.doge.state_dict(), self.objective
+        )
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
@@ -413,7 +418,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             TypeError: it is no dict.
-            ValueError: it belongs to other domains, or to a later version.
+            ValueError: it belongs to other domains, other optimizers, or to a later version.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check_is_dict(state_dict)
@@ -421,6 +426,7 @@ class DoGEOptimizer(OptimizerWrapper):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         ours, theirs = checkpoint.taken_from(state_dict, self.objective)
+        refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
         self.inner.load_state_dict(theirs)
         checkpoint.mark(self.param_groups)
         self._step.clear()

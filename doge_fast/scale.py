@@ -1,7 +1,7 @@
-"""What a step costs on n ranks, on paper: memory, bytes that are sent, passes over memory.
+"""What a step costs on n ranks, on paper: memory, and bytes that are sent.
 
-Formulas and nothing else; `doge-fast plan` and the dry run of a stage print what they give. Each
-says which test holds it against what was counted. K is the number of rows of a step (with
+Formulas and nothing else; docs/scale.md and the dry run of a stage show what they give. Each says
+which test holds it against what was counted. K is the number of rows of a step (with
 `domains_per_step` these domains alone, and the measured targets), N that of parameters.
 """
 
@@ -45,7 +45,7 @@ def training_bytes(num_params: int, num_ranks: int = 1) -> dict[str, int]:
 def rows_bytes(num_params: int, num_rows: int, itemsize: int) -> int:
     """Stored gradients, without their padding.
 
-    Held by tests/integrations/test_scale_over_ranks.py against the buffer, and by
+    Held by tests/integrations/test_traffic.py against the buffer, and by
     tests/method/test_scale.py in one process.
     """
     return num_rows * num_params * itemsize
@@ -54,7 +54,7 @@ def rows_bytes(num_params: int, num_rows: int, itemsize: int) -> int:
 def exchanged_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: int) -> int:
     """What data parallelism holds while rows travel: what a rank sends, and what comes.
 
-    Held by tests/integrations/test_scale_over_ranks.py against the tensors that are exchanged.
+    Held by tests/integrations/test_traffic.py against the tensors that are exchanged.
     """
     if num_ranks == 1:
         return 0
@@ -65,24 +65,9 @@ def exchanged_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: in
 def gathered_gram_bytes(num_rows: int, num_ranks: int) -> int:
     """The Gram matrices of all ranks, which each rank adds up in their order.
 
-    Held by tests/integrations/test_scale_over_ranks.py.
+    Held by tests/integrations/test_traffic.py.
     """
     return num_ranks * FLOAT64 * num_rows**2 if num_ranks > 1 else 0
-
-
-def layer_bytes(width: int, inner: int, itemsize: int) -> int:
-    """What a layer of a transformer keeps of each token for the backward pass.
-
-    Held by tests/integrations/test_architectures.py against what autograd saves.
-    """
-    # What is as wide as the model is float32 in part whatever the dtype of products.
-    return 72 * width + 5 * itemsize * inner
-
-
-def logit_bytes(itemsize: int) -> int:
-    """Of an entry of the vocabulary, for each token: float32 with softmax and gradient, and in the
-    dtype of the product with its gradient."""
-    return 12 + 2 * itemsize
 
 
 # Bytes that a rank sends in a step.
@@ -92,7 +77,7 @@ def data_parallel_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize
     """Pieces of rows to their columns' ranks, and the sums from there: on average of the ranks.
 
     (n - 1) / n N (F / n b + 4), b bytes of an element of the rows, and (n - 1) K^2 float64 of the
-    Gram matrices. Held by tests/integrations/test_scale_over_ranks.py.
+    Gram matrices. Held by tests/integrations/test_traffic.py.
     """
     share = (num_ranks - 1) / num_ranks * num_params
     rows = num_pieces(num_rows, num_ranks) / num_ranks * itemsize
@@ -111,37 +96,8 @@ def sharded_bytes(
 
     A pass gathers before forward and backward and reduces once; with parameters that are kept all
     passes share one gather. A plain step is one pass that is not kept, and has no rows. Held by
-    tests/integrations/test_scale_over_ranks.py and, of fragments, test_traffic_of_shards.py.
+    tests/integrations/test_traffic.py.
     """
     units = passes + 1 if are_kept else 3 * passes
     share = (num_ranks - 1) / num_ranks * num_params * FLOAT32
     return units * share + (num_ranks - 1) * FLOAT64 * num_rows**2
-
-
-# What the device does.
-
-
-def flops(num_layers: int, width: int, vocab_size: int, length: int, num_tokens: float) -> float:
-    """Of forward and backward over tokens: six per weight of a product, and causal attention."""
-    products = 12 * num_layers * width**2 + vocab_size * width
-    return (6.0 * products + 6.0 * num_layers * width * length) * num_tokens
-
-
-def passes_bytes(
-    num_columns: float,
-    num_rows: int,
-    itemsize: int,
-    *,
-    written: float,
-    selection: float = 1.0,
-) -> float:
-    """What a step moves beyond plain training: rows written, read for W, read for the sum.
-
-    Args:
-        num_columns: that a rank multiplies.
-        num_rows: of them, pieces where ranks exchange them.
-        itemsize: bytes of an element.
-        written: elements of rows that a rank writes, those it copies to send them counted again.
-        selection: share of the columns that enter W.
-    """
-    return itemsize * (written + (1 + selection) * num_rows * num_columns)

@@ -6,13 +6,17 @@ keeps nothing in the wrapped one's state, whose lazy initialisation that would b
 
 import inspect
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from doge_fast.joined import JoinedOptimizer
 from doge_fast.tracing import outside_graphs
+from doge_fast.weights.simplex import is_number
 
 T = TypeVar("T")
 
@@ -43,14 +47,15 @@ class _Shared(Generic[T]):
 
 
 class OptimizerWrapper(Optimizer):
-    """A torch optimizer around another one.
+    """A torch optimizer around another one, or around several that step one model.
 
     Args:
-        optimizer: the wrapped one.
+        optimizer: the wrapped one; several are joined (`doge_fast.joined`).
 
     Raises:
-        TypeError: it is not a torch optimizer, it is a wrapper already, or its step needs a
-            closure (LBFGS).
+        TypeError: one is not a torch optimizer, is a wrapper already, or its step needs a closure
+            (LBFGS).
+        ValueError: several of them have a parameter in common, or none is given.
     """
 
     param_groups: _Shared[list[dict[str, Any]]] = _Shared()
@@ -59,15 +64,14 @@ class OptimizerWrapper(Optimizer):
     # A GradScaler then unscales p.grad itself, and leaves out step() on overflow.
     _step_supports_amp_scaling = False
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        _check_wraps(optimizer)
-        self._inner = optimizer
+    def __init__(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        self._inner = _one_of(optimizer)
         # super().__init__ would copy the parameter groups; what else it sets up follows here.
         self._set_up()
 
     @property
     def inner(self) -> Optimizer:
-        """The wrapped optimizer."""
+        """The wrapped optimizer; of several, a `JoinedOptimizer`."""
         return self._inner
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,12 +100,25 @@ class OptimizerWrapper(Optimizer):
                 setattr(self, name, method)
 
 
+def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """The optimizer that is wrapped, once what cannot be wrapped is refused."""
+    if not isinstance(optimizer, list | tuple):
+        _check_wraps(optimizer)
+        return optimizer
+    if not optimizer:
+        raise ValueError("DoGEOptimizer needs an optimizer to wrap; got an empty list.")
+    for each in optimizer:
+        _check_wraps(each)
+    return optimizer[0] if len(optimizer) == 1 else JoinedOptimizer(optimizer)
+
+
 def _check_wraps(optimizer: Optimizer) -> None:
     """Refuse what cannot be wrapped."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "DoGEOptimizer wraps a torch.optim.Optimizer, for example "
-            f"torch.optim.AdamW(model.parameters()); got {type(optimizer).__name__}."
+            "torch.optim.AdamW(model.parameters()), or a list of several; "
+            f"got {type(optimizer).__name__}."
         )
     if isinstance(optimizer, OptimizerWrapper):
         raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
@@ -146,8 +163,23 @@ class SkipFlag:
 
 def skips_on_the_device(inner: Optimizer) -> bool:
     """Whether the wrapped optimizer leaves a step out by itself, as torch's fused ones do."""
-    takes_flag = bool(getattr(inner, "_step_supports_amp_scaling", False))
-    return takes_flag and all(group.get("fused") for group in inner.param_groups)
+    return not _waiting_for_the_host(inner)
+
+
+def _waiting_for_the_host(inner: Optimizer) -> list[str]:
+    """The class names of those among the wrapped optimizers that cannot leave a step out."""
+    return [
+        type(each).__name__
+        for each in _each_of(inner)
+        if not (
+            getattr(each, "_step_supports_amp_scaling", False)
+            and all(group.get("fused") for group in each.param_groups)
+        )
+    ]
+
+
+def _each_of(inner: Optimizer) -> Sequence[Optimizer]:
+    return inner.optimizers if isinstance(inner, JoinedOptimizer) else (inner,)
 
 
 def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag) -> None:
@@ -164,17 +196,59 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
     """
     if skips_on_the_device(inner) and skipped.device.type != "cpu":
         # The host need not wait for the flag.
-        inner.grad_scale = None  # type: ignore[attr-defined]
-        inner.found_inf = found_inf  # type: ignore[attr-defined]
+        fused: Sequence[Any] = _each_of(inner)
+        for each in fused:
+            each.grad_scale, each.found_inf = None, found_inf
         try:
             inner.step()
         finally:
-            del inner.grad_scale, inner.found_inf  # type: ignore[attr-defined]
+            for each in fused:
+                del each.grad_scale, each.found_inf
     elif skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a step that is captured in a CUDA graph cannot be skipped by the host; "
-            f"{type(inner).__name__} needs fused=True (and capturable=True where it has "
-            "that argument), which lets the device skip it."
+            f"{' and '.join(_waiting_for_the_host(inner))} needs fused=True (and capturable=True "
+            "where it has that argument), which lets the device skip it."
         )
     elif not flag.read(skipped):
         inner.step()
+
+
+def checked_scaler(scaler: object) -> GradScaler | None:
+    """The scaler that was given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if scaler is None or isinstance(scaler, GradScaler):
+        return scaler
+    raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")
+
+
+def loss_scale(
+    grad_scale: float | Tensor | None, scaler: GradScaler | None, device: torch.device
+) -> float | Tensor:
+    """What the losses of a step were multiplied by.
+
+    Args:
+        grad_scale: the loop's own number; a tensor is not looked at. None: ask the scaler.
+        scaler: None: nothing multiplies the losses.
+        device: where the scaler's factor is wanted.
+
+    Raises:
+        ValueError: the loop's number is not positive and finite.
+    """
+    if grad_scale is None and scaler is None:
+        return 1.0
+    if grad_scale is None:
+        assert scaler is not None
+        # On the device: get_scale() would make the host wait for it.
+        return scaler.scale(torch.ones((), device=device))
+    if not isinstance(grad_scale, Tensor) and not (
+        is_number(grad_scale) and 0 < grad_scale < float("inf")
+    ):
+        raise ValueError(
+            f"grad_scale must be positive and finite; got {grad_scale!r}. Pass the factor that the "
+            "losses were multiplied by, scaler.get_scale()."
+        )
+    return grad_scale

@@ -1,15 +1,13 @@
 """DoGE with a model in shards: FSDP2's `fully_shard`, saved and resumed on any number of ranks.
 
-    torchrun --nproc-per-node 2 examples/fsdp2_loop.py                # the same domains on all
-    torchrun --nproc-per-node 2 examples/fsdp2_loop.py --fragments    # each rank runs its own
+    torchrun --nproc-per-node 2 examples/fsdp2_loop.py
     torchrun --nproc-per-node 2 examples/fsdp2_loop.py --stop-at 60   # killed on the way ...
     torchrun --nproc-per-node 4 examples/fsdp2_loop.py                # ... goes on with four ranks
 
 What to copy into your loop: the lines marked DoGE. Rows, combined gradient and optimizer state stay
-in shards. Where all ranks run the same K domains, keep the parameters between domains: a step then
-sends K + 1 times what gathering the parameters once does, and not 3 K times. With fragments each
-rank runs its pieces of the batch that is sorted by domain; where K divides the ranks a step sends
-what a plain one does. Hybrid shards work the first way: pass fully_shard a mesh of two dimensions,
+in shards. All ranks run the same K domains, each with its share of their examples. Keep the
+parameters between domains: a step then sends K + 1 times what gathering the parameters once does,
+and not 3 K times. For hybrid shards pass fully_shard a mesh of two dimensions,
 init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard")).
 
 The data stands in for yours and has a known answer; `plain_loop.py` describes it.
@@ -28,8 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from doge_fast import DoGEOptimizer
-from doge_fast.distributed import Fragments
-from doge_fast.sampling import rounds
 
 DOMAINS = ["stranger", "half", "kin"]
 TARGET = "target"
@@ -60,7 +56,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def built(fragments: bool, device: torch.device) -> tuple[nn.Module, DoGEOptimizer]:
+def built(device: torch.device) -> tuple[nn.Module, DoGEOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)).to(device)
     for layer in model:
@@ -70,28 +66,16 @@ def built(fragments: bool, device: torch.device) -> tuple[nn.Module, DoGEOptimiz
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         domains=DOMAINS,
         target=TARGET,
-        micro_batches=None,
-        process_group=Fragments(model) if fragments else None,
     )
 
 
-def mine(optimizer: DoGEOptimizer, fragments: bool) -> list[tuple[str, int, int]]:
-    """This rank's part of the batch, (domain, first, last)."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if fragments:
-        return rounds(dict.fromkeys(optimizer.rows, BATCH), rank, size)  # DoGE: few domains
-    return [(name, rank * BATCH // size, (rank + 1) * BATCH // size) for name in optimizer.rows]
-
-
-def train_step(model: nn.Module, optimizer: DoGEOptimizer, fragments: bool, step: int) -> None:
-    parts = mine(optimizer, fragments)
-    for number, (domain, first, last) in enumerate(parts):
-        tokens = sentences(domain, step)[first:last].to(next(model.parameters()).device)
-        # DoGE: fragments of a domain add up over ranks, means are averaged by FSDP2.
-        share = (last - first) / BATCH if fragments else 1.0
-        model.set_reshard_after_backward(number == len(parts) - 1)  # DoGE: gathered once a step
+def train_step(model: nn.Module, optimizer: DoGEOptimizer, step: int) -> None:
+    for domain in optimizer.rows:  # DoGE: the same domains on all ranks
+        tokens = sentences(domain, step).chunk(dist.get_world_size())[dist.get_rank()]
+        is_last = domain == optimizer.rows[-1]
+        model.set_reshard_after_backward(is_last)  # DoGE: gathered once a step
         with optimizer.domain(domain):  # DoGE: whose
-            (share * loss_of(model, tokens)).backward()
+            loss_of(model, tokens.to(next(model.parameters()).device)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -101,8 +85,8 @@ def state_of(model: nn.Module, optimizer: DoGEOptimizer, step: int) -> dict[str,
     return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
 
-def train(steps: int, stop_at: int, fragments: bool, device: torch.device, out: Path) -> None:
-    model, optimizer = built(fragments, device)
+def train(steps: int, stop_at: int, device: torch.device, out: Path) -> None:
+    model, optimizer = built(device)
     checkpoint, first = out / "checkpoint", 0
     if checkpoint.exists():
         state = state_of(model, optimizer, 0)
@@ -116,7 +100,7 @@ def train(steps: int, stop_at: int, fragments: bool, device: torch.device, out: 
         first = state["step"]
     last = min(steps, stop_at)
     for step in range(first, last):
-        train_step(model, optimizer, fragments, step)
+        train_step(model, optimizer, step)
     dcp.save(state_of(model, optimizer, last), checkpoint_id=checkpoint)
     if dist.get_rank() == 0:
         optimizer.save_weights(out / "weights.json")  # DoGE: the same on every rank
@@ -128,7 +112,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="DoGE with a model in shards")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--stop-at", type=int, default=160, help="step to stop at, to resume later")
-    parser.add_argument("--fragments", action="store_true", help="each rank runs its own domains")
     parser.add_argument("--out", type=Path, default=Path("fsdp2_loop"), help="for results")
     options = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
@@ -137,7 +120,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     options.out.mkdir(parents=True, exist_ok=True)
-    train(options.steps, options.stop_at, options.fragments, device, options.out)
+    train(options.steps, options.stop_at, device, options.out)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,50 @@
-"""Where ranks talk: the only files that call torch.distributed."""
+"""What ranks exchange: the only package that calls torch.distributed.
 
-from doge_fast.distributed.exchanges import exchange_of
-from doge_fast.distributed.fragments import Fragments
+A step talks to one `Exchange`. There are three kinds: one process; `ColumnExchange`, for models
+that are bare or in DistributedDataParallel; `ShardExchange`, for FSDP2 and tensor parallelism.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from doge_fast.distributed.columns import ColumnExchange
+from doge_fast.distributed.exchange import Columns, Exchange
+from doge_fast.distributed.process_group import (
+    Agreement,
+    Communicator,
+    Ranks,
+    Report,
+    default_group,
+    group_of,
+)
+from doge_fast.distributed.shards import ShardExchange, ranks_of_mesh
 from doge_fast.distributed.wrappers import bare, without_reduction
+from doge_fast.flat_buffer import local_of
 
-__all__ = ["Fragments", "bare", "exchange_of", "without_reduction"]
+__all__ = [
+    "Agreement",
+    "Columns",
+    "Exchange",
+    "Ranks",
+    "Report",
+    "bare",
+    "default_group",
+    "exchange_of",
+    "without_reduction",
+]
+
+
+def exchange_of(ranks: Ranks, params: Sequence[Tensor]) -> Exchange:
+    """The kind of exchange that these parameters need; DTensors bring the ranks of their mesh.
+
+    Raises:
+        RuntimeError: some parameters are sharded and others are not, or over other processes.
+    """
+    world = default_group()
+    if world is None:
+        return Exchange()
+    if any(local_of(param) is not param for param in params):
+        return ShardExchange(Communicator(group_of(ranks_of_mesh(params), world)))
+    group = ranks.group or world
+    return Exchange() if group.size() == 1 else ColumnExchange(Communicator(group))

@@ -5,37 +5,27 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# Classes that own the gradients of what they wrap, {(start of the module, start of the name):
-# what a message says of them}. A base class counts.
-_OWNERS = {
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
-        "FullyShardedDataParallel (FSDP1) cuts parameters into flat pieces that have no gradient "
-        "of their own. Use torch.distributed.fsdp.fully_shard(model) instead."
-    ),
-    ("deepspeed.", "DeepSpeedEngine"): (
-        "DeepSpeed's engine reduces and keeps the gradients by itself, so no domain's gradient "
-        "ever exists. Use torch.distributed.fsdp.fully_shard(model) instead, or learn the weights "
-        "with a proxy outside of DeepSpeed."
-    ),
-    ("megatron.core.distributed", ""): (
-        "Megatron's wrappers collect the gradients in buffers of their own, so no domain's "
-        "gradient ever exists. Use torch.distributed.fsdp.fully_shard(model) instead, or learn the "
-        "weights with a proxy outside of Megatron."
-    ),
-}
+from doge_fast.distributed.process_group import default_group
+
+# Classes that keep the gradients of what they wrap: starts of module and name, and what a message
+# calls them. A base class counts.
+_OWNERS = (
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "FSDP1"),
+    ("deepspeed.", "DeepSpeedEngine", "DeepSpeed's engine"),
+    ("megatron.core.distributed", "", "Megatron's wrapper"),
+)
 
 
 @cache
-def _refusal_of(kind: type[nn.Module]) -> str | None:
-    """Why modules of a class cannot run inside a domain; None where they can."""
+def _owner(kind: type[nn.Module]) -> str | None:
+    """What a message calls a class that keeps gradients; None for others."""
     for base in kind.__mro__:
-        for (package, name), sentence in _OWNERS.items():
+        for package, name, owner in _OWNERS:
             if base.__module__.startswith(package) and base.__name__.startswith(name):
-                return sentence
+                return owner
     return None
 
 
@@ -53,15 +43,19 @@ def without_reduction() -> Iterator[None]:
         RuntimeError: a model with `static_graph`, FSDP1, DeepSpeed's engine or one of Megatron's
             wrappers runs inside.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if default_group() is None:
         yield
         return
     before: dict[DistributedDataParallel, bool] = {}
 
     def switch_off(module: nn.Module, _: object) -> None:
         kind: Any = type(module)
-        if (refusal := _refusal_of(kind)) is not None:
-            raise RuntimeError(refusal)
+        if (owner := _owner(kind)) is not None:
+            raise RuntimeError(
+                f"{owner} reduces gradients into buffers of its own, so no domain's gradient ever "
+                "exists. Use torch.distributed.fsdp.fully_shard(model) instead, or learn the "
+                "weights with a proxy outside of it."
+            )
         if not isinstance(module, DistributedDataParallel) or module in before:
             return
         if module.static_graph:

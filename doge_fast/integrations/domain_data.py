@@ -1,16 +1,21 @@
-"""Data by domain for hosts that read one data set: as a mapping, a column, or a stream.
+"""Data by domain for hosts that read one data set: a mapping, a column or a stream, and the part of
+every batch that a rank trains on.
 
-It needs torch and numpy alone; what it knows of Hugging Face's data sets are their method names.
+It needs torch and numpy alone: of Hugging Face's data sets it calls methods by name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from doge_fast.integrations.dealing import PIECES, Batch, Deal, Part
+from doge_fast.sampling import pieces
 
+Batch = dict[str, Any]
+"""What a model takes: `input_ids`, `labels` and so on."""
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch of examples."""
 
@@ -289,7 +294,7 @@ class CollateByDomain:
         collate: makes a batch of a domain's examples.
         column: the key.
         place: (rank, number of ranks) if a rank is to have its part alone; None: all.
-        deal: which part that is.
+        all_domains: as `examples_of_rank` takes it.
     """
 
     def __init__(
@@ -297,22 +302,23 @@ class CollateByDomain:
         collate: Collate,
         column: str,
         place: tuple[int, int] | None = None,
-        deal: Deal = PIECES,
+        *,
+        all_domains: bool = False,
     ) -> None:
         self.collate = collate
         self.column = column
         self.place = place
-        self.deal = deal
+        self.all_domains = all_domains
 
     def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Batch]:
-        """The examples' batches by domain; a `Part` where there is a `place`."""
+        """The examples' batches by domain; a `RankBatch` where there is a `place`."""
         sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
-        mine = self.deal(sizes, *(self.place or (0, 1)))
+        mine = examples_of_rank(sizes, *(self.place or (0, 1)), all_domains=self.all_domains)
         batches = {
             name: self.collate([self._unnamed(each[name]) for each in examples[first:last]])
             for name, (first, last) in mine.items()
         }
-        return batches if self.place is None else Part.of(batches, mine, sizes)
+        return batches if self.place is None else RankBatch(batches, mine, sizes)
 
     def _unnamed(self, example: Any) -> Any:
         return _without(example, self.column) if _names_a_domain(example, self.column) else example
@@ -342,3 +348,96 @@ def checked_batch(batch: Any) -> dict[str, Any]:
         "(domain_column=), a mapping from domains to datasets, or an iterable dataset of such "
         "batches."
     )
+
+
+# What a rank trains on.
+
+
+class RankBatch(dict[str, Batch]):
+    """A rank's part of a batch `{domain: batch}`: the domains of which it has any example."""
+
+    def __init__(
+        self,
+        batches: Mapping[str, Batch],
+        mine: Mapping[str, tuple[int, int]],
+        sizes: Mapping[str, int],
+    ) -> None:
+        super().__init__(batches)
+        self.counts = {name: last - first for name, (first, last) in mine.items()}
+        """{domain: examples here}, of these."""
+        self.sizes = dict(sizes)
+        """{domain: examples on all ranks}, of all domains of the batch."""
+
+
+def examples_of_rank(
+    sizes: Mapping[str, int], rank: int, num_ranks: int, *, all_domains: bool
+) -> dict[str, tuple[int, int]]:
+    """{domain: (first, last)}: which examples of a batch a rank has, counted within the domain.
+
+    Args:
+        sizes: {domain: examples in the batch of all ranks}.
+        rank: of `num_ranks`.
+        num_ranks: that share the batch.
+        all_domains: every rank runs every domain (fsdp), on equal parts of each, to one example;
+            otherwise ranks have few domains each, as `doge_fast.sampling.pieces` gives them.
+
+    Raises:
+        ValueError: every rank is to run a domain that has fewer examples than there are ranks.
+    """
+    if not all_domains:
+        return pieces(sizes, rank, num_ranks)
+    if few := {name: size for name, size in sizes.items() if size < num_ranks}:
+        raise ValueError(
+            f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} examples. Give "
+            f"each domain at least {num_ranks} in a step, and pass "
+            "TrainingArguments(dataloader_drop_last=True) where only the last one has fewer."
+        )
+    return {
+        name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
+        for name, size in sizes.items()
+    }
+
+
+def part_of(
+    batch: Mapping[str, Batch], rank: int, num_ranks: int, *, all_domains: bool = False
+) -> RankBatch:
+    """A rank's part of a batch that all ranks have; arguments as `examples_of_rank` takes them.
+
+    A domain that one rank has as a whole is left as it is; of one that is divided, everything holds
+    the examples along its first axis.
+
+    Raises:
+        ValueError: a domain is to be divided, and its tensors are not of one length.
+    """
+    lengths = {
+        name: {key: len(rows) if _has_axis(rows) else None for key, rows in domain.items()}
+        for name, domain in batch.items()
+    }
+    # A batch without any such axis is one example.
+    sizes = {name: next(filter(None, each.values()), 1) for name, each in lengths.items()}
+    mine = examples_of_rank(sizes, rank, num_ranks, all_domains=all_domains)
+    batches = {}
+    for name, (first, last) in mine.items():
+        batches[name] = batch[name]
+        if last - first < sizes[name]:
+            if len(set(lengths[name].values())) > 1:
+                raise ValueError(
+                    "a finished batch is divided along its first axis where several ranks share a "
+                    f"domain; in that of {name!r} the axes are {lengths[name]}. Give every entry "
+                    "the examples as first axis."
+                )
+            batches[name] = {key: rows[first:last] for key, rows in batch[name].items()}
+    return RankBatch(batches, mine, sizes)
+
+
+def _has_axis(rows: Any) -> bool:
+    return isinstance(rows, Tensor) and rows.dim() > 0
+
+
+def shares(parts: Sequence[RankBatch]) -> dict[str, float]:
+    """{domain: which share of its examples in these batches is here}, of those that are here."""
+    here, everywhere = Counter[str](), Counter[str]()
+    for part in parts:
+        here.update(part.counts)
+        everywhere.update(part.sizes)
+    return {name: count / everywhere[name] for name, count in here.items()}

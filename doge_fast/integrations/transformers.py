@@ -1,34 +1,41 @@
 """Hugging Face's Trainer with a gradient per domain.
 
 Trainer owns the loop: it accumulates micro-batches, clips `p.grad`, steps, schedules, logs and
-saves. This file changes three things: a gradient of every domain instead of one of the batch
-(domain after domain, or all in one backward pass), the weighted gradient in `p.grad` before Trainer
-looks at it, and no second clipping of a gradient that `DoGEOptimizer` has cut already.
+saves. This file changes four things: the loader gives batches by domain, of which every rank takes
+its part; a gradient of every domain instead of one of the batch (domain after domain, or all in one
+backward pass); the weighted gradient in `p.grad` before Trainer looks at it; and no second clipping
+of a gradient that `DoGEOptimizer` has clipped already.
+
+All ranks go through the data in one order, so they agree on every batch without a message. What
+they add up is how many targets a domain has in a step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
+from itertools import islice
 from typing import Any, Literal, cast, get_args
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from doge_fast.integrations import causal_lm
-from doge_fast.integrations.dealing import Batch, Part
-from doge_fast.integrations.domain_trainer import DomainTrainer, Steps
+from doge_fast.distributed import default_group
+from doge_fast.integrations import causal_lm, domain_data
+from doge_fast.integrations.domain_data import Batch, RankBatch, examples_of_rank
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.stacked.layers.batch import on_device
-from doge_fast.step.combine import factor_of
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import Score
+from doge_fast.wrapper import loss_scale
 
 Mode = Literal["auto", "sequential", "stacked"]
 
 
-class DoGETrainer(DomainTrainer):
+class DoGETrainer(Trainer):
     """A `transformers.Trainer` that learns domain weights while it trains.
 
     Change the class and say which domains there are; a column of the data set names each
@@ -44,7 +51,7 @@ class DoGETrainer(DomainTrainer):
         trainer.weights                                     # {"arxiv": 0.61, "book": 0.39}
 
     Everything else is Trainer's: the optimizer that `args.optim` names is created as always and
-    wrapped, `args.max_grad_norm` cuts the combined gradient (once), schedulers, gradient
+    wrapped, `args.max_grad_norm` clips the combined gradient (once), schedulers, gradient
     accumulation, bfloat16, compilation, gradient checkpointing, evaluation, callbacks, logging and
     resuming work as they did. A domain's loss is the mean over the tokens it has in the whole
     optimizer step, so that the number of micro-batches changes nothing; this is l_j of the paper.
@@ -62,22 +69,22 @@ class DoGETrainer(DomainTrainer):
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model unchanged.
 
-    A stream with `set_epoch` is told the number of every pass. A run over a stream resumes to the
-    bit within its first pass. Trainer cannot count the passes of a stream: resumed in a later one
-    it begins another pass instead of going on in the middle. There, use a dataset with a length.
+    `set_epoch` of a stream is called with the number of every pass. A run over a stream resumes to
+    the bit within its first pass. Trainer cannot count the passes of a stream: resumed in a later
+    one it begins another pass instead of going on in the middle. There, use a dataset with a
+    length.
 
     An optimizer of your own (`optimizers`, `optimizer_cls_and_kwargs`) is wrapped like Trainer's
     unless it is a `DoGEOptimizer` already: then that one decides how weights move, and its
-    `max_grad_norm` cuts the gradient; where that is None, `args.max_grad_norm` does.
+    `max_grad_norm` clips the gradient; where that is None, `args.max_grad_norm` does.
 
     Gradients come from one backward pass per domain (`mode="sequential"`) or from one pass over
     the batches of all domains end to end (`"stacked"`; `DoGEOptimizer.stacked`); the weights are
     the same to rounding, dropout aside. `"auto"` stacks a micro-batch where the architecture is
     one of `STACKABLE`, the loss is the model's own, nothing is compiled, all domains' sequences
-    are equally long, a domain has at most `MOST_TOKENS`, and the step fits: by
-    `causal_lm.stacked_bytes` on a GPU, elsewhere up to `MOST_TOKENS_TOGETHER` in all. Small batches
-    use the machine better together, large ones need the memory. The choice depends on shapes and
-    on what the first step finds free, so a resumed run repeats it on a device that is as free.
+    are equally long, a domain has at most `MOST_TOKENS` and all together `MOST_TOKENS_TOGETHER`
+    (`doge_fast.integrations.causal_lm`). Small batches use the machine better together, large ones
+    need the memory.
 
     Over n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
     of every row, as users of Trainer expect; a finished batch is that of all ranks. All go through
@@ -88,12 +95,12 @@ class DoGETrainer(DomainTrainer):
 
     Args:
         domains: names of the training domains; the simplex, in this order. May be left out where
-            `optimizers` holds a `DoGEOptimizer`, which knows them.
+            `optimizers` holds a `DoGEOptimizer`, which has them.
         domain_column: the column, or the key of an example, that names its domain.
         target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent,
         domains_per_step, initial: as `DoGEOptimizer` takes them. `selection` holds names of
-            `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds
-            of the others is left out.
+            `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds of
+            the others is left out.
         mode: "auto", "sequential" or "stacked", as above. "stacked" refuses a batch or a loss
             that it cannot take.
         *args, **kwargs: as `Trainer` takes them.
@@ -102,11 +109,14 @@ class DoGETrainer(DomainTrainer):
         ValueError: no domain is named, an unknown mode, a `DoGEOptimizer` that contradicts the
             arguments, or what `DoGEOptimizer` refuses.
         RuntimeError: several GPUs in one process, several processes that each train by themselves,
-            or a model that is cut otherwise than by fsdp's version 2: FSDP1, parallelism_config,
-            DeepSpeed.
+            or a model that is sharded otherwise than by fsdp's version 2 (FSDP1, DeepSpeed,
+            parallelism_config).
 
     Source: DoGE, Algorithms 1 and 2.
     """
+
+    shares: Mapping[str, float] = {}
+    """{domain: the share of its examples in this step that this rank has}, of those it has."""
 
     def __init__(
         self,
@@ -219,19 +229,174 @@ class DoGETrainer(DomainTrainer):
         self.optimizer = self._doge = inner
         return inner
 
-    def _steps(self) -> Steps:
+    def check_host(self) -> None:
+        """Refuse what Trainer may do with a model and this one cannot; the class says what."""
+        if self.is_deepspeed_enabled:
+            raise RuntimeError(
+                "DoGETrainer needs the gradient of each domain, and DeepSpeed reduces and keeps "
+                f"the gradients itself; got deepspeed={self.args.deepspeed!r}. Learn the weights "
+                "without it, with a smaller proxy if memory is short, and use DeepSpeed for the "
+                "large model."
+            )
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise RuntimeError(
+                "DoGETrainer needs the gradient of each parameter, and FSDP1 flattens parameters "
+                'into one vector. Pass fsdp_config={"version": 2}, which is fully_shard.'
+            )
+        if getattr(self.accelerator, "parallelism_config", None) or getattr(
+            self, "is_distributed_loading_by_transformers", False
+        ):
+            raise RuntimeError(
+                "DoGETrainer takes a model that is whole on every rank, or that fsdp=True shards "
+                "over all ranks; a parallelism_config or distributed_config shards it in another "
+                "way. Leave it out, or use DoGEOptimizer in a loop of your own."
+            )
+        world = default_group()
+        if self.args.world_size == 1 and world is not None and world.size() > 1:
+            raise RuntimeError(
+                f"Trainer would train a separate model in each of the {world.size()} processes "
+                "that a launcher has started, as it does on CPUs by default. Pass "
+                "TrainingArguments(use_cpu=True), or start one process."
+            )
+        if self.args.n_gpu > 1:
+            raise RuntimeError(
+                f"DoGETrainer takes one GPU in each process; got {self.args.n_gpu} in one. Start "
+                f"it with torchrun --nproc-per-node {self.args.n_gpu}, or set CUDA_VISIBLE_DEVICES "
+                "to one GPU."
+            )
+
+    # What is known of every step.
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The training domains and the measured targets, known before the first step."""
         optimizer = self._doge or self.optimizer
         if isinstance(optimizer, DoGEOptimizer):
-            objective = optimizer.objective
-            are_partial = len(optimizer.domains_of_step) < len(optimizer.domains)
-        else:
-            options = self._doge_options
-            objective = Objective.of(options["domains"], options["target"])
-            are_partial = options["domains_per_step"] is not None
-        return Steps(objective.rows, are_partial)
+            return optimizer.rows
+        return Objective.of(self._doge_options["domains"], self._doge_options["target"]).rows
 
-    def _left_out(self) -> set[str]:
-        return set(self.doge.domains) - set(self.doge.domains_of_step)
+    @property
+    def _are_steps_partial(self) -> bool:
+        """Whether a step has some of the training domains only."""
+        optimizer = self._doge or self.optimizer
+        if isinstance(optimizer, DoGEOptimizer):
+            return len(optimizer.domains_of_step) < len(optimizer.domains)
+        return self._doge_options["domains_per_step"] is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have shards of the model, and so run every domain of a step (FSDP2)."""
+        return bool(self.is_fsdp_enabled)
+
+    def shifts_labels(self) -> bool:
+        """Whether the model's own loss predicts the next token."""
+        return causal_lm.shifts_labels(self.accelerator.unwrap_model(self.model))
+
+    # Batches by domain, and this rank's part of them.
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of batches `{domain: batch}`; the class says what `train_dataset` may be."""
+        if self.train_dataset is None:
+            raise ValueError("DoGETrainer needs a train_dataset to train; got None.")
+        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        # The oldest supported transformers do not have it.
+        context = getattr(self.args, "dataloader_multiprocessing_context", None)
+        options["multiprocessing_context"] = context
+        num_ranks, column = self.args.world_size, self.domain_column
+        batch_size = self._train_batch_size * num_ranks
+        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        dataset = domain_data.by_domain(self.train_dataset, column, self.rows)
+        if isinstance(dataset, IterableDataset):
+            batches = domain_data.DomainStream(
+                dataset, column, self.rows, batch_size=batch_size, collate=collate
+            )
+            return domain_data.StreamLoader(batches, batch_size=None, **options)
+        if isinstance(dataset, Mapping):
+            dataset = domain_data.DomainZip(
+                {name: self._without_unused_columns(part) for name, part in dataset.items()}
+            )
+        left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
+        if left and self.is_sharded:
+            # Refused now, not after an epoch.
+            examples_of_rank({"the last batch of an epoch": left}, *self._place, all_domains=True)
+        # Which domains a step leaves out is not known yet when examples are read.
+        place = None if num_ranks == 1 or self._are_steps_partial else self._place
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=self._get_train_sampler(dataset),
+            collate_fn=domain_data.CollateByDomain(
+                collate, column, place, all_domains=self.is_sharded
+            ),
+            drop_last=self.args.dataloader_drop_last,
+            **options,
+        )
+        if num_ranks == 1:
+            return cast("DataLoader[Any]", self.accelerator.prepare(loader))
+        # All batches on every rank, in one order; `prepare` would give each rank some of them.
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        prepared = prepare_data_loader(
+            loader, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=seed
+        )
+        return cast("DataLoader[Any]", prepared)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        strategy = getattr(self.args, "train_sampling_strategy", "random")
+        if strategy not in ("random", "sequential"):
+            raise ValueError(
+                f"train_sampling_strategy={strategy!r} orders single examples, but a step of "
+                'DoGETrainer has examples of every domain. Pass "random" or "sequential".'
+            )
+        return super()._get_train_sampler(train_dataset)
+
+    def _without_unused_columns(self, rows: Any) -> Any:
+        if hasattr(rows, "column_names"):
+            return self._remove_unused_columns(rows, description="training")
+        return rows
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """This rank's parts of the micro-batches of one optimizer step, and {domain: targets}.
+
+        The targets are those of all ranks in the step, for domains that this rank has.
+        """
+        parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
+        self.shares = domain_data.shares(parts)
+        if self.is_sharded:
+            # FSDP2 takes the mean of the ranks, and the parts of a loss add up.
+            self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            return parts, None
+        rows, is_shifted = self.rows, self.shifts_labels()
+        counts_R = causal_lm.num_targets(parts, rows, device, is_shifted=is_shifted)
+        # A domain whose tokens are all masked has loss zero, not 0/0.
+        counts = zip(rows, self.summed(counts_R).clamp(min=1).unbind(), strict=True)
+        labelled = {name for part in parts for name in part if "labels" in part[name]}
+        return parts, {name: count for name, count in counts if name in labelled}
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self.args.process_index, self.args.world_size
+
+    def part_of(self, batch: Any) -> RankBatch:
+        """This rank's part of a batch that all ranks have, of the domains that the step has."""
+        if isinstance(batch, RankBatch):
+            return batch
+        left_out = set(self.doge.domains) - set(self.doge.domains_of_step)
+        whole = domain_data.checked_batch(batch)
+        taken = {name: domain for name, domain in whole.items() if name not in left_out}
+        return domain_data.part_of(taken, *self._place, all_domains=self.is_sharded)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.args.world_size == 1:
+            return values
+        return cast(Tensor, self.accelerator.reduce(values))
+
+    # Gradients by domain.
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -258,7 +423,9 @@ class DoGETrainer(DomainTrainer):
         if self._is_new_step:
             self.doge.zero_grad()
             self.domain_losses = {}
-        self._empty_cache()
+        interval = self.args.torch_empty_cache_steps
+        if interval is not None and self.state.global_step % interval == 0:
+            clear_device_cache()
         losses = self._backward_of(model, part, num_items_in_batch or {})
         nothing: Tensor = torch.zeros((), device=self.args.device)
         for name in filter(part.sizes.get, part.sizes):
@@ -269,29 +436,20 @@ class DoGETrainer(DomainTrainer):
         if self._is_new_step:
             scaler = self.accelerator.scaler
             # Not scaler.get_scale(), for which the host would wait for the device.
-            scale = None if scaler is None else factor_of(scaler, self.accelerator.device)
+            scale = None if scaler is None else loss_scale(None, scaler, self.accelerator.device)
             self.doge.combine(grad_scale=scale)
-            self._sum_domain_losses()
+            if self.args.world_size > 1:
+                # One dtype on all ranks, also where a rank has no domain.
+                parts = torch.stack([loss.double() for loss in self.domain_losses.values()])
+                summed = self.summed(parts).unbind()
+                self.domain_losses = dict(zip(self.domain_losses, summed, strict=True))
         trained = [name for name in self.doge.domains if part.sizes.get(name)] or list(part.sizes)
         mine = torch.stack([losses[name] for name in trained if name in losses] or [nothing])
         # Trainer logs the mean over the ranks.
         return cast(Tensor, mine.sum() * (self.args.world_size / len(trained)))
 
-    def _sum_domain_losses(self) -> None:
-        """Of all ranks, which have parts of them."""
-        if self.args.world_size > 1:
-            # One dtype on all ranks, also where a rank has no domain.
-            losses = torch.stack([loss.double() for loss in self.domain_losses.values()])
-            summed = self.summed(losses).unbind()
-            self.domain_losses = dict(zip(self.domain_losses, summed, strict=True))
-
-    def _empty_cache(self) -> None:
-        interval = self.args.torch_empty_cache_steps
-        if interval is not None and self.state.global_step % interval == 0:
-            clear_device_cache()
-
     def _backward_of(
-        self, model: nn.Module, part: Part, num_targets: Mapping[str, Any]
+        self, model: nn.Module, part: RankBatch, num_targets: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """{domain: what this micro-batch of this rank adds to its loss}, in the rows too; detached.
 
@@ -305,26 +463,41 @@ class DoGETrainer(DomainTrainer):
             return self._backward_stacked(model, part, inputs, num_targets)
         losses: dict[str, Tensor] = {}
         for place, (name, batch) in enumerate(inputs.items(), 1):
-            self.prepare_shards(model, is_last=place == len(inputs))
+            self._prepare_shards(model, is_last=place == len(inputs))
             losses[name] = self._backward(model, name, part, batch, num_targets.get(name))
         return losses
 
-    def _steps_of_mean(self, part: Part, name: str) -> float:
+    def _prepare_shards(self, model: Any, *, is_last: bool) -> None:
+        """Have FSDP2 reduce the gradient of the next pass, also where micro-batches add up.
+
+        Parameters that it keeps after a forward pass stay until the step's last pass.
+
+        Args:
+            model: in shards.
+            is_last: whether it is the last pass of the micro-batch.
+        """
+        if not self.is_sharded:
+            return
+        model.set_requires_gradient_sync(True)
+        if not self.accelerator.state.fsdp_plugin.reshard_after_forward:
+            model.set_reshard_after_backward(is_last and self.accelerator.sync_gradients)
+
+    def _steps_of_mean(self, part: RankBatch, name: str) -> float:
         """What a mean over the examples here is divided by, where micro-batches count alike."""
         return self.current_gradient_accumulation_steps * part.sizes[name] / part.counts[name]
 
     def _backward(
-        self, model: nn.Module, name: str, part: Part, batch: Batch, num_targets: Tensor | None
+        self, model: nn.Module, name: str, part: RankBatch, batch: Batch, num_targets: Tensor | None
     ) -> Tensor:
         """One domain's part of the loss, added to its row; detached."""
-        told = num_targets
-        if told is not None and self.args.average_tokens_across_devices:
+        num_items = num_targets
+        if num_items is not None and self.args.average_tokens_across_devices:
             # Trainer multiplies the loss by it, for DistributedDataParallel takes means.
-            told = told * self.args.world_size
+            num_items = num_items * self.args.world_size
         # FSDP2 takes the mean of the ranks by itself.
-        with self.doge.domain(name, count=1 if self.cuts_model else part.counts[name]):
+        with self.doge.domain(name, count=1 if self.is_sharded else part.counts[name]):
             with self.compute_loss_context_manager():
-                loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=told))
+                loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
             if not self._is_scaled_by_targets(num_targets):
                 loss = loss / self._steps_of_mean(part, name)
             share = self.shares.get(name, 1.0)
@@ -334,7 +507,7 @@ class DoGETrainer(DomainTrainer):
     def _backward_stacked(
         self,
         model: nn.Module,
-        part: Part,
+        part: RankBatch,
         inputs: Mapping[str, Batch],
         num_targets: Mapping[str, Any],
     ) -> dict[str, Tensor]:
@@ -357,27 +530,24 @@ class DoGETrainer(DomainTrainer):
         """
         if self.mode == "sequential":
             return False
-        obstacle = self._obstacle_to_stacking(inputs)
+        reason = self._unstackable_reason(inputs)
         if self.mode == "auto":
-            if obstacle is not None or self.args.torch_compile:
+            if reason is not None or self.args.torch_compile:
                 return False
-            is_mixed = self.accelerator.mixed_precision != "no"
-            return causal_lm.gains_by_stacking(
-                self.model, inputs, self.args.device, is_mixed=is_mixed
-            )
-        if obstacle is not None:
-            raise ValueError(f'mode="stacked" {obstacle} Pass mode="sequential" or "auto".')
+            return causal_lm.gains_by_stacking(self.model, inputs, self.args.device)
+        if reason is not None:
+            raise ValueError(f'mode="stacked" {reason} Pass mode="sequential" or "auto".')
         return True
 
-    def _obstacle_to_stacking(self, inputs: Mapping[str, Batch]) -> str | None:
-        if self.cuts_model:
-            return "takes a whole model, and fsdp cuts it."
+    def _unstackable_reason(self, inputs: Mapping[str, Batch]) -> str | None:
+        if self.is_sharded:
+            return "takes a whole model, and fsdp shards it."
         is_own_loss = type(self).compute_loss is Trainer.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."
         if not self.shifts_labels():
             return "takes causal language models of transformers with their usual loss."
-        return causal_lm.obstacle_to_stacking(inputs)
+        return causal_lm.unstackable_reason(inputs)
 
     def _is_scaled_by_targets(self, num_targets: Tensor | None) -> bool:
         # Trainer's own rule; a subclass with its own compute_loss answers for itself.
@@ -391,7 +561,7 @@ class DoGETrainer(DomainTrainer):
         if self.doge.rule.max_grad_norm is None:
             # A DoGEOptimizer of the user's that leaves clipping to the loop.
             return cast(Tensor, super()._clip_grad_norm(model))  # type: ignore[no-untyped-call]
-        # combine() has cut the gradient already; Trainer logs the norm.
+        # combine() has clipped the gradient already; Trainer logs the norm.
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
@@ -399,6 +569,25 @@ class DoGETrainer(DomainTrainer):
         last = self.doge.last
         assert last is not None
         return last.combined_norm
+
+    # What Trainer counts and logs.
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """Trainer's estimate, for the tokens of all domains."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = sum(batch[name].numel() for batch in inputs.values() if name in batch)
+        # One call for all domains, because every call counts the parameters.
+        return super().floating_point_ops({name: torch.empty(tokens, device="meta")})
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        # One call: it waits for the other ranks, which may have more domains or fewer.
+        name = getattr(self.model, "main_input_name", "input_ids")
+        found: dict[str, Tensor] = {}
+        for key in (name, "attention_mask"):
+            if all(key in batch for batch in inputs.values()):
+                parts = [batch[key].flatten() for batch in inputs.values()]
+                found[key] = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        super()._track_num_input_tokens(found)  # type: ignore[no-untyped-call]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's log, with the losses and weights of the domains beside the training loss."""

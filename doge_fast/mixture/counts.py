@@ -1,6 +1,6 @@
-"""How many rows of each domain a batch holds: a pure function of the seed, the step, the weights.
+"""How many rows of each domain every batch holds: a pure function of seed, step and weights.
 
-The counts of all earlier batches are an arithmetic sum, so no data is replayed.
+What all earlier batches held is an arithmetic sum, so no data is replayed.
 """
 
 from bisect import bisect_right
@@ -14,91 +14,125 @@ from doge_fast.mixture.permutation import Ints, golden_rotation
 
 Floats = npt.NDArray[np.float64]
 
+# Surpluses are integers in units of 2**-32 rows, so that their sums are exact and the same on
+# every machine, in whatever order they are added up.
+_UNIT_BITS = 32
 
-def mixture_counts(seed: int, step: int, weights_K: npt.ArrayLike, batch_size: int) -> Ints:
-    """How many rows of each domain batch `step` of a mixture holds.
+
+@dataclass(frozen=True)
+class Phase:
+    """Weights that hold from a step until the next phase begins."""
+
+    first_step: int
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all batches before a step drew."""
+
+    step: int
+    drawn_K: Ints
+    """Rows drawn."""
+    surplus_K: Ints
+    """Rows drawn less rows asked for, in units of 2**-32 rows."""
+
+
+class MixtureCounts:
+    """How many rows of each domain each batch holds, and all batches before it.
 
     Systematic sampling: with c_k the cumulated weights times B, domain k gets the points
     u, u + 1, ..., u + B - 1 that fall into [c_{k-1}, c_k). The offsets u of successive steps
     rotate by the golden ratio from one drawn from the seed, so what has been drawn after t
     steps stays within a few rows of t * B * w, where independent offsets would stray by sqrt(t).
 
-    Args:
-        seed: of the run.
-        step: >= 0; batches before this one.
-        weights_K: [K], >= 0, sum 1 within 1e-5; normalised here.
-        batch_size: B > 0; rows in the batch.
+    The rotation balances weights that stand still. Weights that move can fall into step with it,
+    and what was drawn then strays without bound (a slow ramp of seven weights, batches of 512:
+    256 rows in 100,000 steps). So the surplus of every domain is kept: rows drawn less rows asked
+    for. A batch after which a surplus would pass `LIMIT` rows is rounded by the surpluses instead:
+    floors, and one row more for the domains that lack most. That holds the surpluses within a row
+    of the limit under noise, ramps, and domains that come and go.
 
-    Returns:
-        [K] int64; sums to B; each the floor or the ceiling of B * w_k, and B * w_k in
-        expectation over seeds.
-
-    Raises:
-        ValueError: the weights are not on the simplex, or a number is out of range.
-    """
-    weights_TK = checked_weights(weights_K)[None]
-    counts_K: Ints = systematic_counts(seed, np.array([step]), weights_TK, batch_size)[0]
-    return counts_K
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a curriculum: weights that hold from a step until the next phase begins."""
-
-    first_step: int
-    weights: Mapping[str, float]
-
-    def weights_of(self, names: Sequence[str]) -> Floats:
-        """[K] the weights in the order of `names`, normalised.
-
-        Raises:
-            ValueError: they are of other domains or not on the simplex.
-        """
-        if set(self.weights) != set(names):
-            raise ValueError(
-                f"The weights of a mixture must name exactly the domains {', '.join(names)}; from "
-                f"step {self.first_step} on they name {', '.join(self.weights)}."
-            )
-        return checked_weights([self.weights[name] for name in names])
-
-
-class BatchCounts:
-    """How many rows of each domain every batch holds, and all batches before it.
+    Each count is the floor or the ceiling of B * w_k always; its expectation over seeds is
+    B * w_k in every batch that the rotation rounds: all, where weights stand still; six in seven,
+    where thirty weights are drawn anew for every batch.
 
     Args:
         seed: of the run.
-        phases: weights in order, the first from step 0.
-        batch_size: > 0; rows in a batch, over all domains.
+        phases: weights in order, the first from step 0; each sums to 1 within 1e-5.
+        batch_size: B > 0; rows in a batch, over all domains.
         names: the domains, in the order of every [K] here.
 
     Raises:
-        ValueError: the domains differ, weights are not on the simplex, or phases are not in order.
+        ValueError: the domains differ, weights are not on the simplex, phases are not in order, or
+            a number is out of range.
     """
 
-    # A sum at any step adds up at most this many batches, which takes some tens of microseconds.
+    # Weights that stand still reach it once in some 100,000 steps, if ever.
+    LIMIT = 4
+    # Totals are kept before every so many batches; counting so many takes tens of microseconds.
     STEPS_A_SUM = 1024
 
     def __init__(
         self, seed: int, phases: Sequence[Phase], batch_size: int, names: Sequence[str]
     ) -> None:
-        first_steps = [phase.first_step for phase in phases]
-        if first_steps[:1] != [0] or first_steps != sorted(set(first_steps)):
-            raise ValueError(
-                "The phases of a mixture must begin at step 0 and go on at increasing steps; they "
-                f"begin at {first_steps}."
-            )
-        self.seed = seed
+        if batch_size < 1:
+            raise ValueError(f"A batch needs batch_size >= 1; got {batch_size}.")
         self.batch_size = batch_size
         self.names = tuple(names)
-        self.first_steps = first_steps
-        self.weights_PK = [phase.weights_of(names) for phase in phases]
-        # Rows drawn before every `STEPS_A_SUM`-th step, up to the last one that was asked for.
-        self._sums: list[Ints] = [np.zeros(len(self.names), dtype=np.int64)]
+        self._start = Totals(0, self._zeros(), self._zeros())
+        first_steps = [phase.first_step for phase in phases]
+        weights_PK = [self.ordered(phase.weights, phase.first_step) for phase in phases]
+        self.restart(seed, first_steps, weights_PK, self._start)
+
+    def restart(
+        self, seed: int, first_steps: Sequence[int], weights_PK: Sequence[Floats], totals: Totals
+    ) -> None:
+        """Count by other phases, and from these totals without counting earlier batches.
+
+        Raises:
+            ValueError: weights are not on the simplex or phases are not in order; nothing has
+                changed.
+        """
+        if list(first_steps[:1]) != [0] or list(first_steps) != sorted(set(first_steps)):
+            raise ValueError(
+                "The phases of a mixture must begin at step 0 and go on at increasing steps; they "
+                f"begin at {list(first_steps)}."
+            )
+        self.weights_PK = [on_simplex(weights_K) for weights_K in weights_PK]
+        self.first_steps = list(first_steps)
+        self.seed = seed
+        # In ascending order of steps. The totals at any other step are counted from one of these.
+        self._totals = [self._start, totals] if totals.step else [self._start]
+
+    def ordered(self, weights: Mapping[str, float], first_step: int) -> Floats:
+        """[K] the weights in the order of the names, on the simplex.
+
+        Raises:
+            ValueError: they are of other domains or not on the simplex.
+        """
+        if set(weights) != set(self.names):
+            raise ValueError(
+                f"The weights of a mixture must name exactly the domains {', '.join(self.names)}; "
+                f"from step {first_step} on they name {', '.join(weights)}."
+            )
+        # The weights may be tensors.
+        return on_simplex([float(weights[name]) for name in self.names])
+
+    def set_weights(self, first_step: int, weights_K: Floats) -> None:
+        """Let `ordered` weights hold from `first_step` until the next change."""
+        index = bisect_right(self.first_steps, first_step)
+        if np.array_equal(self.weights_PK[index - 1], weights_K):
+            return
+        if self.first_steps[index - 1] == first_step:
+            self.weights_PK[index - 1] = weights_K
+        else:
+            self.first_steps.insert(index, first_step)
+            self.weights_PK.insert(index, weights_K)
+        self._totals = [totals for totals in self._totals if totals.step <= first_step]
 
     def weights(self, steps_T: Ints) -> Floats:
         """[T, K] weights that hold in these batches."""
-        if not len(steps_T):
-            return np.empty((0, len(self.names)))
         # Only the phases between the first and the last of the steps: there may be very many.
         low = bisect_right(self.first_steps, steps_T.min()) - 1
         high = bisect_right(self.first_steps, steps_T.max())
@@ -107,64 +141,106 @@ class BatchCounts:
         return weights_TK
 
     def counts(self, steps_T: Ints) -> Ints:
-        """[T, K] rows of each domain in these batches."""
-        return systematic_counts(self.seed, steps_T, self.weights(steps_T), self.batch_size)
+        """[T, K] rows of each domain in these batches.
+
+        Raises:
+            ValueError: a step is negative.
+        """
+        if not len(steps_T):
+            return np.empty((0, len(self.names)), dtype=np.int64)
+        first = int(steps_T.min())
+        counts_TK, totals = self._count(self.totals(first), int(steps_T.max()) + 1)
+        self._keep(totals)
+        return counts_TK[steps_T - first]
 
     def drawn(self, step: int) -> Ints:
         """[K] rows of each domain in all batches before this one."""
-        whole = step // self.STEPS_A_SUM
-        while len(self._sums) <= whole:
-            first = (len(self._sums) - 1) * self.STEPS_A_SUM
-            self._sums.append(self._sums[-1] + self._drawn_between(first, first + self.STEPS_A_SUM))
-        return self._sums[whole] + self._drawn_between(whole * self.STEPS_A_SUM, step)
+        return self.totals(step).drawn_K
 
-    def _drawn_between(self, first: int, end: int) -> Ints:
-        drawn_K: Ints = self.counts(np.arange(first, end)).sum(axis=0)
-        return drawn_K
+    def totals(self, step: int) -> Totals:
+        """What all batches before this one drew; ValueError if it is negative."""
+        if step < 0:
+            raise ValueError(f"A batch needs step >= 0; got {step}.")
+        index = bisect_right(self._totals, step, key=lambda totals: totals.step)
+        totals = self._totals[index - 1]
+        while totals.step < step:
+            boundary = (totals.step // self.STEPS_A_SUM + 1) * self.STEPS_A_SUM
+            _, totals = self._count(totals, min(step, boundary))
+            self._keep(totals)
+        return totals
+
+    def rotated(self, steps_T: Ints, weights_TK: Floats) -> Ints:
+        """[T, K] the counts of systematic sampling, whatever the surpluses."""
+        cumulated_TK = np.cumsum(weights_TK, axis=-1)
+        # Divided by its own end, so that the last edge is B exactly, and trailing zeros stay empty.
+        edges_TK = self.batch_size * (cumulated_TK / cumulated_TK[:, -1:])
+        # u_t = frac(u_0 + t / golden ratio), in exact integer arithmetic.
+        points_T = golden_rotation(steps_T, self.seed, "mixture") >> np.uint64(11)
+        offsets_T = points_T.astype(np.float64) / 2.0**53
+        reached_TK = np.ceil(edges_TK - offsets_T[:, None])
+        counts_TK: Ints = np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
+        return counts_TK
+
+    def _zeros(self) -> Ints:
+        return np.zeros(len(self.names), dtype=np.int64)
+
+    def _keep(self, totals: Totals) -> None:
+        """Keep those at boundaries and the last two: a run asks for one step and the next."""
+        if totals.step <= self._totals[-1].step:
+            return
+        if len(self._totals) > 2 and self._totals[-2].step % self.STEPS_A_SUM:
+            del self._totals[-2]
+        self._totals.append(totals)
+
+    def _count(self, start: Totals, end: int) -> tuple[Ints, Totals]:
+        """[T, K] counts of the batches from `start` on and before step `end`; the totals there."""
+        steps_T = np.arange(start.step, end)
+        weights_TK = self.weights(steps_T)
+        counts_TK = self.rotated(steps_T, weights_TK)
+        asked_TK = np.rint(weights_TK * (self.batch_size << _UNIT_BITS)).astype(np.int64)
+        surplus_TK = start.surplus_K + np.cumsum((counts_TK << _UNIT_BITS) - asked_TK, axis=0)
+        step = 0
+        while (step := _first_beyond(surplus_TK, self.LIMIT, step)) < len(steps_T):
+            before_K = surplus_TK[step - 1] if step else start.surplus_K
+            counts_K = _largest_lack(asked_TK[step], before_K, self.batch_size)
+            # One batch rounded otherwise shifts all surpluses after it by as much.
+            surplus_TK[step:] += (counts_K - counts_TK[step]) << _UNIT_BITS
+            counts_TK[step] = counts_K
+            step += 1
+        return counts_TK, Totals(end, start.drawn_K + counts_TK.sum(axis=0), surplus_TK[-1])
 
 
-def checked_weights(weights_K: npt.ArrayLike) -> Floats:
+def on_simplex(weights_K: npt.ArrayLike) -> Floats:
     """[K] float64, normalised.
 
     Raises:
         ValueError: they are not on the simplex.
     """
-    array_K = np.asarray(weights_K, dtype=np.float64)
+    array_K: Floats = np.asarray(weights_K, dtype=np.float64)
     total = float(array_K.sum())
-    if (array_K < 0).any():
-        raise ValueError(
-            f"Domain weights must be >= 0; they are {array_K.tolist()}, and one is negative."
-        )
-    is_simplex = array_K.ndim == 1 and array_K.size and (array_K >= 0).all()
-    if not is_simplex or not abs(total - 1) <= 1e-5:
+    is_vector = array_K.ndim == 1 and array_K.size
+    if not is_vector or not (array_K >= 0).all() or not abs(total - 1) <= 1e-5:
         raise ValueError(
             f"Domain weights must be >= 0 and sum to 1; they are {array_K.tolist()}, "
             f"with the sum {total:.6g}."
         )
-    normalised_K: Floats = array_K / total
-    return normalised_K
+    # Normalised weights stay as they are, to the bit, when a checkpoint brings them back.
+    return array_K if abs(total - 1) <= 1e-12 else array_K / total
 
 
-def systematic_counts(seed: int, steps_T: Ints, weights_TK: Floats, batch_size: int) -> Ints:
-    """[T, K] the counts of `mixture_counts` at the weights of every step.
-
-    Raises:
-        ValueError: `batch_size` < 1, or a step < 0.
-    """
-    if batch_size < 1 or steps_T.min(initial=0) < 0:
-        raise ValueError(
-            f"A batch needs batch_size >= 1 and step >= 0; they are {batch_size} and "
-            f"{steps_T.min(initial=0)}."
-        )
-    cumulated_TK = np.cumsum(weights_TK, axis=-1)
-    # Divided by its own end, so that the last edge is B exactly, and trailing zeros stay empty.
-    edges_TK = batch_size * (cumulated_TK / cumulated_TK[..., -1:])
-    reached_TK = np.ceil(edges_TK - _offsets(seed, steps_T)[:, None])
-    counts_TK: Ints = np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
-    return counts_TK
+def _first_beyond(surplus_TK: Ints, limit: int, start: int) -> int:
+    """The first step from `start` on after which a surplus passes the limit, or T."""
+    beyond = np.flatnonzero(np.abs(surplus_TK[start:]).max(axis=1) > limit << _UNIT_BITS)
+    return start + int(beyond[0]) if len(beyond) else len(surplus_TK)
 
 
-def _offsets(seed: int, steps_T: Ints) -> Floats:
-    """[T] in [0, 1): u_t = frac(u_0 + t / golden ratio), in exact integer arithmetic."""
-    points_T = golden_rotation(steps_T, seed, "mixture")
-    return (points_T >> np.uint64(11)).astype(np.float64) / 2.0**53
+def _largest_lack(asked_K: Ints, surplus_K: Ints, batch_size: int) -> Ints:
+    """[K] floors of what is asked, and one more for the domains that then lack most."""
+    floors_K = asked_K >> _UNIT_BITS
+    parts_K = asked_K - (floors_K << _UNIT_BITS)
+    # A domain without a fractional part has no ceiling above its floor; it comes last.
+    excess_K = np.where(parts_K > 0, surplus_K - parts_K, np.iinfo(np.int64).max)
+    raised = np.argsort(excess_K, kind="stable")[: batch_size - floors_K.sum()]
+    counts_K = floors_K.copy()
+    counts_K[raised] += 1
+    return counts_K

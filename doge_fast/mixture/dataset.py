@@ -5,7 +5,6 @@ workers and ranks sees the same batches, and a run that stopped goes on to the b
 """
 
 import math
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from doge_fast.mixture.counts import Floats, Phase
+from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.rows import DomainRows, Draw
 from doge_fast.mixture.samplers import MixtureBatches, MixtureStream, Progress, batch_draws
 from doge_fast.mixture.state import restore, state_of
-from doge_fast.mixture.steering import SteeredCounts
+from doge_fast.mixture.workers import WorkerFile
 
 
 class DomainMixture(Dataset[Any]):
@@ -27,10 +26,10 @@ class DomainMixture(Dataset[Any]):
     Every batch holds the floor or the ceiling of batch_size * weight rows of each domain. In
     expectation over seeds it is that product, as long as weights stand still or move slowly. What
     was drawn so far stays within five rows of what was asked for, however the weights move
-    (`doge_fast.mixture.steering.SteeredCounts`). A domain with rows by number shows each row once
+    (`doge_fast.mixture.counts.MixtureCounts`). A domain with rows by number shows each row once
     an epoch, every epoch in an order of its own; a stream is read in its order and begun again at
-    its end. Rows of a domain are spread evenly through the batch, so that the parts of ranks and
-    of micro-batches are mixed like the whole.
+    its end. Rows of a domain lie evenly through the batch, so that the parts of ranks and of
+    micro-batches are mixed like the whole.
 
     It is a map-style dataset for a loader with one of its samplers:
 
@@ -42,8 +41,8 @@ class DomainMixture(Dataset[Any]):
     accelerate, which shares a sampler out among processes itself, leave `rank` and `world_size`
     alone; `batch_size` is then that of one process, or with `split_batches` that of all.
 
-    Loaders take batches ahead of the loop: num_workers * prefetch_factor of them (2 per worker
-    unless told otherwise), accelerate one more. New weights hold from the first batch that no
+    Loaders prefetch: they take num_workers * prefetch_factor batches ahead of the loop (2 per
+    worker by default), accelerate one more. New weights hold from the first batch that no
     loader has taken, or from the step that the loop names, whatever the number of workers.
 
     Every worker reads all rows of a stream and keeps those of its batches. A loader with workers
@@ -99,11 +98,10 @@ class DomainMixture(Dataset[Any]):
         self._rows = DomainRows(domains, domain_key)
         if weights is None:
             weights = dict.fromkeys(domains, 1 / len(domains))
-        self._counts = SteeredCounts(seed, [_phase(0, weights)], batch_size, self.names)
+        self._counts = MixtureCounts(seed, [Phase(0, weights)], batch_size, self.names)
         self._rows.check_weights(self._counts.weights_PK[0].tolist())
         self._progress = Progress(steps)
         self._streams: weakref.WeakSet[MixtureStream] = weakref.WeakSet()
-        self._has_warned = False
 
     # Rows.
 
@@ -118,37 +116,27 @@ class DomainMixture(Dataset[Any]):
         return self._progress.num_steps
 
     def __len__(self) -> int:
-        """Rows of all domains, one after another."""
-        return len(self._rows)
+        raise TypeError(
+            "a mixture is not read by row numbers, where its weights would decide nothing. Pass "
+            "batch_sampler=mixture.batches() to the DataLoader, or mixture.stream() where no "
+            "sampler can be passed, as to Trainer."
+        )
 
-    def __getitem__(self, index: int | Draw) -> Any:
-        """A row by its number among the rows of all domains, or by its draw."""
-        return self._rows.read([index], self.seed)[0]
+    def __getitem__(self, draw: Draw) -> Any:
+        """The row of a draw."""
+        return self._rows.read([draw], self.seed)[0]
 
-    def __getitems__(self, indices: Sequence[int | Draw]) -> list[Any]:
-        """The rows of a batch; each domain is read once.
-
-        Warns:
-            UserWarning: once, where the rows are asked for by number, as by a loader with a
-                sampler of its own: the weights then decide nothing.
-        """
+    def __getitems__(self, draws: Sequence[Draw]) -> list[Any]:
+        """The rows of a batch; each domain is read once."""
         self._progress.num_ahead = max(0, self._progress.num_ahead - 1)
-        if not self._has_warned and not all(isinstance(index, tuple) for index in indices):
-            self._has_warned = True
-            warnings.warn(
-                "A loader reads this mixture by row numbers, so the weights of the mixture have no "
-                "effect. Pass batch_sampler=mixture.batches() to the DataLoader, or "
-                "mixture.stream() where no sampler can be passed, as to Trainer.",
-                stacklevel=2,
-            )
-        return self._rows.read(indices, self.seed)
+        return self._rows.read(draws, self.seed)
 
     # Weights.
 
     @property
     def step(self) -> int:
         """The first batch that no loader has taken; new weights hold from it on."""
-        ends = [stream.changes.progress().end for stream in self._streams]
+        ends = [stream.worker_file.progress().end for stream in self._streams]
         return max([self._progress.end, *ends])
 
     @property
@@ -189,10 +177,10 @@ class DomainMixture(Dataset[Any]):
         with ExitStack() as locks:
             # The workers of all streams wait until they can know the change.
             files = [
-                (stream.changes, locks.enter_context(stream.changes.locked()))
+                (stream.worker_file, locks.enter_context(stream.worker_file.locked()))
                 for stream in self._streams
             ]
-            workers = [changes.progress_in(file) for changes, file in files]
+            workers = [shared.progress_in(file) for shared, file in files]
             earliest = max([self._progress.end, *(progress.end for progress in workers)])
             if from_step is None and any(progress.num_workers for progress in workers):
                 self._check_is_one_rank(earliest)
@@ -203,16 +191,12 @@ class DomainMixture(Dataset[Any]):
                     "Loaders take batches ahead of the loop: pass a later step, or let them take "
                     "fewer (num_workers * prefetch_factor)."
                 )
-            weights_K = self._checked(first_step, weights)
+            weights_K = self._counts.ordered(weights, first_step)
+            self._rows.check_weights(weights_K.tolist())
             self._counts.set_weights(first_step, weights_K)
-            for changes, file in files:
-                changes.post(file, (first_step, weights_K.tolist()))
+            for shared, file in files:
+                shared.post(file, (first_step, weights_K.tolist()))
         return first_step
-
-    def _checked(self, first_step: int, weights: Mapping[str, float]) -> Floats:
-        weights_K = _phase(first_step, weights).weights_of(self.names)
-        self._rows.check_weights(weights_K.tolist())
-        return weights_K
 
     def _check_is_one_rank(self, earliest: int) -> None:
         if any(stream.world_size > 1 for stream in self._streams):
@@ -226,14 +210,14 @@ class DomainMixture(Dataset[Any]):
 
     def counts(self, step: int) -> dict[str, int]:
         """Rows of each domain in batch `step`."""
-        return self._named(self._counts.counts(np.array([_checked_step(step)]))[0])
+        return self._named(self._counts.counts(np.array([step]))[0])
 
     def drawn(self, step: int | None = None) -> dict[str, int]:
         """Rows of each domain in all batches before `step`, over all ranks.
 
         None: before the property `step`; loaders may have taken batches ahead of the loop.
         """
-        return self._named(self._counts.drawn(self.step if step is None else _checked_step(step)))
+        return self._named(self._counts.drawn(self.step if step is None else step))
 
     def shares(self, step: int | None = None) -> dict[str, float]:
         """Share of each domain in what was `drawn`; zeros before the first batch."""
@@ -251,7 +235,7 @@ class DomainMixture(Dataset[Any]):
 
     def draws(self, step: int) -> list[Draw]:
         """What batch `step` holds, over all ranks, in order: dataset[draw] is the row."""
-        return batch_draws(self._counts, _checked_step(step))
+        return batch_draws(self._counts, step)
 
     def _named(self, values_K: Any) -> dict[str, Any]:
         return dict(zip(self.names, values_K.tolist(), strict=True))
@@ -273,8 +257,8 @@ class DomainMixture(Dataset[Any]):
     def stream(self, rank: int = 0, world_size: int = 1) -> MixtureStream:
         """This rank's share of the rows, batch after batch, as an iterable dataset.
 
-        For a `DataLoader` whose batch_size is that of the stream; workers are told of new weights
-        through a small temporary file.
+        For a `DataLoader` whose batch_size is that of the stream; workers read new weights
+        from a small temporary file.
 
         Args:
             rank: in [0, world_size); of `torch.distributed.get_rank()`, say.
@@ -290,12 +274,14 @@ class DomainMixture(Dataset[Any]):
     def seek(self, step: int) -> None:
         """Let the next pass over a sampler or stream begin at this step.
 
-        Needed where a pass was broken off: its loader may have taken more than the loop has used,
-        so only the loop knows where to go on.
+        Needed after a pass that was broken off: its loader may have taken more batches than the
+        loop has used.
         """
-        self._progress.rewind(_checked_step(step))
+        if step < 0:
+            raise ValueError(f"A pass begins at step >= 0; got {step}.")
+        self._progress.rewind(step)
         for stream in self._streams:
-            stream.changes.rewind(step)
+            stream.worker_file = WorkerFile(step)
 
     # State.
 
@@ -320,7 +306,7 @@ class DomainMixture(Dataset[Any]):
         if step is None:
             self._check_none_ahead()
             step = self.step
-        return state_of(self._counts, self.sizes, _checked_step(step))
+        return state_of(self._counts, self.sizes, step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the state was taken: the next pass begins at its step, with its seed.
@@ -335,13 +321,13 @@ class DomainMixture(Dataset[Any]):
         self.seek(state["step"])
 
     def _check_none_ahead(self) -> None:
-        has_workers = any(stream.changes.progress().num_workers for stream in self._streams)
+        has_workers = any(stream.worker_file.progress().num_workers for stream in self._streams)
         # Loaders that keep states of their own ask a worker's copy, which gives no batches.
         is_copy = get_worker_info() is not None
         if not is_copy and (has_workers or self._progress.num_ahead):
             raise ValueError(
-                f"Loaders have taken the batches up to step {self.step}, and only the loop knows "
-                "how many of them it has finished: call state_dict(step=...)."
+                f"Loaders have taken the batches up to step {self.step}, of which the loop may "
+                "have finished fewer: call state_dict(step=...)."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -351,14 +337,3 @@ class DomainMixture(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._streams = weakref.WeakSet()
-
-
-def _phase(first_step: int, weights: Mapping[str, float]) -> Phase:
-    # The weights may be tensors.
-    return Phase(first_step, {name: float(weight) for name, weight in weights.items()})
-
-
-def _checked_step(step: int) -> int:
-    if step < 0:
-        raise ValueError(f"A batch needs step >= 0; got {step}.")
-    return step

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
-# 2**64 over the golden ratio: multiples of it, modulo 2**64, spread most evenly.
+# 2**64 over the golden ratio: its multiples modulo 2**64 are as even as a sequence can be.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -25,7 +25,7 @@ def round_keys(*name: object) -> Keys:
 
 
 def golden_rotation(turns_T: Ints, *name: object) -> Keys:
-    """[T] uint64: the point that a name stands for on a circle of 2**64, after so many turns."""
+    """[T] uint64: a point of the circle of 2**64, drawn by the name, after so many turns."""
     points_T: Keys = round_keys(*name)[:1] + turns_T.astype(np.uint64) * _GOLDEN
     return points_T
 

@@ -3,10 +3,8 @@
 Both are asked for positions of an endless sequence, so a mixture need not know which it has.
 """
 
-import functools
 import itertools
 import os
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,33 +38,19 @@ class DomainRows:
         """Rows of each domain; None where it is a stream."""
         return {rows.name: rows.size for rows in self._domains}
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def read(self, indices: Sequence[int | Draw], seed: int) -> list[Any]:
-        """Rows by their draws, or by their numbers among the rows of all domains.
-
-        Every domain is read once, in ascending order.
+    def read(self, draws: Sequence[Draw], seed: int) -> list[Any]:
+        """The rows of these draws; every domain is read once, in ascending order.
 
         Raises:
-            IndexError: there is no row of this number.
-            TypeError: a number, and a domain is a stream.
             ValueError: a row is to be labelled and is no dict, or a stream has no rows.
         """
-        batch: list[Any] = [None] * len(indices)
-        groups: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        for place, index in enumerate(indices):
-            is_draw = isinstance(index, tuple)
-            domain, position = index if isinstance(index, tuple) else self._by_number(index)
-            groups.setdefault((domain, is_draw), []).append((position, place))
-        for (domain, is_draw), group in groups.items():
+        batch: list[Any] = [None] * len(draws)
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for place, (domain, position) in enumerate(draws):
+            groups.setdefault(domain, []).append((position, place))
+        for domain, group in groups.items():
             positions, places = zip(*sorted(group), strict=True)
-            source = self._domains[domain]
-            if is_draw:
-                rows = source.at(positions, seed)
-            else:
-                assert isinstance(source, SizedRows)
-                rows = source.numbered(positions)
+            rows = self._domains[domain].at(positions, seed)
             for place, row in zip(places, rows, strict=True):
                 batch[place] = self._labelled(row, domain)
         return batch
@@ -90,33 +74,13 @@ class DomainRows:
             )
         return {**row, self.label_key: domain}
 
-    def _by_number(self, index: int) -> Draw:
-        """Domain and row of a number among the rows of all domains."""
-        number = index + len(self) if index < 0 else index
-        if not 0 <= number < len(self):
-            raise IndexError(f"a mixture of {len(self)} rows has no row {index}.")
-        domain = bisect_right(self._ends, number)
-        return domain, number - (self._ends[domain - 1] if domain else 0)
-
-    @functools.cached_property
-    def _ends(self) -> list[int]:
-        """Sums of the sizes of the first domains: one, two, ..., all of them."""
-        sizes = [rows.size for rows in self._domains if rows.size is not None]
-        if len(sizes) < len(self._domains):
-            streams = [name for name, size in self.sizes.items() if size is None]
-            raise TypeError(
-                "a mixture with streams has no length and cannot be indexed; its streams are "
-                f"{', '.join(streams)}. Draw batches with batches() or stream()."
-            )
-        return list(itertools.accumulate(sizes))
-
 
 def _rows_of(name: str, domain: Any) -> "SizedRows | StreamRows":
+    is_other = isinstance(domain, Mapping | str | bytes)
     is_sequence = hasattr(domain, "__len__") and hasattr(domain, "__getitem__")
-    if is_sequence and not isinstance(domain, IterableDataset | Mapping | str | bytes):
+    if is_sequence and not is_other and not isinstance(domain, IterableDataset):
         return SizedRows(name, domain)
-    is_stream = hasattr(domain, "__iter__") and not isinstance(domain, Mapping | str | bytes)
-    if is_stream and not isinstance(domain, Iterator):
+    if hasattr(domain, "__iter__") and not is_other and not isinstance(domain, Iterator):
         return StreamRows(name, domain)
     raise ValueError(
         "A domain must be indexable (a list, a Dataset) or be an iterable that restarts from its "
@@ -136,13 +100,10 @@ class SizedRows:
         """The rows at these positions of the endless sequence."""
         assert self.size is not None
         # The pipeline draws from a stream of this name, so one seed gives both the same order.
-        numbers = shuffled(seed, ("train", self.name), np.asarray(positions), self.size)
-        return self.numbered(numbers.tolist())
-
-    def numbered(self, numbers: Sequence[int]) -> list[Any]:
-        """The rows of these numbers, in one call where the data set can read several at once."""
+        numbers = shuffled(seed, ("train", self.name), np.asarray(positions), self.size).tolist()
         if hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(list(numbers)))
+            # One call where the data set can read several at once.
+            return list(self.dataset.__getitems__(numbers))
         return [self.dataset[number] for number in numbers]
 
 
@@ -214,9 +175,6 @@ class StreamRows:
             "in every process."
         )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Without the open stream, which cannot be sent to another process."""
-        return {"name": self.name, "stream": self.stream}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["name"], state["stream"])  # type: ignore[misc]
+        return StreamRows, (self.name, self.stream)

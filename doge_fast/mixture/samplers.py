@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from doge_fast.mixture.changes import Changes, already_begun
+from doge_fast.mixture.counts import MixtureCounts
 from doge_fast.mixture.permutation import spread_order
 from doge_fast.mixture.rows import DomainRows, Draw
-from doge_fast.mixture.steering import SteeredCounts
+from doge_fast.mixture.workers import WorkerFile, already_begun
 
 
-def batch_draws(counts: SteeredCounts, step: int) -> list[Draw]:
+def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:
     """The rows of batch `step`, over all ranks, in order."""
     counts_K = counts.counts(np.array([step]))[0]
     domains_B = np.repeat(np.arange(len(counts_K)), counts_K)
@@ -54,9 +54,7 @@ class Progress:
 
     def steps(self) -> Iterable[int]:
         """The steps of the next pass."""
-        if self.num_steps is None:
-            return count(self.start)
-        return range(self.start, self.num_steps)
+        return count(self.start) if self.num_steps is None else range(self.start, self.num_steps)
 
     def num_batches(self) -> int:
         """Batches of the next pass.
@@ -81,7 +79,7 @@ class _Share:
     """
 
     def __init__(
-        self, counts: SteeredCounts, progress: Progress, rank: int, world_size: int
+        self, counts: MixtureCounts, progress: Progress, rank: int, world_size: int
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"A rank must be in [0, world_size); got {rank} of {world_size}.")
@@ -101,8 +99,8 @@ class _Share:
         """The steps of a pass.
 
         Raises:
-            RuntimeError: there was a pass before, which took batches up to `end`, and the mixture
-                was not told where the next one begins.
+            RuntimeError: there was a pass before, which took batches up to `end`, and no `seek`
+                since.
         """
         if self._last_pass == self.progress.num_rewinds:
             raise RuntimeError(already_begun(end))
@@ -144,7 +142,7 @@ class MixtureStream(_Share, IterableDataset[Any]):
 
     def __init__(
         self,
-        counts: SteeredCounts,
+        counts: MixtureCounts,
         progress: Progress,
         rows: DomainRows,
         rank: int,
@@ -152,30 +150,25 @@ class MixtureStream(_Share, IterableDataset[Any]):
     ) -> None:
         super().__init__(counts, progress, rank, world_size)
         self.rows = rows
-        self.changes = Changes(progress.start)
+        self.worker_file = WorkerFile(progress.start)
 
     def __iter__(self) -> Iterator[Any]:
         """Rows of the batches from the mixture's start on."""
         worker = get_worker_info()
-        progress = self.changes.progress()
-        if worker is not None:
-            self.changes.check_not_rewound(progress)
-        # Only the file knows which batches other processes have taken.
-        steps = self._begin(max(self.progress.end, progress.end))
+        # The file has the batches that other processes have taken.
+        steps = self._begin(max(self.progress.end, self.worker_file.progress().end))
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for step in islice(steps, first, None, stride):
             if worker is None:
                 self.progress.take(step)
             else:
                 # The workers of a pass have consecutive seeds.
-                self._catch_up(step, worker.num_workers, pass_seed=worker.seed - worker.id)
+                pass_seed = worker.seed - worker.id
+                for first_step, weights in self.worker_file.take(
+                    step, num_workers=worker.num_workers, pass_seed=pass_seed
+                ):
+                    self.counts.set_weights(first_step, np.array(weights))
             yield from self.rows.read(self._draws(step), self.counts.seed)
-
-    def _catch_up(self, step: int, num_workers: int, pass_seed: int) -> None:
-        """Apply the weights that were set since this worker's last batch."""
-        changes = self.changes.take(step, num_workers=num_workers, pass_seed=pass_seed)
-        for first_step, weights in changes:
-            self.counts.set_weights(first_step, np.array(weights))
 
     def __len__(self) -> int:
         """Rows of the next pass."""

@@ -1,25 +1,18 @@
 """The state of a mixture: plain numbers that decide all batches from a step on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from doge_fast.mixture.counts import checked_weights
-from doge_fast.mixture.steering import SteeredCounts, Totals
-from doge_fast.weights.simplex import is_integer, is_number
+from doge_fast.mixture.counts import MixtureCounts, Totals
 
 STATE_VERSION = 1
 # Counts are int64.
 _TOO_LARGE = 1 << 62
 
-_KEYS = (
-    *("version", "domains", "sizes", "seed", "batch_size"),
-    *("step", "history", "drawn", "surplus"),
-)
 
-
-def state_of(counts: SteeredCounts, sizes: Mapping[str, int | None], step: int) -> dict[str, Any]:
+def state_of(counts: MixtureCounts, sizes: Mapping[str, int | None], step: int) -> dict[str, Any]:
     """What `DomainMixture.state_dict` returns."""
     totals = counts.totals(step)
     changes = zip(counts.first_steps, counts.weights_PK, strict=True)
@@ -37,7 +30,7 @@ def state_of(counts: SteeredCounts, sizes: Mapping[str, int | None], step: int) 
 
 
 def restore(
-    counts: SteeredCounts, sizes: Mapping[str, int | None], state: Mapping[str, Any]
+    counts: MixtureCounts, sizes: Mapping[str, int | None], state: Mapping[str, Any]
 ) -> None:
     """Let the counts continue those of a state.
 
@@ -45,42 +38,36 @@ def restore(
         ValueError: the state was not written by `state_of`, by a later version, or for other
             domains, sizes or batches; the counts are as before.
     """
-    _check_keys(state)
-    _check_same_mixture(counts, sizes, state)
-    _check_numbers(state, len(sizes))
-    counts.restore(
-        state["seed"],
-        [first_step for first_step, _ in state["history"]],
-        # As they were, to the bit: normalising them once more might change the last one.
-        [np.array(weights, dtype=np.float64) for _, weights in state["history"]],
-        Totals(
-            state["step"],
-            np.array(state["drawn"], dtype=np.int64),
-            np.array(state["surplus"], dtype=np.int64),
-        ),
-    )
-
-
-def _check_keys(state: Mapping[str, Any]) -> None:
-    if missing := [key for key in _KEYS if key not in state]:
+    try:
+        (version,) = _integers([state["version"]], 1)
+        if version > STATE_VERSION:
+            raise ValueError(f"it has version {version}; update doge_fast to read it")
+        (step, seed) = _integers([state["step"], state["seed"]], 2)
+        _check_same_mixture(counts, sizes, state)
+        drawn_K, surplus_K = (_integers(state[key], len(sizes)) for key in ("drawn", "surplus"))
+        if step < 0 or sum(drawn_K) != step * counts.batch_size:
+            raise ValueError(
+                f"step {step} follows batches of {sum(drawn_K)} rows in all, and that is not "
+                f"{step} times {counts.batch_size}"
+            )
+        first_steps = _integers([first_step for first_step, _ in state["history"]])
+        weights_PK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
+        if any(weights_K.shape != (len(sizes),) for weights_K in weights_PK):
+            raise ValueError(f"its history must hold {len(sizes)} weights for each change")
+        totals = Totals(step, np.array(drawn_K), np.array(surplus_K))
+        counts.restart(seed, first_steps, weights_PK, totals)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"A mixture's state is what state_dict() returns; this one lacks {missing}."
-        )
-    for key in ("version", "seed", "batch_size", "step"):
-        if not _are_integers([state[key]]):
-            raise ValueError(f"The state's {key} must be an integer; it is {state[key]!r}.")
-    if state["step"] < 0:
-        raise ValueError(f"The state's step must be at least 0; it is {state['step']}.")
-    if state["version"] > STATE_VERSION:
-        raise ValueError(
-            f"The state has version {state['version']}; this library reads up to "
-            f"{STATE_VERSION}. Update doge_fast."
-        )
+            "A mixture's state is what state_dict() of the same mixture returns; this one: "
+            f"{reason}."
+        ) from error
 
 
 def _check_same_mixture(
-    counts: SteeredCounts, sizes: Mapping[str, int | None], state: Mapping[str, Any]
+    counts: MixtureCounts, sizes: Mapping[str, int | None], state: Mapping[str, Any]
 ) -> None:
+    """Only the same rows in batches of the same size go on to the bit."""
     expected = {
         "domains": list(sizes),
         "sizes": list(sizes.values()),
@@ -88,55 +75,14 @@ def _check_same_mixture(
     }
     for key, value in expected.items():
         if state[key] != value:
-            raise ValueError(
-                f"The state is of a mixture with {key} {state[key]}; this one has {value}. "
-                "Only the same rows in batches of the same size go on to the bit."
-            )
+            raise ValueError(f"it is of {key} {state[key]}, and the mixture has {value}")
 
 
-def _check_numbers(state: Mapping[str, Any], num_domains: int) -> None:
-    for key in ("drawn", "surplus"):
-        if not _are_integers(state[key]):
-            raise ValueError(f"The state's {key} must be integers; it is {state[key]!r}.")
-    history = state["history"]
-    if not isinstance(history, list | tuple) or not all(map(_is_change, history)):
-        raise ValueError(
-            f"The state's history must be [first step, weights] of every change; it is {history!r}."
-        )
-    first_steps = [first_step for first_step, _ in state["history"]]
-    if first_steps[:1] != [0] or first_steps != sorted(set(first_steps)):
-        raise ValueError(
-            f"The state's history must begin at step 0 and go up; it has {first_steps}."
-        )
-    vectors = [weights for _, weights in state["history"]]
-    for weights in vectors:
-        checked_weights(weights)
-    lengths = {len(vector) for vector in (*vectors, state["drawn"], state["surplus"])}
-    if lengths != {num_domains}:
-        raise ValueError(
-            f"The state's weights and counts must have {num_domains} numbers, one for each "
-            f"domain; they have {sorted(lengths)}."
-        )
-    if sum(state["drawn"]) != state["step"] * state["batch_size"]:
-        raise ValueError(
-            f"The state's {state['step']} batches of {state['batch_size']} rows must add up; it "
-            f"counts {sum(state['drawn'])} rows."
-        )
-
-
-def _are_integers(values: Any) -> bool:
-    """Whether they are a list of integers that numpy holds."""
-    return isinstance(values, list | tuple) and all(
-        is_integer(value) and abs(value) < _TOO_LARGE for value in values
-    )
-
-
-def _is_change(change: Any) -> bool:
-    """Whether it is a step and numbers."""
-    return (
-        isinstance(change, list | tuple)
-        and len(change) == 2
-        and _are_integers(change[:1])
-        and isinstance(change[1], list | tuple)
-        and all(map(is_number, change[1]))
-    )
+def _integers(values: Sequence[Any], count: int | None = None) -> list[int]:
+    """The values; ValueError where they are not as many integers that numpy holds."""
+    for value in values:
+        if type(value) is not int or abs(value) >= _TOO_LARGE:
+            raise ValueError(f"it has {value!r} where an integer is needed")
+    if count is not None and len(values) != count:
+        raise ValueError(f"it has {len(values)} numbers where {count} are needed")
+    return list(values)

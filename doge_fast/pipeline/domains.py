@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from doge_fast.mixture.counts import BatchCounts, Phase
+from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import CorpusConfig
@@ -291,10 +291,10 @@ def domain_blocks(seed: int, step: int, *, domain: str, num_blocks: int, size: i
     return shuffled(seed, ("train", domain), np.arange(first, first + size), num_blocks)
 
 
-class BlockSampler(BatchCounts):
+class BlockSampler(MixtureCounts):
     """Which blocks of each domain the batches of stage two hold.
 
-    `mixture_counts` says how many. Which ones follows from how many blocks of the domain all
+    `MixtureCounts` says how many. Which ones follows from how many blocks of the domain all
     earlier batches held, an arithmetic sum: no data is replayed.
 
     Args:

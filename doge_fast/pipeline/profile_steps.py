@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from doge_fast import scale
-from doge_fast.kernels.roofline import Bandwidth
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import memory
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.model import build_model, load_architecture
+from doge_fast.pipeline.roofline import Bandwidth
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.tracing import phase
 from doge_fast.weights.weights_file import plain
@@ -165,7 +165,7 @@ class DogeStep(PlainStep):
         """
         R, num_micro = self.num_rows, self.config.micro_batches
         once = sum(each.nbytes for each in self.parameters)
-        rows = sum(block.rows_RN.nbytes for block in self.optimizer.buffer.blocks)
+        rows = sum(block.rows_BN.nbytes for block in self.optimizer.buffer.blocks)
         states = (value for of_param in self.inner.state.values() for value in of_param.values())
         state = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
         # Of the rows: written by each micro-batch, read again by those after the first.

@@ -24,7 +24,6 @@ from doge_fast.alternation import alternated, ratio_of, synchronize
 from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
-from doge_fast.kernels.roofline import Bandwidth, bandwidth
 from doge_fast.pipeline import tables
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
@@ -36,6 +35,7 @@ from doge_fast.pipeline.profile_steps import (
     Traffic,
     peak_memory,
 )
+from doge_fast.pipeline.roofline import Bandwidth, bandwidth
 from doge_fast.tracing import observed
 from doge_fast.weights.weights_file import plain
 

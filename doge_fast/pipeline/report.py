@@ -37,8 +37,7 @@ def write_report(config: ReportConfig) -> Path:
     settings, or where an experiment's plan says so.
 
     Args:
-        config: which runs, where to, for which token budget epochs are told, and which other
-            weights an experiment's swarm shall judge.
+        config: which runs, where to, and for which token budget epochs are told.
 
     Returns:
         The page; `<its name>-figures/` beside it holds every figure as PNG and SVG.
@@ -51,7 +50,7 @@ def write_report(config: ReportConfig) -> Path:
     perplexities, tab:dw and tab:ood-dw for those of domain weights.
     """
     check_ranges(config)
-    study = open_study(config.runs, config.weights)
+    study = open_study(config.runs)
     page = config.out or _default_page(config.runs)
     folder = page.with_name(f"{page.stem}-figures")
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,12 +69,11 @@ def write_report(config: ReportConfig) -> Path:
     return page
 
 
-def terminal_table(runs: Sequence[Path], weights: Sequence[str] = ()) -> str:
+def terminal_table(runs: Sequence[Path]) -> str:
     """The tables and the answer of a set of runs as aligned plain text, for a terminal.
 
     Args:
         runs: run directories, or one directory that holds them or is an experiment's.
-        weights: as for `write_report`.
 
     Returns:
         The question; each group's tables (* where the interval says better, or a weight is above
@@ -84,7 +82,7 @@ def terminal_table(runs: Sequence[Path], weights: Sequence[str] = ()) -> str:
     Raises:
         ValueError: as `write_report`.
     """
-    study = open_study(runs, weights)
+    study = open_study(runs)
     blocks = [f"{study.record['title']}\n{wrapped(study.record['question'])}"]
     for part in parts_of(study):
         blocks += [f"{table.title}\n\n{text(_plain(table))}" for table in part.tables]

@@ -54,8 +54,6 @@ class TrackedParameters:
         self._start_noting()
         self.receive: Receive | None = None
         """Called with each tracked parameter on a CPU that autograd has given a gradient."""
-        self.are_taken_at_once = False
-        """Whether `receive` is called elsewhere than on a CPU as well."""
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
@@ -118,8 +116,7 @@ class TrackedParameters:
     def scan(self) -> list[Tensor]:
         """Look the parameters up afresh, and keep a hook on each and on no other."""
         self.params = self.look_up()
-        everywhere = self.are_taken_at_once
-        at_once = {id(param): everywhere or takes_at_once(param) for param in self.params}
+        at_once = {id(param): takes_at_once(param) for param in self.params}
         if at_once != self._takes_at_once:
             # A model may move after its optimizer was built.
             for key, known in self._takes_at_once.items():

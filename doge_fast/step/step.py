@@ -1,47 +1,71 @@
-"""The step under way: what the domains have collected, and whether it is complete.
+"""The step under way, from the hook that sees a gradient to the combined one in `p.grad`.
 
-A step is empty until its first domain is entered, open while a domain is, collected between
-domains, and combined once its gradients have become the weighted one::
+A step is empty until its first domain is entered, open while one is, collected between domains,
+and combined once the weighted gradient is in `p.grad`::
 
-    empty -> open(name) -> collected -> open(name) -> ... -> combined -> empty
+    empty -> open -> collected -> open -> collected -> ... -> combined -> empty
 
-The parameters are looked up when the first domain is entered, and once more for combining. While a
-domain is open, a hook on each of them takes the gradient the moment autograd has finished it and
-hands it to the flat buffer, so that `p.grad` stays None; elsewhere than on a CPU gradients stay in
-`p.grad` until the domain is left, and then go to the buffer in one call. Outside a domain `p.grad`
-is left alone; the next `domain()` or `step()` refuses what a backward pass has put there.
+While a domain is open, a hook on each parameter takes the gradient the moment autograd has
+finished it and adds it to the domain's row of the flat buffer, so that `p.grad` stays None.
+Elsewhere than on a CPU gradients stay in `p.grad` until the domain is left, and go to the buffer in
+one call. Outside a domain `p.grad` is left alone; the next `domain()` or `step()` refuses what a
+backward pass has put there.
+
+Over ranks each has domains of its own, and none knows what another has entered until they gather
+it, once, when the step is combined.
 """
 
 import enum
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
-from doge_fast.distributed.exchanges import Ranks
-from doge_fast.distributed.wrappers import bare, without_reduction
-from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient
+from doge_fast.distributed import (
+    Agreement,
+    Columns,
+    Exchange,
+    Ranks,
+    Report,
+    bare,
+    default_group,
+    exchange_of,
+    without_reduction,
+)
+from doge_fast.flat_buffer import FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
-from doge_fast.step.entries import WAY_TO_ACCUMULATE, Absent, Entries, check_count
-from doge_fast.step.parameters import TrackedParameters
-from doge_fast.tracing import outside_graphs
+from doge_fast.step.parameters import TrackedParameters, on_host
+from doge_fast.tracing import outside_graphs, phase
+from doge_fast.weights import checkpoint, simplex
+from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import SkipFlag
+from doge_fast.wrapper import SkipFlag, loss_scale, step_unless
+
+Absent = Literal["error", "keep"]
+
+WAY_TO_ACCUMULATE = (
+    "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
+    "for any number, with which combine() or step() ends the step."
+)
+
+DROPPED = "an exception inside a domain dropped this step's gradients"
+WAY_ON = ". Call optimizer.zero_grad() and run the domains of this step again."
 
 
 class StepState(enum.Enum):
-    """Where a step stands while no domain is open."""
+    """Where a step stands."""
 
     EMPTY = enum.auto()
-    ZEROED = enum.auto()
-    """Empty, and `p.grad` holds the zeros of zero_grad(set_to_none=False)."""
+    OPEN = enum.auto()
     COLLECTED = enum.auto()
-    DROPPED = enum.auto()
-    """An exception inside a domain dropped what had been collected."""
     COMBINED = enum.auto()
 
 
@@ -66,15 +90,34 @@ class OpenDomain:
         return self.row
 
 
+@dataclass
+class Received:
+    """What the domains of a step have brought to this rank so far."""
+
+    order: list[str] = field(default_factory=list)
+    """Names, in the order in which they were entered; once for each micro-batch."""
+    times: Counter[str] = field(default_factory=Counter)
+    """By domain, how often it has been left."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """By domain, its weight in the mean over ranks; 0 until it has been left. The order of the keys
+    is that of this rank's rows, where it has its own.
+    """
+    is_dropped: bool = False
+    """An exception inside a domain has dropped what there was."""
+
+
 class Step:
     """The step under way.
 
     Args:
-        parameters: those that the wrapped optimizer trains.
+        inner: the wrapped optimizer.
+        parameters: those that it trains.
+        weights: the domain weights, which the step moves.
         subset: the domains of a step and their rows.
         buffer_dtype: of the rows; None: that of each gradient.
-        absent: "error" or "keep": what `blocks` does about a domain that was not entered.
+        absent: "error" or "keep": what becomes of a step without some domain.
         micro_batches: times that each domain is entered in a step; None: any number.
+        scaler: of the losses.
         ranks: that learn together.
 
     Raises:
@@ -83,41 +126,61 @@ class Step:
 
     def __init__(
         self,
+        inner: Optimizer,
         parameters: TrackedParameters,
+        weights: DomainWeights,
         subset: Subset,
         *,
         buffer_dtype: torch.dtype | None,
         absent: Absent,
         micro_batches: int | None,
+        scaler: GradScaler | None,
         ranks: Ranks,
     ) -> None:
+        if absent not in ("error", "keep"):
+            raise ValueError(f"absent must be 'error' or 'keep'; got {absent!r}.")
+        if micro_batches is not None and not (
+            simplex.is_integer(micro_batches) and micro_batches > 0
+        ):
+            raise ValueError(
+                "micro_batches must be the number of times that each domain is entered in a step, "
+                f"at least 1, or None for any number; got {micro_batches!r}."
+            )
+        self.micro_batches = micro_batches
         self.parameters = parameters
         self.subset = subset
         self.buffer = FlatBuffer(subset.num_rows, buffer_dtype)
-        self.entries = Entries(
-            parameters,
-            subset,
-            self.buffer,
-            absent=absent,
-            micro_batches=micro_batches,
-            ranks=ranks,
-        )
+        self._inner = inner
+        self._weights = weights
+        self._absent = absent
+        self._scaler = scaler
+        self._ranks = ranks
         self._start()
 
     def _start(self) -> None:
-        self.state = StepState.EMPTY
-        self.entries.clear()
-        self._open: OpenDomain | None = None
+        """An empty step, without other ranks."""
+        self._exchange: Exchange | None = None
+        # The default group and the kinds of parameters that the exchange was made for.
+        self._made_for: object = None
+        self._has_agreed = False
         self._stacked_model: StackedModel | None = None
-        self.flag = SkipFlag()
-        """Whether the step is skipped."""
+        self._flag = SkipFlag()
+        self.state = StepState.EMPTY
+        self._open: OpenDomain | None = None
+        self._received = Received()
+        # `p.grad` holds the zeros of zero_grad(set_to_none=False).
+        self._are_zeros_left = False
         self.parameters.receive = _receiver(weakref.ref(self))
         self._hook()
 
+    _LASTING = (
+        *("micro_batches", "parameters", "subset", "buffer"),
+        *("_inner", "_weights", "_absent", "_scaler", "_ranks"),
+    )
+
     def __getstate__(self) -> dict[str, Any]:
-        """What is kept between steps. A copy starts with an empty step."""
-        lasting = ("parameters", "subset", "buffer", "entries")
-        return {name: getattr(self, name) for name in lasting}
+        """What is kept between steps: a copy starts empty, and other processes may use it."""
+        return {name: getattr(self, name) for name in self._LASTING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """An empty step that receives the gradients of the parameters again."""
@@ -129,34 +192,102 @@ class Step:
         """The parameters that are trained now, each with a hook that calls `receive`."""
         return self.parameters.scan()
 
-    # Domains.
+    # A domain.
 
-    def domain(self, name: str, count: float = 1.0) -> AbstractContextManager[OpenDomain]:
+    @contextmanager
+    def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
         """Gradients of backward passes inside belong to domain `name`."""
-        with self._told():
-            check_count(name, count)
-            self._prepare((name,))
-        return self._opened({name: count}, self.entries.row_of(name, count))
+        with self._entering():
+            if not simplex.is_number(count) or not 0 < count < float("inf"):
+                raise ValueError(
+                    f"count must be positive and finite; domain {name!r} has {count!r}."
+                )
+            self._enter((name,))
+        with self._opened({name: count}, self._row_of(name)):
+            yield
+        self._combine_if_complete()
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
         """One backward pass inside gives every domain of a batch sorted by domain its gradient."""
-        with self._told():
+        with self._entering():
             sizes_here = sizes_of(sizes)
-            self._prepare(tuple(sizes_here))
-            self._refuse_shards()
-            segments = segments_of(sizes_here, self.entries.row_of)
+            self._enter(tuple(sizes_here))
+            if self.exchange.has_shards:
+                raise RuntimeError(
+                    "stacked() needs whole parameters, and those of a sharded model are divided "
+                    "over ranks. Run one domain after another, with optimizer.domain(name)."
+                )
+            segments = segments_of(sizes_here, self._row_of)
             stacked_model = self._stacked_model_of(bare(model))
         with self._opened(sizes_here, None) as opened:
             with stacked_model.recording(segments):
                 yield
             opened.has_received = stacked_model.has_written
+        self._combine_if_complete()
+
+    def _entering(self) -> AbstractContextManager[None]:
+        """The block in which a domain is entered; inside another one, that one's block fails."""
+        return nullcontext() if self._open is not None else self._failure_reaches_all_ranks()
+
+    def _stacked_model_of(self, model: nn.Module) -> StackedModel:
+        tracked = {id(param): param for param in self.parameters.params}
+        if self._stacked_model is None or not self._stacked_model.covers(model, tracked):
+            self._stacked_model = StackedModel(model, self.buffer, tracked)
+        return self._stacked_model
+
+    @outside_graphs
+    def _enter(self, names: Sequence[str]) -> None:
+        """Check that these domains may be entered now, and begin the step with the first."""
+        for name in names:
+            self._check_name(name)
+        self._refuse_nested(names[0])
+        self.refuse_stray()
+        if self.state is StepState.COMBINED:
+            self._refuse_uncleared()
+            # Cleared without a step, as a scaler does on overflow. The loop has read the domains
+            # of this step, so they stay.
+            self._clear_rows()
+        if self.state is StepState.EMPTY:
+            self._begin()
+        for name in names:
+            _refuse_division(name, self.micro_batches)
+            if self.micro_batches is not None and self._received.times[name] >= self.micro_batches:
+                raise RuntimeError(
+                    f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
+                    f"this step already. {WAY_TO_ACCUMULATE}"
+                )
+        self._received.order.extend(names)
+
+    def _begin(self) -> None:
+        # First: a host may have put shards in their place.
+        params = self._hook()
+        self._settle_exchange()
+        for param in params:
+            if param.grad is None:
+                continue
+            if not self._are_zeros_left:
+                raise RuntimeError(
+                    "a parameter still holds a gradient from before this domain; call "
+                    "optimizer.zero_grad() after step() and before the next domain."
+                )
+            param.grad = None
+        self._are_zeros_left = False
+
+    def _row_of(self, name: str) -> int:
+        """The row of this rank's buffer that is the domain's."""
+        self._received.counts.setdefault(name, 0.0)
+        if not self.exchange.has_own_rows:
+            return self.subset.slot_of(name)
+        self.buffer.num_rows = max(self.buffer.num_rows, len(self._received.counts))
+        return list(self._received.counts).index(name)
 
     @contextmanager
     def _opened(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
         opened = self._open = OpenDomain(counts, row)
+        self.state = StepState.OPEN
         try:
-            with self.dropped_on_failure(), self.entries.told_on_failure(), without_reduction():
+            with self._dropped_on_failure(), self._failure_reaches_all_ranks(), without_reduction():
                 yield opened
                 if self.parameters.has_noted:
                     self._collect(opened)
@@ -164,15 +295,12 @@ class Step:
                 self._refuse_reduced()
                 if not opened.has_received:
                     raise RuntimeError(_nothing_received(opened))
-                self.entries.add(counts)
         finally:
             self._open = None
-        if self.state is not StepState.DROPPED:
-            self.state = StepState.COLLECTED
-
-    def _told(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of a failure inside, but where an open domain does."""
-        return self.entries.told_on_failure() if self._open is None else nullcontext()
+        for name, count in counts.items():
+            self._received.times[name] += 1
+            self._received.counts[name] += count
+        self.state = StepState.COLLECTED
 
     def receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
@@ -186,12 +314,9 @@ class Step:
         if grad is None:
             # Its module has written the rows by itself.
             return
-        row = opened.row_for(param, self.parameters)
-        if self.entries.exchange.has_shards:
-            for each, part in self.entries.exchange.parts(row, param, grad):
-                self.buffer.receive(each, param, part)
-        else:
-            self.buffer.receive(row, param, grad)
+        if self.exchange.has_shards:
+            grad = local_gradient(param, grad)
+        self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
         opened.has_received = True
 
     @outside_graphs
@@ -199,138 +324,133 @@ class Step:
     def _collect(self, opened: OpenDomain) -> None:
         """Take the gradients that are in `p.grad`."""
         params, grads = self.parameters.take()
-        if self.entries.exchange.has_shards:
+        if self.exchange.has_shards:
             grads = list(map(local_gradient, params, grads))
         if params:
             self.buffer.receive_all(opened.row_for(params[0], self.parameters), params, grads)
             opened.has_received = True
 
-    def _check_name(self, name: str) -> None:
-        """Refuse a domain that is not one of this step's."""
-        if self.subset.holds(name):
-            return
-        if name in self.subset.all_rows:
-            raise ValueError(
-                f"domain {name!r} is not one of this step's domains, {list(self.subset.domains)}: "
-                "domains_per_step draws new ones for every step. Run those in "
-                "optimizer.domains_of_step."
-            )
-        raise ValueError(
-            f"unknown domain {name!r}; the optimizer knows {list(self.subset.all_rows)}. "
-            "Name it in domains= (trained on) or in target= (measured only)."
-        )
-
-    @outside_graphs
-    def _prepare(self, names: Sequence[str]) -> None:
-        """Check that these domains may be entered now, and begin the step with the first."""
-        for name in names:
-            self._check_name(name)
-        if self._open is not None:
-            raise RuntimeError(
-                f"domain({names[0]!r}) was entered inside domain({self._name_of_open()!r}); a "
-                "gradient belongs to one domain. Leave the first before entering the next."
-            )
-        self.refuse_stray()
-        if self.state is StepState.COMBINED:
-            self._refuse_after_combining()
-            # Cleared without a step, as a scaler does on overflow. The loop has read the domains
-            # of this step, so they stay.
-            self._clear_rows()
-        if self.state in (StepState.EMPTY, StepState.ZEROED):
-            self._begin()
-        for name in names:
-            self.entries.refuse_entry(name)
-
-    def _begin(self) -> None:
-        params = self._hook()  # First: a host may have put shards in their place.
-        self.entries.meet()
-        for param in params:
-            if param.grad is None:
-                continue
-            if self.state is not StepState.ZEROED:
-                raise RuntimeError(
-                    "a parameter still holds a gradient from before this domain; call "
-                    "optimizer.zero_grad() after step() and before the next domain."
-                )
-            param.grad = None
-
-    def _refuse_after_combining(self) -> None:
-        has_grad = any(param.grad is not None for param in self.parameters.params)
-        if has_grad or not self.entries.exchange.gives_gradients:
-            most = self.entries.micro_batches
-            how = (
-                "combine() has been called"
-                if most is None
-                else f"every domain has been entered micro_batches={most} times"
-            )
-            raise RuntimeError(
-                f"{how} in this step, so its gradients are combined: call optimizer.step() and "
-                "zero_grad() before the next domain. " + WAY_TO_ACCUMULATE
-            )
-
-    def _stacked_model_of(self, model: nn.Module) -> StackedModel:
-        tracked = {id(param): param for param in self.parameters.params}
-        if self._stacked_model is None or not self._stacked_model.covers(model, tracked):
-            self._stacked_model = StackedModel(model, self.buffer, tracked)
-        return self._stacked_model
-
-    def _name_of_open(self) -> str:
-        return "" if self._open is None else ", ".join(self._open.counts)
-
-    # What has been collected.
-
-    def _refuse_shards(self) -> None:
-        if self.entries.exchange.has_shards:
-            raise RuntimeError(
-                "stacked() needs whole parameters, and those of a sharded model are divided over "
-                "ranks. Run one domain after another, with optimizer.domain(name)."
-            )
-
-    def _refuse_reduced(self) -> None:
-        """Refuse gradients that something between ranks has put back behind our hooks."""
-        if self.entries.exchange.num_ranks > 1 and any(
-            param.grad is not None for param in self.parameters.params
-        ):
-            raise RuntimeError(
-                "something has set p.grad inside a domain, as wrappers do that reduce gradients "
-                "over ranks themselves: torch's replicate(), and DistributedDataParallel if its "
-                "forward pass ran before the domain. Run forward and backward inside the domain, "
-                "on a model in DistributedDataParallel or in no wrapper."
-            )
+    # The end of a step.
 
     @property
-    def has_combined_by_itself(self) -> bool:
-        """Whether the step was complete and has been combined."""
-        return self.state is StepState.COMBINED and self.entries.are_complete
+    def _is_complete(self) -> bool:
+        """Whether every domain has been entered as often as `micro_batches` says.
 
-    def blocks(self, settings: Mapping[str, object]) -> list[Block]:
-        """The rows of all parameters that a domain gave a gradient, for combining.
-
-        Args:
-            settings: what must be the same on all ranks.
-
-        Raises:
-            RuntimeError: the step is combined already, a domain is missing, a parameter has a
-                `p.grad` that no domain gave it; or the ranks differ, or one has failed.
+        Never where ranks have domains of their own: one that has entered all of its own must not
+        combine while others go on.
         """
-        with self.entries.told_on_failure():
-            if self.state is StepState.COMBINED:
-                raise RuntimeError("combine() has been called in this step; call step() next.")
-            self.refuse_stray()
-            params = self.parameters.look_up()
-            if self.entries.any_here:
-                self._refuse_given(params)
-        is_dropped = self.state is StepState.DROPPED
-        dtypes = self.entries.agree(params, settings, is_dropped=is_dropped)
-        return self.buffer.touched(params, dtypes)
+        if self.micro_batches is None or not self._received.times or self.exchange.has_own_rows:
+            return False
+        return all(self._received.times[name] == self.micro_batches for name in self.subset.rows)
 
-    def _refuse_given(self, params: Sequence[Tensor]) -> None:
-        if (param := next((p for p in params if p.grad is not None), None)) is not None:
+    def _combine_if_complete(self) -> None:
+        if self._is_complete:
+            with self._dropped_on_failure():
+                self._combine(None)
+
+    def combine(self, grad_scale: float | Tensor | None) -> None:
+        """As `DoGEOptimizer.combine`; nothing to do where the last domain has combined."""
+        self.refuse_inside_a_domain("combine() and step()")
+        if self.state is not StepState.COMBINED or not self._is_complete:
+            self._combine(grad_scale)
+        elif grad_scale is not None:
             raise RuntimeError(
-                f"{self.parameters.name_of(param)} has a p.grad from outside the domains, which "
+                "the gradients were combined at the end of the last domain, without this "
+                "grad_scale. Pass scaler=scaler to DoGEOptimizer, or micro_batches=None."
+            )
+
+    @outside_graphs
+    @torch.no_grad()
+    def _combine(self, grad_scale: float | Tensor | None) -> None:
+        """Move the domain weights and write sum_j alpha'_j g_j into `p.grad`.
+
+        Reads the rows twice and writes N elements, all on the device; nothing waits for it. A
+        gradient that is not finite moves nothing and makes `p.grad` NaN.
+
+        Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
+        """
+        selected = self.parameters.selected_ids()
+        lr = self.parameters.lr
+
+        # Complete over ranks: which rows there are, and all of them for this rank's columns.
+        with self._failure_reaches_all_ranks():
+            params = self._params_to_combine()
+            scale = loss_scale(grad_scale, self._scaler, self.parameters.params[0].device)
+        agreement = self._agree(params, scale)
+        blocks = self.buffer.touched(params, agreement.dtypes)
+        columns = self.exchange.complete(blocks, selected or ())
+
+        with phase("gram"):
+            gram_BB, full_BB = _gram_matrices(columns, self.exchange, selected)
+
+        with phase("reweight"):
+            last = self._weights.move(
+                gram_BB,
+                full_BB,
+                rows_B=self.subset.rows,
+                present=agreement.seen,
+                lr=lr,
+                grad_scale=scale,
+            )
+        self._flag.send(last.skipped, self._inner)
+
+        with phase("weighted_sum"):
+            # Into `p.grad`, on all ranks.
+            self.exchange.deliver(columns, last.coefficients, self._weights.shared_state)
+
+        self._weights.last = last
+        self.state = StepState.COMBINED
+        # The wrapped optimizer may have been given a state dict of ours.
+        checkpoint.mark(self.parameters.groups)
+
+    def _params_to_combine(self) -> list[Tensor]:
+        """The parameters that are trained, if the step may be combined."""
+        if self.state is StepState.COMBINED:
+            raise RuntimeError("combine() has been called in this step; call step() next.")
+        self.refuse_stray()
+        params = self.parameters.look_up()
+        given = next((param for param in params if param.grad is not None), None)
+        if self._received.counts and given is not None:
+            raise RuntimeError(
+                f"{self.parameters.name_of(given)} has a p.grad from outside the domains, which "
                 "would be used unweighted or be replaced. Run that backward pass inside a domain "
                 "as well, or take a step with it before the domains of this step."
             )
+        if self._received.is_dropped and self.exchange.num_ranks > 1:
+            # Where domains are missing, this rank would raise alone.
+            raise RuntimeError(DROPPED + WAY_ON)
+        return params
+
+    def _agree(self, params: list[Tensor], scale: float | Tensor) -> Agreement:
+        """What all ranks together have, if it makes a step."""
+        exchange = self.exchange
+        report = Report(
+            counts=self._received.counts,
+            order=self._received.order,
+            params=params,
+            dtypes=self.buffer.dtypes_of(params),
+            settings=self._settings(params, scale) if exchange.num_ranks > 1 else {},
+            is_first=not self._has_agreed,
+        )
+        agreement = exchange.agree(self.subset.rows, report)
+        self._has_agreed = True
+        self._refuse_missing(agreement.seen)
+        return agreement
+
+    def _settings(self, params: Sequence[Tensor], scale: float | Tensor) -> dict[str, object]:
+        """What must be the same on all ranks, by the name that a message gives it."""
+        selected = self.parameters.selected_ids()
+        return {
+            **self._weights.settings(with_values=not self._has_agreed),
+            "grad_scale": on_host(scale),
+            "the learning rate": [on_host(group.get("lr")) for group in self.parameters.groups],
+            "micro_batches or absent": [self.micro_batches, self._absent],
+            "their number of steps, or the draw of domains_per_step": [
+                *(self.subset.draws, self.subset.rows)
+            ],
+            "the parameters that are trained": [list(param.shape) for param in params],
+            "the selection": selected and [id(param) in selected for param in params],
+        }
 
     def is_of_others(self) -> bool:
         """Whether `step()` should run the wrapped optimizer alone, on gradients of no domain.
@@ -339,21 +459,114 @@ class Step:
         rate zero, also between two domains.
         """
         self.refuse_inside_a_domain("combine() and step()")
-        with self.entries.told_on_failure():
+        with self._failure_reaches_all_ranks():
             self.refuse_stray()
             if self.state is StepState.COMBINED:
-                return False  # Before a rate that is on the device would be waited for.
-            has_rate = any(group.get("lr", 1) for group in self.parameters.groups)
-            if self.state in (StepState.COLLECTED, StepState.DROPPED) and has_rate:
+                return False
+            # One that is on a device is not looked at: the host would wait for it.
+            has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
+            if has_rate and (self.state is StepState.COLLECTED or self._received.is_dropped):
                 return False
             given = (param for param in self.parameters.look_up() if param.grad is not None)
-            is_of_others = not all(map(self.buffer.is_combined, given))
-            if is_of_others and has_rate and not self.entries.exchange.gives_gradients:
-                raise RuntimeError(
-                    "with shard_optimizer=True a gradient from outside the domains cannot be used: "
-                    "the optimizer's state is divided over ranks. Run its backward in a domain."
-                )
-            return is_of_others
+            return not all(map(self.buffer.is_combined, given))
+
+    def finish(self) -> None:
+        """Combine what has not been, and step the wrapped optimizer unless the step is skipped."""
+        if self.state is not StepState.COMBINED:
+            self._refuse_partial()
+            self.combine(None)
+        last = self._weights.last
+        assert last is not None
+        self.parameters.refuse_other_lr(last)
+        with phase("inner_step"):
+            step_unless(last.skipped, last.found_inf, self._inner, self._flag)
+        self.subset.draw(self.subset.draws + 1)
+        self.clear()
+
+    @outside_graphs
+    def clear(self, *, are_zeros_left: bool = False) -> None:
+        """Start an empty step.
+
+        Args:
+            are_zeros_left: `p.grad` holds zeros, which the next domain may overwrite.
+        """
+        self._clear_rows()
+        self._are_zeros_left = are_zeros_left
+
+    def _clear_rows(self) -> None:
+        self.buffer.clear()
+        self.parameters.forget()
+        self.state = StepState.EMPTY
+        self._are_zeros_left = False
+        self._received = Received()
+
+    def release(self) -> None:
+        """Take the hooks off the parameters and give the buffer's memory back."""
+        self.refuse_inside_a_domain("release()")
+        self.clear()
+        self.buffer.release()
+        if self._exchange is not None:
+            self._exchange.release()
+        self.parameters.release()
+
+    @contextmanager
+    def _dropped_on_failure(self) -> Iterator[None]:
+        """Drop what has been collected if the block raises."""
+        try:
+            yield
+        except BaseException:
+            if self.parameters.has_noted:
+                # Backward passes inside the domain have left them.
+                self.parameters.take()
+            self.clear()
+            self._received.is_dropped = True
+            raise
+
+    # Other ranks.
+
+    @property
+    def exchange(self) -> Exchange:
+        """Between the ranks."""
+        if self._exchange is None:
+            self._settle_exchange()
+        assert self._exchange is not None
+        return self._exchange
+
+    def _settle_exchange(self) -> None:
+        """Look who the ranks are, when a step begins: a group, or shards, may be new."""
+        # Before the first step a host may have replaced the parameters that are known.
+        params = self.parameters.look_up() if self._exchange is None else self.parameters.params
+        made_for = default_group(), frozenset(map(type, params))
+        if self._exchange is None or self._made_for != made_for:
+            self._exchange, self._made_for = exchange_of(self._ranks, params), made_for
+            self._has_agreed = False
+            # Of its own domains alone, where a rank has whole gradients.
+            self.buffer.num_rows = 0 if self._exchange.has_own_rows else self.subset.num_rows
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether this is one of several ranks with domains of their own, as far as is known."""
+        return self._exchange is not None and self._exchange.has_own_rows
+
+    @contextmanager
+    def _failure_reaches_all_ranks(self) -> Iterator[None]:
+        """Have the other ranks raise too if the block does: they would wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            if unreachable := self.exchange.fail():
+                error.add_note(unreachable)
+            raise
+
+    # What is refused.
+
+    def refuse_inside_a_domain(self, what: str) -> None:
+        """Raise RuntimeError if a domain is open."""
+        if self._open is not None:
+            raise RuntimeError(
+                f"{what} must be called outside domain(...); {self._name_of_open()!r} is active. "
+                "Leave it first."
+            )
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
@@ -370,56 +583,79 @@ class Step:
             )
         self.parameters.forget()
 
-    def refuse_inside_a_domain(self, what: str) -> None:
-        """Raise RuntimeError if a domain is open."""
+    def _check_name(self, name: str) -> None:
+        """Refuse a domain that is not one of this step's."""
+        if self.subset.holds(name):
+            return
+        if name in self.subset.all_rows:
+            raise ValueError(
+                f"domain {name!r} is not one of this step's domains, {list(self.subset.domains)}: "
+                "domains_per_step draws new ones for every step. Run those in "
+                "optimizer.domains_of_step."
+            )
+        raise ValueError(
+            f"unknown domain {name!r}; the optimizer knows {list(self.subset.all_rows)}. "
+            "Name it in domains= (trained on) or in target= (measured only)."
+        )
+
+    def _name_of_open(self) -> str:
+        return "" if self._open is None else ", ".join(self._open.counts)
+
+    def _refuse_nested(self, name: str) -> None:
         if self._open is not None:
             raise RuntimeError(
-                f"{what} must be called outside domain(...); {self._name_of_open()!r} is active. "
-                "Leave it first."
+                f"domain({name!r}) was entered inside domain({self._name_of_open()!r}); a "
+                "gradient belongs to one domain. Leave the first before entering the next."
             )
 
-    # The end of a step.
+    def _refuse_uncleared(self) -> None:
+        """Refuse a domain while the combined gradient is in `p.grad`."""
+        if any(param.grad is not None for param in self.parameters.params):
+            most = self.micro_batches
+            how = (
+                "combine() has been called"
+                if most is None
+                else f"every domain has been entered micro_batches={most} times"
+            )
+            raise RuntimeError(
+                f"{how} in this step, so its gradients are combined: call optimizer.step() and "
+                "zero_grad() before the next domain. " + WAY_TO_ACCUMULATE
+            )
 
-    @outside_graphs
-    def clear(self, *, is_stepped: bool = False, are_zeros_left: bool = False) -> None:
-        """Start an empty step.
+    def _refuse_reduced(self) -> None:
+        """Refuse gradients that something between ranks has put back behind our hooks."""
+        if self.exchange.num_ranks > 1 and any(
+            param.grad is not None for param in self.parameters.params
+        ):
+            raise RuntimeError(
+                "something has set p.grad inside a domain, as wrappers do that reduce gradients "
+                "over ranks themselves: torch's replicate(), and DistributedDataParallel if its "
+                "forward pass ran before the domain. Run forward and backward inside the domain, "
+                "on a model in DistributedDataParallel or in no wrapper."
+            )
 
-        Args:
-            is_stepped: the step has been taken or skipped, and the next one has other domains.
-            are_zeros_left: `p.grad` holds zeros, which the next domain may overwrite.
-        """
-        if is_stepped:
-            self.subset.draw(self.subset.draws + 1)
-        self._clear_rows()
-        if are_zeros_left:
-            self.state = StepState.ZEROED
+    def _refuse_partial(self) -> None:
+        """Refuse to end a step in which some domain was entered less often than agreed."""
+        most = self.micro_batches or 1
+        partial = [name for name, times in self._received.times.items() if times < most]
+        with self._failure_reaches_all_ranks():
+            if partial and self._absent == "error":
+                raise RuntimeError(
+                    f"step() needs every domain micro_batches={most} times; {partial} were entered "
+                    "less often. If a step ends early, as at the end of an epoch, call combine(), "
+                    "or pass micro_batches=None."
+                )
 
-    def release(self) -> None:
-        """Take the hooks off the parameters and give the buffer's memory back."""
-        self.refuse_inside_a_domain("release()")
-        self.clear()
-        self.buffer.release()
-        self.entries.release()
-        self.parameters.release()
-
-    @contextmanager
-    def dropped_on_failure(self) -> Iterator[None]:
-        """Drop what has been collected if the block raises."""
-        try:
-            yield
-        except BaseException:
-            if self.parameters.has_noted:
-                # Backward passes inside the domain have left them.
-                self.parameters.take()
-            self.clear()
-            self.state = StepState.DROPPED
-            raise
-
-    def _clear_rows(self) -> None:
-        self.buffer.clear()
-        self.entries.clear()
-        self.parameters.forget()
-        self.state = StepState.EMPTY
+    def _refuse_missing(self, seen: Collection[str]) -> None:
+        missing = [name for name in self.subset.rows if name not in seen]
+        if missing and self._received.is_dropped:
+            raise RuntimeError(f"{DROPPED}; missing {missing}{WAY_ON}")
+        if missing and (self._absent == "error" or not seen):
+            raise RuntimeError(
+                f"step() needs a gradient from every domain; missing {missing} of "
+                f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name), "
+                "or pass absent='keep' to allow a step without some domains."
+            )
 
 
 def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
@@ -432,6 +668,46 @@ def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
 
     hook: Callable[[Tensor], None] = torch.compiler.disable(on_gradient)  # type: ignore[no-untyped-call]
     return hook
+
+
+def _gram_matrices(
+    columns: Columns, exchange: Exchange, selected: Collection[int] | None
+) -> tuple[Tensor, Tensor]:
+    """[B, B] over the columns that enter W, and over all columns; one tensor where they agree.
+
+    A Gram matrix is a sum over columns. Those outside the selection are read as well: a domain is
+    clipped, and a step skipped, by the norm over all of them.
+    """
+    if selected is None:
+        gram_BB = exchange.gram(columns.rows)
+        return gram_BB, gram_BB
+    inside, outside = columns.split(selected)
+    if not inside:
+        raise RuntimeError(
+            "no selected parameter received a gradient in this step; `selection` must name "
+            "parameters that the domains touch."
+        )
+    gram_BB = exchange.gram(inside)
+    return gram_BB, gram_BB + exchange.gram(outside) if outside else gram_BB
+
+
+def _refuse_division(name: str, micro_batches: int | None) -> None:
+    """Refuse losses that accelerate divides by another number of micro-batches than ours.
+
+    In the middle of an accumulation; the gradients would be the wrong size without a word.
+    """
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is None or micro_batches is None:
+        return
+    # One for all Accelerators of the process.
+    host = accelerate.GradientState()
+    if not host.sync_gradients and host.num_steps not in (1, micro_batches):
+        raise RuntimeError(
+            f"accelerate divides losses by gradient_accumulation_steps={host.num_steps}, and "
+            f"domain {name!r} is entered micro_batches={micro_batches} times in a step: "
+            "its gradient would be the wrong size. Enter every domain inside each "
+            "`accelerator.accumulate`, and give both numbers the same value."
+        )
 
 
 def _nothing_received(opened: OpenDomain) -> str:

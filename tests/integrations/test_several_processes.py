@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from doge_fast import DoGEOptimizer, DomainMixture
-from doge_fast.distributed import Fragments
-from doge_fast.sampling import pieces, rounds
+from doge_fast.sampling import pieces
 from tests.ranks import Ranks
 
 DOMAINS = ("a", "b", "c", "d")
@@ -110,7 +109,7 @@ def trained(
         options: of the optimizer.
         how: "halves": in two micro-batches; "scaled": with a GradScaler; "overflow": and the last
             rank's examples of the second step are not numbers; "absent": the second step has no c.
-        deal: the examples among the ranks; with `rounds` they exchange fragments.
+        deal: the examples among the ranks.
     """
     rank, num_ranks = 0, 1
     if torch.distributed.is_initialized():
@@ -122,8 +121,6 @@ def trained(
     arguments: dict[str, Any] = {"domains": list(sizes), "mu": 5.0} | dict(options)
     if is_scaled:
         arguments["scaler"] = scaler
-    if deal is rounds:
-        arguments |= {"process_group": Fragments(model), "micro_batches": None}
     inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     optimizer = DoGEOptimizer(inner, **arguments)
     num_parts = 2 if how == "halves" else 1
@@ -139,11 +136,8 @@ def trained(
         if how == "overflow" and step == 1 and rank == num_ranks - 1:
             batch = [(name, float("nan") * rows) for name, rows in batch]
         for part in range(num_parts):
-            parts = [(name, rows.chunk(num_parts)[part]) for name, rows in batch]
-            if deal is rounds:
-                run_fragments(wrapped, optimizer, parts, scaler, sizes)
-            else:
-                run(wrapped, optimizer, dict(parts), is_stacked, scaler, 1 / num_parts)
+            parts = {name: rows.chunk(num_parts)[part] for name, rows in batch}
+            run(wrapped, optimizer, parts, is_stacked, scaler, 1 / num_parts)
         if is_scaled:
             # A rank cannot know by itself that the last domain has been left somewhere.
             optimizer.combine()
@@ -185,19 +179,6 @@ def run(
             scaler.scale(share * losses(model(rows), name).mean()).backward()
 
 
-def run_fragments(
-    model: nn.Module,
-    optimizer: DoGEOptimizer,
-    batch: list[tuple[str, Tensor]],
-    scaler: torch.amp.GradScaler,
-    sizes: Sizes,
-) -> None:
-    """The backward passes of fragments, whose gradients add up over ranks."""
-    for name, rows in batch:
-        with optimizer.domain(name):
-            scaler.scale(losses(model(rows), name).sum() / sizes[name]).backward()
-
-
 @pytest.mark.parametrize("wrap", [compiled_ddp, checkpointed_ddp])
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
 def test_other_forms_of_the_model(ranks: Ranks, is_stacked: bool, wrap: Wrap) -> None:
@@ -208,14 +189,20 @@ EQUAL = {"a": 4, "b": 4}
 UNEQUAL = {"a": 5, "b": 1, "c": 2, "d": 4}
 
 
-def check(ranks: Ranks, num_ranks: int, *given: Any, atol: float = 1e-12) -> None:
+def check(
+    ranks: Ranks,
+    num_ranks: int,
+    *given: Any,
+    atol: float = 1e-12,
+    work: Callable[..., tuple[Tensor, Tensor, Tensor]] = trained,
+) -> None:
     """Ranks end where one process ends, and all of them on the same bits."""
     _, sizes, _, *rest = given
     # Options and loop; one process has all examples.
     one = trained(bare, sizes, False, *rest[:2])
     # The weights have moved.
     assert one[1].max() - one[1].min() > 1e-5
-    answers = ranks.run(num_ranks, trained, *given)
+    answers = ranks.run(num_ranks, work, *given)
     for found in answers:
         for value, expected, first in zip(found, one, answers[0], strict=True):
             torch.testing.assert_close(value, expected, rtol=0, atol=atol)

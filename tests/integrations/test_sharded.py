@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 from doge_fast import DoGEOptimizer
-from doge_fast.distributed import Fragments
-from doge_fast.sampling import rounds
+from doge_fast.step import parameters
 from tests.grids import grid
 from tests.integrations.test_ranks_that_differ import raised
 from tests.integrations.test_several_processes import (
@@ -22,16 +22,17 @@ from tests.integrations.test_several_processes import (
     OPTIONS,
     UNEQUAL,
     Checkpointed,
-    Deal,
-    Sizes,
     Wrap,
     bare,
     check,
+    ddp,
+    ddp_views,
     examples,
     losses,
     shares,
     small_model,
     trained,
+    whole_pieces,
 )
 from tests.ranks import Ranks
 
@@ -116,51 +117,17 @@ def test_shards_train_what_one_process_trains(
     check(ranks, num_ranks, wrap, SIZES, False, OPTIONS.get(name, {}), "", shares)
 
 
-@pytest.mark.parametrize(
-    ("deal", "how"),
-    grid(
-        *([shares, rounds], LOOPS),
-        some=lambda deal, how: how in (("halves", "scaled") if deal is shares else ("overflow",)),
-    ),
-)
-def test_loops_compose(ranks: Ranks, deal: Deal, how: str) -> None:
-    check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, deal)
+@pytest.mark.parametrize("how", LOOPS)
+def test_loops_compose(ranks: Ranks, how: str) -> None:
+    check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, shares)
 
 
 @pytest.mark.parametrize(
-    ("deal", "wrap"),
-    grid(
-        [shares, rounds],
-        [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed],
-        some=lambda deal, wrap: (deal is rounds) == (wrap in (kept, compiled, second_dimension)),
-    ),
+    "wrap",
+    [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed, replicated],
 )
-def test_other_forms_of_the_model(ranks: Ranks, deal: Deal, wrap: Wrap) -> None:
-    check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", deal)
-
-
-def test_copies_that_fsdp2_keeps(ranks: Ranks) -> None:
-    check(ranks, 2, replicated, SIZES, False, OPTIONS["clips"], "", shares)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "sizes", "name"),
-    [
-        *grid([2], [UNEQUAL], OPTIONS, some=lambda *_: False),
-        *grid(
-            *([3], [{"a": 1, "b": 13, "c": 3, "d": 4}], OPTIONS),
-            some=lambda *case: case[2] in ("clips", "targets", "a few of many"),
-        ),
-    ],
-)
-def test_fragments_train_what_one_process_trains(
-    ranks: Ranks, num_ranks: int, sizes: Sizes, name: str
-) -> None:
-    check(ranks, num_ranks, sharded, sizes, False, OPTIONS[name], "", rounds)
-
-
-def test_a_rank_that_is_alone_has_all_fragments(ranks: Ranks) -> None:
-    check(ranks, 1, sharded, UNEQUAL, False, OPTIONS["clips"], "", rounds)
+def test_other_forms_of_the_model(ranks: Ranks, wrap: Wrap) -> None:
+    check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", shares)
 
 
 def test_rows_of_fewer_bits(ranks: Ranks) -> None:
@@ -170,10 +137,9 @@ def test_rows_of_fewer_bits(ranks: Ranks) -> None:
     check(ranks, 2, sharded, SIZES, False, options, "", shares, atol=1e-7)
 
 
-@pytest.mark.parametrize("deal", [shares, rounds])
-def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks, deal: Deal) -> None:
+def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks) -> None:
     one = trained(bare, SIZES, False, {})
-    first, second = ranks.run(2, trained, lower, SIZES, False, {}, "", deal)
+    first, second = ranks.run(2, trained, lower, SIZES, False, {}, "", shares)
     for value, same, expected in zip(first, second, one, strict=True):
         assert torch.equal(value, same)
         # A hundred ulp of float32: Adam divides gradients by their size.
@@ -189,47 +155,6 @@ def built(model: nn.Module, **options: Any) -> DoGEOptimizer:
 def enter(model: nn.Module, optimizer: DoGEOptimizer, name: str, **options: Any) -> None:
     with optimizer.domain(name, **options):
         losses(model(examples(name, 0, 4)), name).mean().backward()
-
-
-def unequal_rounds() -> str:
-    model = sharded(small_model())
-    optimizer = built(model, process_group=Fragments(model))
-    names = ["a", "b"] if dist.get_rank() else ["a"]
-
-    def step() -> None:
-        for name in names:
-            enter(model, optimizer, name)
-        optimizer.step()
-
-    return raised(step)
-
-
-def with_count() -> str:
-    model = sharded(small_model())
-    optimizer = built(model, process_group=Fragments(model))
-    return raised(lambda: enter(model, optimizer, "a", count=4))
-
-
-def of_copies() -> str:
-    model = sharded(small_model(), (2, 2))
-    optimizer = built(model, process_group=Fragments(model))
-    return raised(lambda: enter(model, optimizer, "a"))
-
-
-def of_whole_copies() -> str:
-    model = replicated(small_model())
-    optimizer = built(model, process_group=Fragments(model))
-    return raised(lambda: enter(model, optimizer, "a"))
-
-
-def of_another_model() -> str:
-    model, other = sharded(small_model()), sharded(small_model())
-    optimizer = built(model, process_group=Fragments(other))
-    return raised(lambda: enter(model, optimizer, "a"))
-
-
-def without_shards() -> str:
-    return raised(lambda: Fragments(small_model()))
 
 
 def other_counts() -> str:
@@ -264,22 +189,42 @@ def some_left_out() -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "work", "said"),
+    ("work", "said"),
     [
-        (2, unequal_rounds, "the ranks differ in how many domains they enter in a step"),
-        (2, with_count, "with Fragments a domain's gradient is the sum over ranks; got count=4."),
-        (4, of_copies, "Fragments need parameters on a mesh of one dimension"),
-        (2, of_whole_copies, "a gradient was not reduced by Fragments"),
-        (2, of_another_model, "a gradient was not reduced by Fragments"),
-        (2, without_shards, "Fragments need a model that torch.distributed.fsdp.fully_shard has"),
-        (2, other_counts, "the ranks differ in how often or with which count they entered 'a'"),
-        (2, other_domains, "the ranks differ in the order of their domains"),
-        (2, some_left_out, "the optimizer's parameters must all be sharded or replicated"),
+        (other_counts, "the ranks differ in how often or with which count they entered 'a'"),
+        (other_domains, "the ranks differ in the order of their domains"),
+        (some_left_out, "the optimizer's parameters must all be sharded or replicated"),
     ],
 )
-def test_what_shards_refuse(
-    ranks: Ranks, num_ranks: int, work: Callable[[], str], said: str
-) -> None:
-    answers = ranks.run(num_ranks, work)
+def test_what_shards_refuse(ranks: Ranks, work: Callable[[], str], said: str) -> None:
+    answers = ranks.run(2, work)
     assert answers[0].startswith(said)
     assert len(set(answers)) == 1
+
+
+def trained_off_the_cpu(*given: Any) -> tuple[torch.Tensor, ...]:
+    """`trained` where gradients are taken when a domain is left, as on GPUs; on CPU memory."""
+    with mock.patch.object(parameters, "takes_at_once", return_value=False):
+        return trained(*given)
+
+
+CLIPS, TWO = OPTIONS["clips"], {"micro_batches": 2}
+MORE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "given"),
+    [
+        pytest.param(2, (ddp, UNEQUAL, False, CLIPS, "", whole_pieces), id="ddp"),
+        pytest.param(2, (ddp_views, TWICE, False, TWO, "halves", whole_pieces), id="views"),
+        pytest.param(3, (ddp, UNEQUAL, True, CLIPS, "", whole_pieces), id="stacked", marks=MORE),
+        pytest.param(2, (sharded, SIZES, False, CLIPS, "", shares), id="shards"),
+        pytest.param(2, (sharded, TWICE, False, TWO, "halves", shares), id="halves", marks=MORE),
+        pytest.param(2, (replicated, SIZES, False, CLIPS, "", shares), id="whole", marks=MORE),
+        pytest.param(
+            4, (copies_of_shards, SIZES, False, CLIPS, "", shares), id="copies", marks=MORE
+        ),
+    ],
+)
+def test_ranks_off_the_cpu(ranks: Ranks, num_ranks: int, given: tuple[Any, ...]) -> None:
+    check(ranks, num_ranks, *given, work=trained_off_the_cpu)

@@ -1,13 +1,21 @@
-"""DoGETrainer over ranks trains what one process trains on the same batches."""
+"""DoGETrainer over ranks trains what one process trains on the same batches.
 
-from collections.abc import Iterator
+accelerate shards models on GPUs only, so ranks with an fsdp config say that they have some. All
+else is what runs there: accelerate's `fully_shard`, its exchange of the optimizer's parameters, its
+checkpoints.
+"""
+
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import pytest
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -24,8 +32,9 @@ from tests.ranks import Ranks, as_launched
 DOMAINS = ("ab", "cd", "ef")
 ROWS = (*DOMAINS, "far")
 VOCAB, LENGTH, STEPS, BEGUN = 32, 8, 4, 2
-# Of every domain in a step, over all ranks.
-BATCH = 6
+# Of every domain in a step, over all ranks; the larger one where each rank has a part of each.
+BATCH, EVEN_BATCH = 6, 12
+NAMES = ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"]
 
 
 class Trained(NamedTuple):
@@ -36,6 +45,7 @@ class Trained(NamedTuple):
     alpha_mean_K: Tensor
     log: list[dict[str, float]]
     num_processes: int
+    is_in_shards: bool
 
 
 def examples(domain: str, number: int, num_lengths: int = LENGTH - 2) -> list[dict[str, Any]]:
@@ -91,57 +101,83 @@ def in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
     return total / num_items_in_batch
 
 
-def trained(data: str, mode: str, how: str, folder: str) -> Trained:
+def arguments(
+    folder: str, batch: int, num_micro: int, config: dict[str, Any] | None, **more: Any
+) -> TrainingArguments:
+    """Of a run of ranks, with an fsdp config unless it is None."""
+    as_launched()
+    args = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=batch // torch.distributed.get_world_size() // num_micro,
+        gradient_accumulation_steps=num_micro,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.5,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        save_steps=BEGUN,
+        include_num_input_tokens_seen="all",
+        dataloader_pin_memory=False,
+        fsdp=None if config is None else True,
+        fsdp_config=config,
+        **more,
+    )
+    assert args.device.type == "cpu"
+    if config is not None:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return args
+
+
+def data_of(kind: str, rows: Sequence[str], num_lengths: int) -> Any:
+    """What `trained` trains on."""
+    if kind == "batches":
+        return Batches()
+    # 25 is no multiple of a step: the last one of a pass has one example of every domain.
+    numbers = {name: 24 if kind == "even" else 25 - 5 * ROWS.index(name) for name in rows}
+    if kind == "column":
+        mixed = [row | {"domain": name} for name, n in numbers.items() for row in examples(name, n)]
+        return datasets.Dataset.from_list(mixed)
+    return {
+        name: datasets.Dataset.from_list(examples(name, number, num_lengths))
+        for name, number in numbers.items()
+    }
+
+
+def trained(
+    data: str, mode: str, how: str, folder: str, config: dict[str, Any] | None = None
+) -> Trained:
     """What a few steps leave.
 
     Args:
-        data: "mapping", "column" or "batches".
+        data: "mapping", "column", "batches"; "even": a mapping of equal domains.
         mode: of DoGETrainer.
-        how: "": nothing else; "halves": two micro-batches; "target": a held-out domain;
-            "drawn": two domains in a step; "means": a model that takes no number of targets;
-            "llama": that architecture; "begun": stops with a checkpoint; "resumed": goes on there.
+        how: "": nothing else; "halves": two micro-batches; "target": a held-out domain and a
+            selection by name; "drawn": two domains in a step; "means": a model that takes no number
+            of targets; "llama": that architecture; "begun": stops with a checkpoint; "resumed":
+            goes on there.
         folder: of checkpoints, common to all ranks.
+        config: `fsdp_config`; None: whole parameters.
     """
-    as_launched()
-    num_ranks = torch.distributed.get_world_size()
     rows = ROWS if how == "target" else DOMAINS
-    # 25 is no multiple of a step: the last one of a pass has one example of every domain.
-    numbers = {name: 25 - 5 * ROWS.index(name) for name in rows}
-    dataset: Any = Batches()
-    if data == "mapping":
-        # A mean of means counts examples; it is that of all tokens where all have as many.
-        num_lengths = 1 if how == "means" else LENGTH - 2
-        dataset = {
-            name: datasets.Dataset.from_list(examples(name, number, num_lengths))
-            for name, number in numbers.items()
-        }
-    if data == "column":
-        mixed = [row | {"domain": name} for name, n in numbers.items() for row in examples(name, n)]
-        dataset = datasets.Dataset.from_list(mixed)
-    num_micro = 2 if how in ("halves", "means") else 1
+    # A mean of means counts examples; it is that of all tokens where all have as many.
+    dataset = data_of(data, rows, num_lengths=1 if how == "means" else LENGTH - 2)
     trainer = DoGETrainer(
         model=small_model("llama" if how == "llama" else "gpt2"),
-        args=TrainingArguments(
-            output_dir=folder,
+        args=arguments(
+            folder,
+            EVEN_BATCH if data == "even" else BATCH,
+            2 if how in ("halves", "means") else 1,
+            config,
             max_steps=BEGUN if how == "begun" else STEPS,
-            per_device_train_batch_size=BATCH // num_ranks // num_micro,
-            gradient_accumulation_steps=num_micro,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.5,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-            logging_steps=1,
             save_strategy="steps" if how == "begun" else "no",
-            save_steps=BEGUN,
-            include_num_input_tokens_seen="all",
-            dataloader_pin_memory=False,
         ),
         train_dataset=dataset,
         domains=DOMAINS,
         mu=0.05,
         target={"far": 1.0} if how == "target" else "universal",
+        selection=NAMES if how == "target" else None,
         domains_per_step=2 if how == "drawn" else None,
         mode=mode,
         compute_loss_func=None if mode == "stacked" else in_float64,
@@ -150,17 +186,27 @@ def trained(data: str, mode: str, how: str, folder: str) -> Trained:
         # What Trainer finds out of a model whose forward takes no further arguments.
         trainer.model_accepts_loss_kwargs = False
     trainer.train(resume_from_checkpoint=how == "resumed")
-    theta_N = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
-    doge = trainer.doge
-    log = [line for line in trainer.state.log_history if "loss" in line]
-    return Trained(theta_N, doge.alpha, doge.alpha_mean, log, trainer.accelerator.num_processes)
+    params = list(trainer.model.parameters())
+    is_in_shards = all(isinstance(param, DTensor) for param in params)
+    whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in params]
+    return Trained(
+        torch.cat([param.detach().flatten() for param in whole]),
+        trainer.doge.alpha,
+        trainer.doge.alpha_mean,
+        [line for line in trainer.state.log_history if "loss" in line],
+        trainer.accelerator.num_processes,
+        is_in_shards,
+    )
 
 
-def check(together: list[Trained], alone: Trained, *, exactly: float = 1e-12) -> None:
+def check(
+    together: list[Trained], alone: Trained, *, exactly: float = 1e-12, is_in_shards: bool = False
+) -> None:
     """Ranks against one process."""
     assert not torch.equal(alone.alpha_K, torch.full_like(alone.alpha_K, 1 / 3))
     for rank in together:
         assert rank.num_processes == len(together)
+        assert rank.is_in_shards == is_in_shards
         assert torch.equal(rank.theta_N, together[0].theta_N)
         assert torch.equal(rank.alpha_mean_K, together[0].alpha_mean_K)
         torch.testing.assert_close(rank.theta_N, alone.theta_N, rtol=0, atol=exactly)
@@ -229,3 +275,66 @@ def test_a_run_resumes_with_another_number_of_ranks(
     assert written == ["model.safetensors"]
     together = ranks.run(after, trained, *work, "resumed", str(tmp_path / "run"))
     check(together, alone._replace(log=together[0].log))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("num_ranks", "how", "config"),
+    [
+        (2, "", {}),
+        (3, "", {"reshard_after_forward": False}),
+        (2, "halves", {"reshard_after_forward": False}),
+        (2, "target", {}),
+        (2, "drawn", {}),
+        (2, "", {"transformer_layer_cls_to_wrap": "GPT2Block"}),
+    ],
+)
+def test_shards_train_what_one_process_trains(
+    ranks: Ranks, tmp_path: Path, num_ranks: int, how: str, config: dict[str, Any]
+) -> None:
+    work = ("even", "auto", how, str(tmp_path))
+    (alone,) = ranks.run(1, trained, *work)
+    check(ranks.run(num_ranks, trained, *work, config), alone, is_in_shards=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "after"), [("FULL_STATE_DICT", 3), ("FULL_STATE_DICT", 2), ("SHARDED_STATE_DICT", 2)]
+)
+def test_a_run_in_shards_resumes(ranks: Ranks, tmp_path: Path, kind: str, after: int) -> None:
+    config, work = {"state_dict_type": kind}, ("even", "auto")
+    (alone,) = ranks.run(1, trained, *work, "", str(tmp_path / "alone"))
+    ranks.run(2, trained, *work, "begun", str(tmp_path / "run"), config)
+    together = ranks.run(after, trained, *work, "resumed", str(tmp_path / "run"), config)
+    check(together, alone._replace(log=together[0].log), is_in_shards=True)
+
+
+def refused(folder: str, what: str) -> str:
+    """What is said where a model is in shards."""
+    number = 25 if what == "last" else 24
+    data = {name: datasets.Dataset.from_list(examples(name, number)) for name in DOMAINS}
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        DoGETrainer(
+            model=small_model(),
+            args=arguments(folder, EVEN_BATCH, 1, {}, max_steps=2),
+            train_dataset=Batches() if what == "few" else data,
+            domains=DOMAINS,
+            mode="stacked" if what == "stacked" else "auto",
+        ).train()
+    return str(error.value)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("stacked", "fsdp"),
+        ("last", "got {'the last batch of an epoch': 1}"),
+        ("few", "got {'ab': 1, 'cd': 1, 'ef': 1}"),
+    ],
+)
+def test_what_shards_do_not_allow_is_said_on_all_ranks(
+    ranks: Ranks, tmp_path: Path, what: str, sentence: str
+) -> None:
+    for said in ranks.run(2, refused, str(tmp_path), what):
+        assert sentence in said

@@ -20,7 +20,7 @@ from transformers import (
     get_scheduler,
 )
 
-from doge_fast.integrations import causal_lm, dealing, domain_data
+from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations import transformers as host
 from doge_fast.integrations.domain_data import DomainStream, DomainZip
 from doge_fast.integrations.transformers import DoGETrainer
@@ -228,14 +228,6 @@ def test_many_logits_come_one_domain_at_a_time(
     assert len(called) == 6
 
 
-def test_a_loss_scale_changes_no_weight_of_a_stacked_batch(tmp_path: Path) -> None:
-    plain, scaled = (trainer_for(tmp_path / name, mode="stacked") for name in ("a", "b"))
-    plain.train()
-    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    scaled.train()
-    torch.testing.assert_close(scaled.doge.alpha, plain.doge.alpha, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_step_may_have_a_few_of_the_domains(tmp_path: Path, micro: int) -> None:
     trainers = []
@@ -283,53 +275,6 @@ def test_auto_stacks_small_batches_of_known_architectures(
     monkeypatch.undo()
     monkeypatch.setattr(trainer.model.config, "model_type", "abacus")
     assert not stackable(trainer, batch)
-
-
-def test_auto_stacks_on_a_gpu_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU says how much memory there is; the number of all tokens does not count then."""
-    trainer = trainer_for(tmp_path, mode="auto")
-    batch = batch_of(0, DOMAINS)
-    needed = causal_lm.stacked_bytes(trainer.model, batch)
-    monkeypatch.setattr(causal_lm, "MOST_TOKENS_TOGETHER", 0)
-    for capacity, fits in ((needed / 0.89, True), (needed / 0.91, False)):
-        monkeypatch.setattr(causal_lm, "memory_for_us", lambda _, found=capacity: found)
-        assert stackable(trainer, batch) == fits
-
-
-def test_memory_of_a_gpu_is_what_is_free_and_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7)
-    causal_lm.memory_for_us.cache_clear()
-    assert causal_lm.memory_for_us(torch.device("cuda", 0)) == 12
-    # The choice of the first step holds: a resumed run, or a later step, makes the same.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
-    assert causal_lm.memory_for_us(torch.device("cuda", 0)) == 12
-    assert causal_lm.memory_for_us(torch.device("cpu")) is None
-    causal_lm.memory_for_us.cache_clear()
-
-
-GIBI = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("num_domains", "capacity", "fits"),
-    [(22, 80, True), (50, 141, True), (22, 40, False), (7, 141, False)],
-    ids=["22 on 80", "50 on 141", "22 on 40", "7: a domain fills the GPU by itself"],
-)
-def test_auto_stacks_the_papers_batch(
-    num_domains: int, capacity: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """128 sequences of 512 tokens and 82M parameters, under bfloat16 autocast."""
-    config = GPT2Config(n_layer=6, n_embd=768, n_head=12, n_positions=512)
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-        sizes = [128 // num_domains + (row < 128 % num_domains) for row in range(num_domains)]
-        inputs = {
-            str(row): {"input_ids": torch.zeros(size, 512), "labels": torch.zeros(size, 512)}
-            for row, size in enumerate(sizes)
-        }
-    monkeypatch.setattr(causal_lm, "memory_for_us", lambda device: capacity * GIBI)
-    assert causal_lm.gains_by_stacking(model, inputs, "cuda", is_mixed=True) == fits
 
 
 def shorter(batch: Any) -> Any:
@@ -411,53 +356,23 @@ def test_a_domain_loss_is_its_mean_over_tokens_whatever_the_micro_batches_hold(
     torch.testing.assert_close(trainer.domain_losses["ab"], expected.detach())
 
 
-@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int) -> None:
-    changes: dict[str, Any] = {"gradient_accumulation_steps": micro, "ignore_data_skip": True}
+@pytest.mark.parametrize(
+    ("micro", "replays"),
+    [(1, True), (1, False), pytest.param(2, False, marks=pytest.mark.exhaustive)],
+)
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int, replays: bool) -> None:
+    """Trainer replays the data; a stream that begins where the run stopped needs no replay."""
+    changes: dict[str, Any] = {
+        "gradient_accumulation_steps": micro,
+        "ignore_data_skip": not replays,
+    }
     whole = trainer_for(tmp_path / "whole", **changes)
     whole.train()
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    trainer_for(tmp_path / "cut", **changes, **saving).train()
-    resumed = trainer_for(tmp_path / "cut", **changes, start=4)
+    trainer_for(tmp_path / "cut", **changes, save_strategy="steps", save_steps=4).train()
+    resumed = trainer_for(tmp_path / "cut", **changes, start=0 if replays else 4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
     assert torch.equal(parameters(resumed.model), parameters(whole.model))
     assert torch.equal(resumed.doge.alpha_mean, whole.doge.alpha_mean)
-
-
-def test_a_resumed_run_may_replay_the_data_as_trainer_does(tmp_path: Path) -> None:
-    whole = trainer_for(tmp_path / "whole")
-    whole.train()
-    trainer_for(tmp_path / "cut", save_strategy="steps", save_steps=4).train()
-    resumed = trainer_for(tmp_path / "cut")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
-    assert torch.equal(parameters(resumed.model), parameters(whole.model))
-
-
-def test_the_combined_gradient_is_cut_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_for(tmp_path, max_steps=2)
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("Trainer clipped again")
-
-    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", refuse)
-    norms: list[float] = []
-    trainer.create_optimizer()
-    trainer.doge.register_step_pre_hook(
-        lambda optimizer, args, kwargs: norms.append(
-            float(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).norm())
-        )
-    )
-    trainer.train()
-    assert trainer.doge.last is not None
-    assert float(trainer.doge.last.combined_norm) > 0.5
-    # c n / (n + 1e-6), in float32.
-    assert norms == pytest.approx([0.5, 0.5], rel=1e-5)
-
-
-def test_no_clipping_where_none_is_asked_for(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=1, max_grad_norm=0.0)
-    trainer.train()
-    assert trainer.doge.rule.max_grad_norm is None
 
 
 def test_trains_under_bfloat16_autocast(tmp_path: Path) -> None:
@@ -470,27 +385,18 @@ def test_trains_under_bfloat16_autocast(tmp_path: Path) -> None:
     torch.testing.assert_close(trainer.doge.alpha, exact.doge.alpha, rtol=2**-5, atol=0)
 
 
-def test_a_loss_scale_changes_no_weight(tmp_path: Path) -> None:
-    plain = trainer_for(tmp_path)
+@pytest.mark.parametrize("mode", ["sequential", "stacked"])
+def test_a_loss_scale_changes_no_weight(tmp_path: Path, mode: str) -> None:
+    plain, scaled = (trainer_for(tmp_path / name, mode=mode) for name in ("a", "b"))
     plain.train()
-    scaled = trainer_for(tmp_path)
-    # float16 needs a GPU to train on; its scaler does not. A power of two rounds nothing.
+    # float16 needs a GPU to train on; its scaler does not. A power of two rounds nothing, but for
+    # the sums over a stacked batch.
     scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaled.train()
-    assert torch.equal(scaled.doge.alpha, plain.doge.alpha)
-    assert torch.equal(parameters(scaled.model), parameters(plain.model))
-
-
-def test_the_schedule_reaches_the_wrapped_optimizer(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, lr_scheduler_type="cosine", warmup_steps=2)
-    seen: list[float] = []
-    trainer.create_optimizer()
-    trainer.doge.inner.register_step_pre_hook(
-        lambda optimizer, args, kwargs: seen.append(optimizer.param_groups[0]["lr"])
-    )
-    trainer.train()
-    assert seen[:3] == pytest.approx([0.0, 1.5e-3, 3e-3])
-    assert trainer.doge.inner.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+    rtol = 0 if mode == "sequential" else 1e-6
+    torch.testing.assert_close(scaled.doge.alpha, plain.doge.alpha, rtol=rtol, atol=0)
+    if mode == "sequential":
+        assert torch.equal(parameters(scaled.model), parameters(plain.model))
 
 
 def test_logs_carry_losses_and_weights_by_domain(tmp_path: Path) -> None:
@@ -534,16 +440,10 @@ def test_datasets_by_domain_are_collated_by_domain(tmp_path: Path) -> None:
     }
     assert all(domain["input_ids"].shape == (2, LENGTH) for domain in batch.values())
     trainer.train()
+    # An epoch is the longest domain's; the others repeat.
     assert trainer.state.global_step == 4
-    assert sum(trainer.weights.values()) == pytest.approx(1)
-
-
-def test_a_zip_is_as_long_as_its_longest_domain_and_repeats_the_others() -> None:
     zipped = DomainZip({"ab": [0, 1, 2, 3, 4], "cd": [10, 11]})
-    assert len(zipped) == 5
-    assert [zipped[i]["cd"] for i in range(5)] == [10, 11, 10, 11, 10]
-    with pytest.raises(ValueError, match=r"of which \['cd'\] have none"):
-        DomainZip({"ab": [1], "cd": []})
+    assert [zipped[i]["cd"] for i in range(len(zipped))] == [10, 11, 10, 11, 10]
 
 
 def test_a_rank_reads_its_own_examples_alone() -> None:
@@ -582,75 +482,71 @@ def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
     def batch(**more: Any) -> dict[str, Any]:
         return {name: {"x": torch.arange(4), **more} for name in DOMAINS}
 
-    parts = [dealing.part_of(batch(y=torch.arange(4)), rank, 2) for rank in range(2)]
+    parts = [domain_data.part_of(batch(y=torch.arange(4)), rank, 2) for rank in range(2)]
     assert [part["cd"]["y"].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert [*parts[0]] == ["ab", "cd"]
     # Nothing is cut where every rank has whole domains.
-    assert [*dealing.part_of(batch(longest=7), 1, 3)] == ["cd"]
+    assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
     with pytest.raises(ValueError, match=r"of 'cd' the axes are \{'x': 4, 'longest': None\}"):
-        dealing.part_of(batch(longest=7), 0, 2)
+        domain_data.part_of(batch(longest=7), 0, 2)
 
 
-def test_train_can_be_called_again(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=2)
+def test_train_can_be_called_again_and_without_clipping(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, max_steps=2, max_grad_norm=0.0)
     trainer.train()
     first = trainer.doge
     trainer.train()
     assert trainer.doge is first
     assert trainer.doge.num_steps == 4
+    assert trainer.doge.rule.max_grad_norm is None
 
 
-def test_a_doge_optimizer_of_ones_own_is_used_as_it_is(tmp_path: Path) -> None:
-    model = tiny_model()
-    own = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=DOMAINS, mu=1.0)
-    trainer = DoGETrainer(
-        model=model,
-        args=arguments(tmp_path, max_steps=1),
-        train_dataset=Batches(DOMAINS),
-        domains=DOMAINS,
-        optimizers=(own, None),
-    )
-    trainer.train()
-    assert trainer.doge is own
-    assert own.num_steps == 1
+@pytest.mark.parametrize(
+    ("changes", "data", "error", "message"),
+    [
+        ({}, None, ValueError, r"batches by domain.*got \['input_ids', 'labels'\]"),
+        ({}, {"ab": [1], "cd": [], "ef": []}, ValueError, "at least one example for every domain"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            {name: [1] for name in DOMAINS},
+            ValueError,
+            "group_by_length",
+        ),
+        ({}, Batches(DOMAINS[:2]), RuntimeError, r"missing \['ef'\]"),
+        ({}, Batches([*DOMAINS, "zz"]), ValueError, "unknown domain 'zz'"),
+    ],
+)
+def test_data_that_is_refused(
+    tmp_path: Path, changes: Any, data: Any, error: type[Exception], message: str
+) -> None:
+    trainer = trainer_for(tmp_path, **changes)
+    trainer.train_dataset = _Flat() if data is None else data
+    with pytest.raises(error, match=message):
+        trainer.train()
 
 
 def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs the names of the training domains"):
+    with pytest.raises(ValueError, match="names of the training domains"):
         DoGETrainer(model=tiny_model(), args=arguments(tmp_path))
-    with pytest.raises(ValueError, match="auto, sequential, stacked; got 'sideways'"):
+    with pytest.raises(ValueError, match=r"mode .*'sideways'"):
         trainer_for(tmp_path, mode="sideways")
-    flat = trainer_for(tmp_path)
-    flat.train_dataset = _Flat()
-    with pytest.raises(ValueError, match=r"batches by domain.*got \['input_ids', 'labels'\]"):
-        flat.train()
-    by_length = trainer_for(tmp_path, train_sampling_strategy="group_by_length")
-    by_length.train_dataset = {name: [] for name in DOMAINS} | {"ab": [1]}
-    with pytest.raises(ValueError, match="at least one example for every domain"):
-        by_length.train()
-    by_length.train_dataset = {name: [1] for name in DOMAINS}
-    with pytest.raises(ValueError, match="train_sampling_strategy='group_by_length' orders single"):
-        by_length.train()
-    with pytest.raises(RuntimeError, match=r"missing \['ef'\]"):
-        trainer_for(tmp_path, rows=DOMAINS[:2]).train()
-    with pytest.raises(ValueError, match="unknown domain 'zz'"):
-        trainer_for(tmp_path, rows=[*DOMAINS, "zz"]).train()
     with pytest.raises(RuntimeError, match="exist once train"):
         _ = trainer_for(tmp_path).weights
     args = copy.deepcopy(arguments(tmp_path))
     args._n_gpu = 2
-    with pytest.raises(RuntimeError, match="takes one GPU in each process; got 2"):
+    with pytest.raises(RuntimeError, match="one GPU in each process; got 2"):
         DoGETrainer(model=tiny_model(), args=args, domains=DOMAINS)
-    sharded = trainer_for(tmp_path)
-    sharded.is_deepspeed_enabled = True
-    with pytest.raises(RuntimeError, match="DeepSpeed reduces and keeps the gradients itself"):
-        sharded.check_host()
-    sharded.is_deepspeed_enabled, sharded.is_fsdp_enabled = False, True
-    with pytest.raises(RuntimeError, match="FSDP1 flattens parameters into one vector"):
-        sharded.check_host()
-    sharded.is_fsdp_enabled, sharded.is_distributed_loading_by_transformers = False, True
-    with pytest.raises(RuntimeError, match="a parallelism_config or distributed_config shards it"):
-        sharded.check_host()
+    trainer = trainer_for(tmp_path)
+    hosts = {
+        "is_deepspeed_enabled": "DeepSpeed",
+        "is_fsdp_enabled": "FSDP1",
+        "is_distributed_loading_by_transformers": "distributed_config",
+    }
+    for host_of, message in hosts.items():
+        setattr(trainer, host_of, True)
+        with pytest.raises(RuntimeError, match=message):
+            trainer.check_host()
+        setattr(trainer, host_of, False)
 
 
 class _Flat(IterableDataset[Any]):
@@ -886,29 +782,39 @@ def test_the_cache_is_emptied_as_often_as_asked(
     assert steps == [0, 2, 4]
 
 
-def test_a_clip_of_the_loop_is_left_to_the_loop(tmp_path: Path) -> None:
-    """Exactly once: by the trainer's optimizer, by one of the user's, or by the loop."""
+def test_the_combined_gradient_is_clipped_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the trainer's optimizer, by one of the user's, or by the loop."""
     norms: dict[str, list[float]] = {}
     for kind, limit in (("trainer", None), ("ready", 0.25), ("loop", None)):
         model = tiny_model()
-        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        inner = own = torch.optim.SGD(model.named_parameters(), lr=0.1)
         if kind != "trainer":
-            inner = DoGEOptimizer(inner, domains=DOMAINS, max_grad_norm=limit)
+            own = DoGEOptimizer(inner, domains=DOMAINS, max_grad_norm=limit)
         trainer = DoGETrainer(
             model=model,
             args=arguments(tmp_path, max_steps=2),
             train_dataset=Batches(DOMAINS),
             domains=DOMAINS if kind == "trainer" else (),
-            optimizers=(inner, None),
+            optimizers=(own, None),
         )
+        if kind != "loop":
+
+            def refuse(*args: Any, **kwargs: Any) -> None:
+                raise AssertionError("Trainer clipped again")
+
+            monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", refuse)
         measured = norms[kind] = []
         trainer.add_callback(_Norms(model, measured))
         trainer.train()
+        assert trainer.doge.inner is inner
+        assert kind == "trainer" or trainer.doge is own
+        assert float(trainer.doge.last.combined_norm) > 0.5
         assert trainer.doge.inner.param_groups[0]["lr"] == 0
     # c n / (n + 1e-6), in float32.
-    assert norms["trainer"] == pytest.approx([0.5, 0.5], rel=1e-5)
-    assert norms["ready"] == pytest.approx([0.25, 0.25], rel=1e-5)
-    assert norms["loop"] == pytest.approx([0.5, 0.5], rel=1e-5)
+    for kind, limit in (("trainer", 0.5), ("ready", 0.25), ("loop", 0.5)):
+        assert norms[kind] == pytest.approx([limit, limit], rel=1e-5)
 
 
 class _Norms(TrainerCallback):
@@ -929,7 +835,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
         return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
 
     options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
-    assert DoGETrainer(**options, optimizers=(ready(), None))._steps().rows == ("x", "y")
+    assert DoGETrainer(**options, optimizers=(ready(), None)).rows == ("x", "y")
     with pytest.raises(
         ValueError, match=r"\['y', 'x'\] and the DoGEOptimizer's \['x', 'y'\] differ"
     ):

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from doge_fast.distributed.company import Company
-from doge_fast.distributed.data_parallel import DataParallel
-from doge_fast.distributed.exchange import Report
+from doge_fast.distributed.columns import ColumnExchange
+from doge_fast.distributed.exchange import Exchange
+from doge_fast.distributed.process_group import Communicator, Report
 from doge_fast.flat_buffer import FlatBuffer
 from tests.ranks import Ranks
 
@@ -32,32 +32,36 @@ def exchanged(entered_nD: list[dict[int, float]], num_domains: int) -> tuple[Ten
 
     Args:
         entered_nD: of each rank, {domain: count}; the gradient of a domain there is that of the
-            domain times one more than the rank.
+            domain times one more than the rank. With a count of 0 it was begun and not finished.
         num_domains: K.
     """
     rank = dist.get_rank()
-    exchange = DataParallel(Company(dist.group.WORLD))
+    exchange = ColumnExchange(Communicator(dist.group.WORLD))
     entered = entered_nD[rank]
     params, grads = parameters(), gradients(num_domains)
     buffer = FlatBuffer(max(1, len(entered)))
-    for row, domain in enumerate(entered):
-        for param, grad in zip(params, grads[domain], strict=True):
-            buffer.receive(row, param, grad * (rank + 1))
-        exchange.send(row, params, (), buffer)
+    for row, (domain, count) in enumerate(entered.items()):
+        if count:
+            for param, grad in zip(params, grads[domain], strict=True):
+                buffer.receive(row, param, grad * (rank + 1))
     names = [str(domain) for domain in range(num_domains)]
     counts = {str(domain): count for domain, count in entered.items()}
-    dtypes = [torch.float64 if entered else None for _ in params]
-    agreement = exchange.agree(names, Report(counts, params, dtypes, {"the seed": 3}))
-    assert agreement.seen == {str(domain) for each in entered_nD for domain in each}
+    dtypes = [torch.float64 if any(entered.values()) else None for _ in params]
+    agreement = exchange.agree(
+        names, Report(counts, list(counts), params, dtypes, {"the seed": 3}, True)
+    )
+    assert agreement.seen == {
+        str(domain) for each in entered_nD for domain, count in each.items() if count
+    }
     assert agreement.dtypes == [torch.float64] * len(params)
     blocks = buffer.touched(params, agreement.dtypes)
     columns = exchange.complete(blocks, ())
-    gram_RR = exchange.summed(columns.rows)
+    gram_RR = exchange.gram(columns.rows)
     state_S = torch.full((3,), float(rank), dtype=torch.float64)
     weights_R = torch.arange(1.0, num_domains + 1, dtype=torch.float64)
-    sums = exchange.deliver(columns, weights_R, state_S)
+    exchange.deliver(columns, weights_R, state_S)
     assert state_S.tolist() == [0, 0, 0]
-    return gram_RR, [each.clone() for each in sums]
+    return gram_RR, [param.grad.clone() for param in params]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +71,7 @@ def exchanged(entered_nD: list[dict[int, float]], num_domains: int) -> tuple[Ten
         pytest.param([{0: 1.0, 1: 1.0}, {1: 3.0, 2: 1.0}], id="a domain in two pieces"),
         pytest.param([{2: 5.0, 0: 1.0}, {}, {1: 2.0, 2: 1.0}], id="a rank without any"),
         pytest.param([{0: 1.0}, {0: 1.0}, {0: 2.0}, {1: 4.0}], id="a domain on three ranks"),
+        pytest.param([{1: 0.0, 0: 1.0}, {1: 1.0}], id="a domain begun on another rank"),
     ],
 )
 def test_ranks_are_one_process(ranks: Ranks, entered_nD: list[dict[int, float]]) -> None:
@@ -89,3 +94,20 @@ def test_ranks_are_one_process(ranks: Ranks, entered_nD: list[dict[int, float]])
         )
         assert torch.equal(gram_RR, answers[0][0])
         assert torch.equal(gram_RR, gram_RR.T)
+
+
+def test_a_row_that_was_begun_and_not_finished_has_no_gradient() -> None:
+    agreement = Exchange().agree(
+        ["a", "b"], Report({"b": 0.0, "a": 2.0}, ["b", "a"], [], [], {}, True)
+    )
+    assert agreement.seen == {"a"}
+
+
+def begun_by_none() -> frozenset[str]:
+    exchange = ColumnExchange(Communicator(dist.group.WORLD))
+    counts = {"b": 0.0, "a": 2.0}
+    return exchange.agree(["a", "b"], Report(counts, list(counts), [], [], {}, True)).seen
+
+
+def test_nor_on_any_rank(ranks: Ranks) -> None:
+    assert ranks.run(2, begun_by_none) == [{"a"}, {"a"}]

@@ -251,7 +251,7 @@ def test_the_record_has_the_mean_and_the_last_weights() -> None:
 
 def test_what_ranks_must_share_is_named() -> None:
     weights = weights_of(target="b")
-    settings = weights.settings()
+    settings = weights.settings(with_values=True)
     assert settings["the domains or the target"] == [("a", "b"), {"b": 1.0}]
     assert settings["the settings of DoGEOptimizer"] == repr(weights.rule)
     assert "Paper()" in repr(weights.rule)

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from doge_fast import DoGEOptimizer, Score
 from doge_fast.distributed import exchange
-from doge_fast.wrapper import SkipFlag
+from doge_fast.joined import JoinedOptimizer
+from doge_fast.wrapper import SkipFlag, step_unless
 
 
 class FusedSGD(torch.optim.SGD):
@@ -77,6 +78,34 @@ def test_a_step_needs_no_value(options: dict[str, Any]) -> None:
     assert optimizer.last.skipped.is_meta
 
 
+def halves(first: Any, second: Any) -> Any:
+    """A layer for each of two optimizers."""
+
+    def build(params: Any, lr: float) -> list[torch.optim.Optimizer]:
+        named = list(params)
+        return [first(named[:2], lr=lr), second(named[2:], lr=lr)]
+
+    return build
+
+
+def test_several_optimizers_that_are_fused_need_no_value() -> None:
+    optimizer = run(halves(FusedSGD, FusedSGD))
+    assert not any(hasattr(each, "found_inf") for each in optimizer.inner.optimizers)
+
+
+@pytest.mark.parametrize("kinds", [(FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD)])
+def test_one_of_several_that_is_not_fused_needs_the_flag(
+    kinds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        run(halves(*kinds))
+    inner = JoinedOptimizer([kind([torch.zeros(1, requires_grad=True)], lr=0.1) for kind in kinds])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    skipped: Any = FlagOfAGpu(False, [])
+    with pytest.raises(RuntimeError, match="; SGD needs"):
+        step_unless(skipped, torch.zeros(()), inner, SkipFlag())
+
+
 def test_without_a_fused_optimizer_one_flag_is_read() -> None:
     """The check above sees a read: this one asks whether the step is skipped."""
     with pytest.raises(RuntimeError, match="meta tensor"):
@@ -99,7 +128,7 @@ def test_the_addresses_of_the_state_stay() -> None:
         seen.add(
             (
                 state_S.data_ptr(),
-                *(block.rows_RN.data_ptr() for block in blocks),
+                *(block.rows_BN.data_ptr() for block in blocks),
                 *(block.gradient().data_ptr() for block in blocks),
                 *(
                     getattr(optimizer._weights, name)._vector.data_ptr()
@@ -200,9 +229,10 @@ class TestSkipFlag:
         assert not sent.read(torch.tensor(False))
 
     @pytest.mark.parametrize("selection", [None, ["0.weight"]])
-    def test_the_flag_leaves_right_after_the_step_of_the_weights(
+    def test_the_flag_leaves_when_it_is_decided(
         self, monkeypatch: pytest.MonkeyPatch, selection: list[str] | None
     ) -> None:
+        """Right after the K x K step, before the weighted sum."""
         order: list[Any] = []
         send, weigh = SkipFlag.send, exchange.weighted_gradients
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import doge_fast
-from doge_fast import cancellation, reference, sampling, scale
+from doge_fast import cancellation, reference, sampling, scale, wrapper
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.stacked import losses
-from doge_fast.step import combine as combining
 from doge_fast.weights import (
     checkpoint,
     defaults,
@@ -334,7 +333,7 @@ def test_a_scale_is_positive_and_finite(scale_: Any) -> None:
     assume(scale_ is not None and not isinstance(scale_, Tensor))
     assume(not (isinstance(scale_, float) and 0 < scale_ < math.inf))
     with pytest.raises(ValueError, match="grad_scale must be positive and finite"):
-        combining.scale_of(scale_, None, torch.device("cpu"))
+        wrapper.loss_scale(scale_, None, torch.device("cpu"))
 
 
 @given(reals(1e-9, 1e3), reals(1e-3, 1e3))
@@ -450,25 +449,6 @@ def test_pieces_cover_the_batch_once(batch: tuple[dict[str, int], int]) -> None:
     for name, parts in seen.items():
         ends = [0, *itertools.chain.from_iterable(parts), sizes[name]]
         assert all(ends[i] == ends[i + 1] for i in range(0, len(ends), 2))
-
-
-@given(batches())
-def test_rounds_are_as_many_on_every_rank(batch: tuple[dict[str, int], int]) -> None:
-    sizes, num_ranks = batch
-    every, message = attempt(
-        lambda: [sampling.rounds(sizes, rank, num_ranks) for rank in range(num_ranks)]
-    )
-    if every is None:
-        assert "larger batch" in message
-        return
-    assert len({len(mine) for mine in every}) == 1
-    for rank, mine in enumerate(every):
-        assert all(first < last for _, first, last in mine)
-        total: dict[str, int] = {}
-        for name, first, last in mine:
-            total[name] = total.get(name, 0) + last - first
-        pieces = sampling.pieces(sizes, rank, num_ranks)
-        assert total == {name: last - first for name, (first, last) in pieces.items()}
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

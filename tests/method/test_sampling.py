@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from doge_fast.mixture.counts import BatchCounts, Phase, mixture_counts
+from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
 from doge_fast.mixture.permutation import permute, round_keys
-from doge_fast.mixture.steering import SteeredCounts, Totals
-from doge_fast.sampling import pieces, rounds
+from doge_fast.sampling import pieces
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 4097])
@@ -50,10 +49,10 @@ def moving(kind: str, num_steps: int, num_domains: int) -> np.ndarray:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def steered(weights_TK: np.ndarray, batch_size: int, seed: int = 0) -> SteeredCounts:
+def counts_at(weights_TK: np.ndarray, batch_size: int, seed: int = 0) -> MixtureCounts:
     names = [str(k) for k in range(weights_TK.shape[1])]
     start = Phase(0, dict(zip(names, weights_TK[0], strict=True)))
-    counts = SteeredCounts(seed, [start], batch_size, names)
+    counts = MixtureCounts(seed, [start], batch_size, names)
     counts.first_steps = list(range(len(weights_TK)))
     counts.weights_PK = list(weights_TK)
     return counts
@@ -66,7 +65,7 @@ KINDS = ["ramp", "noise", "wild", "domains that come and go", "in step with the 
 @pytest.mark.parametrize(("num_domains", "batch_size"), [(2, 8), (7, 512), (40, 32)])
 def test_what_was_drawn_stays_close_to_weights_that_move(kind, num_domains, batch_size):
     weights_TK = moving(kind, 6000, num_domains)
-    counts = steered(weights_TK, batch_size)
+    counts = counts_at(weights_TK, batch_size)
     kept = [counts.totals(step) for step in range(0, 6001, 40)]
     drawn = np.diff([totals.drawn_K for totals in kept], axis=0)
     asked = (batch_size * weights_TK).reshape(-1, 40, num_domains).sum(axis=1)
@@ -75,18 +74,18 @@ def test_what_was_drawn_stays_close_to_weights_that_move(kind, num_domains, batc
     assert np.abs(np.cumsum(drawn - asked, axis=0)).max() < 5
 
 
-def test_weights_that_move_need_to_be_steered():
+def test_weights_that_move_need_the_surpluses():
     """The rotation alone falls into step with a slow ramp, and strays from the weights."""
     weights_TK = moving("ramp", 6000, 40)
-    rotated_TK = BatchCounts.counts(steered(weights_TK, 32), np.arange(6000))
+    rotated_TK = counts_at(weights_TK, 32).rotated(np.arange(6000), weights_TK)
     strayed_TK = np.cumsum(rotated_TK - 32 * weights_TK, axis=0)
     assert np.abs(strayed_TK).max() > 40
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steered_counts_are_within_one_of_their_share(kind):
+def test_counts_are_within_one_of_their_share(kind):
     weights_TK = moving(kind, 1500, 7)
-    counts_TK = steered(weights_TK, 30).counts(np.arange(1500))
+    counts_TK = counts_at(weights_TK, 30).counts(np.arange(1500))
     assert (counts_TK.sum(axis=1) == 30).all()
     # 1e-9: rounding of the sum of weights; a share of 7 may be 6.9999999.
     assert (counts_TK >= np.floor(30 * weights_TK - 1e-9)).all()
@@ -94,37 +93,36 @@ def test_steered_counts_are_within_one_of_their_share(kind):
     assert not counts_TK[weights_TK == 0].any()
 
 
-def test_weights_that_stand_still_are_not_steered():
-    """A mixture whose weights are never changed is the pipeline's."""
-    weights = [0.31, 0.02, 0.17, 0.5]
-    counts_TK = steered(np.tile(weights, (3000, 1)), 24, seed=3).counts(np.arange(0, 3000, 7))
-    expected = [mixture_counts(3, step, weights, 24) for step in range(0, 3000, 7)]
-    assert np.array_equal(counts_TK, expected)
+def test_weights_that_stand_still_are_rounded_by_the_rotation_alone():
+    weights_TK = np.tile([0.31, 0.02, 0.17, 0.5], (3000, 1))
+    counts, steps_T = counts_at(weights_TK, 24, seed=3), np.arange(0, 3000, 7)
+    assert np.array_equal(counts.counts(steps_T), counts.rotated(steps_T, weights_TK[steps_T]))
 
 
 def test_counts_do_not_depend_on_what_was_asked_before():
     weights_TK = moving("noise", 2600, 7)
-    forward = steered(weights_TK, 16)
+    forward = counts_at(weights_TK, 16)
     asked = [2599, 3, 1024, 1023, 1025, 2048, 0, 2047, 1500, 1499]
     expected = {step: forward.totals(step) for step in sorted([*asked, *range(1000, 1100)])}
-    backward = steered(weights_TK, 16)
+    backward = counts_at(weights_TK, 16)
     for step in asked:
         totals = backward.totals(step)
         assert np.array_equal(totals.drawn_K, expected[step].drawn_K)
         assert np.array_equal(totals.surplus_K, expected[step].surplus_K)
 
 
-def test_a_tally_stands_for_the_steps_before_it():
+def test_totals_stand_for_the_steps_before_them():
     weights_TK = moving("noise", 2600, 7)
-    whole, resumed = steered(weights_TK, 16), steered(weights_TK, 16)
+    whole, resumed = counts_at(weights_TK, 16), counts_at(weights_TK, 16)
     totals = whole.totals(1777)
-    resumed.start_from(Totals(1777, totals.drawn_K.copy(), totals.surplus_K.copy()))
+    at_1777 = Totals(1777, totals.drawn_K.copy(), totals.surplus_K.copy())
+    resumed.restart(0, resumed.first_steps, resumed.weights_PK, at_1777)
     for step in (1777, 1778, 2500, 400, 2100):
         assert np.array_equal(resumed.drawn(step), whole.drawn(step))
 
 
 def test_a_change_leaves_earlier_steps_as_they_were():
-    counts = steered(np.tile([0.5, 0.5], (1, 1)), 4)
+    counts = counts_at(np.tile([0.5, 0.5], (1, 1)), 4)
     steps = [*range(0, 2990, 130), *range(2990, 3001)]
     before = {step: counts.drawn(step).tolist() for step in steps}
     counts.set_weights(3000, np.array([1.0, 0.0]))
@@ -165,31 +163,3 @@ def test_pieces_of_few_examples_leave_ranks_without_any() -> None:
 def test_pieces_refuse_what_is_no_rank_or_size(sizes: dict[str, int], rank: int) -> None:
     with pytest.raises(ValueError, match=r"(rank|sizes) must be"):
         pieces(sizes, rank, 2)
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"a": 16, "b": 16}, {"a": 9, "b": 23, "c": 16}, {"a": 1, "b": 40, "c": 7}], ids=str
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_rounds_deal_every_example_once_and_equally_often(
-    sizes: dict[str, int], world_size: int
-) -> None:
-    dealt: dict[str, list[int]] = {name: [] for name in sizes}
-    every = [rounds(sizes, rank, world_size) for rank in range(world_size)]
-    for mine in every:
-        for name, first, last in mine:
-            dealt[name] += range(first, last)
-        lengths = [last - first for _, first, last in mine]
-        assert min(lengths) > 0
-        assert lengths == sorted(lengths, reverse=True)
-    assert {name: sorted(places) for name, places in dealt.items()} == {
-        name: list(range(size)) for name, size in sizes.items()
-    }
-    most = max(len(pieces(sizes, rank, world_size)) for rank in range(world_size))
-    assert [len(mine) for mine in every] == [most] * world_size
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rounds_refuse_ranks_with_too_few_examples(rank: int) -> None:
-    with pytest.raises(ValueError, match="a rank has 1 examples and another 2 domains"):
-        rounds({"a": 2, "b": 1}, rank, 2)

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
-from doge_fast.mixture.counts import Phase, mixture_counts
+from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.pipeline.domains import BlockSampler, domain_blocks
+
+
+def counts_of(seed, step, weights, batch_size):
+    """[K] rows of each domain in one batch."""
+    named = {str(k): weight for k, weight in enumerate(weights)}
+    counts = MixtureCounts(seed, [Phase(0, named)], batch_size, list(named))
+    return counts.rotated(np.array([step]), np.array([weights]))[0]
 
 
 def test_every_epoch_shows_every_block_once_in_an_order_of_its_own():
@@ -33,7 +40,7 @@ def test_the_order_depends_on_seed_and_name():
 def test_the_order_is_that_of_every_version():
     """Records name a seed and a step: what they stand for must not change."""
     assert domain_blocks(7, 4711, domain="arxiv", num_blocks=1000, size=6).tolist() == PINNED_BLOCKS
-    assert mixture_counts(7, 4711, [0.5, 0.3, 0.2], 28).tolist() == PINNED_COUNTS
+    assert counts_of(7, 4711, [0.5, 0.3, 0.2], 28).tolist() == PINNED_COUNTS
 
 
 PINNED_BLOCKS = [797, 908, 728, 674, 492, 708]
@@ -53,7 +60,7 @@ WEIGHTS = [
 @pytest.mark.parametrize("batch_size", [1, 2, 28, 1000])
 def test_counts_are_within_one_of_their_share(weights, batch_size):
     for step in range(60):
-        counts = mixture_counts(1, step, weights, batch_size)
+        counts = counts_of(1, step, weights, batch_size)
         assert counts.sum() == batch_size
         share = batch_size * np.array(weights)
         # 1e-9: rounding of the sum of weights; a share of 7 may be 6.9999999.
@@ -64,7 +71,7 @@ def test_counts_are_within_one_of_their_share(weights, batch_size):
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_counts_are_exact_in_expectation_over_seeds(weights):
     seeds = 4000
-    mean = np.mean([mixture_counts(seed, 5, weights, 9) for seed in range(seeds)], axis=0)
+    mean = np.mean([counts_of(seed, 5, weights, 9) for seed in range(seeds)], axis=0)
     # A count differs from its mean by less than one: five standard errors, at most.
     assert np.abs(mean - 9 * np.array(weights)).max() < 5 * 0.5 / np.sqrt(seeds)
 
@@ -126,12 +133,12 @@ def test_a_curriculum_changes_weights_and_keeps_positions():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: mixture_counts(0, 0, [0.5, 0.4], 8), "sum to 1; they are .*, with the sum 0.9"),
-        (lambda: mixture_counts(0, 0, [1.5, -0.5], 8), "must be >= 0"),
-        (lambda: mixture_counts(0, 0, [float("nan"), 1.0], 8), "must be >= 0"),
-        (lambda: mixture_counts(0, 0, [], 8), "must be >= 0"),
-        (lambda: mixture_counts(0, 0, [1.0], 0), "batch_size >= 1"),
-        (lambda: mixture_counts(0, -1, [1.0], 1), "step >= 0"),
+        (lambda: counts_of(0, 0, [0.5, 0.4], 8), "sum to 1; they are .*, with the sum 0.9"),
+        (lambda: counts_of(0, 0, [1.5, -0.5], 8), "must be >= 0"),
+        (lambda: counts_of(0, 0, [float("nan"), 1.0], 8), "must be >= 0"),
+        (lambda: counts_of(0, 0, [], 8), "must be >= 0"),
+        (lambda: counts_of(0, 0, [1.0], 0), "batch_size >= 1"),
+        (lambda: BlockSampler(0, {"a": 1.0}, 1, {"a": 1}).blocks(-1), "step >= 0"),
         (lambda: domain_blocks(0, 0, domain="a", num_blocks=0, size=1), "a has no blocks"),
         (
             lambda: BlockSampler(0, {"a": 1.0}, 1, {"b": 1}),

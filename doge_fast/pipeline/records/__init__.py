@@ -53,7 +53,6 @@ from doge_fast.pipeline.records.runs import (
     EXPERIMENT,
     FEWSHOT,
     METRICS,
-    QUEUE,
     WEIGHTS,
     WRITING,
     Json,

@@ -15,7 +15,6 @@ from doge_fast.pipeline.reporting.compared import perplexity_part, targets_part
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import NOISY_POINTS, chunk_size, domain_styles
 from doge_fast.pipeline.reporting.proxies import UNIVERSAL, Proxy
-from doge_fast.pipeline.reporting.regret import regret_part
 from doge_fast.pipeline.reporting.statistics import (
     CONFIDENCE,
     Difference,
@@ -38,6 +37,7 @@ def parts_of(study: Study) -> list[parts.Part]:
     return [
         _PARTS[group["kind"]](study, group, f"group-{number}")._replace(title=group["title"])
         for number, group in enumerate(study.groups, start=1)
+        if group["kind"] in _PARTS
     ]
 
 
@@ -269,7 +269,6 @@ _PARTS = {
     "targets": targets_part,
     "weights": _weights_part,
     "cost": _cost_part,
-    "regret": regret_part,
     "tasks": _tasks_part,
 }
 

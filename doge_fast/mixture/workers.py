@@ -1,7 +1,7 @@
 """How new weights reach the workers of a stream, which run ahead of the loop that sets them.
 
 A small file: how far the workers are, then one line per change. A process locks the file while it
-reads or writes. So a worker knows a change before it makes a batch, or the change is refused.
+reads or writes. So a worker has read a change before it makes the batch, or the change is refused.
 """
 
 import json
@@ -31,35 +31,40 @@ class WorkerProgress(NamedTuple):
     """Processes that make the batches; 0: none has begun."""
     pass_seed: int
     """Which pass over the loader the workers belong to."""
-    num_rewinds: int
-    """How often the mixture was told where to begin."""
 
 
-_HEADER = struct.Struct("<qqqq")
+_HEADER = struct.Struct("<qqq")
 
 
-class Changes:
-    """Written by the process that trains, read by its workers; may be pickled to them."""
+class WorkerFile:
+    """Written by the process that trains, read by its workers; may be pickled to them.
+
+    It serves one pass: where the next one begins elsewhere, there is a new file, and workers that
+    still run find theirs gone.
+    """
 
     def __init__(self, start: int) -> None:
         descriptor, self.path = tempfile.mkstemp(prefix="doge_fast_weights_")
+        os.write(descriptor, _HEADER.pack(*WorkerProgress(start, 0, 0)))
         os.close(descriptor)
-        weakref.finalize(self, _remove, self.path, os.getpid())
-        self._num_rewinds = 0
-        self.rewind(start)
-
-    def rewind(self, start: int) -> None:
-        """Let the next pass begin at this step; its workers know all earlier changes."""
-        self._num_rewinds += 1
-        with self.locked() as file:
-            os.ftruncate(file, 0)
-            _write_header(file, WorkerProgress(start, 0, 0, self._num_rewinds))
         self._read_up_to = _HEADER.size
+        weakref.finalize(self, _remove, self.path, os.getpid())
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """The file, opened and locked. Each process opens it: a fork would share the lock."""
-        file = os.open(self.path, os.O_RDWR)
+        """The file, opened and locked.
+
+        Raises:
+            RuntimeError: `seek` or `load_state_dict` was called since the file was made.
+        """
+        try:
+            # Each process opens it: a fork would share the lock.
+            file = os.open(self.path, os.O_RDWR)
+        except FileNotFoundError:
+            raise RuntimeError(
+                "seek() and load_state_dict() do not reach workers that are running. Begin "
+                "another pass over the loader after them, and leave persistent_workers off."
+            ) from None
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -81,7 +86,7 @@ class Changes:
         line = (json.dumps(change) + "\n").encode()
         end = os.lseek(file, 0, os.SEEK_END)
         os.write(file, line)
-        # The process that posts knows the change, and so do workers forked from it later.
+        # The process that posts has the change, and so have workers forked from it later.
         self._read_up_to = end + len(line)
 
     def take(self, step: int, *, num_workers: int, pass_seed: int) -> list[Change]:
@@ -91,8 +96,8 @@ class Changes:
             The changes since this worker began its last batch.
 
         Raises:
-            RuntimeError: another pass has begun before, the mixture was told to begin elsewhere
-                after these workers started, or this system has no file locks.
+            RuntimeError: another pass has begun before, `seek` was called after these workers
+                started, or this system has no file locks.
         """
         if fcntl is None:
             raise RuntimeError(
@@ -101,39 +106,23 @@ class Changes:
             )
         with self.locked() as file:
             progress = self.progress_in(file)
-            self.check_not_rewound(progress)
             if progress.num_workers and progress.pass_seed != pass_seed:
                 raise RuntimeError(already_begun(progress.end))
-            end = max(progress.end, step + 1)
-            _write_header(file, WorkerProgress(end, num_workers, pass_seed, self._num_rewinds))
-            return self._unread(file)
-
-    def check_not_rewound(self, progress: WorkerProgress) -> None:
-        """Raise RuntimeError where the mixture was told to begin elsewhere since this copy."""
-        if progress.num_rewinds != self._num_rewinds:
-            raise RuntimeError(
-                "seek() and load_state_dict() do not reach workers that are running. Begin "
-                "another pass over the loader after them, and leave persistent_workers off."
-            )
-
-    def _unread(self, file: int) -> list[Change]:
-        size = os.fstat(file).st_size
-        lines = os.pread(file, size - self._read_up_to, self._read_up_to).decode().splitlines()
-        self._read_up_to = size
-        return [(first_step, weights) for first_step, weights in map(json.loads, lines)]
+            progress = WorkerProgress(max(progress.end, step + 1), num_workers, pass_seed)
+            os.pwrite(file, _HEADER.pack(*progress), 0)
+            size = os.fstat(file).st_size
+            lines = os.pread(file, size - self._read_up_to, self._read_up_to).splitlines()
+            self._read_up_to = size
+            return [(first_step, weights) for first_step, weights in map(json.loads, lines)]
 
 
 def already_begun(end: int) -> str:
     """Why a second pass is refused, and what to do."""
     return (
         f"This mixture was passed over already, and gave its batches up to step {end} to the "
-        "loader, which may have used fewer. Say mixture.seek(step) before another pass, with the "
+        "loader, which may have used fewer. Call mixture.seek(step) before another pass, with the "
         "step at which it begins."
     )
-
-
-def _write_header(file: int, progress: WorkerProgress) -> None:
-    os.pwrite(file, _HEADER.pack(*progress), 0)
 
 
 def _remove(path: str, process: int) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
-from doge_fast.kernels import roofline
-from doge_fast.kernels.roofline import bandwidth
+from doge_fast.pipeline import roofline
+from doge_fast.pipeline.roofline import bandwidth
 
 NUM_BYTES = 1 << 22
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from doge_fast import DoGEOptimizer
-from doge_fast.step.combine import checked_scaler, factor_of, scale_of
 from doge_fast.step.step import StepState
+from doge_fast.wrapper import checked_scaler, loss_scale
 
 
 def made(**options: Any) -> tuple[Tensor, DoGEOptimizer]:
@@ -178,9 +178,9 @@ def test_states_follow_each_other() -> None:
     assert step.state is StepState.COLLECTED
     with pytest.raises(ZeroDivisionError), optimizer.domain("b"):
         raise ZeroDivisionError
-    assert step.state is StepState.DROPPED
+    assert step.state is StepState.EMPTY
     enter(weight, optimizer, "b")
-    assert step.state is StepState.DROPPED
+    assert step.state is StepState.COLLECTED
     optimizer.zero_grad()
     assert step.state is StepState.EMPTY
     enter(weight, optimizer, "abc")
@@ -188,7 +188,7 @@ def test_states_follow_each_other() -> None:
     optimizer.step()
     assert step.state is StepState.EMPTY
     optimizer.zero_grad(set_to_none=False)
-    assert step.state is StepState.ZEROED
+    assert step.state is StepState.EMPTY
     assert weight.grad is not None
     enter(weight, optimizer, "a")
     assert step.state is StepState.COLLECTED
@@ -244,15 +244,6 @@ def test_a_frozen_rate_of_zero_steps_the_wrapped_optimizer_between_domains() -> 
     assert optimizer.num_steps == 1
 
 
-def test_a_step_without_domains_is_the_wrapped_optimizers() -> None:
-    weight, optimizer = made()
-    optimizer.release()
-    weight.grad = torch.ones(2)
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 1.9]))
-    assert optimizer.num_steps == 0
-
-
 def test_names_are_known_or_listed() -> None:
     _, optimizer = made(target={"far": 1.0})
     said = r"unknown domain 'z'; the optimizer knows \['a', 'b', 'c', 'far'\]\. Name it in domains="
@@ -265,20 +256,20 @@ def test_names_are_known_or_listed() -> None:
 
 def test_the_factor_is_the_loops_or_the_scalers_or_one() -> None:
     cpu = torch.device("cpu")
-    assert factor_of(None, cpu) == scale_of(None, None, cpu) == 1.0
+    assert loss_scale(None, None, cpu) == 1.0
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     assert checked_scaler(scaler) is scaler
     assert checked_scaler(None) is None
     with pytest.raises(TypeError, match=r"must be a torch\.amp\.GradScaler or None; got 8\.0"):
         checked_scaler(8.0)
-    assert float(factor_of(scaler, cpu)) == float(scale_of(None, scaler, cpu)) == 8.0
-    assert scale_of(2.0, scaler, cpu) == 2.0
+    assert float(loss_scale(None, scaler, cpu)) == 8.0
+    assert loss_scale(2.0, scaler, cpu) == 2.0
     # A tensor is not looked at.
     given = torch.tensor(-1.0)
-    assert scale_of(given, None, cpu) is given
+    assert loss_scale(given, None, cpu) is given
     for wrong in (0.0, -1.0, math.inf, math.nan, True, "2"):
         with pytest.raises(ValueError, match=f"must be positive and finite; got {wrong!r}"):
-            scale_of(wrong, None, cpu)  # type: ignore[arg-type]
+            loss_scale(wrong, None, cpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("most", [None, 0.25])
@@ -362,7 +353,7 @@ def test_selected_columns_are_scored_and_all_are_cut() -> None:
 def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
     selects: bool, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a selection that is after the sum: the norm of all columns may overflow."""
+    """Also where the columns outside the selection alone overflow."""
     one, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     inner = torch.optim.SGD([one, other], lr=0.1)
     chosen = [one] if selects else None
@@ -371,9 +362,9 @@ def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
     )
     sent: list[bool] = []
     monkeypatch.setattr(
-        optimizer._step.flag, "send", lambda skipped, inner: sent.append(bool(skipped))
+        optimizer._step._flag, "send", lambda skipped, inner: sent.append(bool(skipped))
     )
-    exchange = optimizer._step.entries.exchange
+    exchange = optimizer._step.exchange
     asked: dict[str, tuple[Any, ...]] = {}
     for verb in ("complete", "deliver"):
         real = getattr(exchange, verb)
@@ -389,3 +380,34 @@ def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
     # What ranks would be told.
     assert asked["complete"][1] == ({id(one)} if selects else ())
     assert asked["deliver"][2] is optimizer._weights.shared_state
+
+
+def test_what_counts_over_ranks_is_the_sum_over_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, optimizer = made(micro_batches=2)
+    exchange = optimizer._step.exchange
+    agree, reports = exchange.agree, []
+    monkeypatch.setattr(
+        exchange, "agree", lambda rows, report: reports.append(report) or agree(rows, report)
+    )
+    for name, count in (("a", 1.0), ("b", 2.0), ("a", 3.0), ("c", 1.0), ("b", 0.5), ("c", 1.0)):
+        with optimizer.domain(name, count):
+            weight.square().sum().backward()
+    (report,) = reports
+    assert report.counts == {"a": 4.0, "b": 2.5, "c": 2.0}
+    assert report.order == ["a", "b", "a", "c", "b", "c"]
+
+
+def test_zeros_of_a_parameter_that_no_domain_touches_are_no_gradient() -> None:
+    one, other = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = DoGEOptimizer(torch.optim.SGD([one, other], lr=0.1), domains=["a", "b"], mu=1.0)
+    for uses_other in (1.0, 0.0):
+        for name in "ab":
+            with optimizer.domain(name):
+                loss = one.square().sum()
+                (loss + other.square().sum() if uses_other else loss).backward()
+        optimizer.step()
+        assert (other.grad is not None) == bool(uses_other)
+        optimizer.zero_grad(set_to_none=False)
+    assert optimizer.num_steps == 2

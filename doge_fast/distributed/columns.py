@@ -1,0 +1,198 @@
+"""Data parallelism: a rank has whole gradients of some domains, and gets all rows of some columns.
+
+The Gram matrix needs all rows of a column side by side, and is a sum over columns. So an all-to-all
+sends each rank the columns of its shard, of all rows. The rank multiplies them there; the K x K
+partial results are gathered and added in the order of the ranks; each rank sums its columns with
+the new weights; an all-gather delivers the sums. With P pieces of rows over n ranks a rank sends
+(1 + P / n) (n - 1) / n N elements, where plain data parallelism sends 2 (n - 1) / n N.
+
+A domain that several ranks entered has a piece on each: its gradient is the mean of the pieces,
+weighted by their counts. All that follows is linear in the rows. So pieces stay rows of their own,
+and with A [B, P], the share of each piece in its row, the Gram matrix is A G_PP A^T and the
+coefficients of the pieces are A^T c.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from doge_fast.distributed.exchange import Columns, Exchange
+from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
+from doge_fast.flat_buffer import Block
+from doge_fast.kernels import gram, weighted_sum
+
+# Shards begin on as many elements as rows of the flat buffer do.
+ALIGNMENT = 64
+# Columns that are sent in one call; they exist twice meanwhile.
+BUCKET_COLUMNS = 1 << 24
+
+
+class Bucket(NamedTuple):
+    """Blocks that are sent together: their columns in one line, padded to n equal shards."""
+
+    blocks: tuple[Block, ...]
+    dtype: torch.dtype
+    """Of the rows."""
+    num_columns: int
+    """Of a shard."""
+
+    def shards(self, rows: Sequence[int], num_ranks: int) -> Tensor:
+        """[n, rows, columns of a shard]: a copy of rows, with zeros where they are not written."""
+        size = self.num_columns
+        shape = (num_ranks, len(rows), size)
+        shards = torch.zeros(shape, dtype=self.dtype, device=self.blocks[0].param.device)
+        first = 0
+        for block in self.blocks:
+            last = first + block.num_columns
+            for shard in range(first // size, -(-last // size)):
+                low, high = max(first, shard * size), min(last, (shard + 1) * size)
+                there = slice(low - shard * size, high - shard * size)
+                for piece, row in enumerate(rows):
+                    if block.written >> row & 1:
+                        shards[shard, piece, there] = block.rows_BN[row, low - first : high - first]
+            first = last
+        return shards
+
+
+class ColumnExchange(Exchange):
+    """Data parallel ranks, each with whole gradients of its own domains."""
+
+    has_own_rows = True
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._ranks = communicator
+        self.num_ranks = communicator.num_ranks
+        # [n, columns of a shard] of each bucket: memory of the sums, which p.grad views.
+        self._sums: list[Tensor] = []
+        # Of this step's pieces: how many each rank has, the share of each in its row, and the rows
+        # of this rank's buffer that hold its own.
+        self._pieces_n: list[int] = []
+        self._shares_BP = torch.empty(0, 0)
+        self._rows_here: list[int] = []
+        # In which the rows of each block are sent.
+        self._dtypes: list[torch.dtype] = []
+
+    def agree(self, rows: Sequence[str], report: Report) -> Agreement:
+        """And note the pieces of this step; the first time, compare the parameters too."""
+        values = [_checksum(param) for param in report.params] if report.is_first else None
+        settings = {**report.settings, "the values of the parameters": values}
+        counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
+        self._dtypes = [dtype for dtype in agreement.dtypes if dtype is not None]
+        self._pieces_n = (counts_nB > 0).sum(1).tolist()
+        self._shares_BP = _shares_of(counts_nB)
+        place = {name: row for row, name in enumerate(dict.fromkeys(report.order))}
+        self._rows_here = [place[name] for name in rows if report.counts.get(name, 0.0) > 0]
+        return agreement
+
+    def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
+        """An all-to-all."""
+        buckets = _buckets_of(blocks, self._dtypes, self.num_ranks, apart)
+        received: list[Tensor] = []
+        works = []
+        for bucket in buckets:
+            sent = bucket.shards(self._rows_here, self.num_ranks)
+            received.append(sent.new_empty(sum(self._pieces_n), bucket.num_columns))
+            works.append(
+                dist.all_to_all_single(
+                    received[-1].view(-1),
+                    sent.view(-1),
+                    [number * bucket.num_columns for number in self._pieces_n],
+                    [len(self._rows_here) * bucket.num_columns] * self.num_ranks,
+                    group=self._ranks.group,
+                    async_op=True,
+                )
+            )
+        with self._ranks.naming_lost_ranks():
+            for work in works:
+                work.wait()
+        return Columns([bucket.blocks for bucket in buckets], received)
+
+    def gram(self, rows: Sequence[Tensor]) -> Tensor:
+        """The sum of the shards' Gram matrices."""
+        gram_PP = gram(rows)
+        shares_BP = self._shares_on(gram_PP.device)
+        gram_BB = self._ranks.sum(shares_BP @ gram_PP @ shares_BP.T)
+        # A product of three matrices need not be symmetric to the bit.
+        symmetric_BB: Tensor = gram_BB.tril() + gram_BB.tril(-1).T
+        return symmetric_BB
+
+    def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
+        """An all-gather of the shards' weighted sums."""
+        self._fit(columns)
+        # In place: a rank's shard lies where it belongs in the whole.
+        mine = [whole_nC[self._ranks.rank] for whole_nC in self._sums]
+        coefficients_P = self._shares_on(coefficients_B.device).T @ coefficients_B
+        weighted_sum(columns.rows, coefficients_P, out=mine)
+        self._ranks.broadcast(state_S)
+        with self._ranks.naming_lost_ranks():
+            for whole_nC, mine_C in zip(self._sums, mine, strict=True):
+                all_gather(whole_nC.view(-1), mine_C, group=self._ranks.group)
+        for blocks, whole_nC in zip(columns.blocks, self._sums, strict=True):
+            sizes = [block.num_columns for block in blocks]
+            parts = torch.split(whole_nC.view(-1)[: sum(sizes)], sizes)
+            for block, values_N in zip(blocks, parts, strict=True):
+                block.give(block.combined_as(values_N))
+
+    def fail(self) -> str:
+        """In the message that the others expect."""
+        return self._ranks.fail()
+
+    def release(self) -> None:
+        """Free the memory of the sums."""
+        self._sums = []
+
+    def _fit(self, columns: Columns) -> None:
+        """Have memory for the sums; it is kept while shapes, dtypes and devices stay the same."""
+        likes = [blocks[0].param for blocks in columns.blocks]
+        shapes = [(self.num_ranks, rows_PC.shape[1]) for rows_PC in columns.rows]
+        kinds = [(p.dtype, p.device, shape) for p, shape in zip(likes, shapes, strict=True)]
+        if kinds != [(each.dtype, each.device, each.shape) for each in self._sums]:
+            self._sums = [
+                torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
+            ]
+
+    def _shares_on(self, device: torch.device) -> Tensor:
+        """[B, P] float64 on the device."""
+        if device.type == "cuda":
+            # Pinned, or the copy would make the host wait for the device.
+            return self._shares_BP.pin_memory().to(device, non_blocking=True)
+        return self._shares_BP.to(device)
+
+
+def _shares_of(counts_nB: Tensor) -> Tensor:
+    """[B, P]: the share of each piece in its row; pieces are rank by rank, there row by row."""
+    has_piece_nB = counts_nB > 0
+    rows_P = has_piece_nB.nonzero()[:, 1]
+    shares_BP = counts_nB.new_zeros(counts_nB.shape[1], len(rows_P))
+    shares_BP[rows_P, torch.arange(len(rows_P))] = (counts_nB / counts_nB.sum(0))[has_piece_nB]
+    return shares_BP
+
+
+def _buckets_of(
+    blocks: Sequence[Block], dtypes: Sequence[torch.dtype], num_ranks: int, apart: Collection[int]
+) -> list[Bucket]:
+    """The blocks in groups of one device and dtypes, of about `BUCKET_COLUMNS` columns each."""
+    groups: dict[tuple[bool, torch.device, torch.dtype, torch.dtype], list[list[Block]]] = {}
+    for block, dtype in zip(blocks, dtypes, strict=True):
+        is_apart = id(block.param) in apart
+        kind = (is_apart, block.param.device, dtype, block.param.dtype)
+        group = groups.setdefault(kind, [[]])
+        if sum(other.num_columns for other in group[-1]) >= BUCKET_COLUMNS:
+            group.append([])
+        group[-1].append(block)
+    unit = ALIGNMENT * num_ranks
+    return [
+        Bucket(tuple(each), dtype, -(-sum(b.num_columns for b in each) // unit) * ALIGNMENT)
+        for (_, _, dtype, _), group in groups.items()
+        for each in group
+    ]
+
+
+def _checksum(values: Tensor) -> int:
+    """A number for the bits of a tensor, whatever the order in which they are added."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = values.detach().contiguous().view(integers[values.itemsize])
+    return int(bits.sum(dtype=torch.int64))

@@ -1,0 +1,242 @@
+"""One process group: what its ranks gather in each step, and which of them is missing."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+from doge_fast.kernels.schema import STORAGE_DTYPES
+
+# Seconds to wait before missing ranks are named: one that is only slower gets there meanwhile.
+STRAGGLER_SECONDS = 2.0
+# Places for digests of settings: the message that says whether a rank has failed has one length.
+MOST_SETTINGS = 12
+
+# all_gather_single from torch 2.13 on, which deprecates the other.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that learn together, as a user names them.
+
+    Raises:
+        ValueError: this process is not in `group`.
+    """
+
+    group: ProcessGroup | None = None
+    """None: the default group, or the mesh of sharded parameters."""
+
+    def __post_init__(self) -> None:
+        if not (self.group is None or isinstance(self.group, ProcessGroup)):
+            raise ValueError(
+                "process_group must be a group of torch.distributed that this process is in; got "
+                f"{self.group!r}. Build the optimizer on the group's ranks alone."
+            )
+
+    def __deepcopy__(self, memo: object) -> "Ranks":
+        """The same processes."""
+        return self
+
+
+class Report(NamedTuple):
+    """What a rank has in the step that is combined."""
+
+    counts: Mapping[str, float]
+    """{row: count}; 0 for a row that was begun and not finished."""
+    order: Sequence[str]
+    """Names of rows in order of entry here; once for each entry."""
+    params: Sequence[Tensor]
+    """That are trained."""
+    dtypes: Sequence[torch.dtype | None]
+    """Of each parameter's rows; None where no domain here gave it a gradient."""
+    settings: Mapping[str, object]
+    """{name in a message: value}, JSON values that must be the same on all ranks."""
+    is_first: bool
+    """Whether these ranks have not agreed before."""
+
+
+class Agreement(NamedTuple):
+    """What all ranks together have."""
+
+    seen: frozenset[str]
+    """Rows that have a gradient on some rank."""
+    dtypes: Sequence[torch.dtype | None]
+    """Of each parameter's rows; None where it has no gradient anywhere."""
+
+
+class Communicator:
+    """The collectives of a process group that a step needs, with errors that name a lost rank.
+
+    Args:
+        group: of at least two ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.num_ranks, self.rank = group.size(), group.rank()
+        # Made in the first message, when all ranks are there: making it is a collective itself.
+        self._cpu_group: ProcessGroup | None = None
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._num_messages = 0
+        # Several optimizers may use one group; each counts its own messages.
+        self._place = self._store.add(f"doge_fast/communicators/{self.rank}", 1)
+        self._store.set(self._key(self.rank), "0")
+
+    def agree(self, rows: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
+        """As `Exchange.agree`; and [n, B] float64 on the CPU, the counts of every rank."""
+        lengths = [len(rows), len(report.dtypes)]
+        self._compare({"the number of domains or of parameters": lengths, **report.settings})
+        counts_B = [report.counts.get(name, 0.0) for name in rows]
+        codes = [0 if dtype is None else 1 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]
+        counts_nB, codes_nP = torch.split(self._gather([*counts_B, *codes]), lengths, dim=1)
+        is_seen_B = (counts_nB > 0).any(0).tolist()
+        seen = frozenset(name for name, is_seen in zip(rows, is_seen_B, strict=True) if is_seen)
+        return counts_nB, Agreement(seen, [_widest(codes) for codes in codes_nP.int().T.tolist()])
+
+    def fail(self) -> str:
+        """As `Exchange.fail`."""
+        try:
+            self._gather([1.0] + [0.0] * MOST_SETTINGS)
+        except RuntimeError as lost:
+            return str(lost)
+        return ""
+
+    def _compare(self, settings: Mapping[str, object]) -> None:
+        """Raise RuntimeError, the same on all ranks, if one has failed or they differ."""
+        digests = [_digest(value) for value in settings.values()]
+        assert len(digests) <= MOST_SETTINGS
+        padding = [0.0] * (MOST_SETTINGS - len(digests))
+        has_failed_n, *digests_Dn = self._gather([0.0, *digests, *padding]).T.tolist()
+        if any(has_failed_n):
+            ranks = [rank for rank, has_failed in enumerate(has_failed_n) if has_failed]
+            raise RuntimeError(
+                f"this step was dropped on all ranks, since {_named(ranks)} raised an exception "
+                "inside a domain or before combine(); see the output there. Call "
+                "optimizer.zero_grad() on all ranks and run the domains of the step again."
+            )
+        for name, digests_n in zip(settings, digests_Dn, strict=False):
+            refuse_difference(digests_n, name)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over ranks, added in their order: the same bits on every rank."""
+        parts = part.new_empty(self.num_ranks, *part.shape)
+        with self.naming_lost_ranks():
+            all_gather(parts.view(-1), part.flatten(), group=self.group)
+        total: Tensor = reduce(torch.add, parts)
+        return total
+
+    def broadcast(self, state_S: Tensor) -> None:
+        """Overwrite the domain weights by those of rank 0: machines may round differently."""
+        with self.naming_lost_ranks():
+            dist.broadcast(state_S, group=self.group, group_src=0)
+
+    @contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Where a collective inside fails, raise RuntimeError with the rank that is missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._missing_ranks()} did not answer, so this step cannot be combined. See the "
+                "output there, and resume the run from its last checkpoint. (torch: "
+                f"{str(error).splitlines()[0]})"
+            ) from error
+
+    def _gather(self, words: list[float]) -> Tensor:
+        """[n, words] float64 on the CPU, the numbers of every rank; equally many on all."""
+        mine = torch.tensor(words, dtype=torch.float64)
+        messages = mine.new_empty(self.num_ranks * len(words))
+        self._num_messages += 1
+        with self.naming_lost_ranks():
+            if self._cpu_group is None:
+                self._cpu_group = _cpu_group_of(self.group)
+            # Read by ranks that miss this one; nobody waits for it.
+            self._store.set(self._key(self.rank), str(self._num_messages))
+            all_gather(messages, mine, group=self._cpu_group)
+        return messages.view(self.num_ranks, -1)
+
+    def _missing_ranks(self) -> str:
+        """The ranks that have begun fewer messages than this one."""
+        time.sleep(STRAGGLER_SECONDS)
+        try:
+            numbers = [
+                # `get` would wait for a rank that has never begun.
+                int(self._store.get(key)) if self._store.check([key]) else -1
+                for key in map(self._key, range(self.num_ranks))
+            ]
+        except RuntimeError:
+            # The store lives in the process of rank 0.
+            return "rank 0, or the process that keeps the group's store,"
+        missing = [rank for rank, number in enumerate(numbers) if number < self._num_messages]
+        return _named(missing) if missing else "a rank"
+
+    def _key(self, rank: int) -> str:
+        return f"doge_fast/messages/{self._place}/{rank}"
+
+
+def default_group() -> ProcessGroup | None:
+    """The group of all processes; None where torch.distributed has none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def group_of(ranks: Sequence[int], like: ProcessGroup, backend: str | None = None) -> ProcessGroup:
+    """A new group of these ranks, all of which must call this, with the timeout of another one.
+
+    torch's own default is 30 minutes, whatever that of the default group is.
+    """
+    options = like._get_backend(like._device_types[0]).options
+    group = dist.new_group(
+        list(ranks),
+        # torch's fake backend has no options.
+        timeout=None if options is None else options._timeout,
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def _cpu_group_of(group: ProcessGroup) -> ProcessGroup:
+    """The same ranks with a backend for CPU tensors: messages need not wait for the device."""
+    config = str(dist.get_backend_config(group))
+    if "cpu:" in config or config in ("gloo", "mpi"):
+        return group
+    return group_of(dist.get_process_group_ranks(group), group, "gloo")
+
+
+def _digest(value: object) -> float:
+    """A number for a value: 48 bits, which a float holds exactly."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
+
+
+def _widest(codes: Sequence[int]) -> torch.dtype | None:
+    """The dtype that holds those of all ranks; None where no rank has one."""
+    dtypes = [STORAGE_DTYPES[code - 1] for code in codes if code]
+    return reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def refuse_difference(values: Sequence[float], what: str) -> None:
+    """Raise RuntimeError, the same on all ranks, unless every rank has the value of rank 0."""
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    if others:
+        raise RuntimeError(
+            f"the ranks differ in {what}: {_named(others)} from rank 0. Every rank must build the "
+            "same model and the same DoGEOptimizer, from the same seed, and take equally many "
+            "steps."
+        )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -1,0 +1,80 @@
+"""FSDP2 and tensor parallelism: a rank has its shard of every domain's gradient.
+
+Rows, combined gradient and optimizer state stay in shards. Gram matrices of shards add up.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from doge_fast.distributed.exchange import Columns, Exchange
+from doge_fast.distributed.process_group import Agreement, Communicator, Report, refuse_difference
+from doge_fast.flat_buffer import Block
+
+
+class ShardExchange(Exchange):
+    """Ranks of a sharded model: all run the same domains, each with its share of their examples."""
+
+    has_shards = True
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._ranks = communicator
+        self.num_ranks = communicator.num_ranks
+        # Ids of the tensors of rows that this rank adds to the Gram matrix.
+        self._counted: set[int] = set()
+
+    def agree(self, rows: Sequence[str], report: Report) -> Agreement:
+        """And refuse ranks that have entered other domains, or in another order."""
+        settings = {**report.settings, "the order of their domains": report.order}
+        counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
+        for row, counts in enumerate(counts_nB.T.tolist()):
+            refuse_difference(counts, f"how often or with which count they entered {rows[row]!r}")
+        return agreement
+
+    def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
+        """Its shards as they are."""
+        self._counted = {id(block.rows_BN) for block in blocks if _is_first_copy(block.param)}
+        return super().complete(blocks, apart)
+
+    def gram(self, rows: Sequence[Tensor]) -> Tensor:
+        """The sum over shards. What several ranks have a copy of counts once."""
+        counted = [rows_BC for rows_BC in rows if id(rows_BC) in self._counted]
+        zeros_BB = rows[0].new_zeros(len(rows[0]), len(rows[0]), dtype=torch.float64)
+        return self._ranks.sum(super().gram(counted) if counted else zeros_BB)
+
+    def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
+        """The weighted sums of its shards."""
+        self._ranks.broadcast(state_S)
+        super().deliver(columns, coefficients_B, state_S)
+
+    def fail(self) -> str:
+        """In the message that the others expect."""
+        return self._ranks.fail()
+
+
+def _is_first_copy(param: Any) -> bool:
+    """Whether this rank is the first of those that have the same part of a DTensor."""
+    coordinates = param.device_mesh.get_coordinate()
+    return not any(
+        placement.is_replicate() and place
+        for placement, place in zip(param.placements, coordinates, strict=True)
+    )
+
+
+def ranks_of_mesh(params: Sequence[Any]) -> list[int]:
+    """The processes over which DTensors are sharded or replicated; RuntimeError if not one mesh."""
+    meshes: set[Any] = {getattr(param, "device_mesh", None) for param in params}
+    if None not in meshes:
+        ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
+        placements = {placement for param in params for placement in param.placements}
+        # FSDP2 over tensor parallelism has a placement of its own, which is none of torch's shards.
+        if len(ranks) == 1 and not any(each.is_partial() for each in placements):
+            return list(ranks.pop())
+    raise RuntimeError(
+        "the optimizer's parameters must all be sharded or replicated over the same ranks, as "
+        "fully_shard(model) leaves them; some are plain tensors or on another mesh. Shard the "
+        "whole model (with tensor parallelism use distribute_module for replicated parameters), or "
+        "give the other parameters an optimizer of their own."
+    )

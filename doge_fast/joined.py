@@ -1,0 +1,266 @@
+"""Several torch optimizers that step one model, presented as one.
+
+torch.optim.Muon takes matrices alone, so its users step the rest of the model with AdamW. The
+parameter groups of all are concatenated, and a state_dict has torch's format, with the parameters
+counted through, so that schedulers and checkpoints see one optimizer.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+NAME = "optimizer"
+"""The key of a parameter group with the class name of the optimizer that steps it."""
+
+
+class JoinedOptimizer(Optimizer):
+    """Several optimizers of disjoint parameters as one.
+
+    Args:
+        optimizers: at least two; their groups stay their own and are looked up at each access,
+            since an optimizer's `load_state_dict` replaces them.
+
+    Raises:
+        ValueError: a parameter is in two of them, or one keeps more in its state_dict than torch's
+            two keys.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        _check_disjoint(self.optimizers)
+        for optimizer in self.optimizers:
+            if further := set(optimizer.state_dict()) - {"state", "param_groups"}:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {sorted(further)} in its state_dict, which "
+                    "has no place in that of several optimizers. Wrap it alone."
+                )
+        # Of what all have: OneCycleLR asks here whether it may cycle momentum in every group.
+        first, *others = (optimizer.defaults for optimizer in self.optimizers)
+        self.defaults = {
+            name: value for name, value in first.items() if all(name in each for each in others)
+        }
+        # super().__init__ would copy the parameter groups; this sets up what else it does.
+        self.__setstate__({})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all, in a new list."""
+        groups = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                # In the living groups too: a flattened checkpoint is taken apart by their keys.
+                group[NAME] = type(optimizer).__name__
+                groups.append(group)
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        for optimizer, own in zip(self.optimizers, self._by_optimizer(groups), strict=True):
+            optimizer.param_groups = own
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+        """The states of all; what is written goes to the parameter's optimizer."""
+        return _States(self.optimizers)
+
+    @state.setter
+    def state(self, state: MutableMapping[Any, Any]) -> None:
+        for optimizer in self.optimizers:
+            own = [p for p in _params_of(optimizer) if p in state]
+            optimizer.state = defaultdict(dict, {param: state[param] for param in own})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step each.
+
+        Args:
+            closure: evaluates the loss; called once, before the first.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of each."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: none of the optimizers is named.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"add_param_group() cannot tell which of {self.names} shall step the parameters. Call "
+            "it on that one itself; they count from the next step on."
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The class name of each."""
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format; parameters are counted through, and each group names its class."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
+        start = 0
+        for index, (optimizer, name) in enumerate(zip(self.optimizers, self.names, strict=True)):
+            theirs = optimizer.state_dict()
+            numbers = range(sum(len(group["params"]) for group in theirs["param_groups"]))
+            for key, value in theirs["state"].items():
+                # Some keep what belongs to no parameter; its owner is named.
+                state_dict["state"][start + key if key in numbers else (index, key)] = value
+            for group in theirs["param_groups"]:
+                params = [start + number for number in group["params"]]
+                state_dict["param_groups"].append(group | {"params": params, NAME: name})
+            start += len(numbers)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each its part of what `state_dict()` has returned.
+
+        Raises:
+            ValueError: it belongs to other optimizers, or to other parameter groups.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        refuse_other_optimizers(state_dict["param_groups"], self)
+        state = state_dict["state"]
+        parts = self._by_optimizer(state_dict["param_groups"])
+        for index, (optimizer, groups) in enumerate(zip(self.optimizers, parts, strict=True)):
+            keys = [key for group in groups for key in group["params"]]
+            numbers = {key: number for number, key in enumerate(keys)}
+            own = {number: state[key] for key, number in numbers.items() if key in state}
+            for key in state:
+                if isinstance(key, tuple) and key[0] == index:
+                    own[key[1]] = state[key]
+            renumbered = [
+                group | {"params": [numbers[key] for key in group["params"]]} for group in groups
+            ]
+            optimizer.load_state_dict({"state": own, "param_groups": renumbered})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _by_optimizer(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Divide the groups of all among the optimizers, in order."""
+        rest = iter(groups)
+        return [list(islice(rest, len(each.param_groups))) for each in self.optimizers]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the hooks: as with any torch optimizer, they do not travel."""
+        return {"optimizers": self.optimizers, "defaults": self.defaults}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take `state`, and set up hooks, a step that runs them, and the modes that some have."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        super().__setstate__({})
+        for name in ("train", "eval"):
+            methods = [getattr(each, name, None) for each in self.optimizers]
+            if found := [method for method in methods if callable(method)]:
+                setattr(self, name, _all_of(found))
+
+    def __repr__(self) -> str:
+        """Each of the optimizers."""
+        return f"{type(self).__name__}({', '.join(map(repr, self.optimizers))})"
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers, by parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._owners = {id(p): each for each in optimizers for p in _params_of(each)}
+
+    def _owner(self, key: Any) -> MutableMapping[Any, Any]:
+        """The state that holds a key: of a parameter, that of its optimizer."""
+        return self._owners.get(id(key), self._optimizers[0]).state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._owner(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._owner(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._owner(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._owner(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for each in self._optimizers for key in each.state)
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers)
+
+
+def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimizer) -> None:
+    """Refuse the parameter groups of a checkpoint that other optimizers have written.
+
+    Args:
+        groups: of the checkpoint. Those that several optimizers have written name their classes.
+        optimizer: that is to load them.
+
+    Raises:
+        ValueError: their classes, or for several optimizers their numbers of parameters, differ.
+    """
+    saved = [(group.get(NAME), len(group["params"])) for group in groups]
+    if isinstance(optimizer, JoinedOptimizer):
+        here = [(group[NAME], len(group["params"])) for group in optimizer.param_groups]
+        are_others = saved != here
+    else:
+        here = [
+            (type(optimizer).__name__, len(group["params"])) for group in optimizer.param_groups
+        ]
+        are_others = bool({name for name, _ in saved} - {here[0][0], None})
+    if are_others:
+        raise ValueError(
+            f"the parameter groups of the checkpoint are of {_in_words(saved)}; those of this "
+            f"optimizer are of {_in_words(here)}. Wrap the optimizers that wrote it, in the same "
+            "order; load the checkpoint of a single one into that one, before it is wrapped."
+        )
+
+
+def _in_words(groups: Sequence[tuple[str | None, int]]) -> str:
+    return ", ".join(f"{name or 'one optimizer'} ({size} parameters)" for name, size in groups)
+
+
+def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for param in _params_of(optimizer):
+            owner = owners.setdefault(id(param), optimizer)
+            if owner is not optimizer:
+                raise ValueError(
+                    f"a parameter of shape {list(param.shape)} is in {type(owner).__name__} and in "
+                    f"{type(optimizer).__name__}, which would both step it. Give it to one."
+                )
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _all_of(methods: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    """A function that calls all of them."""
+
+    def call() -> None:
+        for method in methods:
+            method()
+
+    return call

@@ -1,0 +1,388 @@
+"""Several wrapped optimizers: one W over all parameters, one mixture, and each steps its own.
+
+The truth is plain autograd in float64 with `doge_fast.reference`. Tolerance: that of
+test_optimizer_twins, 1e-12, two orders above what a hundred steps of rounding come to.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer, lr_scheduler
+
+from doge_fast import DoGEOptimizer, reference
+from tests.integrations import small
+from tests.integrations.test_several_processes import (
+    bare,
+    ddp,
+    examples,
+    losses,
+    run,
+    shares,
+    small_model,
+    values,
+    whole_pieces,
+)
+from tests.integrations.test_sharded import sharded
+from tests.ranks import Ranks
+
+STEPS = 100
+TOLERANCE = 1e-12
+SIZES = {"a": 4, "b": 8, "c": 4, "d": 4}
+MU = 20.0
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+Kind = Callable[[nn.Module], list[Optimizer]]
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices, and everything else."""
+    params = list(model.parameters())
+    return [p for p in params if p.ndim == 2], [p for p in params if p.ndim < 2]
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    matrices, others = divided(model)
+    return [torch.optim.Muon(matrices, lr=0.005), torch.optim.AdamW(others, lr=0.002)]
+
+
+def sgd_and_adamw(model: nn.Module) -> list[Optimizer]:
+    matrices, others = divided(model)
+    groups = [{"params": others[:2]}, {"params": others[2:], "lr": 0.001}]
+    return [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(groups, lr=0.002)]
+
+
+KINDS: dict[str, Kind] = {"Muon, AdamW": muon_and_adamw, "SGD, AdamW": sgd_and_adamw}
+
+
+def halved(step: int) -> float:
+    return 0.5 ** (step / STEPS)
+
+
+def plainly(kind: str, wrap: Wrap = bare) -> tuple[Tensor, ...]:
+    """Parameters, alpha and its mean of a loop with autograd.grad and the bare optimizers.
+
+    Args:
+        kind: of the optimizers.
+        wrap: of the model that they step; gradients are taken of one that is whole.
+    """
+    model, whole = wrap(small_model()), small_model()
+    optimizers = KINDS[kind](model)
+    schedulers = [lr_scheduler.LambdaLR(each, halved) for each in optimizers]
+    params = list(whole.parameters())
+    alpha_K = torch.full((len(SIZES),), 1 / len(SIZES), dtype=torch.float64)
+    total_K = torch.zeros_like(alpha_K)
+    for step in range(STEPS):
+        nn.utils.vector_to_parameters(values(model), params)
+        rows = []
+        for name, size in SIZES.items():
+            loss = losses(whole(examples(name, step, size)), name).mean()
+            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
+        lr = optimizers[0].param_groups[0]["lr"]
+        alpha_K, gradient_N, _ = reference.step(
+            torch.stack(rows), alpha_K, tau_R=torch.ones(len(SIZES)).double(), lr=lr, mu=MU
+        )
+        total_K += alpha_K
+        pieces = gradient_N.split([param.numel() for param in params])
+        for param, piece in zip(model.parameters(), pieces, strict=True):
+            param.grad = piece.view(param.shape)
+            if isinstance(param, DTensor):
+                param.grad = distribute_tensor(param.grad, param.device_mesh, param.placements)
+        for each in (*optimizers, *schedulers):
+            each.step()
+    return values(model), alpha_K, total_K / STEPS
+
+
+def wrapped(kind: str, model: nn.Module) -> DoGEOptimizer:
+    return DoGEOptimizer(KINDS[kind](model), domains=list(SIZES), mu=MU, domain_max_grad_norm=None)
+
+
+def trained(kind: str, wrap: Wrap, mode: str) -> tuple[Tensor, ...]:
+    """The same of a DoGEOptimizer, alone or on ranks, resumed from a checkpoint half way."""
+    rank, num_ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = wrap(small_model())
+    optimizer = wrapped(kind, model)
+    scheduler = lr_scheduler.LambdaLR(optimizer, halved)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    deal = shares if wrap is sharded else whole_pieces
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            # A state dict shares its tensors with the optimizer.
+            state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+            optimizer, before = wrapped(kind, model), scheduler.state_dict()
+            scheduler = lr_scheduler.LambdaLR(optimizer, halved)
+            scheduler.load_state_dict(before)
+            # After the scheduler, whose making sets the first rate.
+            set_optimizer_state_dict(model, optimizer, state)
+        batch = {
+            name: examples(name, step, SIZES[name])[first:last]
+            for name, first, last in deal(SIZES, rank, num_ranks)
+        }
+        run(model, optimizer, batch, mode == "stacked", scaler, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return values(model), optimizer.alpha, optimizer.alpha_mean
+
+
+def assert_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    # The weights have left uniform.
+    assert (expected[1] - 1 / len(SIZES)).abs().max() > 1e-2
+    for value, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, truth, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["sequential", "stacked"])
+def test_one_process_equals_plain_autograd(kind: str, mode: str) -> None:
+    assert_equal(trained(kind, bare, mode), plainly(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("Muon, AdamW", "stacked"), ("SGD, AdamW", "sequential")]
+)
+def test_ranks_equal_plain_autograd(ranks: Ranks, kind: str, mode: str) -> None:
+    for found in ranks.run(2, trained, kind, ddp, mode):
+        assert_equal(found, plainly(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_equal_plain_autograd(ranks: Ranks, kind: str) -> None:
+    # Muon's products are in bfloat16, and those of shards have rounding of their own.
+    expected = ranks.run(2, plainly, kind, sharded)
+    for found, truth in zip(
+        ranks.run(2, trained, kind, sharded, "sequential"), expected, strict=True
+    ):
+        assert_equal(found, truth)
+
+
+# What stands around a step.
+
+
+def pair(model: nn.Module) -> list[Optimizer]:
+    """Of the small model: SGD for matrices, AdamW for the rest."""
+    matrices, others = divided(model)
+    return [
+        torch.optim.SGD(matrices, lr=0.05, momentum=0.9),
+        torch.optim.AdamW(others, lr=0.02),
+    ]
+
+
+def sgd_twice(model: nn.Module) -> list[Optimizer]:
+    return [torch.optim.SGD(params, lr=0.1) for params in divided(model)]
+
+
+def test_groups_and_state_are_those_of_the_optimizers() -> None:
+    model, optimizer = small.wrapped(pair)
+    sgd, adamw = optimizer.inner.optimizers
+    assert [id(group) for group in optimizer.param_groups] == [
+        id(group) for group in (*sgd.param_groups, *adamw.param_groups)
+    ]
+    small.train(model, optimizer, range(2))
+    assert dict(optimizer.state) == {**sgd.state, **adamw.state}
+    assert len(optimizer.state) == 4
+    bias = model[0].bias
+    assert bias in optimizer.state
+    optimizer.state[bias] = optimizer.state[bias] | {"mine": 3}
+    assert adamw.state[bias]["mine"] == 3
+    assert bias not in sgd.state
+    del optimizer.state[bias]
+    assert bias not in adamw.state
+    # As accelerate does it on loading: new lists and dicts.
+    adamw.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    optimizer.param_groups[1]["lr"] = 0.7
+    assert adamw.param_groups[0]["lr"] == 0.7
+    groups, state = list(optimizer.param_groups), dict(optimizer.state)
+    optimizer.__setstate__({"param_groups": copy.copy(groups), "state": state})
+    assert sgd.param_groups == groups[:1]
+    assert adamw.param_groups == groups[1:]
+    assert {**sgd.state, **adamw.state} == state
+
+
+def test_eta_is_the_rate_of_the_first_group() -> None:
+    model, optimizer = small.wrapped(pair)
+    assert optimizer.mu == 30.0
+    assert DoGEOptimizer(pair(small.small_model()), domains=["a", "b"]).mu == 20 * 0.05 * 3 / 2
+    small.train(model, optimizer, [0])
+    assert optimizer.last is not None
+    assert optimizer.last.lr == 0.05
+    assert optimizer.state_dict()["doge"]["lr"] == 0.05
+
+
+def per_step(model: nn.Module, optimizer: DoGEOptimizer, schedulers: list[Any]) -> list[Tensor]:
+    for step in range(6):
+        small.train(model, optimizer, [step])
+        for scheduler in schedulers:
+            scheduler.step()
+    rates = [torch.tensor(group["lr"]) for group in optimizer.param_groups]
+    return [*small.everything(model, optimizer), *rates]
+
+
+def test_schedulers_take_the_wrapper_the_joined_one_or_each() -> None:
+    found = []
+    for given in ("wrapper", "joined", "each"):
+        model, optimizer = small.wrapped(pair)
+        owners: list[Optimizer] = {
+            "wrapper": [optimizer],
+            "joined": [optimizer.inner],
+            "each": [*optimizer.inner.optimizers],
+        }[given]
+        schedulers = [lr_scheduler.LambdaLR(each, lambda step: 0.5**step) for each in owners]
+        found.append(per_step(model, optimizer, schedulers))
+    assert found[0][-2:] == [torch.tensor(0.05 / 64), torch.tensor(0.02 / 64)]
+    small.assert_same(found[0], found[1])
+    small.assert_same(found[0], found[2])
+
+
+def test_one_cycle_says_that_not_all_have_a_momentum() -> None:
+    optimizer = small.wrapped(pair)[1]
+    with pytest.raises(ValueError, match="momentum"):
+        lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+    lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
+
+
+def test_an_overflow_is_skipped_by_both() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model, optimizer = small.wrapped(pair, scaler=scaler)
+    plain_model, plain = small.wrapped(pair)
+    small.train(plain_model, plain, [0, 2])
+    for step in (0, 1, 2):
+        for row, name in enumerate(small.DOMAINS):
+            with optimizer.domain(name):
+                factor = float("inf") if (step, name) == (1, "b") else 1.0
+                scaler.scale(small.loss_of(model, step, row) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert optimizer.num_skipped == 1
+    for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(optimizer.alpha, plain.alpha)
+
+
+def test_steps_that_are_compiled_one_by_one() -> None:
+    # Of SGD: torch compiles Adam's arithmetic in another order.
+    found = []
+    for is_compiled in (False, True):
+        model, optimizer = small.wrapped(sgd_twice)
+        for each in optimizer.inner.optimizers if is_compiled else ():
+            each.step = torch.compile(each.step, backend="eager")
+        small.train(model, optimizer, range(4))
+        found.append(small.everything(model, optimizer))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_hooks_of_all_of_them_run() -> None:
+    model, optimizer = small.wrapped(pair)
+    seen: list[str] = []
+    for each in (optimizer, optimizer.inner, *optimizer.inner.optimizers):
+        name = type(each).__name__
+        each.register_step_post_hook(lambda *_, name=name: seen.append(f"step {name}"))
+        each.register_state_dict_post_hook(lambda *_, name=name: seen.append(f"save {name}"))
+        each.register_load_state_dict_post_hook(lambda *_, name=name: seen.append(f"load {name}"))
+    small.train(model, optimizer, [0])
+    optimizer.load_state_dict(optimizer.state_dict())
+    order = ["SGD", "AdamW", "JoinedOptimizer", "DoGEOptimizer"]
+    assert seen == [f"{what} {name}" for what in ("step", "save", "load") for name in order]
+
+
+def test_modes_reach_those_that_have_them() -> None:
+    class Averaging(torch.optim.SGD):
+        mode = "none"
+
+        def train(self) -> None:
+            self.mode = "train"
+
+        def eval(self) -> None:
+            self.mode = "eval"
+
+    def build(model: nn.Module) -> list[Optimizer]:
+        matrices, others = divided(model)
+        return [torch.optim.SGD(matrices, lr=0.1), Averaging(others, lr=0.1)]
+
+    assert not hasattr(small.wrapped(pair)[1], "train")
+    optimizer = small.wrapped(build)[1]
+    for _ in range(2):
+        optimizer.eval()
+        assert optimizer.inner.optimizers[1].mode == "eval"
+        optimizer.train()
+        assert optimizer.inner.optimizers[1].mode == "train"
+        optimizer.__setstate__({})
+
+
+def test_groups_are_added_to_one_of_them() -> None:
+    model, optimizer = small.wrapped(pair)
+    more = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="AdamW"):
+        optimizer.add_param_group({"params": [more.bias]})
+    optimizer.inner.optimizers[0].add_param_group({"params": [more.weight]})
+    before = more.weight.clone()
+    for row, name in enumerate(small.DOMAINS):
+        with optimizer.domain(name):
+            (small.loss_of(nn.Sequential(model, more), 0, row)).backward()
+    optimizer.step()
+    assert not torch.equal(more.weight, before)
+    names = [group["optimizer"] for group in optimizer.state_dict()["param_groups"]]
+    assert names == ["SGD", "SGD", "AdamW"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [
+        (pair, sgd_twice),
+        (pair, lambda model: pair(model)[::-1]),
+        (pair, small.sgd),
+        (small.sgd, pair),
+        (pair, lambda model: [*pair(model), torch.optim.AdamW([nn.Parameter(torch.ones(2))])]),
+    ],
+    ids=["other classes", "other order", "one", "of one", "more"],
+)
+def test_a_checkpoint_of_other_optimizers_is_refused(saved: Any, into: Any) -> None:
+    state = small.wrapped(saved)[1].state_dict()
+    model, optimizer = small.wrapped(into)
+    before = small.everything(model, optimizer)
+    with pytest.raises(ValueError, match="SGD"):
+        optimizer.load_state_dict(state)
+    small.assert_same(small.everything(model, optimizer), before)
+
+
+def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer() -> None:
+    optimizer = small.wrapped(sgd_twice)[1]
+    first, second = optimizer.inner.optimizers
+    first.state["count"], second.state["count"] = 1, 2
+    again = small.wrapped(sgd_twice)[1]
+    again.load_state_dict(optimizer.state_dict())
+    assert [each.state["count"] for each in again.inner.optimizers] == [1, 2]
+
+
+def test_a_parameter_has_one_owner() -> None:
+    model = small.small_model()
+    both = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model[0].parameters())]
+    with pytest.raises(ValueError, match="AdamW"):
+        DoGEOptimizer(both, domains=["a", "b"])
+
+
+def test_lists_of_one_and_of_none() -> None:
+    sgd = small.sgd(small.small_model())
+    assert DoGEOptimizer([sgd], domains=["a", "b"]).inner is sgd
+    with pytest.raises(ValueError, match="empty"):
+        DoGEOptimizer([], domains=["a", "b"])
+    for wrong in (3, DoGEOptimizer(sgd, domains=["a", "b"])):
+        with pytest.raises(TypeError, match="DoGEOptimizer"):
+            DoGEOptimizer([sgd, wrong], domains=["a", "b"])

@@ -1,0 +1,245 @@
+"""What ranks send and hold in a step, counted at the collectives: the formulas of `scale`."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from doge_fast import DoGEOptimizer, scale
+from doge_fast.distributed import columns
+from doge_fast.distributed.process_group import Communicator
+from doge_fast.sampling import pieces
+from tests.integrations.test_several_processes import shares, values
+from tests.ranks import Ranks
+
+
+@contextmanager
+def replaced(place: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """`place.name` is what `wrap` makes of it."""
+    before = getattr(place, name)
+    setattr(place, name, wrap(before))
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+# A multiple of 64 columns for 2, 3 and 4 ranks: nothing is padded.
+WIDTH = 96
+N = WIDTH * WIDTH
+
+
+def data_parallel_steps(num_domains: int, dtype: torch.dtype) -> tuple[list[Counter[str]], int]:
+    """Bytes of each of two steps, by what they are, and those of the rows."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.eye_(model.weight)
+    names = [f"d{row}" for row in range(num_domains)]
+    optimizer = DoGEOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), domains=names, mu=1.0, buffer_dtype=dtype
+    )
+    found: Counter[str] = Counter()
+
+    def counting_rows(all_to_all: Any) -> Any:
+        def count(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
+            found["sent"] += here.nbytes - here.itemsize * splits[1][rank]
+            found["exchanged"] += here.nbytes + there.nbytes
+            return all_to_all(there, here, *splits, **options)
+
+        return count
+
+    def counting_sums(all_gather: Any) -> Any:
+        def count(there: Tensor, here: Tensor, **options: Any) -> Any:
+            found["sent"] += here.nbytes * (num_ranks - 1)
+            return all_gather(there, here, **options)
+
+        return count
+
+    def counting_gram(add: Any) -> Any:
+        def count(ranks: Communicator, part: Tensor) -> Tensor:
+            found["sent"] += part.nbytes * (num_ranks - 1)
+            found["gram"] += part.nbytes * num_ranks
+            return add(ranks, part)
+
+        return count
+
+    steps = []
+    with (
+        replaced(dist, "all_to_all_single", counting_rows),
+        replaced(columns, "all_gather", counting_sums),
+        replaced(Communicator, "sum", counting_gram),
+    ):
+        for _ in range(2):
+            found.clear()
+            for name, (first, last) in pieces(dict.fromkeys(names, 12), rank, num_ranks).items():
+                with optimizer.domain(name, count=last - first):
+                    model(torch.ones(last - first, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(Counter(found))
+    return steps, optimizer.buffer.num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "num_domains", "over_plain"),
+    [
+        *((2, 2, 1.0), (4, 4, 1.0), (4, 2, 1.0), (3, 3, 1.0)),
+        *((2, 3, 1.5), (3, 4, 1.5), (4, 3, 1.25), (4, 6, 1.5)),
+    ],
+)
+def test_data_parallel_sends_and_holds_what_is_said(
+    ranks: Ranks, num_ranks: int, num_domains: int, over_plain: float, dtype: torch.dtype
+) -> None:
+    answers = ranks.run(num_ranks, data_parallel_steps, num_domains, dtype)
+    said = scale.data_parallel_bytes(N, num_domains, num_ranks, dtype.itemsize)
+    gram = scale.gathered_gram_bytes(num_domains, num_ranks)
+    if dtype == torch.float32:
+        sent_of_columns = said - gram * (num_ranks - 1) / num_ranks
+        over = sent_of_columns / scale.ddp_bytes(N, num_ranks)
+        assert over == pytest.approx(over_plain, rel=1e-12)
+    for step in zip(*(steps for steps, _ in answers), strict=True):
+        assert sum(each["sent"] for each in step) / num_ranks == pytest.approx(said, rel=1e-12)
+        most = scale.exchanged_bytes(N, num_domains, num_ranks, dtype.itemsize)
+        assert max(each["exchanged"] for each in step) == most
+        assert {each["gram"] for each in step} == {gram}
+    own = scale.rows_bytes(N, scale.most_rows(num_domains, num_ranks), dtype.itemsize)
+    # Rows begin 64 elements further on where they would share their cache sets.
+    assert own <= max(rows for _, rows in answers) <= own * (1 + 64 / N)
+
+
+# FSDP2's collectives by the names of torch 2.13 and of those before, and how much of its input a
+# rank sends.
+OF_SHARDS = {
+    "all_gather_single": lambda n: n - 1,
+    "all_gather_into_tensor": lambda n: n - 1,
+    "reduce_scatter_single": lambda n: (n - 1) / n,
+    "reduce_scatter_tensor": lambda n: (n - 1) / n,
+}
+BATCH, STEPS = 8, 3
+
+Loop = Callable[[nn.Module, DoGEOptimizer, dict[str, Tensor]], None]
+
+
+@contextmanager
+def counted(sent: list[float]) -> Iterator[None]:
+    """Append how many elements this rank sends in each collective."""
+    before = {name: getattr(dist, name) for name in OF_SHARDS if hasattr(dist, name)}
+
+    def counting(name: str, collective: Any) -> Any:
+        def count(*tensors: Tensor, **options: Any) -> Any:
+            given = options.get("input", options.get("input_tensor"))
+            given = tensors[1] if given is None else given
+            sent.append(OF_SHARDS[name](dist.get_world_size()) * given.numel())
+            return collective(*tensors, **options)
+
+        return count
+
+    for name, collective in before.items():
+        setattr(dist, name, counting(name, collective))
+    try:
+        yield
+    finally:
+        for name, collective in before.items():
+            setattr(dist, name, collective)
+
+
+def mine(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's share of every domain."""
+    if not dist.is_initialized():
+        return rows
+    dealt = shares(
+        {name: len(x) for name, x in rows.items()}, dist.get_rank(), dist.get_world_size()
+    )
+    return {name: rows[name][first:last] for name, first, last in dealt}
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x.sin()).square().mean()
+
+
+def one_after_another(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]) -> None:
+    for name, x in mine(batch).items():
+        with optimizer.domain(name):
+            loss_of(model, x).backward()
+
+
+def with_kept_parameters(
+    model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]
+) -> None:
+    model.set_reshard_after_forward(False)
+    for name, x in mine(batch).items():
+        model.set_reshard_after_backward(name == list(batch)[-1])
+        with optimizer.domain(name):
+            loss_of(model, x).backward()
+
+
+def in_parts(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]) -> None:
+    """Two backward passes for a domain, reduced together."""
+    for name, x in mine(batch).items():
+        with optimizer.domain(name):
+            for number, part in enumerate(x.chunk(2)):
+                model.set_requires_gradient_sync(number == 1)
+                (loss_of(model, part) / 2).backward()
+
+
+def trained(loop: Loop, num_domains: int) -> tuple[Tensor, Tensor, float, int]:
+    """The parameters, the weights, elements that a rank sends in a step, and bytes of its rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double()
+    if dist.is_initialized():
+        for module in (model[0], model[2], model):
+            fully_shard(module)
+    names = [f"d{row}" for row in range(num_domains)]
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = DoGEOptimizer(inner, domains=names, mu=0.1, domain_max_grad_norm=None)
+    sent: list[float] = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        batch = {
+            name: row + torch.randn(BATCH, 16, generator=generator, dtype=torch.float64)
+            for row, name in enumerate(names)
+        }
+        with counted(sent):
+            loop(model, optimizer, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    num_bytes = optimizer.buffer.num_bytes
+    return values(model), optimizer.alpha_mean, sum(sent) / STEPS, num_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_domains", "loop", "units"),
+    [
+        (2, 3, one_after_another, 9),
+        (2, 3, with_kept_parameters, 4),
+        pytest.param(4, 2, with_kept_parameters, 3, marks=pytest.mark.exhaustive),
+        # Parameters are gathered for each backward pass: (2 * 2 + 1) * 2.
+        (2, 2, in_parts, 10),
+    ],
+)
+def test_shards_send_and_hold_what_is_said(
+    ranks: Ranks, num_ranks: int, num_domains: int, loop: Loop, units: int
+) -> None:
+    theta_N, alpha_K, _, _ = trained(one_after_another, num_domains)
+    assert alpha_K.max() - alpha_K.min() > 1e-5
+    unit = (num_ranks - 1) / num_ranks * len(theta_N)
+    if loop is not in_parts:
+        are_kept = loop is with_kept_parameters
+        said = scale.sharded_bytes(len(theta_N), 0, num_ranks, num_domains, are_kept=are_kept)
+        assert said == pytest.approx(units * unit * scale.FLOAT32)
+    own = scale.rows_bytes(len(theta_N), num_domains, 8) / num_ranks
+    answers = ranks.run(num_ranks, trained, loop, num_domains)
+    for theirs_N, weights_K, sent, rows in answers:
+        torch.testing.assert_close(theirs_N, theta_N, rtol=0, atol=1e-12)
+        torch.testing.assert_close(weights_K, alpha_K, rtol=0, atol=1e-12)
+        assert torch.equal(weights_K, answers[0][1])
+        assert sent == pytest.approx(units * unit, rel=1e-12)
+        # Each of four parameters is padded to 64 elements, with a page's width between rows.
+        assert own <= rows <= own + num_domains * 4 * 2 * 64 * 8

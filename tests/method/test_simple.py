@@ -1,0 +1,120 @@
+"""The readable optimizer of doge_fast/simple.py and the fast one take the same hundred steps.
+
+Tolerance: that of test_optimizer_twins, 1e-12 relative to the largest element.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from doge_fast import DoGEOptimizer, simple
+from doge_fast.simple import SimpleDoGE
+from tests.models import domain_tokens, tied_transformer
+
+STEPS = 100
+TOLERANCE = 1e-12
+DOMAINS = ["a", "b", "c"]
+
+TARGETS: dict[str, dict[str, float] | None] = {
+    "universal": None,
+    "out of domain": {"x": 1.0},
+    "several": {"x": 0.7, "y": 0.3, "b": 2.0},
+}
+INNER: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=2e-3, weight_decay=0.1),
+}
+PAPER = {"mu": 0.02, "domain_max_grad_norm": None}
+
+
+def run(model: nn.Module, inner: torch.optim.Optimizer, ours: Any, rows: list[str]) -> None:
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=STEPS)
+    for step in range(STEPS):
+        for row, name in enumerate(rows):
+            with ours.domain(name):
+                model(domain_tokens(row, step)).backward()
+        ours.step()
+        inner.zero_grad()
+        scheduler.step()
+
+
+def model_with_a_spare_layer() -> nn.Module:
+    model = tied_transformer(num_layers=1)
+    # Without a gradient: neither optimizer may decay it.
+    model.spare = nn.Linear(2, 2).double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("target", "inner", "options"),
+    [
+        pytest.param("universal", "adamw", {}, id="defaults"),
+        pytest.param("out of domain", "sgd", PAPER, id="out of domain, as in the paper"),
+        pytest.param("several", "sgd", {}, id="several targets"),
+        pytest.param("several", "adamw", PAPER, id="several targets, as in the paper"),
+    ],
+)
+def test_both_take_the_same_steps(target: str, inner: str, options: dict[str, Any]) -> None:
+    tau = TARGETS[target]
+    plain, fast = model_with_a_spare_layer(), model_with_a_spare_layer()
+    plain_inner, fast_inner = (INNER[inner](model.parameters()) for model in (plain, fast))
+    readable = SimpleDoGE(plain_inner, DOMAINS, target=tau, **options)
+    optimizer = DoGEOptimizer(fast_inner, domains=DOMAINS, target=tau or "universal", **options)
+    assert readable.mu == optimizer.mu
+    assert readable.rows == list(optimizer.rows)
+    run(plain, plain_inner, readable, readable.rows)
+    run(fast, fast_inner, optimizer, readable.rows)
+    # The weights have left uniform, else the comparison would say nothing.
+    assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 1e-3
+    torch.testing.assert_close(readable.alpha_K, optimizer.alpha, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(readable.alpha_mean_K, optimizer.alpha_mean, rtol=0, atol=TOLERANCE)
+    for param, twin in zip(plain.parameters(), fast.parameters(), strict=True):
+        assert (param - twin).abs().max() <= TOLERANCE * twin.abs().max()
+
+
+def test_an_overflow_is_skipped_as_by_the_fast_one() -> None:
+    model, twin = nn.Linear(2, 1), nn.Linear(2, 1)
+    twin.load_state_dict(model.state_dict())
+    readable = SimpleDoGE(torch.optim.SGD(model.parameters(), lr=0.1), ["a", "b"])
+    fast = DoGEOptimizer(torch.optim.SGD(twin.parameters(), lr=0.1), domains=["a", "b"])
+    for scale in (1.0, float("inf"), 2.0):
+        for each, net in ((readable, model), (fast, twin)):
+            for name, sign in (("a", 1.0), ("b", -3.0)):
+                with each.domain(name):
+                    (scale * net(sign * torch.ones(1, 2)).square().sum()).backward()
+            each.step()
+        fast.zero_grad()
+    assert fast.num_skipped == 1
+    torch.testing.assert_close(model.weight, twin.weight)
+    assert readable.weights == pytest.approx(fast.weights)
+
+
+def test_misuse_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    readable = SimpleDoGE(torch.optim.SGD(model.parameters(), lr=0.1), ["a", "b"])
+    assert readable.weights == {"a": 0.5, "b": 0.5}
+    with readable.domain("a"):
+        model(torch.ones(1, 2)).sum().backward()
+    for name in ("a", "c"):
+        with pytest.raises(ValueError, match=repr(name)), readable.domain(name):
+            raise AssertionError("entered")
+    with pytest.raises(RuntimeError, match="'b'"):
+        readable.step()
+
+
+def test_defaults_are_those_of_the_fast_one() -> None:
+    of_fast = inspect.signature(DoGEOptimizer.__init__).parameters
+    for name, parameter in inspect.signature(SimpleDoGE.__init__).parameters.items():
+        # "universal" has a name there.
+        if name != "target" and parameter.default is not inspect.Parameter.empty:
+            assert parameter.default == of_fast[name].default
+
+
+def test_it_stays_readable_and_plain() -> None:
+    lines = Path(simple.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert not [line for line in lines if "doge_fast" in line]
