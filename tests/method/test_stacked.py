@@ -554,6 +554,7 @@ def test_arguments_may_have_their_names() -> None:
     assert_same(stacked(model, ids_BL), sequential(model, ids_BL))
 
 
+@pytest.mark.filterwarnings("ignore:parameters that no wrapped optimizer owns")
 def test_what_another_optimizer_trains_keeps_its_gradient() -> None:
     model, ids_BL = Tiny(tied=False).double(), ids_of()
     mine = [(name, param) for name, param in model.named_parameters() if name != "up.bias"]
