@@ -12,6 +12,7 @@ import pytest
 
 from doge_fast import cli
 from doge_fast.pipeline import failures, records
+from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.warm_start import warm_start
 
