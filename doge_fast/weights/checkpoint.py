@@ -23,7 +23,6 @@ from torch import Tensor
 
 from doge_fast.weights import removed, simplex
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.simplex import is_integer
 
 KEY = "doge"
 # Version 1 had no mu.
@@ -180,7 +179,9 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
         )
     for name in ("version", "draws"):
         value = ours.get(name, 0)
-        _require(is_integer(value) and value >= 0, name, "a count", value)
+        # No tensor, which would name another draw.
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        _require(is_integer and value >= 0, name, "a count", value)
     _check_version(ours["version"])
     for name in filter(ours.__contains__, _REMOVED):
         _refuse_removed(name)

@@ -1,7 +1,7 @@
 """What holds where a user names nothing, of the optimizer, the trainer and the command line."""
 
 DOMAIN_MAX_GRAD_NORM = 1.0
-"""Norm to which each domain's gradient is cut where nothing else is asked for."""
+"""Norm to which each domain's gradient is clipped where nothing else is asked for."""
 
 
 def default_mu(learning_rate: float, sum_of_targets: float) -> float:

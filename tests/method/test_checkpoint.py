@@ -128,6 +128,7 @@ def test_a_weight_may_be_zero_and_not_less() -> None:
         ({"version": -1}, "version must be a count; it is -1"),
         ({"version": 1.0}, "version must be a count; it is 1.0"),
         ({"draws": None}, "draws must be a count; it is None"),
+        ({"draws": torch.tensor(2)}, "draws must be a count; it is tensor"),
         ({"rows": "abc"}, "rows must be names; it is 'abc'"),
         ({"rows": ["a", "b"]}, r"has the rows \['a', 'b'\]; this optimizer has"),
         ({"domains": ["b", "a"]}, r"has the domains \['b', 'a'\]; this optimizer has"),
