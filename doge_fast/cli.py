@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import doge_fast
-from doge_fast import failures
 from doge_fast.pipeline import config as configs
-from doge_fast.pipeline import named, ranks
+from doge_fast.pipeline import failures, named, ranks
 from doge_fast.pipeline.config.ranges import check as check_ranges
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
@@ -222,7 +221,7 @@ def parse(words: Sequence[str]) -> Any:
             be.
         SystemExit: help was asked for, or a flag is wrong.
     """
-    from doge_fast import flags
+    from doge_fast.pipeline.config import flags
 
     name, others = _verb_of(words)
     verb = VERBS[name]
@@ -357,7 +356,7 @@ def _profile(config: configs.ProfileConfig) -> list[str]:
     return [table(profile(config)), *written]
 
 
-_WEIGHTS, _PAGES = "pipeline.weights.verbs", "pipeline.weights.pages"
+_WEIGHTS = "pipeline.weights.verbs"
 _RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
 # What verbs load that draw, and compute nothing.
 _DRAWS = ("matplotlib.figure",)
@@ -375,8 +374,6 @@ VERBS: dict[str, Verb] = {
     "weights diff": Verb(configs.WeightsDiffConfig, _in(_WEIGHTS, "diff"), True, ()),
     "weights average": Verb(configs.WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
     "weights constrain": Verb(configs.WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),
-    "weights plot": Verb(configs.WeightsPlotConfig, _in(_PAGES, "plot"), True, _DRAWS),
-    "weights card": Verb(configs.WeightsCardConfig, _in(_PAGES, "card"), True, _DRAWS),
     "export": Verb(configs.ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
     "info": Verb(configs.InfoConfig, _info, loads=("torch",)),
     "profile": Verb(configs.ProfileConfig, _profile, loads=("torch", "transformers")),

@@ -1,6 +1,6 @@
-"""Parameters <-> columns, domains <-> rows: the memory behind `grads_RN`.
+"""Parameters <-> columns, domains <-> rows: the memory behind `grads_BN`.
 
-The buffer is parameter-major: for each parameter one contiguous block of R rows, each as long
+The buffer is parameter-major: for each parameter one contiguous block of B rows, each as long
 as the parameter, padded with zeros to a multiple of 64 elements. A block is allocated when the
 first gradient of its parameter appears, so building the buffer costs nothing and a parameter
 that never sees a gradient never gets one. Beside its block a parameter has the combined
@@ -14,7 +14,7 @@ parameters arrive together, when a domain is left.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -38,7 +38,7 @@ _dtype_of, _place_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape
 
 
 class Block:
-    """One parameter's rows: `rows_RN` is an [R, numel] view, `rows[r]` the r-th, in its shape."""
+    """One parameter's rows: `rows_BN` is a [B, numel] view, `rows[r]` the r-th, in its shape."""
 
     __slots__ = (
         "combined",
@@ -47,7 +47,7 @@ class Block:
         "made_for",
         "param",
         "rows",
-        "rows_RN",
+        "rows_BN",
         "written",
     )
 
@@ -56,7 +56,7 @@ class Block:
         self.made_for = _place_of(param)
         # Of the gradients that came last: the rows hold them.
         self.grad_dtype = dtype
-        self.rows_RN = _new_rows(param, num_rows, dtype)
+        self.rows_BN = _new_rows(param, num_rows, dtype)
         self.rows = self._shaped()
         # Bit r: row r holds a gradient of this step.
         self.written = 0
@@ -65,7 +65,7 @@ class Block:
 
     def _shaped(self) -> Sequence[Tensor]:
         # As gradients are: nothing has to be viewed otherwise when they come.
-        return self.rows_RN.view(len(self.rows_RN), *local_of(self.param).shape).unbind(0)
+        return self.rows_BN.view(len(self.rows_BN), *local_of(self.param).shape).unbind(0)
 
     def rows_not_written(self) -> list[Tensor]:
         """The rows of domains that did not touch this parameter in this step."""
@@ -74,7 +74,7 @@ class Block:
     def remake(self, num_rows: int, dtype: torch.dtype) -> None:
         """Have more rows, or wider ones, from now on; what is written stays."""
         before = self.rows
-        self.rows_RN = _new_rows(self.param, num_rows, dtype)
+        self.rows_BN = _new_rows(self.param, num_rows, dtype)
         self.rows = self._shaped()
         for r, row in enumerate(before):
             if self.written >> r & 1:
@@ -160,7 +160,7 @@ class FlatBuffer:
     """Rows of domain gradients, filled during backward passes and read by the operators.
 
     Args:
-        num_rows: that blocks have at least; R, training domains and measured-only ones, in one
+        num_rows: that blocks have at least; B, one for each row of a step, in one
             process.
         dtype: of the rows; None: that of each gradient. Sums over micro-batches round to it.
 
@@ -205,7 +205,7 @@ class FlatBuffer:
     def num_bytes(self) -> int:
         """Bytes of all blocks, padding included; the combined gradients are not counted."""
         return sum(
-            block.rows_RN.stride(0) * block.rows_RN.shape[0] * block.rows_RN.element_size()
+            block.rows_BN.stride(0) * block.rows_BN.shape[0] * block.rows_BN.element_size()
             for block in self._blocks.values()
         )
 
@@ -306,13 +306,13 @@ class FlatBuffer:
             these = ((1 << num_rows) - 1) << first_row
             adds = bool(block.written & these)
             if adds:
-                if self.dtype is None and block.rows_RN.dtype.itemsize < 4:
+                if self.dtype is None and block.rows_BN.dtype.itemsize < 4:
                     block.remake(self.num_rows, torch.float32)
                 for row in range(first_row, first_row + num_rows):
                     if not block.written >> row & 1:
                         block.rows[row].zero_()
             block.written |= these
-            return block.rows_RN[first_row : first_row + num_rows], adds
+            return block.rows_BN[first_row : first_row + num_rows], adds
 
     def flush(self) -> None:
         """Write what waits."""
@@ -340,31 +340,13 @@ class FlatBuffer:
     def is_combined(self, param: Tensor) -> bool:
         """Whether `param.grad` is the combined gradient that this buffer holds."""
         grad = None if param.grad is None else local_of(param.grad)
-        return any(block.combined is grad for block in self._find([param]))
+        block = self._blocks.get(id(param))
+        return block is not None and block.combined is grad
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
         """Of each parameter's rows; None where no domain gave it a gradient in this step."""
         blocks = [self._blocks.get(id(param)) for param in params]
-        return [b.rows_RN.dtype if b is not None and b.written else None for b in blocks]
-
-    def laid_out(
-        self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
-    ) -> list[Block]:
-        """Blocks of those `params` that have a dtype, with rows of it, or of a wider one."""
-        blocks: list[Block] = []
-        for param, dtype in zip(params, dtypes, strict=True):
-            if dtype is None:
-                continue
-            block = self._blocks.get(id(param))
-            if (
-                block is None
-                or block.rows_RN.dtype != dtype
-                # It may have been made before another domain was entered here.
-                or len(block.rows) < self.num_rows
-            ):
-                block = self._block(param, dtype)
-            blocks.append(block)
-        return blocks
+        return [b.rows_BN.dtype if b is not None and b.written else None for b in blocks]
 
     def touched(
         self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None = None
@@ -377,7 +359,13 @@ class FlatBuffer:
                 there is one elsewhere alone, the rows here are zeros. None: as `dtypes_of` says.
         """
         self.flush()
-        blocks = self.laid_out(params, self.dtypes_of(params) if dtypes is None else dtypes)
+        if dtypes is None:
+            dtypes = self.dtypes_of(params)
+        blocks = [
+            self._block(param, dtype)
+            for param, dtype in zip(params, dtypes, strict=True)
+            if dtype is not None
+        ]
         every = (1 << self.num_rows) - 1
         absent = [
             row for block in blocks if block.written != every for row in block.rows_not_written()
@@ -385,12 +373,6 @@ class FlatBuffer:
         if absent:
             torch._foreach_zero_(absent)
         return blocks
-
-    def _find(self, params: Iterable[Tensor]) -> Iterator[Block]:
-        for param in params:
-            block = self._blocks.get(id(param))
-            if block is not None:
-                yield block
 
     def _block(self, param: Tensor, dtype: torch.dtype) -> Block:
         block = self._blocks.get(id(param))
@@ -400,12 +382,12 @@ class FlatBuffer:
         elif block.has_moved():
             raise RuntimeError(
                 f"the model was moved or cast after its first gradient: a parameter had rows of "
-                f"{block.rows_RN.shape[1]} elements on {block.rows_RN.device} for "
+                f"{block.rows_BN.shape[1]} elements on {block.rows_BN.device} for "
                 f"{block.made_for[1]} and is now {param.dtype}, {list(param.shape)} on "
                 f"{param.device}. Move the model first and build the optimizer after that."
             )
         else:
-            now = block.rows_RN.dtype
+            now = block.rows_BN.dtype
             is_wide = now == dtype or self.dtype is not None
             both = now if is_wide else torch.promote_types(now, dtype)
             if both != now or len(block.rows) < self.num_rows:
@@ -422,19 +404,19 @@ def _refusal_of_sparse(param: Tensor, grad: Tensor) -> RuntimeError:
     )
 
 
-def weighted_gradients(blocks: Sequence[Block], coefficients_R: Tensor) -> list[Tensor]:
+def weighted_gradients(blocks: Sequence[Block], coefficients_B: Tensor) -> list[Tensor]:
     """sum_r c_r g_r for every block, in the memory that becomes `p.grad`; in the order of `blocks`.
 
     Args:
         blocks: whose rows are complete.
-        coefficients_R: [R] float64; a row with coefficient zero is not read.
+        coefficients_B: [B] float64; a row with coefficient zero is not read.
     """
     gradients = [block.gradient() for block in blocks]
     outs = gradients
     if not all(map(Tensor.is_contiguous, gradients)):
         # Rows are in the parameter's logical order; memory in another order is filled afterwards.
         outs = [g if g.is_contiguous() else g.new_empty(g.shape) for g in gradients]
-    weighted_sum([block.rows_RN for block in blocks], coefficients_R, out=outs)
+    weighted_sum([block.rows_BN for block in blocks], coefficients_B, out=outs)
     for gradient, values in zip(gradients, outs, strict=True):
         if values is not gradient:
             gradient.copy_(values)

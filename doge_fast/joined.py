@@ -5,6 +5,7 @@ parameter groups of all are concatenated, and a state_dict has torch's format, w
 counted through, so that schedulers and checkpoints see one optimizer.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import islice
@@ -48,7 +49,7 @@ class JoinedOptimizer(Optimizer):
         self.__setstate__({})
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all, in a new list."""
         groups = []
         for optimizer in self.optimizers:
@@ -63,8 +64,8 @@ class JoinedOptimizer(Optimizer):
         for optimizer, own in zip(self.optimizers, self._by_optimizer(groups), strict=True):
             optimizer.param_groups = own
 
-    @property
-    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
         """The states of all; what is written goes to the parameter's optimizer."""
         return _States(self.optimizers)
 
@@ -85,7 +86,7 @@ class JoinedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for optimizer in self.optimizers:
-            optimizer.step()
+            step_with(optimizer, loss)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -207,6 +208,35 @@ class _States(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(len(each.state) for each in self._optimizers)
+
+
+def step_with(optimizer: Optimizer, loss: Any) -> None:
+    """Step an optimizer at a loss that has been evaluated, which some ask for with a closure.
+
+    Args:
+        optimizer: to step.
+        loss: that its gradients belong to; None: not known.
+
+    Raises:
+        RuntimeError: the optimizer asks for the loss once it has moved the parameters or cleared
+            the gradients, as SAM does; the domain weights move once in a step.
+    """
+    if loss is None or "closure" not in inspect.signature(optimizer.step).parameters:
+        optimizer.step()
+        return
+    params = [param for param in _params_of(optimizer) if param.grad is not None]
+    versions = [param._version for param in params]
+
+    def closure() -> Any:
+        if versions != [p._version for p in params] or any(p.grad is None for p in params):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} evaluates the loss again within a step, at other "
+                "parameters, while the domain weights move once, with one gradient of each domain. "
+                "Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
+            )
+        return loss
+
+    optimizer.step(closure)
 
 
 def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from doge_fast.distributed import Ranks
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.joined import refuse_other_optimizers
+from doge_fast.joined import refuse_other_optimizers, step_with
 from doge_fast.step.parameters import TrackedParameters
 from doge_fast.step.step import Step
 from doge_fast.weights import checkpoint, defaults, weights_file
@@ -344,7 +344,8 @@ class DoGEOptimizer(OptimizerWrapper):
         `p.grad` that something else has set, this is the wrapped optimizer's own step.
 
         Args:
-            closure: runs the domains and returns the loss; called once.
+            closure: runs the domains and returns the loss; called once. A wrapped optimizer that
+                asks for the loss is handed it.
 
         Raises:
             RuntimeError: as `combine`; a backward pass has run outside any domain; a domain was
@@ -355,9 +356,9 @@ class DoGEOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         if self._step.is_of_others():
-            self.inner.step()
+            step_with(self.inner, loss)
             return loss
-        self._step.finish()
+        self._step.finish(loss)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast.joined import JoinedOptimizer
+from doge_fast.joined import JoinedOptimizer, step_with
 from doge_fast.tracing import outside_graphs
 from doge_fast.weights.simplex import is_number
 
@@ -53,8 +53,8 @@ class OptimizerWrapper(Optimizer):
         optimizer: the wrapped one; several are joined (`doge_fast.joined`).
 
     Raises:
-        TypeError: one is not a torch optimizer, is a wrapper already, or its step needs a closure
-            (LBFGS).
+        TypeError: one is not a torch optimizer, is a wrapper already, its step needs a closure
+            (LBFGS), or it has no state_dict (Lookahead).
         ValueError: several of them have a parameter in common, or none is given.
     """
 
@@ -102,18 +102,16 @@ class OptimizerWrapper(Optimizer):
 
 def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
     """The optimizer that is wrapped, once what cannot be wrapped is refused."""
-    if not isinstance(optimizer, list | tuple):
-        _check_wraps(optimizer)
-        return optimizer
+    if isinstance(optimizer, Optimizer) or not isinstance(optimizer, list | tuple):
+        return _checked(optimizer)
     if not optimizer:
         raise ValueError("DoGEOptimizer needs an optimizer to wrap; got an empty list.")
-    for each in optimizer:
-        _check_wraps(each)
-    return optimizer[0] if len(optimizer) == 1 else JoinedOptimizer(optimizer)
+    each = [_checked(one) for one in optimizer]
+    return each[0] if len(each) == 1 else JoinedOptimizer(each)
 
 
-def _check_wraps(optimizer: Optimizer) -> None:
-    """Refuse what cannot be wrapped."""
+def _checked(optimizer: object) -> Optimizer:
+    """The optimizer, once what cannot be wrapped is refused."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "DoGEOptimizer wraps a torch.optim.Optimizer, for example "
@@ -129,6 +127,17 @@ def _check_wraps(optimizer: Optimizer) -> None:
             "needs a closure), while the domain weights move once, with one gradient of each "
             "domain. Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
         )
+    try:
+        keys = set(optimizer.state_dict())
+    except KeyError:
+        keys = set()
+    if not keys >= {"state", "param_groups"}:
+        raise TypeError(
+            f"{type(optimizer).__name__}.state_dict() has not the form of a torch optimizer's, "
+            "state and param_groups, as in wrappers of optimizers, so no checkpoint of it could be "
+            "written. Wrap the optimizer inside it."
+        )
+    return optimizer
 
 
 class SkipFlag:
@@ -140,9 +149,10 @@ class SkipFlag:
         self._arrival: torch.cuda.Event | None = None
 
     def send(self, skipped: Tensor, inner: Optimizer) -> None:
-        """Start the way of the flag to the host, where `inner` needs it there.
+        """Begin to copy the flag to the host, if `inner` needs it there.
 
-        Called when all that decides it is queued, and nothing else yet.
+        Called as soon as the kernel that decides it is queued, so that the host waits for nothing
+        that is queued later.
         """
         self._skipped = None
         is_on_gpu = skipped.device.type == "cuda" and not skips_on_the_device(inner)
@@ -182,7 +192,9 @@ def _each_of(inner: Optimizer) -> Sequence[Optimizer]:
     return inner.optimizers if isinstance(inner, JoinedOptimizer) else (inner,)
 
 
-def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag) -> None:
+def step_unless(
+    skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag, loss: Any = None
+) -> None:
     """Step the wrapped optimizer unless the step is skipped.
 
     Args:
@@ -190,6 +202,7 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
         found_inf: the same as float32, which fused optimizers take.
         inner: the wrapped optimizer.
         flag: reads `skipped` where the host has to.
+        loss: for an optimizer that asks for it; None: not known.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
@@ -200,7 +213,7 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
         for each in fused:
             each.grad_scale, each.found_inf = None, found_inf
         try:
-            inner.step()
+            step_with(inner, loss)
         finally:
             for each in fused:
                 del each.grad_scale, each.found_inf
@@ -211,7 +224,7 @@ def step_unless(skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: Skip
             "where it has that argument), which lets the device skip it."
         )
     elif not flag.read(skipped):
-        inner.step()
+        step_with(inner, loss)
 
 
 def checked_scaler(scaler: object) -> GradScaler | None:

@@ -16,9 +16,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from doge_fast import cli
-from doge_fast.flags import PREFIXED
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.config.fields import texts_of
+from doge_fast.pipeline.config.flags import PREFIXED
 
 # What may be left out and stands without a flag all the same.
 _WITHOUT_FLAG = {(ExportConfig, "file")}

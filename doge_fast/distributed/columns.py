@@ -51,7 +51,7 @@ class Bucket(NamedTuple):
                 there = slice(low - shard * size, high - shard * size)
                 for piece, row in enumerate(rows):
                     if block.written >> row & 1:
-                        shards[shard, piece, there] = block.rows_RN[row, low - first : high - first]
+                        shards[shard, piece, there] = block.rows_BN[row, low - first : high - first]
             first = last
         return shards
 
@@ -76,11 +76,8 @@ class ColumnExchange(Exchange):
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """And note the pieces of this step; the first time, compare the parameters too."""
-
-        def checksums(is_first: bool) -> list[int] | None:
-            return [_checksum(param) for param in report.params] if is_first else None
-
-        settings = {**report.settings, "the values of the parameters": checksums}
+        values = [_checksum(param) for param in report.params] if report.is_first else None
+        settings = {**report.settings, "the values of the parameters": values}
         counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
         self._dtypes = [dtype for dtype in agreement.dtypes if dtype is not None]
         self._pieces_n = (counts_nB > 0).sum(1).tolist()

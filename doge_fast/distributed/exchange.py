@@ -60,7 +60,7 @@ class Exchange:
             blocks: of all parameters that have a gradient on any rank.
             apart: ids of parameters that share no tensor of rows with others.
         """
-        return Columns([(block,) for block in blocks], [block.rows_RN for block in blocks])
+        return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 
     def gram(self, rows: Sequence[Tensor]) -> Tensor:
         """[B, B] float64: the Gram matrix over the columns of all ranks.

@@ -60,11 +60,9 @@ class Report(NamedTuple):
     dtypes: Sequence[torch.dtype | None]
     """Of each parameter's rows; None where no domain here gave it a gradient."""
     settings: Mapping[str, object]
-    """{name in a message: value}, JSON values that must be the same on all ranks.
-
-    A callable is called with `is_first`, whether these ranks have not agreed before, and returns
-    the value. For values that are costly to read.
-    """
+    """{name in a message: value}, JSON values that must be the same on all ranks."""
+    is_first: bool
+    """Whether these ranks have not agreed before."""
 
 
 class Agreement(NamedTuple):
@@ -88,7 +86,6 @@ class Communicator:
         self.num_ranks, self.rank = group.size(), group.rank()
         # Made in the first message, when all ranks are there: making it is a collective itself.
         self._cpu_group: ProcessGroup | None = None
-        self._has_agreed = False
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._num_messages = 0
         # Several optimizers may use one group; each counts its own messages.
@@ -116,10 +113,7 @@ class Communicator:
 
     def _compare(self, settings: Mapping[str, object]) -> None:
         """Raise RuntimeError, the same on all ranks, if one has failed or they differ."""
-        digests = [
-            _digest(value(not self._has_agreed) if callable(value) else value)
-            for value in settings.values()
-        ]
+        digests = [_digest(value) for value in settings.values()]
         assert len(digests) <= MOST_SETTINGS
         padding = [0.0] * (MOST_SETTINGS - len(digests))
         has_failed_n, *digests_Dn = self._gather([0.0, *digests, *padding]).T.tolist()
@@ -132,7 +126,6 @@ class Communicator:
             )
         for name, digests_n in zip(settings, digests_Dn, strict=False):
             refuse_difference(digests_n, name)
-        self._has_agreed = True
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over ranks, added in their order: the same bits on every rank."""

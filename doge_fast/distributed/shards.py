@@ -35,7 +35,7 @@ class ShardExchange(Exchange):
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """Its shards as they are."""
-        self._counted = {id(block.rows_RN) for block in blocks if _is_first_copy(block.param)}
+        self._counted = {id(block.rows_BN) for block in blocks if _is_first_copy(block.param)}
         return super().complete(blocks, apart)
 
     def gram(self, rows: Sequence[Tensor]) -> Tensor:

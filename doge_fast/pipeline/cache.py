@@ -21,9 +21,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from doge_fast.failures import FileFailure, error_number, one_line
 from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.failures import FileFailure, error_number, one_line
 from doge_fast.weights.weights_file import write_json
 
 _log = logging.getLogger("doge_fast")

@@ -9,8 +9,8 @@ from typing import Any
 import fsspec
 import pyarrow.parquet as pq
 
-from doge_fast.failures import FileFailure, reading
 from doge_fast.pipeline import cache
+from doge_fast.pipeline.failures import FileFailure, reading
 
 SUFFIXES = {
     ".parquet": "parquet",

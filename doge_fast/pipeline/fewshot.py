@@ -28,10 +28,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from doge_fast.failures import one_line, reading
 from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.failures import one_line, reading
 from doge_fast.pipeline.model import open_model
 
 # Source: DoGE, Table fewshot.

@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from doge_fast.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.config import ModelConfig
+from doge_fast.pipeline.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.sizes import SIZES
 
 # Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.

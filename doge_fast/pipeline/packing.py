@@ -23,9 +23,9 @@ import pyarrow as pa
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from doge_fast.failures import FileFailure, one_line
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.failures import FileFailure, one_line
 from doge_fast.pipeline.sources import Part
 
 _log = logging.getLogger("doge_fast")

@@ -165,7 +165,7 @@ class DogeStep(PlainStep):
         """
         R, num_micro = self.num_rows, self.config.micro_batches
         once = sum(each.nbytes for each in self.parameters)
-        rows = sum(block.rows_RN.nbytes for block in self.optimizer.buffer.blocks)
+        rows = sum(block.rows_BN.nbytes for block in self.optimizer.buffer.blocks)
         states = (value for of_param in self.inner.state.values() for value in of_param.values())
         state = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
         # Of the rows: written by each micro-batch, read again by those after the first.

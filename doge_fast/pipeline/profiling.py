@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import profile as operators_seen
 
-from doge_fast import atomic_file, failures
+from doge_fast import atomic_file
 from doge_fast.alternation import alternated, ratio_of, synchronize
 from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
-from doge_fast.pipeline import tables
+from doge_fast.pipeline import failures, tables
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.profile_steps import (

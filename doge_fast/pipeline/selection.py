@@ -21,10 +21,10 @@ from doge_fast.cancellation import (
     parse_strategy,
     select,
 )
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline import baselines, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first

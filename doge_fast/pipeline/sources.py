@@ -19,11 +19,11 @@ from typing import Any
 import datasets
 import numpy as np
 
-from doge_fast.failures import FileFailure, one_line, reading
 from doge_fast.mixture.permutation import shuffled
 from doge_fast.pipeline import cache, corpus_files, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import MEND, SUFFIXES, is_empty, kind_of, suffix_of
+from doge_fast.pipeline.failures import FileFailure, one_line, reading
 
 _log = logging.getLogger("doge_fast")
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from doge_fast import atomic_file
-from doge_fast.failures import FileFailure
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, domains, health, memory, ranks, records, training
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import build_model, without_bars
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of

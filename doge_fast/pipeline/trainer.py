@@ -32,9 +32,8 @@ from transformers import (
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
-from doge_fast import failures
-from doge_fast.failures import FileFailure
-from doge_fast.pipeline import health, progress, ranks, records
+from doge_fast.pipeline import failures, health, progress, ranks, records
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.weights import weights_file
 
 TENSORBOARD = "tensorboard"

@@ -42,6 +42,7 @@ from doge_fast.distributed import (
 )
 from doge_fast.flat_buffer import FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
+from doge_fast.step import ownership
 from doge_fast.step.parameters import TrackedParameters, on_host
 from doge_fast.tracing import outside_graphs, phase
 from doge_fast.weights import checkpoint, simplex
@@ -164,6 +165,7 @@ class Step:
         self._made_for: object = None
         self._has_agreed = False
         self._stacked_model: StackedModel | None = None
+        self._ownership = ownership.OwnershipCheck()
         self._flag = SkipFlag()
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
@@ -220,7 +222,7 @@ class Step:
                 )
             segments = segments_of(sizes_here, self._row_of)
             stacked_model = self._stacked_model_of(bare(model))
-        with self._opened(sizes_here, None) as opened:
+        with self._opened(sizes_here, None, model) as opened:
             with stacked_model.recording(segments):
                 yield
             opened.has_received = stacked_model.has_written
@@ -242,6 +244,7 @@ class Step:
         for name in names:
             self._check_name(name)
         self._refuse_nested(names[0])
+        ownership.refuse_second(self)
         self.refuse_stray()
         if self.state is StepState.COMBINED:
             self._refuse_uncleared()
@@ -283,12 +286,16 @@ class Step:
         return list(self._received.counts).index(name)
 
     @contextmanager
-    def _opened(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
+    def _opened(
+        self, counts: Mapping[str, float], row: int | None, model: nn.Module | None = None
+    ) -> Iterator[OpenDomain]:
         opened = self._open = OpenDomain(counts, row)
         self.state = StepState.OPEN
         try:
             with self._dropped_on_failure(), self._failure_reaches_all_ranks(), without_reduction():
-                yield opened
+                watching = self._ownership.watching(self.parameters.groups, model)
+                with ownership.opened(self), watching:
+                    yield opened
                 if self.parameters.has_noted:
                     self._collect(opened)
                 self.buffer.flush()
@@ -430,6 +437,7 @@ class Step:
             params=params,
             dtypes=self.buffer.dtypes_of(params),
             settings=self._settings(params, scale) if exchange.num_ranks > 1 else {},
+            is_first=not self._has_agreed,
         )
         agreement = exchange.agree(self.subset.rows, report)
         self._has_agreed = True
@@ -469,8 +477,12 @@ class Step:
             given = (param for param in self.parameters.look_up() if param.grad is not None)
             return not all(map(self.buffer.is_combined, given))
 
-    def finish(self) -> None:
-        """Combine what has not been, and step the wrapped optimizer unless the step is skipped."""
+    def finish(self, loss: Any) -> None:
+        """Combine what has not been, and step the wrapped optimizer unless the step is skipped.
+
+        Args:
+            loss: of the step, for an optimizer that asks for it; None: not known.
+        """
         if self.state is not StepState.COMBINED:
             self._refuse_partial()
             self.combine(None)
@@ -478,7 +490,7 @@ class Step:
         assert last is not None
         self.parameters.refuse_other_lr(last)
         with phase("inner_step"):
-            step_unless(last.skipped, last.found_inf, self._inner, self._flag)
+            step_unless(last.skipped, last.found_inf, self._inner, self._flag, loss)
         self.subset.draw(self.subset.draws + 1)
         self.clear()
 

@@ -23,17 +23,16 @@ from torch import Tensor
 
 from doge_fast.weights import removed, simplex
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.reweight import WeightsState
+from doge_fast.weights.simplex import is_integer
 
 KEY = "doge"
 # Version 1 had no mu.
 VERSION = 2
 
-# version, fingerprint, draws
-_HEAD = 3
+_VECTORS = ("alpha", "alpha_mean", "gain")
 _COUNTS = ("num_steps", "num_skipped")
-# What earlier versions wrote behind the parts: weights of targets that moved, and the running norms
-# of a score that was removed; [R] each.
+# What earlier versions wrote behind these: weights of targets that moved, and running norms of a
+# score that was removed; [R] each.
 _REMOVED = ("tau", "norms")
 
 
@@ -61,7 +60,7 @@ def named(
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
     """The tuple of what `named` gave; [6 + 3 K] floats. Waits for the device."""
     # One vector, so that the device is waited for once.
-    values_S = torch.cat([state[name].double().view(-1) for name in WeightsState._fields])
+    values_S = torch.cat([state[name].double().view(-1) for name in (*_VECTORS, *_COUNTS)])
     head = (state["version"], fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
@@ -72,11 +71,13 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     Raises:
         ValueError: it was written by a later version, for other names, or by a removed method.
     """
-    check_version(values[0])
-    head, mu = values[:_HEAD], values[-1:] if values[0] > 1 else ()
-    numbers = values[_HEAD : len(values) - len(mu)]
+    _check_version(values[0])
+    head, numbers = values[:3], values[3:]
+    # Version 1 had no mu.
+    mu = numbers[-1:] if values[0] > 1 else ()
+    numbers = numbers[: len(numbers) - len(mu)]
     num_domains, num_rows = len(objective.domains), len(objective.rows)
-    sizes = [num_domains] * (len(WeightsState._fields) - len(_COUNTS)) + [1] * len(_COUNTS)
+    sizes = [num_domains] * len(_VECTORS) + [1] * len(_COUNTS)
     is_ours = head[1:2] == (fingerprint(objective),) and all(map(math.isfinite, head))
     num_further = len(numbers) - sum(sizes)
     if is_ours and num_further in (num_rows, 2 * num_rows):
@@ -88,9 +89,9 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
             f"{list(objective.rows)}. Build it with the same ones in the same order."
         )
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
-    parts = dict(zip(WeightsState._fields, pieces, strict=True))
-    counts = {name: parts[name].long().view(()) for name in _COUNTS}
-    return named(parts | counts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
+    parts = dict(zip((*_VECTORS, *_COUNTS), pieces, strict=True))
+    parts |= {name: parts[name].long().view(()) for name in _COUNTS}
+    return named(parts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
 
 
 def fingerprint(objective: Objective) -> float:
@@ -155,13 +156,10 @@ def warn_of_none() -> None:
     )
 
 
-def check_version(version: float) -> None:
-    """Refuse what a later version has written."""
-    if version > VERSION:
-        raise ValueError(
-            f"the checkpoint's DoGE state has version {version:g}; this library reads "
-            f"up to {VERSION}. Update doge_fast."
-        )
+def check_is_dict(state_dict: object) -> None:
+    """Raise TypeError unless it is a mapping."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict() takes what state_dict() gave; got {state_dict!r}.")
 
 
 def check(ours: Mapping[str, Any], objective: Objective) -> None:
@@ -175,69 +173,61 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
     check_is_dict(ours)
     if "version" not in ours:
         raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
-    _check_kinds({"draws": 0, **ours})
-    check_version(ours["version"])
-    for name in filter(ours.__contains__, _REMOVED):
-        _refuse_removed(name)
-    _check_names(ours, objective)
-    shape = (len(objective.domains),)
-    for name in ("alpha", "alpha_mean"):
-        total = float(ours[name].sum())
-        # A NaN or an infinity anywhere fails the comparison as well.
-        is_negative = bool((ours[name] < 0).any())
-        if ours[name].shape != shape or is_negative or not abs(total - 1) < 1e-9:
-            raise ValueError(
-                f"the checkpoint's {name} must be {shape[0]} weights that sum to "
-                f"one; it is {ours[name].tolist()}. The run that wrote it has diverged."
-            )
-    if "mu" in ours:
-        simplex.check_mu(ours["mu"])
-    gain_K = ours["gain"]
-    if gain_K.shape != shape or not bool(gain_K.isfinite().all()):
-        raise ValueError(
-            f"the checkpoint's gain must be {shape[0]} finite scores; it is {gain_K.tolist()}."
-        )
-
-
-def check_is_dict(state_dict: object) -> None:
-    """Raise TypeError unless it is a mapping."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"load_state_dict() takes what state_dict() gave; got {state_dict!r}.")
-
-
-def _check_kinds(ours: Mapping[str, Any]) -> None:
-    """Refuse parts that are missing, or of another kind than `named` gives."""
-    parts = ("domains", "rows", *WeightsState._fields)
-    if missing := [name for name in parts if name not in ours]:
+    needed = ("domains", "rows", *_VECTORS, *_COUNTS)
+    if missing := [name for name in needed if name not in ours]:
         raise ValueError(
             f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
         )
     for name in ("version", "draws"):
-        if isinstance(ours[name], bool) or not isinstance(ours[name], int) or ours[name] < 0:
-            raise ValueError(f"the checkpoint's {name} must be a count; it is {ours[name]!r}.")
-    for name in ("domains", "rows"):
-        if not isinstance(ours[name], list | tuple):
-            raise ValueError(f"the checkpoint's {name} must be names; it is {ours[name]!r}.")
-    for name in WeightsState._fields:
-        if not isinstance(ours[name], Tensor):
-            raise ValueError(f"the checkpoint's {name} must be a tensor; it is {ours[name]!r}.")
+        value = ours.get(name, 0)
+        _require(is_integer(value) and value >= 0, name, "a count", value)
+    _check_version(ours["version"])
+    for name in filter(ours.__contains__, _REMOVED):
+        _refuse_removed(name)
+    for name, expected in (("domains", objective.domains), ("rows", objective.rows)):
+        value = ours[name]
+        _require(isinstance(value, list | tuple), name, "names", value)
+        if tuple(value) != expected:
+            raise ValueError(
+                f"the checkpoint has the {name} {list(value)}; this optimizer has "
+                f"{list(expected)}. Build it with the same domains in the same order, and the same "
+                "target."
+            )
+    for name in (*_VECTORS, *_COUNTS):
+        _require(isinstance(ours[name], Tensor), name, "a tensor", ours[name])
     for name in _COUNTS:
-        if ours[name].numel() != 1 or not float(ours[name]) >= 0:
-            raise ValueError(f"the checkpoint's {name} must be a count; it is {ours[name]!r}.")
+        value = ours[name]
+        _require(value.numel() == 1 and float(value) >= 0, name, "a count", value)
+    num_domains = len(objective.domains)
+    for name in _VECTORS:
+        vector_K = ours[name]
+        is_right = vector_K.shape == (num_domains,) and bool(vector_K.isfinite().all())
+        if name == "gain":
+            _require(is_right, name, f"{num_domains} finite scores", vector_K.tolist())
+        else:
+            is_point = abs(float(vector_K.sum()) - 1) < 1e-9 and bool((vector_K >= 0).all())
+            rule = f"{num_domains} weights that sum to one"
+            _require(is_right and is_point, name, rule, vector_K.tolist())
+    if "mu" in ours:
+        simplex.check_mu(ours["mu"])
+
+
+def _require(is_right: bool, name: str, rule: str, value: object) -> None:
+    if not is_right:
+        raise ValueError(
+            f"the checkpoint's {name} must be {rule}; it is {value!r}. Load what state_dict() gave "
+            "of a run that did not diverge."
+        )
+
+
+def _check_version(version: float) -> None:
+    """Refuse what a later version has written."""
+    if version > VERSION:
+        raise ValueError(
+            f"the checkpoint's DoGE state has version {version:g}; this library reads "
+            f"up to {VERSION}. Update doge_fast."
+        )
 
 
 def _refuse_removed(name: str) -> NoReturn:
     raise ValueError(removed.refusal(f"the checkpoint's DoGE state: {name!r}"))
-
-
-def _check_names(ours: Mapping[str, Any], objective: Objective) -> None:
-    if tuple(ours["domains"]) != objective.domains:
-        raise ValueError(
-            f"the checkpoint holds weights of domains {list(ours['domains'])}; this optimizer "
-            f"has {list(objective.domains)}. Build it with the same domains in the same order."
-        )
-    if tuple(ours["rows"]) != objective.rows:
-        raise ValueError(
-            f"the checkpoint has the domains and targets {list(ours['rows'])}; this optimizer has "
-            f"{list(objective.rows)}. Build it with the same target."
-        )

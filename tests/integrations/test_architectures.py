@@ -66,7 +66,7 @@ def optimizer_of(model: PreTrainedModel) -> DoGEOptimizer:
 def rows_of(optimizer: DoGEOptimizer, model: PreTrainedModel) -> Rows:
     names = {id(param): name for name, param in model.named_parameters()}
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    rows = {names[id(block.param)]: block.rows_RN.clone() for block in blocks}
+    rows = {names[id(block.param)]: block.rows_BN.clone() for block in blocks}
     optimizer.zero_grad()
     return rows
 

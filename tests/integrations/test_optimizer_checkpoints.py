@@ -368,7 +368,7 @@ def test_the_entry_by_itself_is_checked() -> None:
     _, optimizer = wrapped()
     state = optimizer.doge.state_dict()
     _, other = wrapped(domains=["a", "c", "b"])
-    with pytest.raises(ValueError, match=r"weights of domains \['a', 'b', 'c'\]"):
+    with pytest.raises(ValueError, match=r"has the domains \['a', 'b', 'c'\]"):
         other.doge.load_state_dict(state)
     assert isinstance(optimizer.doge, dcp.stateful.Stateful)
 

@@ -773,3 +773,14 @@ def test_a_foreign_gradient_on_what_a_domain_touched_is_not_lost_silently() -> N
     optimizer.zero_grad()
     train(model, optimizer, [0])
     assert optimizer.num_steps == 1
+
+
+def test_stepping_the_wrapper_whose_domains_did_not_run() -> None:
+    """As after the cell of a notebook that builds the optimizer has run twice."""
+    model, old = wrapped(micro_batches=None)
+    _, new = wrapped(adamw, model)
+    collect(model, old, 0)
+    with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'c'\]"):
+        new.step()
+    old.step()
+    assert (old.num_steps, new.num_steps) == (1, 0)

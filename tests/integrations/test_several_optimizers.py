@@ -328,9 +328,9 @@ def test_modes_reach_those_that_have_them() -> None:
 
 def test_groups_are_added_to_one_of_them() -> None:
     model, optimizer = small.wrapped(pair)
-    more = nn.Linear(2, 2)
+    more = nn.Linear(2, 2, bias=False)
     with pytest.raises(ValueError, match="AdamW"):
-        optimizer.add_param_group({"params": [more.bias]})
+        optimizer.add_param_group({"params": [more.weight]})
     optimizer.inner.optimizers[0].add_param_group({"params": [more.weight]})
     before = more.weight.clone()
     for row, name in enumerate(small.DOMAINS):
@@ -386,3 +386,96 @@ def test_lists_of_one_and_of_none() -> None:
     for wrong in (3, DoGEOptimizer(sgd, domains=["a", "b"])):
         with pytest.raises(TypeError, match="DoGEOptimizer"):
             DoGEOptimizer([sgd, wrong], domains=["a", "b"])
+
+
+def test_one_optimizer_that_steps_all_kinds_is_wrapped_as_it_is() -> None:
+    """As recipes have it that step Muon's and AdamW's groups in one class."""
+
+    class SignsAndGradients(Optimizer):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    change = param.grad.sign() if group["is_matrix"] else param.grad
+                    param.data.sub_(group["lr"] * change)
+
+    def one(model: nn.Module) -> Optimizer:
+        matrices, others = divided(model)
+        groups = [{"params": matrices, "is_matrix": True}, {"params": others, "is_matrix": False}]
+        return SignsAndGradients(groups, {"lr": 0.05})
+
+    def two(model: nn.Module) -> list[Optimizer]:
+        return [SignsAndGradients([group], {"lr": 0.05}) for group in one(model).param_groups]
+
+    found = []
+    for build in (one, two):
+        model, optimizer = small.wrapped(build)
+        small.train(model, optimizer, range(5))
+        found.append(small.everything(model, optimizer))
+    small.assert_same(*found)
+
+
+class AsksForTheLoss(torch.optim.SGD):
+    """As AliG: the rate is computed from the loss."""
+
+    seen: Any = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen = closure()
+        super().step()
+
+
+class Sharpness(torch.optim.SGD):
+    """As SAM: the gradient is taken again, at other parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad)
+        self.zero_grad()
+        closure()
+        super().step()
+
+
+@pytest.mark.parametrize("is_one_of_two", [False, True])
+def test_the_loss_is_handed_to_who_asks_for_it(is_one_of_two: bool) -> None:
+    def build(kind: type[torch.optim.SGD]) -> Callable[[nn.Module], Any]:
+        def of(model: nn.Module) -> Any:
+            matrices, others = divided(model)
+            if is_one_of_two:
+                return [torch.optim.SGD(matrices, lr=0.1), kind(others, lr=0.1)]
+            return kind(model.parameters(), lr=0.1)
+
+        return of
+
+    def closure() -> Tensor:
+        small.collect(model, optimizer, 0)
+        return torch.tensor(3.0)
+
+    model, optimizer = small.wrapped(build(AsksForTheLoss))
+    twin, plain = small.wrapped(build(torch.optim.SGD))
+    assert optimizer.step(closure) == 3.0
+    assert getattr(optimizer.inner, "optimizers", [optimizer.inner])[-1].seen == 3.0
+    small.train(twin, plain, [0])
+    small.assert_same(model.parameters(), twin.parameters())
+
+    model, optimizer = small.wrapped(build(Sharpness))
+    with pytest.raises(RuntimeError, match="Sharpness"):
+        optimizer.step(closure)
+
+
+class Lookahead(torch.optim.SGD):
+    """As wrappers of optimizers have it: a form of its own, or keys that it cannot find."""
+
+    form: Any = None
+
+    def state_dict(self) -> Any:
+        return {"base_optimizer": super().state_dict(), "form": self.form["slow weights"]}
+
+
+@pytest.mark.parametrize("form", [{}, {"slow weights": 1}])
+def test_what_cannot_be_saved_is_not_wrapped(form: Any) -> None:
+    model = small.small_model()
+    inner = Lookahead(model.parameters(), lr=0.1)
+    inner.form = form
+    with pytest.raises(TypeError, match="Lookahead"):
+        DoGEOptimizer(inner, domains=["a", "b"])

@@ -48,7 +48,9 @@ def exchanged(entered_nD: list[dict[int, float]], num_domains: int) -> tuple[Ten
     names = [str(domain) for domain in range(num_domains)]
     counts = {str(domain): count for domain, count in entered.items()}
     dtypes = [torch.float64 if any(entered.values()) else None for _ in params]
-    agreement = exchange.agree(names, Report(counts, list(counts), params, dtypes, {"the seed": 3}))
+    agreement = exchange.agree(
+        names, Report(counts, list(counts), params, dtypes, {"the seed": 3}, True)
+    )
     assert agreement.seen == {
         str(domain) for each in entered_nD for domain, count in each.items() if count
     }
@@ -96,14 +98,16 @@ def test_ranks_are_one_process(ranks: Ranks, entered_nD: list[dict[int, float]])
 
 
 def test_a_row_that_was_begun_and_not_finished_has_no_gradient() -> None:
-    agreement = Exchange().agree(["a", "b"], Report({"b": 0.0, "a": 2.0}, ["b", "a"], [], [], {}))
+    agreement = Exchange().agree(
+        ["a", "b"], Report({"b": 0.0, "a": 2.0}, ["b", "a"], [], [], {}, True)
+    )
     assert agreement.seen == {"a"}
 
 
 def begun_by_none() -> frozenset[str]:
     exchange = ColumnExchange(Communicator(dist.group.WORLD))
     counts = {"b": 0.0, "a": 2.0}
-    return exchange.agree(["a", "b"], Report(counts, list(counts), [], [], {})).seen
+    return exchange.agree(["a", "b"], Report(counts, list(counts), [], [], {}, True)).seen
 
 
 def test_nor_on_any_rank(ranks: Ranks) -> None:

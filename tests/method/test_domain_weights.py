@@ -40,13 +40,14 @@ def move(
     lr: float | Tensor = 0.01,
     *,
     grad_scale: float = 1.0,
+    rows_B: tuple[str, ...] | None = None,
     present: tuple[str, ...] | None = None,
 ) -> LastStep:
-    names = weights.objective.rows
+    names = rows_B or weights.objective.rows
     return weights.move(
         *(gram_RR, gram_RR),
         rows_B=names,
-        present=names if present is None else present,
+        present=present or names,
         lr=lr,
         grad_scale=grad_scale,
     )
@@ -91,35 +92,21 @@ def test_weights_move_as_the_reference_over_steps(
     assert weights.state()["num_steps"] == 5
 
 
-def test_absent_domains_carry_their_score() -> None:
-    weights = weights_of("abc", TARGET)
-    carried_K = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
-    grads_RN = rows()
-    grads_RN[1] = 0
-    gram_RR = grads_RN @ grads_RN.T
-
-    def gains(*present: str) -> Tensor:
-        weights.load(weights.state() | {"gain": carried_K})
-        return move(weights, gram_RR, present=present).gain
-
-    partly_K = gains(*"acxy")
-    assert partly_K[1] == 8
-    tau_R = torch.tensor(weights.objective.tau, dtype=torch.float64)
-    torch.testing.assert_close(partly_K[::2], (gram_RR @ tau_R)[:3:2])
-    # The target's row y is absent, so every W lacks a term.
-    assert gains(*"abcx").tolist() == [7.0, 8.0, 9.0]
-
-
 def test_few_of_many_domains_are_found_by_name() -> None:
     weights, grads_BN = weights_of("abc", TARGET), rows(4)
     gram_BB = grads_BN @ grads_BN.T
     rows_B = ("a", "c", "x", "y")
-    step = weights.move(gram_BB, gram_BB, rows_B=rows_B, present=rows_B, lr=0.01, grad_scale=1.0)
+    step = move(weights, gram_BB, rows_B=rows_B)
     there = [weights.objective.rows.index(name) for name in rows_B]
     torch.testing.assert_close(step.gram[there][:, there], gram_BB)
     assert step.gain[1] == 0
     # Two domains stand for three.
     torch.testing.assert_close(step.coefficients[:2], 1.5 * step.alpha[::2])
+    # One that was drawn and has no gradient keeps its score.
+    again = move(weights, 2 * gram_BB, rows_B=rows_B, present=("a", "x", "y"))
+    assert again.gain[2] == step.gain[2]
+    assert again.gain[0] != step.gain[0]
+    assert again.coefficients[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_rows_hold_what_was_received() -> None:
     for i, (p, block) in enumerate(zip(params, buffer.touched(params), strict=True)):
         assert block.param is p
         for row in range(3):
-            assert torch.equal(block.rows_RN[row], grad(p, 10 * row + i).flatten())
+            assert torch.equal(block.rows_BN[row], grad(p, 10 * row + i).flatten())
 
 
 def test_rows_are_aligned_and_padded_with_zeros() -> None:
@@ -36,8 +36,8 @@ def test_rows_are_aligned_and_padded_with_zeros() -> None:
     buffer = FlatBuffer(2)
     buffer.receive(0, p, grad(p, 0))
     (block,) = buffer.touched([p])
-    assert block.rows_RN.stride() == (128, 1)
-    memory = block.rows_RN.as_strided((2, 128), (128, 1))
+    assert block.rows_BN.stride() == (128, 1)
+    memory = block.rows_BN.as_strided((2, 128), (128, 1))
     assert (memory[:, 65:] == 0).all()
     assert buffer.num_bytes == 2 * 128 * 4
 
@@ -47,7 +47,7 @@ def test_rows_do_not_lie_pages_apart() -> None:
     buffer = FlatBuffer(2)
     buffer.receive(0, p, grad(p, 0))
     (block,) = buffer.touched([p])
-    assert block.rows_RN.stride() == (1024 + 64, 1)
+    assert block.rows_BN.stride() == (1024 + 64, 1)
 
 
 def test_first_write_replaces_and_the_next_adds() -> None:
@@ -58,7 +58,7 @@ def test_first_write_replaces_and_the_next_adds() -> None:
             buffer.receive(0, p, grad(p, seed))
         (block,) = buffer.touched([p])
         expected = grad(p, 1) + grad(p, 2) + grad(p, 3)
-        torch.testing.assert_close(block.rows_RN[0], expected)
+        torch.testing.assert_close(block.rows_BN[0], expected)
         buffer.clear()
 
 
@@ -73,8 +73,8 @@ def test_rows_of_domains_that_stayed_away_are_zero() -> None:
     buffer.receive(1, p, grad(p, 2))
     (block,) = buffer.touched([p, other])
     assert block.param is p
-    assert (block.rows_RN[0] == 0).all()
-    assert torch.equal(block.rows_RN[1], grad(p, 2))
+    assert (block.rows_BN[0] == 0).all()
+    assert torch.equal(block.rows_BN[1], grad(p, 2))
 
 
 def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.Monk
     buffer.receive(0, small[0], grad(small[0], 2))
     buffer.flush()
     expected = grad(small[0], 0) + grad(small[0], 1) + grad(small[0], 2)
-    torch.testing.assert_close(buffer.touched(small[:1])[0].rows_RN[0], expected)
+    torch.testing.assert_close(buffer.touched(small[:1])[0].rows_BN[0], expected)
 
 
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -149,9 +149,9 @@ def test_first_gradients_and_later_ones_are_not_written_together(
     buffer.receive(1, third, grad(third, 4))
     assert calls == [1, 1, 1, 1]
     blocks = buffer.touched([one, other, third])
-    torch.testing.assert_close(blocks[0].rows_RN[0], grad(one, 0) + grad(one, 2))
-    assert torch.equal(blocks[1].rows_RN[0], grad(other, 1))
-    assert torch.equal(blocks[2].rows_RN, torch.stack([grad(third, 3), grad(third, 4)]))
+    torch.testing.assert_close(blocks[0].rows_BN[0], grad(one, 0) + grad(one, 2))
+    assert torch.equal(blocks[1].rows_BN[0], grad(other, 1))
+    assert torch.equal(blocks[2].rows_BN, torch.stack([grad(third, 3), grad(third, 4)]))
 
 
 def test_what_was_written_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_rows_are_lent_after_what_waits_is_written() -> None:
     assert torch.equal(rows_RN, torch.stack([grad(p, 1), torch.zeros(4)]))
     rows_RN += 1
     (block,) = buffer.touched([p])
-    assert torch.equal(block.rows_RN, torch.stack([grad(p, 1) + 1, torch.ones(4), torch.zeros(4)]))
+    assert torch.equal(block.rows_BN, torch.stack([grad(p, 1) + 1, torch.ones(4), torch.zeros(4)]))
     # Others are lent as they are.
     buffer.clear()
     assert not buffer.slots(1, 2, p, torch.float32)[1]
@@ -199,7 +199,7 @@ def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype: torch.dtype | No
         assert adds == (times == 1)
         assert rows_RN.dtype == (torch.float32 if adds and dtype is None else torch.bfloat16)
         rows_RN.fill_(2.0)
-    assert buffer.touched([p])[0].rows_RN.tolist() == [[2.0] * 4, [0.0] * 4]
+    assert buffer.touched([p])[0].rows_BN.tolist() == [[2.0] * 4, [0.0] * 4]
     # Single precision is wide enough.
     wide = param(4)
     first, _ = buffer.slots(0, 1, wide, torch.float32)
@@ -214,15 +214,15 @@ def test_wider_gradients_widen_what_is_there_after_it_was_written() -> None:
     third = torch.full((4,), 1 / 3)
     buffer.receive(1, p, third)
     (block,) = buffer.touched([p])
-    assert block.rows_RN.dtype == torch.float32
-    assert torch.equal(block.rows_RN, torch.stack([grad(p, 1).float(), third]))
+    assert block.rows_BN.dtype == torch.float32
+    assert torch.equal(block.rows_BN, torch.stack([grad(p, 1).float(), third]))
     assert block.grad_dtype == torch.float32
     # Narrower ones afterwards find the wide rows.
     buffer.receive(0, p, grad(p, 2))
-    assert block.rows_RN.dtype == torch.float32
+    assert block.rows_BN.dtype == torch.float32
     assert block.grad_dtype == torch.bfloat16
     torch.testing.assert_close(
-        buffer.touched([p])[0].rows_RN[0], grad(p, 1).float() + grad(p, 2).float(), rtol=0, atol=0
+        buffer.touched([p])[0].rows_BN[0], grad(p, 1).float() + grad(p, 2).float(), rtol=0, atol=0
     )
 
 
@@ -231,7 +231,7 @@ def test_a_dtype_that_was_asked_for_stays() -> None:
     buffer = FlatBuffer(1, torch.bfloat16)
     buffer.receive(0, p, grad(p, 1))
     buffer.receive(0, p, torch.ones(4))
-    assert buffer.touched([p])[0].rows_RN.dtype == torch.bfloat16
+    assert buffer.touched([p])[0].rows_BN.dtype == torch.bfloat16
 
 
 def test_more_rows_keep_what_is_written() -> None:
@@ -242,8 +242,8 @@ def test_more_rows_keep_what_is_written() -> None:
     buffer.num_rows = 3
     buffer.receive(2, p, grad(p, 3))
     blocks = buffer.touched([p, other])
-    assert torch.equal(blocks[0].rows_RN, torch.stack([grad(p, 1), torch.zeros(3), grad(p, 3)]))
-    assert torch.equal(blocks[1].rows_RN, torch.stack([grad(other, 2), *torch.zeros(2, 2)]))
+    assert torch.equal(blocks[0].rows_BN, torch.stack([grad(p, 1), torch.zeros(3), grad(p, 3)]))
+    assert torch.equal(blocks[1].rows_BN, torch.stack([grad(other, 2), *torch.zeros(2, 2)]))
     assert [len(block.rows) for block in blocks] == [3, 3]
 
 
@@ -270,9 +270,9 @@ def test_all_at_once_is_one_after_another(monkeypatch: pytest.MonkeyPatch) -> No
     buffer.receive(0, one, grad(one, 5))
     buffer.receive_all(0, [one], [grad(one, 6)])
     blocks = buffer.touched([one, other])
-    assert torch.equal(blocks[0].rows_RN, torch.stack([grad(one, 5) + grad(one, 6), grad(one, 1)]))
+    assert torch.equal(blocks[0].rows_BN, torch.stack([grad(one, 5) + grad(one, 6), grad(one, 1)]))
     both = grad(other, 2) + grad(other, 4)
-    assert torch.equal(blocks[1].rows_RN, torch.stack([torch.zeros(4), both]))
+    assert torch.equal(blocks[1].rows_BN, torch.stack([torch.zeros(4), both]))
 
 
 def test_dtypes_are_those_of_rows_with_a_gradient() -> None:
@@ -282,10 +282,10 @@ def test_dtypes_are_those_of_rows_with_a_gradient() -> None:
     buffer.clear()
     buffer.receive(0, p, grad(p, 0))
     assert buffer.dtypes_of([p, without, later]) == [torch.float64, None, None]
-    (block,) = buffer.laid_out([p, without], [torch.float64, None])
+    (block,) = buffer.touched([p, without], [torch.float64, None])
     assert block.param is p
     with pytest.raises(ValueError, match="zip"):
-        buffer.laid_out([p], [])
+        buffer.touched([p], [])
 
 
 def test_where_another_rank_alone_has_a_gradient_the_rows_are_zeros() -> None:
@@ -293,9 +293,9 @@ def test_where_another_rank_alone_has_a_gradient_the_rows_are_zeros() -> None:
     buffer = FlatBuffer(2)
     buffer.receive(0, here, grad(here, 0))
     blocks = buffer.touched([here, there], [torch.float64, torch.float32])
-    assert [block.rows_RN.dtype for block in blocks] == [torch.float64, torch.float32]
-    assert torch.equal(blocks[0].rows_RN[0], grad(here, 0).double())
-    assert (blocks[1].rows_RN == 0).all()
+    assert [block.rows_BN.dtype for block in blocks] == [torch.float64, torch.float32]
+    assert torch.equal(blocks[0].rows_BN[0], grad(here, 0).double())
+    assert (blocks[1].rows_BN == 0).all()
 
 
 def test_a_parameter_that_has_moved_is_refused_by_everything() -> None:
@@ -393,7 +393,7 @@ def test_transposed_gradients_land_in_the_parameters_order() -> None:
     transposed = torch.randn(5, 3).T
     buffer.receive(0, p, transposed)
     (block,) = buffer.touched([p])
-    assert torch.equal(block.rows_RN[0].view(3, 5), transposed)
+    assert torch.equal(block.rows_BN[0].view(3, 5), transposed)
 
 
 def test_combined_gradient_keeps_its_memory_and_dtype() -> None:

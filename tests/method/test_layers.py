@@ -149,7 +149,7 @@ def optimizer_of(model: nn.Module) -> DoGEOptimizer:
 
 def rows_of(optimizer: DoGEOptimizer) -> list[Tensor]:
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    rows = [block.rows_RN.clone() for block in blocks]
+    rows = [block.rows_BN.clone() for block in blocks]
     optimizer.zero_grad()
     return rows
 

@@ -151,7 +151,7 @@ def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 
                 losses_D = domain_losses(model(ids_BL), ids_BL, sizes)
             losses_D.sum().backward()
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    return [block.rows_RN.clone() for block in blocks]
+    return [block.rows_BN.clone() for block in blocks]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

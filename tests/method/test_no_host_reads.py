@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from doge_fast import DoGEOptimizer
+from doge_fast import DoGEOptimizer, Score
 from doge_fast.distributed import exchange
 from doge_fast.joined import JoinedOptimizer
 from doge_fast.wrapper import SkipFlag, step_unless
@@ -30,6 +30,13 @@ class FusedSGD(torch.optim.SGD):
             for param in group["params"]:
                 moved = param.detach() - group["lr"] * param.grad
                 param.detach().copy_(torch.where(self.found_inf == 0, moved, param))
+
+
+class Halved(Score):
+    """A score that the kernel does not know."""
+
+    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
+        return 0.5 * (gram_RR @ tau_R)[: len(present_K)]
 
 
 def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **options: Any) -> Any:
@@ -58,6 +65,7 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         {"selection": ["0.weight"], "max_grad_norm": 1.0},
         {"selection": ["0.weight"], "domain_max_grad_norm": 1.0},
         {"score": "published", "selection": ["0.weight"]},
+        {"score": Halved()},
         {"lr": torch.empty((), device="meta")},
         {"grad_scale": torch.empty((), device="meta")},
         {"buffer_dtype": torch.bfloat16},
@@ -120,7 +128,7 @@ def test_the_addresses_of_the_state_stay() -> None:
         seen.add(
             (
                 state_S.data_ptr(),
-                *(block.rows_RN.data_ptr() for block in blocks),
+                *(block.rows_BN.data_ptr() for block in blocks),
                 *(block.gradient().data_ptr() for block in blocks),
                 *(
                     getattr(optimizer._weights, name)._vector.data_ptr()

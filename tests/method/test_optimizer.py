@@ -118,8 +118,11 @@ class TestBadArguments:
             DoGEOptimizer(inner, domains=DOMAINS, selection=["nope"])
 
     def test_needs_an_optimizer(self) -> None:
-        with pytest.raises(TypeError, match=r"wraps a torch.optim.Optimizer.*got Parameter"):
-            DoGEOptimizer(list(tied_transformer().parameters()), domains=DOMAINS)
+        model = tied_transformer()
+        wrongs = {"generator": model.parameters(), "Parameter": [*model.parameters()]}
+        for kind, wrong in wrongs.items():
+            with pytest.raises(TypeError, match=f"wraps a torch.optim.Optimizer.*got {kind}"):
+                DoGEOptimizer(wrong, domains=DOMAINS)  # type: ignore[arg-type]
 
     def test_does_not_wrap_itself(self) -> None:
         _, optimizer = build()
@@ -132,7 +135,8 @@ class TestBadArguments:
         inner = torch.optim.SGD(tied_transformer().parameters(), lr=0.1)
         inner.param_groups[0]["lr"] = lr
         if lr == "nowhere":
-            lr = inner.param_groups[0].clear()
+            del inner.param_groups[0]["lr"]
+            lr = None
         with pytest.raises(TypeError, match=f"a number or a tensor; SGD has {lr!r} there"):
             DoGEOptimizer(inner, domains=DOMAINS)
 
@@ -648,13 +652,13 @@ class TestTorchOptimizer:
         state = optimizer.state_dict()
         inner = torch.optim.AdamW(model.parameters())
         other = DoGEOptimizer(inner, domains=["a", "c", "b"])
-        with pytest.raises(ValueError, match=r"weights of domains \['a', 'b', 'c'\]"):
+        with pytest.raises(ValueError, match=r"has the domains \['a', 'b', 'c'\]"):
             other.load_state_dict(state)
 
     def test_other_target_in_a_checkpoint(self) -> None:
         _, optimizer = build(target="x")
         _, other = build()
-        with pytest.raises(ValueError, match=r"the domains and targets .*'x'\].*the same target"):
+        with pytest.raises(ValueError, match=r"the rows .*'x'\].*the same target"):
             other.load_state_dict(optimizer.state_dict())
 
     @pytest.mark.parametrize(
@@ -708,7 +712,7 @@ def test_save_weights_is_keyed_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("taken")
-def test_of_two_wrappers_the_one_in_use_listens() -> None:
+def test_of_two_wrappers_that_take_turns_the_one_in_use_listens() -> None:
     model = torch.nn.Linear(3, 2)
     old, new = (
         DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
@@ -721,12 +725,3 @@ def test_of_two_wrappers_the_one_in_use_listens() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert (new.num_steps, old.num_steps) == (2, 1)
-    with old.domain("a"):
-        model(torch.randn(4, 3)).square().mean().backward()
-        # Where gradients wait in `p.grad`, they are seen there.
-        message = (
-            r"inside domain\('b'\).* another DoGEOptimizer .* has taken the gradient"
-            r"|a backward pass ran outside any domain"
-        )
-        with pytest.raises(RuntimeError, match=message), new.domain("b"):
-            model(torch.randn(4, 3)).square().mean().backward()

@@ -73,7 +73,7 @@ def optimizer_of(model: nn.Module, **options: Any) -> DoGEOptimizer:
 def rows_of(optimizer: DoGEOptimizer, model: nn.Module) -> Rows:
     names = {id(param): name for name, param in model.named_parameters()}
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    rows = {names[id(block.param)]: block.rows_RN.clone() for block in blocks}
+    rows = {names[id(block.param)]: block.rows_BN.clone() for block in blocks}
     optimizer.zero_grad()
     return rows
 
@@ -554,6 +554,7 @@ def test_arguments_may_have_their_names() -> None:
     assert_same(stacked(model, ids_BL), sequential(model, ids_BL))
 
 
+@pytest.mark.filterwarnings("ignore:parameters that no wrapped optimizer owns")
 def test_what_another_optimizer_trains_keeps_its_gradient() -> None:
     model, ids_BL = Tiny(tied=False).double(), ids_of()
     mine = [(name, param) for name, param in model.named_parameters() if name != "up.bias"]
@@ -631,7 +632,7 @@ def test_embeddings_of_16_bits_add_in_float32(at_once: None) -> None:
     (block,) = optimizer.buffer.touched(list(model.parameters()))
     exact_GRC = torch.zeros(2, 3, 8, dtype=torch.float64)
     exact_GRC[:, 1] = factor_BLD.double().sum(1)
-    error = (block.rows_RN.view(2, 3, 8).double() - exact_GRC).abs()
+    error = (block.rows_BN.view(2, 3, 8).double() - exact_GRC).abs()
     # The interpreter of Triton cuts bits off where it narrows: a whole unit.
     assert (error <= torch.finfo(torch.bfloat16).eps * exact_GRC).all()
 
@@ -679,7 +680,7 @@ def rows_of_a_tied_head(num_steps: int) -> tuple[Tensor, Tensor]:
             losses_of(model(ids_BL), ids_BL, sizes).sum().backward()
     (block,) = optimizer.buffer.touched([model.words.weight])
     exact = sequential(model.double(), ids_BL, sizes)["words.weight"]
-    return block.rows_RN.clone(), exact
+    return block.rows_BN.clone(), exact
 
 
 def test_a_tied_head_goes_to_float32_rows_without_a_temporary(

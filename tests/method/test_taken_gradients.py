@@ -109,7 +109,7 @@ class TestWhenTheDomainIsLeft:
                 (factor * param).sum().backward()
         (block,) = optimizer.buffer.blocks
         # 257 is no bfloat16.
-        assert block.rows_RN.flatten().tolist() == [256.0, 257.0]
+        assert block.rows_BN.flatten().tolist() == [256.0, 257.0]
 
     def test_an_exception_leaves_no_gradient(self) -> None:
         model = tied_transformer()
@@ -182,7 +182,7 @@ class TestWhenTheDomainIsLeft:
         for first, name in ((0, "a"), (1, "a"), (2, "b")):
             with optimizer.domain(name):
                 sum(param.sum() for param in params[first : first + 2]).backward()
-        rows = [block.rows_RN.tolist() for block in optimizer.buffer.touched(list(params))]
+        rows = [block.rows_BN.tolist() for block in optimizer.buffer.touched(list(params))]
         one, two, none = [1.0] * 3, [2.0] * 3, [0.0] * 3
         assert rows == [[one, none], [two, none], [one, one]]
 

@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import BaseStage, train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.trainer import RecordedTrainer
 from doge_fast.weights.weights_file import write_json

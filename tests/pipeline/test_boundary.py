@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from doge_fast import cli, failures
-from doge_fast.pipeline import named, records, trainer
+from doge_fast import cli
+from doge_fast.pipeline import failures, named, records, trainer
 from doge_fast.pipeline.config import BaseConfig, ExperimentConfig, ProxyConfig
 from doge_fast.pipeline.experiments.runner import run_experiment
 from tests.pipeline.stages import assert_same_run, words_of, write_weights

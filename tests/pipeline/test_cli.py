@@ -13,10 +13,10 @@ import pytest
 
 import doge_fast
 from doge_fast import cli
-from doge_fast.flags import PREFIXED
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, ReportConfig
 from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.config.flags import PREFIXED
 from doge_fast.pipeline.experiments.presets import preset_of
 from tests.pipeline.stages import words_of
 
@@ -258,7 +258,7 @@ def test_a_missing_extra_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
-    monkeypatch.delitem(sys.modules, "doge_fast.flags", raising=False)
+    monkeypatch.delitem(sys.modules, "doge_fast.pipeline.config.flags", raising=False)
     monkeypatch.delenv(cli.TRACEBACK, raising=False)
     assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_REFUSED
     said = capsys.readouterr().err

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from doge_fast import cli
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, TasksConfig
 from doge_fast.pipeline.domains import Corpus
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import open_model, padded_vocab_size
 from tests.pipeline.corpora import write_jsonl
 from tests.pipeline.task_documents import CHOICES, document, write_documents

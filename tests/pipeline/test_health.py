@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from doge_fast import cli, failures
+from doge_fast import cli
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.pipeline import health, records
+from doge_fast.pipeline import failures, health, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from doge_fast import cli, failures
+from doge_fast import cli
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.pipeline import memory
+from doge_fast.pipeline import failures, memory
 from doge_fast.pipeline import model as models
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.profiling import profile

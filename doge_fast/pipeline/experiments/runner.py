@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from doge_fast.failures import one_line
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
@@ -28,6 +27,7 @@ from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import check, known_domains, settings_of
+from doge_fast.pipeline.failures import one_line
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.reporting.study import is_measured, is_scored

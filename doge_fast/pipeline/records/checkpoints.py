@@ -18,7 +18,7 @@ from platform import node
 from filelock import FileLock, Timeout
 
 from doge_fast import atomic_file
-from doge_fast.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
 from doge_fast.pipeline.records.metrics import keep_metrics, resume_metrics
 from doge_fast.pipeline.records.runs import CHECKPOINTS, METRICS, WRITING, read_json

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from doge_fast.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.manifest import MANIFEST, read_manifest
 from doge_fast.pipeline.records.runs import read_json
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import (
     EVALUATION,
     EXPERIMENT,

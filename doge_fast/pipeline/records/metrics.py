@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from doge_fast import atomic_file
-from doge_fast.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import METRICS, Json
 from doge_fast.pipeline.records.shapes import WAY_OUT, MetricsLine, check_shape
 from doge_fast.weights.weights_file import plain

@@ -10,8 +10,8 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, get_args
 
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline.config.fields import required
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
     STAGES,
     WAY_OUT,

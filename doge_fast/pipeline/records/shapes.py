@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, SelectConfig
 from doge_fast.pipeline.config.ranges import Count, CountOrZero
 from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.failures import FileFailure
 
 Stage = Literal["proxy", "base", "doremi", "select"]
 STAGES: Mapping[str, type] = {

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from doge_fast.failures import FileFailure
 from doge_fast.pipeline import named
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import (
     CONFIG,
     EVALUATION,
@@ -30,8 +30,7 @@ from doge_fast.weights.weights_file import SCHEMA_VERSION
 _SUM_TOLERANCE = 1e-5
 
 _WAY_TO_WEIGHTS = (
-    ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least; '
-    'of {"web": 1.0} doge-fast export FILE --from json --out weights.json makes one.'
+    ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least.'
 )
 # In the constraints of weights within bounds: {domain: number} of each.
 _BOUNDS = ("floor", "cap", "max_epochs")
@@ -113,7 +112,7 @@ RECORD_FIELDS: Mapping[str, FieldType] = {
 }
 """Of the whole, beside `schema_version`, `domains` and `SCHEDULES`."""
 
-SCHEDULES = ("stages", "phases")
+SCHEDULES = ("stages",)
 """Weights that change: [{"first_step", "weights": {name: weight}}]."""
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from doge_fast.failures import FileFailure, reading
 from doge_fast.pipeline import records
+from doge_fast.pipeline.failures import FileFailure, reading
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed, to_float, to_floats
 

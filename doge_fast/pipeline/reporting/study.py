@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from doge_fast.failures import reading
 from doge_fast.pipeline import baselines, records
+from doge_fast.pipeline.failures import reading
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights, mean_weights
 from doge_fast.pipeline.reporting.runs import Run, open_runs

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast import failures
-from doge_fast.pipeline import named, records, tables
+from doge_fast.pipeline import failures, named, records, tables
 from doge_fast.pipeline.config import (
     WeightsAverageConfig,
     WeightsConstrainConfig,

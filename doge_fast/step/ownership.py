@@ -1,0 +1,127 @@
+"""Whose gradients a domain takes: two mistakes with several optimizers that no number shows.
+
+With two DoGEOptimizers inside one `with`, each learns a mixture of its own from its part of the
+gradient. With one of two optimizers wrapped, the other steps with the unweighted sum over domains.
+The first is refused; the second is warned of once, since a model of its own may be trained there
+on purpose.
+"""
+
+import gc
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from doge_fast.tracing import outside_graphs
+
+NUM_NAMED = 3
+
+
+class _Open(threading.local):
+    """Who has a domain open on this thread. Two threads may train two models."""
+
+    owner: object | None = None
+
+
+_open = _Open()
+
+
+def refuse_second(owner: object) -> None:
+    """Refuse a domain inside a domain of another DoGEOptimizer.
+
+    Raises:
+        RuntimeError: another one than `owner` has a domain open on this thread.
+    """
+    if _open.owner is not None and _open.owner is not owner:
+        raise RuntimeError(
+            "a domain of another DoGEOptimizer is open, and each of two would learn a mixture of "
+            "its own from a part of the gradient. Pass both optimizers to one: "
+            "DoGEOptimizer([muon, adamw], domains=...)."
+        )
+
+
+@contextmanager
+def opened(owner: object) -> Iterator[None]:
+    """Have a domain open; see `refuse_second`."""
+    _open.owner = owner
+    try:
+        yield
+    finally:
+        _open.owner = None
+
+
+class OwnershipCheck:
+    """Warns once of parameters that a domain gives a gradient and no wrapped optimizer owns."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    @contextmanager
+    def watching(
+        self, groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None
+    ) -> Iterator[None]:
+        """Look for them around the first domain.
+
+        Args:
+            groups: of the wrapped optimizer.
+            model: that the domain trains; None: every module that has one of the parameters.
+
+        Warns:
+            UserWarning: parameters without an owner have received a gradient inside.
+        """
+        if self._is_done:
+            yield
+            return
+        unowned = _unowned(groups, model)
+        yield
+        self._is_done = True
+        _warn_of(unowned)
+
+
+@outside_graphs
+def _unowned(
+    groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None
+) -> dict[str, Tensor]:
+    """Parameters without a gradient that an owned one's module trains and no group has, by name."""
+    owned = {id(param) for group in groups for param in group["params"]}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for module in _modules_with(owned) if model is None else [model]:
+        for name, param in module.named_parameters():
+            if param.requires_grad and param.grad is None and id(param) not in owned:
+                # The longest name is that in the whole model.
+                known = found.get(id(param))
+                if known is None or len(known[0]) < len(name):
+                    found[id(param)] = name, param
+    return dict(found.values())
+
+
+def _modules_with(owned: set[int]) -> Iterable[nn.Module]:
+    """The modules that are alive and have one of these parameters, by themselves or below.
+
+    Nothing else leads from a parameter to its model: a hook on the forward of all modules would,
+    and would have compiled models compiled again.
+    """
+    # By type: some objects answer `isinstance` by doing what they stand for.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    return [
+        module for module in modules if any(id(param) in owned for param in module.parameters())
+    ]
+
+
+@outside_graphs
+def _warn_of(unowned: dict[str, Tensor]) -> None:
+    names = [name for name, param in unowned.items() if param.grad is not None]
+    if not names:
+        return
+    rest = len(names) - NUM_NAMED
+    further = f" and {rest} more" if rest > 0 else ""
+    warnings.warn(
+        f"parameters that no wrapped optimizer owns received a gradient inside a domain: "
+        f"{', '.join(names[:NUM_NAMED])}{further}. The optimizer that steps them sees the "
+        "unweighted sum over domains, and W does not see them. Wrap both, "
+        "DoGEOptimizer([optimizer, other], domains=...); or freeze them, or run their backward "
+        "pass outside the domain.",
+        stacklevel=2,
+    )

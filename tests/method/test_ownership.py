@@ -1,0 +1,123 @@
+"""Several optimizers on one model: what is refused, what is warned of, and what is neither."""
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from doge_fast import DoGEOptimizer
+
+DOMAINS = ["a", "b"]
+
+
+def small_model(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def wrapped(*params: nn.Parameter) -> DoGEOptimizer:
+    return DoGEOptimizer(torch.optim.SGD(params, lr=0.1), domains=DOMAINS)
+
+
+def step(model: nn.Module, optimizer: DoGEOptimizer, *, is_stacked: bool = False) -> None:
+    if is_stacked:
+        with optimizer.stacked(model, dict.fromkeys(DOMAINS, 3)):
+            outputs = model(torch.randn(6, 4))
+            (outputs[:3].square().mean() + outputs[3:].square().mean()).backward()
+    else:
+        for name in DOMAINS:
+            with optimizer.domain(name):
+                model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_two_domains_at_once_are_refused() -> None:
+    model = small_model()
+    first, second = wrapped(*model[0].parameters()), wrapped(*model[2].parameters())
+    refused = pytest.raises(RuntimeError, match="both optimizers to one")
+    with refused, first.domain("a"), second.domain("a"):
+        raise AssertionError("entered")
+    with refused, first.domain("a"), second.stacked(model, dict.fromkeys(DOMAINS, 3)):
+        raise AssertionError("entered")
+    # Neither is left open.
+    both = wrapped(*model.parameters())
+    step(model, both)
+    step(model, both)
+    assert both.num_steps == 2
+
+
+def test_threads_have_domains_of_their_own() -> None:
+    model, other = small_model(), small_model()
+    optimizer, others = wrapped(*model.parameters()), wrapped(*other.parameters())
+    with optimizer.domain("a"):
+        thread = threading.Thread(target=step, args=(other, others))
+        thread.start()
+        thread.join()
+        model(torch.randn(3, 4)).mean().backward()
+    assert others.num_steps == 1
+
+
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
+def test_a_half_of_the_model_is_warned_of_once(is_stacked: bool) -> None:
+    whole = nn.ModuleDict({"model": small_model(), "unused": nn.Linear(2, 2)})
+    model = whole["model"]
+    optimizer = wrapped(*model[2].parameters())
+    with pytest.warns(UserWarning, match=r"0\.weight, (model\.)?0\.bias\.") as caught:
+        step(model, optimizer, is_stacked=is_stacked)
+    assert len(caught) == 1
+    assert ("model.0.weight" in str(caught[0].message)) is not is_stacked
+    # Said once; and what it says is so.
+    assert model[0].weight.grad is not None
+    step(model, optimizer, is_stacked=is_stacked)
+
+
+def test_of_many_parameters_some_are_named() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with pytest.warns(UserWarning, match=r"0\.weight, 0\.bias, 1\.weight and 3 more"):
+        step(model, wrapped(*model[3].parameters()))
+
+
+class Discriminated(nn.Module):
+    """A model beside another one, which has an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other = small_model(), small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def after_a_backward_pass_of_the_other(both: Discriminated) -> None:
+    both.other(torch.randn(3, 4)).mean().backward()
+
+
+def frozen(both: Discriminated) -> None:
+    both.model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [lambda both: None, after_a_backward_pass_of_the_other, frozen])
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
+def test_what_is_done_on_purpose_is_left_alone(
+    change: Callable[[Discriminated], None], is_stacked: bool
+) -> None:
+    both = Discriminated()
+    change(both)
+    optimizer = wrapped(*(p for p in both.model.parameters() if p.requires_grad))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(both, optimizer, is_stacked=is_stacked)
+
+
+def test_a_parameter_of_a_group_is_owned_while_it_is_frozen() -> None:
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = wrapped(*model.parameters())
+    with optimizer.domain("a"):
+        model[0].requires_grad_(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.randn(3, 4)).mean().backward()
