@@ -24,7 +24,7 @@ from benchmarks import memory, models, optimizer_step, protocol, steps
 from benchmarks.models import Shape
 from benchmarks.steps import DogeStep, PlainStep, Problem
 from doge_fast.alternation import alternated, paired, ratio_of
-from doge_fast.stacked.losses import domain_losses, linear_domain_losses
+from doge_fast.losses import domain_losses, linear_domain_losses
 
 # Two cores; bars of the ratio to a plain step. The others show where one after another wins.
 SMALL = Shape(4, 4, 256, 8192, 128)

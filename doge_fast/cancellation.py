@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.stacked.example_norms import ExampleNorms, without_rule
-from doge_fast.stacked.layers.batch import couples_examples
+from doge_fast.stacked.layers.batch import refuse_coupled_examples
 
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 """What C(w) sums over the steps.
@@ -31,9 +31,9 @@ Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "ch
 - norms-over-change: sum_i ||dl(x_i)/dw|| / ||dw||. The paper's words: "the ratio of gradient norm
   and the norm of the actual update", high where gradients "among a minibatch could cancel each
   other". The default, and what this library calls the cancellation effect.
-- sum-over-change: ||sum_i dl(x_i)/dw|| / ||dw||. The published code's ratio, except that it takes
-  the mean over the batch, the change of the step before, and copies that follow the weights, so
-  that each of its scores is infinite.
+- sum-over-change: ||sum_i dl(x_i)/dw|| / ||dw||. The published code's ratio. The code itself takes
+  the mean over the batch and the change of the step before, and its copies of the weights
+  change with them, so that each of its scores is infinite.
 - change-over-sum: ||dw|| / ||sum_i dl(x_i)/dw||. Eq. (cancellation) as it is printed, with the
   norm that its denominator, a tensor, lacks. High means the opposite of the above.
 - change-over-norms: ||dw|| / sum_i ||dl(x_i)/dw||. The same with a norm of each summand.
@@ -44,7 +44,7 @@ DEFAULT_READING: Reading = "norms-over-change"
 
 
 class _Watched(NamedTuple):
-    """What a step's micro-batches have shown so far."""
+    """Sums over the micro-batches of the step so far."""
 
     norms_P: Tensor
     """[P] sums over the examples of the norms of their gradients."""
@@ -94,7 +94,7 @@ class CancellationEffect:
                 "CancellationEffect needs an optimizer over the model's parameters; they share "
                 "none."
             )
-        check_coupling(model)
+        refuse_coupled_examples(model)
         self.without_rule = without_rule(model, self._params)
         """Modules for which `watching` takes one example at a time only."""
         self._norms = None if self.without_rule else ExampleNorms(model, self._params)
@@ -104,7 +104,7 @@ class CancellationEffect:
         self._terms_RP = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_steps = 0
         self._copies: dict[str, Tensor] = {}
-        # Of the step under way; None before its first micro-batch.
+        # None before the first micro-batch of a step.
         self._watched: _Watched | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -151,15 +151,15 @@ class CancellationEffect:
         device = self._scores_RP.device
         norms = [squared[name].double().sqrt().sum().to(device) for name in self._params]
         earlier_P = 0 if self._watched is None else self._watched.norms_P
-        # Of all micro-batches so far, and before anything clips it.
+        # The gradient of all micro-batches so far, before anything clips it.
         sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
         self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Make `p.grad` and what was watched in this step those of all ranks; before the step.
+        """Sum `p.grad` and the norms of this step over all ranks; call it before the step.
 
-        Each rank has run backward on as many examples of its own, with the same weight, and nothing
-        has reduced its gradients yet. Afterwards `p.grad` is the sum over the ranks.
+        Each rank has run backward on examples of its own, as many as the others and with the same
+        weight, and nothing has reduced its gradients yet.
 
         Args:
             summed: a tensor's sum over the ranks.
@@ -366,17 +366,3 @@ def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> No
             f"Scores and columns must be of the same parameters; only one of them has "
             f"{sorted(set(scores) ^ set(columns))[0]}."
         )
-
-
-def check_coupling(model: nn.Module) -> None:
-    """Refuse a model in which an example of a batch has no gradient of its own.
-
-    Raises:
-        ValueError: a module mixes the examples.
-    """
-    for name, module in model.named_modules():
-        if couples_examples(module):
-            raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
-                "examples of a batch, so no example has its own gradient. Put it in eval mode."
-            )

@@ -160,9 +160,9 @@ class DoGEOptimizer(OptimizerWrapper):
         scaler = checked_scaler(scaler)
         parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
-        self.objective = Objective.of(domains, target)
+        objective = Objective.of(domains, target)
         if mu is None:
-            mu = defaults.default_mu(parameters.peak_lr, sum(self.objective.tau))
+            mu = defaults.default_mu(parameters.peak_lr, sum(objective.tau))
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),
@@ -171,12 +171,12 @@ class DoGEOptimizer(OptimizerWrapper):
             smoothing=smoothing,
         )
         device = parameters.params[0].device
-        self._weights = DomainWeights(self.objective, rule, device=device, initial=initial)
+        self._weights = DomainWeights(objective, rule, device=device, initial=initial)
         self._step = Step(
             self.inner,
             parameters,
             self._weights,
-            Subset(self.objective, domains_per_step, seed),
+            Subset(objective, domains_per_step, seed),
             buffer_dtype=buffer_dtype,
             absent=absent,
             micro_batches=micro_batches,
@@ -186,6 +186,11 @@ class DoGEOptimizer(OptimizerWrapper):
         checkpoint.mark(self.param_groups)
 
     # What is known of the run.
+
+    @property
+    def objective(self) -> Objective:
+        """Which domains are trained on, and which are targets."""
+        return self._weights.objective
 
     @property
     def rule(self) -> UpdateRule:

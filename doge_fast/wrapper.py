@@ -7,7 +7,7 @@ keeps nothing in the wrapped one's state, whose lazy initialisation that would b
 import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class OptimizerWrapper(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks: as with any torch optimizer, they do not travel."""
         # Schedulers put a patched step on the instance; the class has the real one.
-        left = ("step", "train", "eval", *_HOOKS)
+        left = ("step", *_HOOKS)
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,15 +89,34 @@ class OptimizerWrapper(Optimizer):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Give the instance hooks, a step that runs them, and the modes; what is there stays."""
+        """Give the instance hooks and a step that runs them; what is there stays."""
         for name in _HOOKS:
             if name not in self.__dict__:
                 setattr(self, name, OrderedDict())
         self._patch_step_function()
-        # On the instance: hosts ask an optimizer whether it has these modes, and most have not.
-        for name in ("train", "eval"):
-            if callable(method := getattr(self._inner, name, None)):
-                setattr(self, name, method)
+
+    # Out of the checker's sight: it would take every name for one of the wrapper's.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A public name that is the wrapped optimizer's alone, such as its modes."""
+            inner = self.__dict__.get("_inner")
+            if inner is not None and not name.startswith("_"):
+                for owner in (inner, *_each_of(inner)):
+                    if hasattr(owner, name):
+                        return getattr(owner, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Likewise: hosts hand an optimizer what its step reads, such as the latest loss."""
+            inner = self.__dict__.get("_inner")
+            is_ours = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+            others = () if is_ours or inner is None else _each_of(inner)
+            owners = [owner for owner in others if hasattr(owner, name)]
+            for owner in owners:
+                setattr(owner, name, value)
+            if not owners:
+                super().__setattr__(name, value)
 
 
 def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doge_fast import DoGEOptimizer
-from doge_fast.stacked.losses import domain_losses
+from doge_fast.losses import domain_losses
 
 DOMAINS = ["stranger", "half", "kin"]
 TARGET = "target"

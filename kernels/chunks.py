@@ -22,6 +22,9 @@ from torch import Tensor
 # for what surrounds it. One budget for all would let gradients, which move from step to step, push
 # out the tables of rows that stay.
 MAX_COST, COST_OF_A_TABLE = 1 << 19, 64
+# Whatever they cost: a step has so many lists for one operator, and with models beyond 500 million
+# columns two would push each other out, to be uploaded at every step.
+MIN_TABLES = 4
 # Lists of blocks whose spans are kept: an optimizer has two to four.
 MAX_LISTS = 32
 # What a launch may promise the compiler, in elements; blocks that start on 64 elements keep it.
@@ -167,7 +170,7 @@ def _keep(key: _Key, new: _Kept) -> _Kept:
     kept = _kept[fields]
     kept[key] = new
     _costs[fields] += new.cost()
-    while _costs[fields] > MAX_COST and len(kept) > 1:
+    while _costs[fields] > MAX_COST and len(kept) > MIN_TABLES:
         _, oldest = kept.popitem(last=False)
         _costs[fields] -= oldest.cost()
     return new

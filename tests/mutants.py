@@ -70,7 +70,7 @@ class Mutant:
 
 
 def path_of(module: str) -> Path:
-    """The source file of a module of `mutants.toml`, which is named as "weights/simplex"."""
+    """The source file of a module of `mutants.toml`, "stacked/stacked" for example."""
     return ROOT / "doge_fast" / f"{module}.py"
 
 
@@ -237,8 +237,8 @@ class _Running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
-        source = path_of(self.mutant.module)
-        shutil.copy2(source, self.workspace / source.relative_to(ROOT))
+        module = self.mutant.module
+        shutil.copy2(path_of(module), self.workspace / "doge_fast" / f"{module}.py")
 
 
 def outcomes(

@@ -89,9 +89,9 @@ def weights_of(form: str, device: torch.device) -> Tensor:
         if form == "ddp":
             optimizer = example.train(STEPS, device)
         else:
-            model, optimizer = example.built(False, device)
+            model, optimizer = example.built(device)
             for step in range(STEPS):
-                example.train_step(model, optimizer, False, step)
+                example.train_step(model, optimizer, step)
     finally:
         torch.set_default_dtype(torch.float32)
     return torch.stack([optimizer.alpha, optimizer.alpha_mean])

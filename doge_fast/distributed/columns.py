@@ -42,8 +42,7 @@ class Bucket(NamedTuple):
     def shards(self, rows: Sequence[int], num_ranks: int) -> Tensor:
         """[n, rows, columns of a shard]: a copy of rows, with zeros where they are not written."""
         size = self.num_columns
-        shape = (num_ranks, len(rows), size)
-        shards = torch.zeros(shape, dtype=self.dtype, device=self.blocks[0].param.device)
+        shards = self.blocks[0].rows_BN.new_zeros(num_ranks, len(rows), size, dtype=self.dtype)
         first = 0
         for block in self.blocks:
             last = first + block.num_columns

@@ -232,8 +232,7 @@ def refuse_difference(values: Sequence[float], what: str) -> None:
     if others:
         raise RuntimeError(
             f"the ranks differ in {what}: {_named(others)} from rank 0. Every rank must build the "
-            "same model and the same DoGEOptimizer, from the same seed, and take equally many "
-            "steps."
+            "same model and DoGEOptimizer, from the same seed, and take equally many steps."
         )
 
 

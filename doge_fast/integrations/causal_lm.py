@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from doge_fast.integrations.domain_data import Batch
+from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from doge_fast.stacked.layers.batch import on_device
-from doge_fast.stacked.losses import IGNORED, domain_losses, linear_domain_losses
 
 # Architectures whose rows in a stacked batch are tested against one domain after another.
 STACKABLE = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox", "gemma2")

@@ -17,7 +17,6 @@ from doge_fast.cancellation import (
     DEFAULT_READING,
     READINGS,
     CancellationEffect,
-    check_coupling,
     parse_strategy,
     select,
 )
@@ -29,6 +28,7 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 from doge_fast.stacked.example_norms import ExampleNorms
+from doge_fast.stacked.layers.batch import refuse_coupled_examples
 from doge_fast.weights import weights_file
 
 CANCELLATION = "cancellation.json"
@@ -178,7 +178,7 @@ class SelectStage(MixtureStage[SelectConfig]):
     def fit(self, model: PreTrainedModel) -> None:
         """Whether the examples of a batch can go through the model at once."""
         _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
-        check_coupling(model)
+        refuse_coupled_examples(model)
         self.is_together = _is_together(self.config, model, self.batch(0))
 
     def is_finished(self) -> bool:

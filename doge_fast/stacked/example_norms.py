@@ -1,9 +1,9 @@
-"""Norm of every example's gradient, from one ordinary backward pass and without those gradients.
+"""Norm of every example's gradient, from one ordinary backward pass.
 
-What an example adds to the gradient of a parameter is a sum over its tokens, and the rules of
-`doge_fast.stacked.layers` know its terms from the input of a module and the gradient of its output;
-the norms follow from them (`doge_fast.stacked.layers.token_sums`). Hooks take both, and leave the
-pass as it is: `p.grad` is what it always is.
+The gradient of an example is a sum over its tokens, whose terms the rules of
+`doge_fast.stacked.layers` know from the input of a module and the gradient of its output. Hooks
+take both and leave the pass as it is: `p.grad` is what it always is. The gradients of a few
+examples at a time are rows, as those of domains in a stacked pass are, and only their norms stay.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,24 +12,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
-from doge_fast.stacked.layers.batch import ExampleAxis, only_input
+from doge_fast.stacked.layers.batch import ExampleAxis, Run, only_input
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import Outer, exact, squared_norms
+from doge_fast.stacked.layers.token_sums import TokenSum, wide_dtype
+
+# Elements of the gradients that exist at once, of one parameter.
+MOST_ELEMENTS = 1 << 25
 
 
 class ExampleNorms:
     """Squared norms of every example's gradient of every parameter.
+
+    Needs memory for the gradients of a few examples of the largest parameter, and in its first
+    pass for one copy of all gradients.
 
     Args:
         model: whose modules get hooks during a pass.
         params: the parameters that count, by name.
 
     Raises:
-        ValueError: parameters stand in modules that there is no rule for (see `without_rule`).
+        ValueError: a module that owns some of `params` has no rule (see `without_rule`).
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, Tensor]) -> None:
@@ -45,10 +50,10 @@ class ExampleNorms:
         self._params = dict(params)
         self._names = {id(param): name for name, param in params.items()}
         self._owners = [(module, rule) for _, module, rule in _owners(model, params) if rule]
-        self._examples = ExampleAxis("Norms per example need", "Run one example after another.")
-        self._uses: dict[str, list[Outer | Tensor]] = {}
+        self._examples = ExampleAxis()
+        self._uses: dict[str, list[TokenSum]] = {}
         self._num_uses: dict[str, int] = {}
-        self._probes: dict[str, _Probe] | None = {}
+        self._sums: dict[str, _Sum] | None = {}
         self.squared: dict[str, Tensor] = {}
         """{name: [B]} of the last pass."""
 
@@ -56,8 +61,8 @@ class ExampleNorms:
     def recording(self, num_examples: int) -> Iterator[None]:
         """Record one forward and one backward pass; then `squared` is {name: [B]}.
 
-        The first time what was recorded is compared with what `p.grad` became, so that a parameter
-        that something else than its own module uses does not go unnoticed.
+        The first time the sum over the examples is compared with what `p.grad` became, to notice
+        a parameter that something else than its own module uses.
 
         Args:
             num_examples: B; what the modules get has them in front.
@@ -70,8 +75,8 @@ class ExampleNorms:
         self._uses = {name: [] for name in self._params}
         self._num_uses = dict.fromkeys(self._params, 0)
         self.squared = {}
-        if self._probes is not None:
-            self._probes = {name: _Probe(param) for name, param in self._params.items()}
+        if self._sums is not None:
+            self._sums = {name: _Sum(param) for name, param in self._params.items()}
         handles = [
             module.register_forward_hook(partial(self._after_forward, rule), with_kwargs=True)
             for module, rule in self._owners
@@ -79,7 +84,7 @@ class ExampleNorms:
         try:
             yield
             with torch.autocast(next(iter(self._params.values())).device.type, enabled=False):
-                self._settle()
+                self._finish()
         finally:
             for handle in handles:
                 handle.remove()
@@ -88,16 +93,15 @@ class ExampleNorms:
     def _after_forward(
         self, rule: LayerRule, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Tensor | None:
-        """Count the module's parameters as used, and wait for the gradient of the output."""
+        """Count a use of the module's parameters, and wait for the gradient of the output."""
         if not torch.is_grad_enabled() or not output.requires_grad:
             return None
         given = only_input(module, args, kwargs)
         x = self._examples.in_front(given, module)
-        if x.dim() > given.dim():
-            # Positions without a batch.
-            output = output[None]
-        if len(output) == 1:
-            output = output.expand(self._examples.num_examples, *output.shape[1:])
+        if x is not given:
+            # All examples share it; expanded, its gradient has one part for each of them.
+            rest = output.shape[1:] if given.dim() == x.dim() else output.shape
+            output = output.expand(len(x), *rest)
         for param in module.parameters(recurse=False):
             if id(param) in self._names:
                 self._num_uses[self._names[id(param)]] += 1
@@ -105,98 +109,96 @@ class ExampleNorms:
         return output  # type: ignore[no-any-return]
 
     def _after_backward(self, rule: LayerRule, module: nn.Module, x: Tensor, grad: Tensor) -> None:
-        size = self._examples.num_examples
-        if len(grad) != size:
-            x, grad = (rearrange(part, "(b t) f -> b t f", b=size) for part in (x, grad))
-        elif x.is_floating_point():
-            x = x.expand(size, *x.shape[1:])
         # Where backward was called under autocast.
         with torch.autocast(grad.device.type, enabled=False):
-            terms = rule.gradients(module, grad.detach(), rule.prepare(module, x))
-            for param, gradient in terms:
+            prepared = rule.prepare(module, x)
+            for param, gradient in rule.gradients(module, grad.detach(), prepared):
                 if param is not None and id(param) in self._names:
-                    use = gradient.per_example(param.shape)
-                    self._add(self._names[id(param)], use, grad.dtype)
+                    name = self._names[id(param)]
+                    if self._sums is not None:
+                        self._sums[name].note_terms(grad, prepared)
+                    self._add(name, gradient)
 
-    def _add(self, name: str, use: Outer | Tensor, dtype: torch.dtype) -> None:
-        if name in self.squared or not self._num_uses:
+    def _add(self, name: str, gradient: TokenSum) -> None:
+        if name in self.squared:
             raise RuntimeError(
                 f"Gradient norms per example need a single backward pass; {name} received another "
                 "gradient after it. Run one example after another."
             )
-        if self._probes is not None:
-            self._probes[name].add(use, dtype)
-        uses = self._uses[name]
-        uses.append(use)
-        if len(uses) == self._num_uses[name]:
-            self.squared[name] = squared_norms(uses, self._params[name].shape)
-            uses.clear()
+        self._uses[name].append(gradient)
+        if len(self._uses[name]) == self._num_uses[name]:
+            self._take_norms(name)
 
-    def _settle(self) -> None:
+    def _take_norms(self, name: str) -> None:
+        """Fill `squared`, from the gradients of a few examples at a time."""
+        param, size = self._params[name], self._examples.num_examples
+        uses, dtype = self._uses.pop(name), wide_dtype(param.dtype)
+        if not uses:
+            self.squared[name] = torch.zeros(size, dtype=dtype, device=param.device)
+            return
+        step = max(1, MOST_ELEMENTS // max(1, param.numel()))
+        squared = []
+        for first in range(0, size, step):
+            last = min(size, first + step)
+            # Each example is a row.
+            run = Run(0, range(first, last + 1), size)
+            grads = torch.empty(last - first, *param.shape, dtype=dtype, device=param.device)
+            for index, use in enumerate(uses):
+                use.write(run, grads, index > 0)
+            # Row by row first: a float32 norm of millions of elements is imprecise.
+            rows = grads.reshape(last - first, -1, *param.shape[-1:])
+            norms = torch.linalg.vector_norm(rows, dim=-1).reshape(last - first, -1)
+            squared.append(norms.square().sum(1))
+            if self._sums is not None:
+                self._sums[name].add(grads)
+        self.squared[name] = torch.cat(squared)
+
+    def _finish(self) -> None:
         """Complete parameters with fewer gradients than uses, and compare all with `p.grad`."""
-        for name, param in self._params.items():
+        for name in self._params:
             if name not in self.squared:
-                uses, size = self._uses[name], self._examples.num_examples
-                self.squared[name] = (
-                    squared_norms(uses, param.shape)
-                    if uses
-                    else torch.zeros(size, dtype=param.dtype, device=param.device)
-                )
-        outside = [name for name, probe in (self._probes or {}).items() if not probe.agrees()]
+                self._take_norms(name)
+        outside = [name for name, each in (self._sums or {}).items() if not each.agrees()]
         if outside:
             raise RuntimeError(
                 f"{', '.join(outside[:3])}{', ...' * (len(outside) > 3)} got another gradient than "
                 "that of the module that owns it: something else uses it too, or couples the "
                 "examples' paths to it. Run one example after another."
             )
-        self._probes = None
+        self._sums = None
 
 
-class _Probe:
-    """Compares u^T G v of what was recorded and of what `p.grad` became; u, v random signs."""
+class _Sum:
+    """The sum over the examples, compared with what `p.grad` gained."""
 
     def __init__(self, param: Tensor) -> None:
         self._param = param
-        rows = param.shape[0] if param.dim() else 1
-        generator = torch.Generator().manual_seed(rows)
-        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-        signs = [
-            torch.randint(0, 2, (size,), generator=generator).mul(2).sub(1).to(param.device, wide)
-            for size in (rows, param.numel() // max(rows, 1))
-        ]
-        self._left, self._right = signs
-        self._before = self._seen_by_autograd()
-        self._recorded = self._size = torch.zeros((), dtype=torch.float64, device=param.device)
-        self._tolerance = 256 * torch.finfo(wide).eps
+        self._before = None if param.grad is None else param.grad.clone()
+        self._sum = torch.zeros_like(param, dtype=wide_dtype(param.dtype), requires_grad=False)
+        self._tolerance = 256 * torch.finfo(self._sum.dtype).eps
+        self._terms = torch.zeros((), dtype=torch.float64, device=param.device)
 
-    def add(self, use: Outer | Tensor, dtype: torch.dtype) -> None:
-        """One more part of the gradient, that autograd has computed in `dtype`."""
-        if isinstance(use, Outer):
-            is_index = use.left.dim() == 2
-            left_BT = self._left[use.left] if is_index else exact(use.left) @ self._left
-            terms = left_BT * (exact(use.right) @ self._right)
-        else:
-            terms = self._product(exact(use).flatten(1))
-        self._recorded = self._recorded + terms.sum(dtype=torch.float64)
-        self._size = self._size + terms.abs().sum(dtype=torch.float64)
+    def note_terms(self, grad: Tensor, x: Tensor) -> None:
+        """Bound the rounding error, by the size of the terms and the dtype that they are in.
+
+        The gradients themselves may be zero but for rounding, as that of an attention's key bias.
+        """
+        largest = x.norm(dim=-1).max() if x.is_floating_point() else 0
+        self._terms = self._terms + grad.norm(dim=-1).sum(dtype=torch.float64) * (1 + largest)
         # Each product of a narrow type is off by half an ulp, and so is what autograd made of them.
-        self._tolerance = max(self._tolerance, 4 * torch.finfo(dtype).eps)
+        self._tolerance = max(self._tolerance, 4 * torch.finfo(grad.dtype).eps)
+
+    def add(self, grads: Tensor) -> None:
+        """The gradients of some examples."""
+        self._sum += grads.sum(0)
 
     def agrees(self) -> bool:
         """Whether nothing else has gone into `p.grad`."""
-        after = self._seen_by_autograd()
-        size = self._size + self._before.abs() + after.abs()
-        return bool((after - self._before - self._recorded).abs() <= self._tolerance * size)
-
-    def _seen_by_autograd(self) -> Tensor:
-        grad = self._param.grad
-        if grad is None:
-            return torch.zeros((), dtype=torch.float64, device=self._param.device)
-        return self._product(exact(grad).flatten()).double()
-
-    def _product(self, values: Tensor) -> Tensor:
-        rows = values.reshape(*values.shape[:-1], len(self._left), -1)
-        return rows @ self._right @ self._left
+        after = self._param.grad
+        gained = torch.zeros_like(self._sum) if after is None else after.to(self._sum.dtype)
+        if self._before is not None:
+            gained = gained - self._before
+        return bool((gained - self._sum).norm() <= self._tolerance * self._terms)
 
 
 def without_rule(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:

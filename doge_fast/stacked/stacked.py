@@ -1,31 +1,40 @@
 """One backward for all domains: each layer writes every domain's weight gradient by itself.
 
-In a batch sorted by domain each token contributes to one domain's gradient, so all K weight
-gradients of a layer cost what its ordinary one costs: the same products, cut at the borders of the
-domains. While a `StackedModel` records, the `forward` of every module that owns trained parameters
-is replaced: forward and the gradient of the input are as before, over all tokens at once; the
-weight gradient of each domain goes straight into its row of the flat buffer, and autograd sees
-none.
+In a batch sorted by domain each token contributes to one domain's gradient. All K weight gradients
+of a layer therefore cost what its ordinary one costs: the same products, cut where domains change.
+While a `StackedModel` records, it replaces the forward of every module that owns trained
+parameters:
 
-`doge_fast.stacked.layers` has a rule for each module class that is known; modules without one run
-once per domain, on slices of their input. What couples examples (batch statistics) has no gradient per
-domain in such a batch and is refused.
+- A module whose class has a rule (`doge_fast.stacked.layers`) runs once, over all tokens. Its
+  backward returns the gradient of the input to autograd, as before, and writes the weight gradient
+  of each domain into its row of the flat buffer. Autograd sees no weight gradient.
+- Any other module runs once per domain, on slices of its input (`layers/by_slices.py`).
+
+Modules that mix examples (batch statistics) are refused: no domain has a gradient of its own there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.stacked.layers.batch import ExampleAxis, Segment, SortedBatch, couples_examples
+from doge_fast.stacked.layers.batch import (
+    ExampleAxis,
+    Run,
+    Segment,
+    only_input,
+    refuse_coupled_examples,
+    runs_of,
+)
 from doge_fast.stacked.layers.by_slices import outputs_by_slices
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.stacked_layer import StackedLayer
-from doge_fast.stacked.layers.token_sums import Fill, TokenSum
 from doge_fast.weights.simplex import is_integer
 
 
@@ -55,8 +64,8 @@ def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[
     """Where each domain lies in a batch that is sorted by domain.
 
     Args:
-        sizes: as `sizes_of` gives them.
-        row_of: the row of the buffer of a domain.
+        sizes: as `sizes_of` returns them.
+        row_of: the row of a domain in the buffer.
     """
     segments, first = [], 0
     for name, size in sizes.items():
@@ -71,21 +80,18 @@ class StackedModel:
     Args:
         model: whose modules fill the rows.
         buffer: whose rows are filled.
-        tracked: the parameters that are trained, by id.
+        tracked: ids of the parameters that are trained.
 
     Raises:
-        ValueError: a module couples the examples of a batch.
+        ValueError: a module mixes the examples of a batch.
     """
 
-    def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Mapping[int, Tensor]) -> None:
+    def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Collection[int]) -> None:
         self._buffer = buffer
         self._tracked = frozenset(tracked)
-        self._batch: SortedBatch | None = None
-        self._examples = ExampleAxis(
-            "stacked mode needs",
-            "Give the sizes of this batch, or run one domain after another, with "
-            "optimizer.domain(name).",
-        )
+        self._segments: list[Segment] = []
+        self._runs: list[Run] = []
+        self.examples = ExampleAxis()
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
         self._rules = self._rules_of(model)
@@ -93,7 +99,7 @@ class StackedModel:
             module: self._forward_of(module, rule) for module, (_, rule) in self._rules.items()
         }
 
-    def covers(self, model: nn.Module, tracked: Mapping[int, Tensor]) -> bool:
+    def covers(self, model: nn.Module, tracked: Collection[int]) -> bool:
         """Whether this was made for `model` as it is now, and for these parameters."""
         return self._tracked == frozenset(tracked) and self._rules == self._rules_of(model)
 
@@ -102,10 +108,10 @@ class StackedModel:
         """Have forward and backward passes fill the rows of `segments`.
 
         Args:
-            segments: as `segments_of` gives them.
+            segments: as `segments_of` returns them.
         """
-        self._batch = SortedBatch.of(segments)
-        self._examples.begin(segments[-1].last)
+        self._segments, self._runs = list(segments), runs_of(segments)
+        self.examples.begin(segments[-1].last)
         self.has_written = False
         before = {module: module.__dict__.get("forward") for module in self._forwards}
         _recording.append(self)
@@ -115,7 +121,7 @@ class StackedModel:
             yield
         finally:
             _recording.remove(self)
-            self._batch = None
+            self._segments, self._runs = [], []
             for module, original in before.items():
                 if original is None:
                     module.__dict__.pop("forward", None)
@@ -123,51 +129,52 @@ class StackedModel:
                     module.forward = original
 
     @property
-    def batch(self) -> SortedBatch:
-        """The batch under way.
+    def segments(self) -> list[Segment]:
+        """The domains of the batch under way.
 
         Raises:
             RuntimeError: there is none.
         """
-        if self._batch is None:
+        if not self._segments:
             raise RuntimeError(
                 "a backward pass of a stacked batch ran outside its context, where its tokens "
                 "cannot be assigned to domains. Call loss.backward() inside "
                 "optimizer.stacked(...)."
             )
-        return self._batch
+        return self._segments
 
-    def write(self, param: Tensor, gradient: TokenSum) -> None:
-        """Fill all rows of `param`, or add to them; one that is not trained has none.
+    @property
+    def runs(self) -> list[Run]:
+        """The same domains, in as few runs as possible; raises as `segments` does."""
+        return self._runs if self.segments else []
 
-        Raises:
-            RuntimeError: outside `recording`.
-        """
-        if id(param) in self._tracked:
-            for run in self.batch.runs:
-                self.fill(param, run.rows, gradient.dtype, gradient.rows(run))
+    def is_tracked(self, param: Tensor) -> bool:
+        """Whether `param` is trained, and has rows."""
+        return id(param) in self._tracked
 
-    def fill(self, param: Tensor, rows: range, dtype: torch.dtype, fill: Fill) -> None:
-        """Have `fill(out, adds)` write neighbouring rows of `param`, or add to them.
+    def slots(self, param: Tensor, rows: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Neighbouring rows of `param`, to be written now or added to.
 
         Args:
-            param: whose gradient it is; `out` is [len(rows), *its shape], in the rows' dtype.
+            param: one that is trained.
             rows: of the buffer, one after another.
             dtype: in which the gradient is computed.
-            fill: writes `out`, adding to what is there if `adds`.
+
+        Returns:
+            [len(rows), *its shape], in the dtype of the rows, and whether they hold gradients.
         """
         self.has_written = True
         rows_GN, adds = self._buffer.slots(rows.start, len(rows), param, dtype)
-        fill(rows_GN.view(-1, *param.shape), adds)
+        return rows_GN.view(-1, *param.shape), adds
 
     def _receive(self, row: int, param: Tensor, grad: Tensor) -> None:
         self.has_written = True
         self._buffer.receive(row, param, grad)
 
     def _forward_of(self, module: nn.Module, rule: LayerRule | None) -> Callable[..., Any]:
-        """What takes the place of the module's forward."""
+        """What replaces the module's forward."""
         if rule is not None:
-            return StackedLayer(module, rule, self._examples, self.write).forward
+            return _StackedLayer(self, module, rule).forward
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +182,7 @@ class StackedModel:
                 return original(*args, **kwargs)
             return outputs_by_slices(
                 *(module, original, args, kwargs),
-                segments=self.batch.segments,
+                segments=self.segments,
                 tracked=self._tracked,
                 receive=self._receive,
             )
@@ -184,36 +191,28 @@ class StackedModel:
 
     def _rules_of(self, model: nn.Module) -> dict[nn.Module, tuple[Any, LayerRule | None]]:
         """Modules that own trained parameters: what each of them is, and its rule."""
+        refuse_coupled_examples(model)
         return {
             module: (module.__dict__.get("forward", type(module)), self._rule_of(module))
-            for module in self._owners(model, "")
+            for module in self._owners(model)
         }
 
     def _rule_of(self, module: nn.Module) -> LayerRule | None:
         params = module.parameters(recurse=False)
-        if any(param.requires_grad and id(param) not in self._tracked for param in params):
+        if any(param.requires_grad and not self.is_tracked(param) for param in params):
             # Another optimizer trains it, and autograd has to give it a gradient.
             return None
         return rule_of(module)
 
-    def _owners(self, module: nn.Module, name: str) -> Iterator[nn.Module]:
-        """Modules that own trained parameters and fill their rows."""
-        if couples_examples(module):
-            raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
-                "examples of all domains: no domain has a gradient of its own. Run one domain "
-                "after another, with optimizer.domain(name), or put it in eval mode."
-            )
-        if any(id(param) in self._tracked for param in module.parameters(recurse=False)):
+    def _owners(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Modules whose forward is replaced: they own trained parameters."""
+        if any(self.is_tracked(param) for param in module.parameters(recurse=False)):
             yield module
             if self._rule_of(module) is None:
-                # Its children run inside it, domain by domain; only look for what is refused.
-                for child_name, child in module.named_modules():
-                    if couples_examples(child) and child is not module:
-                        yield from self._owners(child, f"{name}.{child_name}")
+                # Its children run inside it, domain by domain.
                 return
-        for child_name, child in module.named_children():
-            yield from self._owners(child, f"{name}.{child_name}".lstrip("."))
+        for child in module.children():
+            yield from self._owners(child)
 
 
 # The passes under way, the innermost last; like autocast, they hold for what runs inside them.
@@ -224,7 +223,98 @@ def pass_of(param: Tensor) -> StackedModel | None:
     """The stacked pass under way that trains `param`, the innermost of several; None outside.
 
     For functions that take a parameter itself, past its module, as `linear_domain_losses` does:
-    they write its rows with `StackedModel.fill`, and give autograd no gradient of it.
+    they write its rows (`StackedModel.slots`), and return no gradient of it to autograd.
     """
-    passes = (stacked for stacked in reversed(_recording) if id(param) in stacked._tracked)
-    return next(passes, None)
+    return next((each for each in reversed(_recording) if each.is_tracked(param)), None)
+
+
+class _StackedLayer:
+    """Runs a module by its rule: one forward for all examples, rows in the backward."""
+
+    def __init__(self, stacked: StackedModel, module: nn.Module, rule: LayerRule) -> None:
+        self.module = module
+        self.rule = rule
+        self._stacked = stacked
+        self._examples = stacked.examples
+        self._original = module.forward
+        # A compiled backward pass knows it by its number: a graph may not hold an object.
+        self.number = next(_numbers)
+        _layers[self.number] = self
+        params = module.parameters(recurse=False)
+        self._token = torch.zeros(1, device=next(params).device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
+        if not torch.is_grad_enabled():
+            return self._original(*args, **kwargs)
+        given = only_input(self.module, args, kwargs)
+        x = self.rule.prepare(self.module, self._examples.in_front(given, self.module))
+        params = self.module._parameters.values()
+        output = _Layer.apply(self, x, self._token, *params)  # type: ignore[no-untyped-call]
+        return output.to(given.dtype) if self.rule.keeps_dtype else output
+
+    def fill_rows(self, tensors: list[Tensor]) -> None:
+        """Write all rows of the module's parameters, in its backward; see `fill_rows_`."""
+        stacked, runs = self._stacked, self._stacked.runs
+        for param, gradient in self.rule.gradients(self.module, *tensors):
+            if param is not None and stacked.is_tracked(param):
+                for run in runs:
+                    gradient.write(run, *stacked.slots(param, run.rows, gradient.dtype))
+
+
+class _Layer(torch.autograd.Function):
+    """A rule's forward and input gradient; as the parameters are inputs, the output has a graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: _StackedLayer, x: Tensor, token: Tensor, *params: Tensor | None
+    ) -> Tensor:
+        made = layer.rule.forward(layer.module, x)
+        if isinstance(made, Tensor):
+            raise RuntimeError(
+                f"forward() of {type(layer.rule).__name__} must return the output and the tensors "
+                "that are saved; got a tensor. Return (output, ())."
+            )
+        output, saved = made
+        ctx.save_for_backward(x, *saved)
+        ctx.layer, ctx.token, ctx.num_others = layer, token, 1 + len(params)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        layer, tensors = ctx.layer, [grad, *ctx.saved_tensors]
+        if torch.compiler.is_compiling():
+            fill_rows_(tensors, ctx.token, layer.number)
+        else:
+            layer.fill_rows(tensors)
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = layer.rule.input_gradient(layer.module, *tensors)
+        return None, grad_x, *[None] * ctx.num_others
+
+
+_layers: WeakValueDictionary[int, _StackedLayer] = WeakValueDictionary()
+_numbers = count()
+
+
+# An opaque operator for a compiler, which keeps it because it changes a token: the buffer's blocks
+# are allocated behind it, when the first gradient appears. A captured graph would replay the
+# kernels and not the host's notes on which rows are written; Inductor leaves this tag outside.
+@torch.library.custom_op(
+    "doge_fast::fill_rows_", mutates_args={"token"}, tags=[torch.Tag.cudagraph_unsafe]
+)
+def fill_rows_(tensors: list[Tensor], token: Tensor, number: int) -> None:
+    """Write rows of the flat buffer in the backward of a module.
+
+    Args:
+        tensors: gradient of the output first, then x and what the module's rule has saved.
+        token: declared as changed, so that a compiler keeps the call; nothing is written to it.
+        number: of the module, among those of all stacked passes.
+    """
+    _layers[number].fill_rows(tensors)
+
+
+@fill_rows_.register_fake
+def _(tensors: list[Tensor], token: Tensor, number: int) -> None:
+    return None

@@ -7,6 +7,8 @@ on purpose.
 """
 
 import gc
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from doge_fast.tracing import outside_graphs
 
 NUM_NAMED = 3
+# Modules whose frames lie between a loop and the warning.
+_IS_BETWEEN = re.compile(r"(doge_fast|torch|contextlib)\b").match
 
 
 class _Open(threading.local):
@@ -123,5 +127,13 @@ def _warn_of(unowned: dict[str, Tensor]) -> None:
         "unweighted sum over domains, and W does not see them. Wrap both, "
         "DoGEOptimizer([optimizer, other], domains=...); or freeze them, or run their backward "
         "pass outside the domain.",
-        stacklevel=2,
+        stacklevel=_level_of_the_caller(),
     )
+
+
+def _level_of_the_caller() -> int:
+    """The `stacklevel` at which a warning of the calling function names the loop's own line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _IS_BETWEEN(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level

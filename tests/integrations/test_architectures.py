@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from doge_fast import DoGEOptimizer
 from doge_fast.integrations.causal_lm import PLAIN_HEADS, STACKABLE
+from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from doge_fast.stacked.layers import token_sums
-from doge_fast.stacked.losses import IGNORED, domain_losses, linear_domain_losses
 from tests.grids import grid
 
 VOCABULARY, LENGTH = 61, 10
@@ -116,58 +116,34 @@ def assert_same(ours: Rows, expected: Rows) -> None:
 SOME = ("gpt2", "llama")
 
 
-@pytest.mark.parametrize(
-    ("kind", "padding", "attention"),
-    grid(
-        STACKABLE,
-        ("full", "padded"),
-        ("its own", "eager"),
-        some=lambda kind, padding, attention: kind in SOME and attention == "its own",
-    ),
-)
-def test_rows_are_those_of_one_domain_after_another(
-    kind: str, padding: str, attention: str
-) -> None:
-    model = tiny(kind, None if attention == "its own" else attention)
-    inputs, labels_BL = batch(padded=padding == "padded")
-    expected = sequential(model, inputs, labels_BL)
-    assert len(expected) == sum(1 for _ in model.parameters())
-    assert_same(stacked(model, inputs, labels_BL), expected)
-
-
-@pytest.mark.parametrize("kind", grid(STACKABLE, some=lambda kind: kind in SOME))
-def test_sums_of_all_domains_at_once_give_the_same_rows(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: each norm, bias and embedding in one operator for all domains."""
-    model = tiny(kind)
-    inputs, labels_BL = batch(padded=True)
-    monkeypatch.setattr(token_sums, "ONE_BY_ONE", ())
-    assert_same(stacked(model, inputs, labels_BL), sequential(model, inputs, labels_BL))
-
-
-@pytest.mark.parametrize("kind", grid(PLAIN_HEADS, some=lambda kind: kind in SOME))
-def test_a_plain_head_is_the_product_that_the_fused_loss_takes(kind: str) -> None:
-    model = tiny(kind)
-    inputs, labels_BL = batch(padded=True)
-    expected = sequential(model, inputs, labels_BL)
-    assert_same(stacked(model, inputs, labels_BL, fused=True), expected)
-
-
 # The name that works in all versions that we accept is on its way out in the latest.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    grid(STACKABLE, ("saved", "reentrant"), some=lambda kind, way: kind in SOME),
+    ("kind", "way", "padding"),
+    grid(
+        STACKABLE,
+        ("stacked", "eager attention", "at once", "fused head", "saved", "reentrant"),
+        ("full", "padded"),
+        some=lambda kind, way, padding: kind in SOME and (padding == "padded" or way == "stacked"),
+    ),
 )
-def test_with_activation_checkpointing(kind: str, way: str) -> None:
-    model = tiny(kind)
-    inputs, labels_BL = batch(padded=False)
+def test_rows_are_those_of_one_domain_after_another(
+    kind: str, way: str, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "fused head" and kind not in PLAIN_HEADS:
+        pytest.skip("its head is more than a product")
+    model = tiny(kind, "eager" if way == "eager attention" else None)
+    inputs, labels_BL = batch(padded=padding == "padded")
     expected = sequential(model, inputs, labels_BL)
-    model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+    assert len(expected) == sum(1 for _ in model.parameters())
+    if way == "at once":
+        # As on a GPU: each norm, bias and embedding in one operator for all domains.
+        monkeypatch.setattr(token_sums, "ONE_BY_ONE", ())
+    if way in ("saved", "reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
     if way == "reentrant":
         model.enable_input_require_grads()
-    assert_same(stacked(model, inputs, labels_BL), expected)
+    assert_same(stacked(model, inputs, labels_BL, fused=way == "fused head"), expected)
 
 
 @pytest.mark.parametrize("kind", SOME)

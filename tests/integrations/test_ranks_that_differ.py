@@ -81,54 +81,36 @@ def test_a_rank_that_dropped_its_step_raises_with_the_others(ranks: Ranks) -> No
     assert other.startswith(DROPPED)
 
 
-def after_a_step_alone() -> tuple[Tensor, Tensor]:
-    """Two steps, the first before there is a group."""
-    rank = dist.get_rank() if dist.is_initialized() else None
-    store = dist.distributed_c10d._get_default_store() if rank is not None else None
-    if rank is not None:
+def in_two_groups(is_alone_first: bool) -> tuple[Tensor, Tensor]:
+    """A step before there is a group and one over ranks; or one over ranks and one of a copy alone.
+
+    In one process both steps have all domains.
+    """
+    has_ranks = dist.is_initialized()
+    rank = dist.get_rank() if has_ranks else 0
+    store = dist.distributed_c10d._get_default_store() if has_ranks else None
+    if has_ranks and is_alone_first:
         dist.destroy_process_group()
     model, optimizer = built()
-    for name in SIZES:
-        enter(model, optimizer, name)
-    optimizer.step()
-    optimizer.zero_grad()
-    if rank is not None:
-        again = dist.PrefixStore("again", store)
-        dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
-    for name in SIZES if rank is None else [own(rank)]:
-        enter(model, optimizer, name)
-    optimizer.step()
+    for is_alone in (is_alone_first, not is_alone_first):
+        for name in [own(rank)] if has_ranks and not is_alone else SIZES:
+            enter(model, optimizer, name)
+        optimizer.step()
+        optimizer.zero_grad()
+        if has_ranks and is_alone_first and is_alone:
+            again = dist.PrefixStore("again", store)
+            dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
+        elif has_ranks and not is_alone_first and not is_alone:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            model, optimizer = copy.deepcopy((model, optimizer))
     return values(model), optimizer.alpha_mean
 
 
-def test_a_group_that_comes_later_is_found(ranks: Ranks) -> None:
-    one = after_a_step_alone()
-    for found in ranks.run(2, after_a_step_alone):
-        for value, expected in zip(found, one, strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-13)
-
-
-def copied_alone() -> tuple[Tensor, Tensor]:
-    """A step over ranks, and one of a copy in which each process is alone."""
-    is_together = dist.is_initialized()
-    model, optimizer = built()
-    for name in [own(dist.get_rank())] if is_together else SIZES:
-        enter(model, optimizer, name)
-    optimizer.step()
-    optimizer.zero_grad()
-    if is_together:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model, optimizer = copy.deepcopy((model, optimizer))
-    for name in SIZES:
-        enter(model, optimizer, name)
-    optimizer.step()
-    return values(model), optimizer.alpha_mean
-
-
-def test_a_copy_may_go_on_alone(ranks: Ranks) -> None:
-    one = copied_alone()
-    for found in ranks.run(2, copied_alone):
+@pytest.mark.parametrize("is_alone_first", [True, False])
+def test_a_group_that_comes_or_goes_is_found(ranks: Ranks, is_alone_first: bool) -> None:
+    one = in_two_groups(is_alone_first)
+    for found in ranks.run(2, in_two_groups, is_alone_first):
         for value, expected in zip(found, one, strict=True):
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-13)
 

@@ -479,3 +479,28 @@ def test_what_cannot_be_saved_is_not_wrapped(form: Any) -> None:
     inner.form = form
     with pytest.raises(TypeError, match="Lookahead"):
         DoGEOptimizer(inner, domains=["a", "b"])
+
+
+class ReadsTheLatestLoss(torch.optim.SGD):
+    """As OLMo-core's SkipStepAdamW: its host sets what its step reads."""
+
+    latest_loss: Any = None
+
+
+@pytest.mark.parametrize("is_one_of_two", [False, True])
+def test_names_of_the_wrapped_optimizer_are_forwarded(is_one_of_two: bool) -> None:
+    model = small.small_model()
+    matrices, others = divided(model)
+    inner = ReadsTheLatestLoss(others, lr=0.1)
+    both = [torch.optim.SGD(matrices, lr=0.1), inner]
+    optimizer: Any = DoGEOptimizer(both if is_one_of_two else inner, domains=["a", "b"])
+    optimizer.latest_loss = 3.0
+    assert inner.latest_loss == optimizer.latest_loss == 3.0
+    # Nobody's, and the wrapper's own.
+    optimizer.of_a_host = 1
+    assert not hasattr(inner, "of_a_host")
+    assert optimizer.of_a_host == 1
+    assert not hasattr(optimizer, "missing")
+    optimizer._step_supports_amp_scaling = True
+    assert not inner.__dict__.get("_step_supports_amp_scaling")
+    assert copy.deepcopy(optimizer).of_a_host == 1

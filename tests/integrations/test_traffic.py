@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from doge_fast import DoGEOptimizer, scale
 from doge_fast.distributed import columns
 from doge_fast.distributed.process_group import Communicator
 from doge_fast.sampling import pieces
-from tests.integrations.test_several_processes import shares, values
+from tests.integrations.test_several_processes import values
 from tests.ranks import Ranks
 
 
@@ -130,7 +131,6 @@ Loop = Callable[[nn.Module, DoGEOptimizer, dict[str, Tensor]], None]
 @contextmanager
 def counted(sent: list[float]) -> Iterator[None]:
     """Append how many elements this rank sends in each collective."""
-    before = {name: getattr(dist, name) for name in OF_SHARDS if hasattr(dist, name)}
 
     def counting(name: str, collective: Any) -> Any:
         def count(*tensors: Tensor, **options: Any) -> Any:
@@ -141,23 +141,16 @@ def counted(sent: list[float]) -> Iterator[None]:
 
         return count
 
-    for name, collective in before.items():
-        setattr(dist, name, counting(name, collective))
-    try:
+    with ExitStack() as stack:
+        for name in filter(partial(hasattr, dist), OF_SHARDS):
+            stack.enter_context(replaced(dist, name, partial(counting, name)))
         yield
-    finally:
-        for name, collective in before.items():
-            setattr(dist, name, collective)
 
 
-def mine(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's share of every domain."""
-    if not dist.is_initialized():
-        return rows
-    dealt = shares(
-        {name: len(x) for name, x in rows.items()}, dist.get_rank(), dist.get_world_size()
-    )
-    return {name: rows[name][first:last] for name, first, last in dealt}
+def mine(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's equal share of every domain."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return {name: x.chunk(num_ranks)[rank] for name, x in batch.items()}
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

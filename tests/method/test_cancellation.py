@@ -2,20 +2,28 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
+from doge_fast.stacked import example_norms
 from doge_fast.stacked.example_norms import ExampleNorms
-from doge_fast.stacked.layers import token_sums
+from doge_fast.stacked.layers import registry
+from tests.method.architectures import OWN_RULES, WITH_RULES, ids_of, made, mean_loss
 from tests.models import domain_tokens, tied_transformer
 from tests.packages import installed
 
 transformers = installed("transformers")
+
+
+@pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, **OWN_RULES})
+
 
 # Of sums of products of float64, over thousands of terms.
 EXACT = {"rtol": 1e-10, "atol": 1e-22}
@@ -43,49 +51,18 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).double()
 
 
-class Odd(nn.Module):
-    """One Linear twice, a tied head, padding, gains without bias, [T] positions, flat tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 6, padding_idx=3)
-        self.position = nn.Embedding(20, 6)
-        self.twice = nn.Linear(6, 6)
-        self.norm = nn.RMSNorm(6)
-        self.wide = nn.LayerNorm([2, 3], bias=False)
-        self.flat = nn.Linear(6, 6, bias=False)
-        self.head = nn.Linear(6, 32)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        hidden = self.twice(torch.tanh(self.twice(self.norm(hidden))))
-        hidden = self.wide(hidden.unflatten(-1, (2, 3))).flatten(2)
-        hidden = hidden + self.flat(hidden.flatten(0, 1)).view_as(hidden)
-        logits = self.head(hidden)
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def odd() -> nn.Module:
-    torch.manual_seed(0)
-    return Odd().double()
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
-    "gpt2-untied": lambda: gpt2(tie_word_embeddings=False),
     "llama": llama,
-    "odd": odd,
+    **{kind: partial(made, kind) for kind in WITH_RULES},
 }
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """The mean over tokens, of a model of transformers or of ours."""
-    if not hasattr(model, "config"):
-        return model(tokens)
     # transformers' own loss is in float32, whatever the model is in.
-    logits = model(input_ids=tokens).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    logits = model(input_ids=tokens).logits if hasattr(model, "config") else model(tokens)
+    return logits if logits.dim() == 0 else mean_loss(logits, tokens)
 
 
 def tokens_of(num_examples: int = 3, step: int = 0, length: int = 12) -> Tensor:
@@ -95,7 +72,10 @@ def tokens_of(num_examples: int = 3, step: int = 0, length: int = 12) -> Tensor:
 def by_loop(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """{name: [B, *shape]}: the gradient of each example, one backward for each."""
     names, params = zip(*model.named_parameters(), strict=True)
-    rows = [torch.autograd.grad(loss_of(model, row[None]), params) for row in tokens]
+    rows = [
+        torch.autograd.grad(loss_of(model, row[None]), params, materialize_grads=True)
+        for row in tokens
+    ]
     return {name: torch.stack(each) for name, *each in zip(names, *rows, strict=True)}
 
 
@@ -111,41 +91,20 @@ def recorded(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     return {name: squared.sqrt() * len(tokens) for name, squared in recorder.squared.items()}
 
 
-@pytest.mark.parametrize("way", ["cheaper", "tokens", "gradient"])
+@pytest.mark.parametrize("most", [1 << 25, 2 * 16 * 40, 1], ids=["at once", "in twos", "single"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_norms_are_those_of_one_backward_per_example(
-    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, most: int, own_rules: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way != "cheaper":
-        monkeypatch.setattr(token_sums, "_is_less_between_tokens", lambda *_: way == "tokens")
-    model, tokens = MODELS[kind](), tokens_of()
+    monkeypatch.setattr(example_norms, "MOST_ELEMENTS", most)
+    model = MODELS[kind]()
+    tokens = tokens_of() if kind in ("gpt2", "llama") else ids_of({"a": 3})
     found, exact = recorded(model, tokens), by_loop(model, tokens)
     assert found.keys() == exact.keys()
     # llama's norms are in float32 inside.
     bounds = {"rtol": 1e-5, "atol": 1e-9} if kind == "llama" else EXACT
     for name, grads in exact.items():
         torch.testing.assert_close(found[name], norms(grads), **bounds, msg=name)
-
-
-def test_norms_are_those_of_torch_func() -> None:
-    model, tokens = odd(), tokens_of()
-    params = {name: param.detach() for name, param in model.named_parameters()}
-
-    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
-        logits_loss: Tensor = functional_call(model, params, (row[None],))
-        return logits_loss
-
-    exact = vmap(grad(loss), in_dims=(None, 0))(params, tokens)
-    found = recorded(model, tokens)
-    for name, grads in exact.items():
-        torch.testing.assert_close(found[name], norms(grads), **EXACT, msg=name)
-
-
-def test_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = recorded(gpt2(), tokens_of(5))
-    monkeypatch.setattr(token_sums, "MOST_ELEMENTS", 2 * 12 * 64)
-    for name, found in recorded(gpt2(), tokens_of(5)).items():
-        torch.testing.assert_close(found, whole[name], **EXACT)
 
 
 def test_the_gradient_itself_is_untouched_and_no_hook_stays() -> None:
@@ -171,35 +130,44 @@ def test_bfloat16_norms_are_as_good_as_its_gradients() -> None:
 
 
 def test_a_parameter_that_something_else_uses_is_noticed() -> None:
-    model = tied_transformer()
-    with pytest.raises(RuntimeError, match=r"embedding\.weight.* got another gradient than"):
-        recorded(model, tokens_of())
+    """In the first pass; what `p.grad` held before does not matter."""
+    for model, is_right in ((tied_transformer(), False), (gpt2(), True)):
+        loss_of(model, tokens_of(step=1)).backward()
+        if is_right:
+            recorded(model, tokens_of())
+        else:
+            with pytest.raises(RuntimeError, match=r"embedding\.weight"):
+                recorded(model, tokens_of())
 
 
-def test_a_module_without_rule_is_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Bilinear(3, 3, 1))
-    with pytest.raises(ValueError, match=r"not for 1 \(Bilinear\)\. Run one example after another"):
-        ExampleNorms(model, dict(model.named_parameters()))
-
-
-def test_examples_that_are_not_in_front_are_refused() -> None:
-    model = nn.Linear(3, 1)
+def test_a_gradient_of_rounding_errors_alone_is_no_other_use() -> None:
+    """What a softmax does not see, as the bias of an attention's keys."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     recorder = ExampleNorms(model, dict(model.named_parameters()))
-    says = r"need the 4 examples .* a Linear got shape \[7, 3\]"
+    x = torch.randn(4, 50, 8)
+    with recorder.recording(4):
+        model(x).squeeze(-1).softmax(1).square().sum().backward()
+    assert (recorder.squared["1.bias"] < 1e-10).all()
+    assert (recorder.squared["1.weight"] > 1e-8).all()
+
+
+def test_what_has_no_norms_per_example_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Bilinear(3, 3, 1))
+    with pytest.raises(ValueError, match=r"1 \(Bilinear\)"):
+        ExampleNorms(model, dict(model.named_parameters()))
+    single = nn.Linear(3, 1)
+    recorder = ExampleNorms(single, dict(single.named_parameters()))
+    says = r"the 4 examples.* Linear .*\[7, 3\]"
     with pytest.raises(RuntimeError, match=says), recorder.recording(4):
-        model(torch.randn(7, 3))
+        single(torch.randn(7, 3))
+    with pytest.raises(RuntimeError, match="single backward pass"), recorder.recording(2):
+        backward_twice(single(torch.randn(2, 3)).mean())
 
 
 def backward_twice(loss: Tensor) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
-
-
-def test_two_passes_are_refused() -> None:
-    model = nn.Linear(3, 1)
-    recorder = ExampleNorms(model, dict(model.named_parameters()))
-    with pytest.raises(RuntimeError, match="need a single backward pass"), recorder.recording(2):
-        backward_twice(model(torch.randn(2, 3)).mean())
 
 
 # The score.
@@ -269,18 +237,6 @@ def test_every_reading_is_its_definition(parts: tuple[int, ...]) -> None:
             # AdamW's steps amplify rounding in gradients that are near zero.
             assert scores[name] == pytest.approx(score, rel=1e-8), (reading, name)
         assert set(effect.terms(reading).values()) == {3}
-
-
-def test_the_printed_formula_and_the_words_rank_the_other_way_round() -> None:
-    """One step: the ratios are each other's inverse, so low of one is high of the other."""
-    effect, _, _ = follow(1)
-    words, inverse = effect.scores("norms-over-change"), effect.scores("change-over-norms")
-    sums, formula = effect.scores("sum-over-change"), effect.scores("change-over-sum")
-    for name in effect.names:
-        assert words[name] * inverse[name] == pytest.approx(1)
-        assert sums[name] * formula[name] == pytest.approx(1)
-    low = select(words, "low5", columns=effect.columns)
-    assert low.names == select(inverse, "high5", columns=effect.columns).names
 
 
 def test_gradients_that_cancel_score_high_by_the_words_only() -> None:

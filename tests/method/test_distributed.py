@@ -1,4 +1,4 @@
-"""Ranks that each have some domains: the same Gram matrix and the same sum as one process."""
+"""Ranks that each have some domains: their pieces, one Gram matrix and sum for all, and errors."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from doge_fast.distributed.columns import ColumnExchange
 from doge_fast.distributed.exchange import Exchange
 from doge_fast.distributed.process_group import Communicator, Report
 from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.sampling import pieces
 from tests.ranks import Ranks
 
 SHAPES = [(7, 5), (64,), (3,), (33, 11), (1,)]
@@ -111,3 +112,14 @@ def begun_by_none() -> frozenset[str]:
 
 def test_nor_on_any_rank(ranks: Ranks) -> None:
     assert ranks.run(2, begun_by_none) == [{"a"}, {"a"}]
+
+
+def test_pieces_of_few_examples_leave_ranks_without_any() -> None:
+    found = [pieces({"a": 1, "b": 0, "c": 2}, rank, 4) for rank in range(4)]
+    assert found == [{}, {"a": (0, 1)}, {"c": (0, 1)}, {"c": (1, 2)}]
+
+
+@pytest.mark.parametrize(("sizes", "rank"), [({"a": -1}, 0), ({"a": 1}, 2), ({"a": 1}, -1)])
+def test_pieces_refuse_what_is_no_rank_or_size(sizes: dict[str, int], rank: int) -> None:
+    with pytest.raises(ValueError, match=r"(rank|sizes) must be"):
+        pieces(sizes, rank, 2)

@@ -1,17 +1,22 @@
-"""One mean loss per domain, whatever the batch holds."""
+"""One mean loss per domain; with the head in one, the same numbers and never all logits at once."""
+
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from doge_fast.stacked.losses import IGNORED, domain_losses
+from doge_fast import DoGEOptimizer
+from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from tests.launches import LaunchCounter
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}
+LENGTH, WIDTH, VOCABULARY = 7, 5, 33
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch() -> tuple[Tensor, Tensor]:
     logits_BLV = torch.randn(5, 6, 11, dtype=torch.float64, requires_grad=True)
     return logits_BLV, torch.randint(11, (5, 6))
 
@@ -58,22 +63,6 @@ def test_sixteen_bits_are_summed_in_float32() -> None:
     assert domain_losses(logits_BLV.bfloat16(), labels_BL, SIZES).dtype == torch.float32
 
 
-def test_misuse_speaks() -> None:
-    logits_BLV, labels_BL = batch()
-    with pytest.raises(ValueError, match=r"logits \[B, L, V\] .* labels \[B, L\]; got \[5, 6\]"):
-        domain_losses(logits_BLV[..., 0], labels_BL, SIZES)
-    with pytest.raises(ValueError, match=r"add up to the 5 examples .* got \{'a': 4\}"):
-        domain_losses(logits_BLV, labels_BL, {"a": 4})
-
-
-def mixed_counts(sizes: dict[str, int]) -> dict[str, int | Tensor]:
-    """Numbers of the host and tensors in turn, as different collators count."""
-    return {
-        name: index + 1 if index % 2 else torch.tensor(index + 1)
-        for index, name in enumerate(sizes)
-    }
-
-
 @pytest.mark.parametrize("sizes", [{"a": 1, "b": 0, "c": 3}, {"a": 2, "b": 0, "c": 2}], ids=str)
 def test_a_loss_that_is_not_a_number_stays_in_its_domain(sizes: dict[str, int]) -> None:
     logits_BLV, labels_BL = torch.randn(4, 5, 7), torch.randint(7, (4, 5))
@@ -87,7 +76,8 @@ def test_counts_of_host_and_device_are_one_vector() -> None:
     logits_BLV, labels_BL = torch.randn(6, 5, 7), torch.randint(7, (6, 5))
     ints = dict.fromkeys(sizes, 4)
     sums_D = 4 * domain_losses(logits_BLV, labels_BL, sizes, num_targets=ints)
-    mixed_D = domain_losses(logits_BLV, labels_BL, sizes, num_targets=mixed_counts(sizes))
+    mixed = {"a": torch.tensor(1), "b": 2, "c": torch.tensor(3)}
+    mixed_D = domain_losses(logits_BLV, labels_BL, sizes, num_targets=mixed)
     torch.testing.assert_close(mixed_D, sums_D / torch.tensor([1, 2, 3]))
 
 
@@ -107,3 +97,240 @@ def test_operators_do_not_grow_with_the_number_of_domains(counts: str, is_ragged
             domain_losses(logits_BLV, labels_BL, sizes, num_targets=num_targets)
         numbers.append(len(counter.names))
     assert numbers[0] == numbers[1]
+
+
+Case = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def case(dtype: torch.dtype = torch.float64) -> Case:
+    """hidden, weight, bias, labels; some labels are not predicted."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((5, LENGTH, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    hidden, weight, bias = (
+        torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes
+    )
+    labels = torch.randint(VOCABULARY, (5, LENGTH), generator=generator)
+    labels[0, 2:5] = IGNORED
+    return hidden, weight, bias, labels
+
+
+def fused(inputs: Case, **options: Any) -> Tensor:
+    hidden, weight, bias, labels = inputs
+    return linear_domain_losses(hidden, weight, labels, SIZES, bias_V=bias, **options)
+
+
+def naive(inputs: Case, **options: Any) -> Tensor:
+    hidden, weight, bias, labels = inputs
+    return domain_losses(F.linear(hidden, weight, bias), labels, SIZES, **options)
+
+
+def gradients(losses_D: Tensor, inputs: Case) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((losses_D * torch.tensor([0.3, -2.0])).sum(), inputs[:3])
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 1000])
+def test_losses_and_gradients_are_those_of_the_naive_head(chunk_tokens: int | None) -> None:
+    inputs = case()
+    ours, theirs = fused(inputs, chunk_tokens=chunk_tokens), naive(inputs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+    for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_step_may_have_more_targets_than_the_batch() -> None:
+    inputs, options = case(), {"num_targets": {"a": 40, "b": 50}}
+    torch.testing.assert_close(fused(inputs, **options), naive(inputs, **options))
+
+
+def test_another_label_may_stand_for_nothing() -> None:
+    inputs = case()
+    labels = inputs[3].masked_fill(inputs[3] == IGNORED, 7)
+    inputs = (*inputs[:3], labels)
+    torch.testing.assert_close(fused(inputs, ignore_index=7), naive(inputs, ignore_index=7))
+
+
+def test_nothing_to_predict_is_no_loss() -> None:
+    hidden, weight, bias, labels = case()
+    labels[:2] = IGNORED
+    losses_D = fused((hidden, weight, bias, labels))
+    assert losses_D[0] == 0
+    losses_D.sum().backward()
+    assert hidden.grad is not None
+    assert (hidden.grad[:2] == 0).all()
+    assert (hidden.grad[2:, :-1] != 0).all()
+    short = linear_domain_losses(hidden[:, :1], weight, labels[:, :1], SIZES)
+    assert short.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_under_autocast_products_are_of_its_dtype(chunk_tokens: int | None) -> None:
+    inputs = case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = fused(inputs, chunk_tokens=chunk_tokens), naive(inputs)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest result has that is not a view."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_logits_exist_for_one_domain_at_a_time(chunk_tokens: int | None) -> None:
+    inputs = case()
+    with Largest() as largest:
+        fused(inputs, chunk_tokens=chunk_tokens).sum().backward()
+    most = max(SIZES.values()) * (LENGTH - 1) if chunk_tokens is None else chunk_tokens
+    assert largest.numbers == max(most * VOCABULARY, inputs[0].numel(), inputs[1].numel())
+    with Largest() as largest:
+        naive(inputs).sum().backward()
+    assert largest.numbers >= 5 * (LENGTH - 1) * VOCABULARY
+
+
+class Model(nn.Module):
+    """A body and a head, perhaps the embedding's own matrix."""
+
+    def __init__(self, *, tied: bool, bias: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        return torch.tanh(self.body(self.words(ids_BL)))
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(ids_BL))
+        return logits
+
+
+def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 1) -> list[Tensor]:
+    optimizer = DoGEOptimizer(
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        domains=list(SIZES),
+        absent="keep",
+        micro_batches=None,
+    )
+    sizes = {name: size for name, size in SIZES.items() if size}
+    for _ in range(passes):
+        with optimizer.stacked(model, sizes):
+            if is_fused:
+                hidden, head = model.hidden(ids_BL), model.head
+                losses_D = linear_domain_losses(
+                    hidden, head.weight, ids_BL, sizes, bias_V=head.bias, chunk_tokens=5
+                )
+            else:
+                losses_D = domain_losses(model(ids_BL), ids_BL, sizes)
+            losses_D.sum().backward()
+    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
+    return [block.rows_BN.clone() for block in blocks]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_in_a_stacked_batch_each_domain_has_its_row(tied: bool, bias: bool, passes: int) -> None:
+    model = Model(tied=tied, bias=bias).double()
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    ours = stacked_rows(model, ids_BL, is_fused=True, passes=passes)
+    theirs = stacked_rows(model, ids_BL, is_fused=False, passes=passes)
+    assert len(ours) == len(theirs) == 4 - tied + bias
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
+
+
+def test_a_frozen_head_has_no_row() -> None:
+    model = Model(tied=False, bias=True).double()
+    model.head.requires_grad_(False)
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    ours = stacked_rows(model, ids_BL, is_fused=True)
+    theirs = stacked_rows(model, ids_BL, is_fused=False)
+    assert len(ours) == len(theirs) == 3
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected)
+    model.head.bias.requires_grad_(True)
+    assert len(stacked_rows(model, ids_BL, is_fused=True)) == 4
+
+
+def test_rows_of_16_bits_hold_one_product() -> None:
+    model = Model(tied=False, bias=False).bfloat16()
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    ours = stacked_rows(model, ids_BL, is_fused=True)
+    # The head's five chunks add up in float32.
+    assert [rows.dtype for rows in ours] == [*[torch.bfloat16] * 3, torch.float32]
+
+
+def test_a_narrow_row_rounds_the_sum_of_its_chunks_once() -> None:
+    model = Model(tied=False, bias=True).bfloat16()
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    rows = {}
+    for dtype in (torch.bfloat16, None):
+        optimizer = DoGEOptimizer(
+            torch.optim.SGD(model.head.parameters(), lr=0.1),
+            domains=["a", "b"],
+            buffer_dtype=dtype,
+            micro_batches=None,
+        )
+        sizes = {"a": 2, "b": 3}
+        with optimizer.stacked(model.head, sizes):
+            hidden, head = model.hidden(ids_BL).detach(), model.head
+            linear_domain_losses(
+                hidden, head.weight, ids_BL, sizes, bias_V=head.bias, chunk_tokens=2
+            ).sum().backward()
+        rows[dtype] = [b.rows_BN for b in optimizer.buffer.touched([head.weight, head.bias])]
+    for narrow, wide in zip(rows[torch.bfloat16], rows[None], strict=True):
+        assert wide.dtype == torch.float32
+        assert torch.equal(narrow, wide.bfloat16())
+
+
+def test_other_sizes_than_the_batch_are_refused() -> None:
+    model = Model(tied=False, bias=False)
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    with (
+        pytest.raises(ValueError, match=r"\[2, 3\]; got \[3, 2\]"),
+        optimizer.stacked(model, {"a": 2, "b": 3}),
+    ):
+        linear_domain_losses(
+            model.hidden(ids_BL), model.head.weight, ids_BL, {"a": 3, "b": 2}
+        ).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": (5, LENGTH)}, r"\[5, 7\]"),
+        ({"labels": (4, LENGTH)}, r"\[4, 7\]"),
+        ({"weight": (VOCABULARY, WIDTH + 1)}, r"weight .*\[33, 6\]"),
+        ({"weight": (WIDTH,)}, r"weight .*\[5\]"),
+        ({"bias": (VOCABULARY - 1,)}, r"bias_V .* \[32\]"),
+        ({"chunk_tokens": 0}, "chunk_tokens .* 0"),
+        ({"sizes": {"a": 4}}, "sizes .* 5 examples"),
+        ({"sizes": {"a": 6, "b": -1}}, "sizes .* 5 examples"),
+    ],
+    ids=str,
+)
+def test_misuse_speaks(changes: dict[str, Any], message: str) -> None:
+    hidden = torch.zeros(changes.get("hidden", (5, LENGTH, WIDTH)))
+    labels = torch.zeros(changes.get("labels", (5, LENGTH))).long()
+    weight = torch.zeros(changes.get("weight", (VOCABULARY, WIDTH)))
+    bias = torch.zeros(changes.get("bias", VOCABULARY))
+    sizes, chunk_tokens = changes.get("sizes", SIZES), changes.get("chunk_tokens")
+    with pytest.raises(ValueError, match=message):
+        linear_domain_losses(hidden, weight, labels, sizes, bias_V=bias, chunk_tokens=chunk_tokens)
+    if not {"weight", "bias", "chunk_tokens"} & changes.keys():
+        with pytest.raises(ValueError, match=message):
+            domain_losses(hidden, labels, sizes)

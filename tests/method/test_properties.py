@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import doge_fast
-from doge_fast import cancellation, reference, sampling, scale, wrapper
+from doge_fast import cancellation, losses, reference, sampling, scale, wrapper
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.stacked import losses
 from doge_fast.weights import (
     checkpoint,
     defaults,

@@ -1,13 +1,10 @@
 """Counters: the keyed permutation, and counts that stay close to weights that move."""
 
-import math
-
 import numpy as np
 import pytest
 
 from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
 from doge_fast.mixture.permutation import permute, round_keys
-from doge_fast.sampling import pieces
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 4097])
@@ -135,31 +132,3 @@ def test_a_change_leaves_earlier_steps_as_they_were():
     counts.set_weights(3000, np.array([0.25, 0.75]))
     assert counts.first_steps == [0, 2990, 3000]
     assert (counts.drawn(3004) - counts.drawn(3000)).tolist() == [4, 12]
-
-
-@pytest.mark.parametrize("num_domains", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_pieces_deal_every_example_once_in_few_parts(num_domains: int, world_size: int) -> None:
-    sizes = {f"d{number}": world_size * 2 for number in range(num_domains)}
-    dealt: dict[str, list[int]] = {name: [] for name in sizes}
-    num_parts, lengths = 0, []
-    for rank in range(world_size):
-        mine = pieces(sizes, rank, world_size)
-        num_parts += len(mine)
-        lengths.append(sum(last - first for first, last in mine.values()))
-        for name, (first, last) in mine.items():
-            dealt[name] += range(first, last)
-    assert all(dealt[name] == list(range(size)) for name, size in sizes.items())
-    assert len(set(lengths)) == 1
-    assert num_parts == num_domains + world_size - math.gcd(num_domains, world_size)
-
-
-def test_pieces_of_few_examples_leave_ranks_without_any() -> None:
-    found = [pieces({"a": 1, "b": 0, "c": 2}, rank, 4) for rank in range(4)]
-    assert found == [{}, {"a": (0, 1)}, {"c": (0, 1)}, {"c": (1, 2)}]
-
-
-@pytest.mark.parametrize(("sizes", "rank"), [({"a": -1}, 0), ({"a": 1}, 2), ({"a": 1}, -1)])
-def test_pieces_refuse_what_is_no_rank_or_size(sizes: dict[str, int], rank: int) -> None:
-    with pytest.raises(ValueError, match=r"(rank|sizes) must be"):
-        pieces(sizes, rank, 2)

@@ -92,13 +92,17 @@ def test_a_table_is_made_once_and_old_ones_are_let_go(monkeypatch: pytest.Monkey
     assert tables_at(0) is not first
 
 
-def test_a_table_above_the_limit_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_a_step_are_kept_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "MAX_COST", 100)
-    large = tables_at(0, length=64 * 200)
-    assert tables_at(0, length=64 * 200) is large
+    large = [tables_at(4096 * n, length=64 * 200) for n in range(chunks.MIN_TABLES)]
+    for n, tables in enumerate(large):
+        assert tables_at(4096 * n, length=64 * 200) is tables
     tables_at(64)
-    assert len(chunks._kept[FIELDS]) == 1
-    assert chunks._costs[FIELDS] == chunks.COST_OF_A_TABLE + 1
+    assert tables_at(0, length=64 * 200) is not large[0]
+    assert len(chunks._kept[FIELDS]) == chunks.MIN_TABLES
+    # Of one short chunk and, for the others, of 200.
+    costs = chunks.MIN_TABLES * chunks.COST_OF_A_TABLE + (chunks.MIN_TABLES - 1) * 200 + 1
+    assert chunks._costs[FIELDS] == costs
 
 
 def test_an_address_that_comes_back_with_another_size_is_another_table() -> None:

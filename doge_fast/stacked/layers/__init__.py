@@ -1,7 +1,9 @@
 """Rules of module classes: rows of a stacked pass and norms per example, from one description."""
 
+from doge_fast.stacked.layers.embedding import Lookup
+from doge_fast.stacked.layers.linear import Outer
 from doge_fast.stacked.layers.registry import register, rule_of
 from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import Outer, Sum
+from doge_fast.stacked.layers.token_sums import Sum
 
-__all__ = ["LayerRule", "Outer", "Sum", "register", "rule_of"]
+__all__ = ["LayerRule", "Lookup", "Outer", "Sum", "register", "rule_of"]

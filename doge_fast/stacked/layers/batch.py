@@ -14,20 +14,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Segment(NamedTuple):
-    """The examples of a row of the buffer: `first` up to `last` of the batch."""
+    """The examples of one domain: `first` up to `last` of the batch, and its row of the buffer."""
 
     row: int
     first: int
     last: int
-    """Whether it is the second half of the domain of the segment before."""
 
 
 class Run:
     """Neighbouring domains with neighbouring rows, whose rows are filled together.
 
     Args:
-        first_row: of the first domain.
-        borders: the domains' examples, of `borders[g]` up to `borders[g + 1]`.
+        first_row: the row of the first domain in the buffer.
+        borders: domain g has the examples `borders[g]` up to `borders[g + 1]`.
         num_examples: of the whole batch.
     """
 
@@ -35,23 +34,20 @@ class Run:
         self.borders = tuple(borders)
         self.num_examples = num_examples
         self.rows = range(first_row, first_row + len(borders) - 1)
-        """Of the buffer."""
-        self.equal_parts = self._cut_where_sizes_change()
-        """(which domains of the run, the run of them) for neighbours of equal size."""
+        self.equal_parts = self._split_where_sizes_change()
+        """(slice of the run's domains, the run of them) for neighbours of equal size."""
         self.is_equal = len(self.equal_parts) == 1
         """Whether all domains have as many examples, so that one product fills all rows."""
         self._borders_on: dict[tuple[torch.device, int], Tensor] = {}
 
-    def _cut_where_sizes_change(self) -> list[tuple[slice, "Run"]]:
+    def _split_where_sizes_change(self) -> list[tuple[slice, "Run"]]:
         sizes = [last - first for first, last in itertools.pairwise(self.borders)]
         changes = [i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]]
         if not changes:
             return [(slice(None), self)]
-        parts = itertools.pairwise([0, *changes, len(sizes)])
-        first_row, borders = self.rows.start, self.borders
         return [
-            (slice(i, j), Run(first_row + i, borders[i : j + 1], self.num_examples))
-            for i, j in parts
+            (slice(i, j), Run(self.rows[i], self.borders[i : j + 1], self.num_examples))
+            for i, j in itertools.pairwise([0, *changes, len(sizes)])
         ]
 
     def tokens(self, values: Tensor, *last: int) -> Tensor:
@@ -59,18 +55,18 @@ class Run:
 
         Args:
             values: [B, ..., *last] or [B * T, *last].
-            last: the dimensions that are no tokens.
+            last: sizes of the dimensions that are no tokens.
         """
         # A plain reshape: einops here costs the step of a tiny model 9 % of its host time.
-        per_example = values.shape[0] // self.num_examples
-        of_run = values[self.borders[0] * per_example : self.borders[-1] * per_example]
-        return of_run.reshape(-1, *last)
+        return self._of_run(values).reshape(-1, *last)
 
-    def cut(self, values: Tensor, *last: int) -> Tensor:
+    def by_domain(self, values: Tensor, *last: int) -> Tensor:
         """[G, tokens of a domain, *last] for the run's G domains of equal size; as `tokens`."""
+        return self._of_run(values).reshape(len(self.rows), -1, *last)
+
+    def _of_run(self, values: Tensor) -> Tensor:
         per_example = values.shape[0] // self.num_examples
-        of_run = values[self.borders[0] * per_example : self.borders[-1] * per_example]
-        return of_run.reshape(len(self.rows), -1, *last)
+        return values[self.borders[0] * per_example : self.borders[-1] * per_example]
 
     def token_borders(self, num_tokens: int, device: torch.device) -> Tensor:
         """[G + 1] int64 on `device`: where each domain begins among the run's `num_tokens`."""
@@ -93,40 +89,24 @@ def on_device(
     return values.to(device, non_blocking=True)
 
 
-class SortedBatch(NamedTuple):
-    """A batch that is sorted by domain."""
-
-    segments: tuple[Segment, ...]
-    runs: tuple[Run, ...]
-    """The same domains, in as few runs as there can be."""
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> "SortedBatch":
-        """The batch of these segments, which are one after another and at least one."""
-        num_examples = segments[-1].last
-        starts = [
-            index
-            for index, segment in enumerate(segments)
-            if index == 0 or segment.row != segments[index - 1].row + 1
-        ]
-        runs = []
-        for first, last in itertools.pairwise([*starts, len(segments)]):
-            borders = [segments[first].first, *(each.last for each in segments[first:last])]
-            runs.append(Run(segments[first].row, borders, num_examples))
-        return cls(tuple(segments), tuple(runs))
+def runs_of(segments: Sequence[Segment]) -> list[Run]:
+    """The domains of a batch in as few runs as possible; segments follow one another."""
+    starts = [
+        index
+        for index, segment in enumerate(segments)
+        if index == 0 or segment.row != segments[index - 1].row + 1
+    ]
+    runs = []
+    for start, end in itertools.pairwise([*starts, len(segments)]):
+        borders = [segments[start].first, *(each.last for each in segments[start:end])]
+        runs.append(Run(segments[start].row, borders, segments[-1].last))
+    return runs
 
 
 class ExampleAxis:
-    """Finds the examples in what the modules of a model are given, during one pass.
+    """Finds the examples in what the modules of a model are given, during one pass."""
 
-    Args:
-        needs: what needs them, up to the verb; begins the sentence of a refusal.
-        instead: what else can be done; ends it.
-    """
-
-    def __init__(self, needs: str, instead: str) -> None:
-        self._needs = needs
-        self._instead = instead
+    def __init__(self) -> None:
         self.num_examples = 0
         # T of every [B, T, ...] of this pass: a flattened batch has B * T of one of them.
         self._lengths: set[int] = set()
@@ -144,8 +124,8 @@ class ExampleAxis:
             module: which is named if `x` is refused.
 
         Returns:
-            [B, ...]; a flattened batch as it is, [B * T, features]; [1, ...] for what is the same
-            for all examples.
+            [B, ...]; a flattened batch as it is, [B * T, features]. Input that all examples share
+            is expanded.
 
         Raises:
             RuntimeError: the first dimension is something else, or [B] indices may be positions.
@@ -165,15 +145,15 @@ class ExampleAxis:
                 self._lengths.add(x.shape[1])
             return x
         if x.shape[0] == 1:
-            return x
-        is_flattened = (
-            x.dim() == 2 and x.shape[0] % size == 0 and x.shape[0] // size in self._lengths
-        )
-        if is_flattened and not is_indices:
+            return x.expand(size, *x.shape[1:])
+        # Only with a length that is known: the first dimension may be time, a multiple of B.
+        is_flattened = x.dim() == 2 and not is_indices and x.shape[0] % size == 0
+        if is_flattened and x.shape[0] // size in self._lengths:
             return x
         raise RuntimeError(
-            f"{self._needs} the {size} examples of the batch in the first dimension; a "
-            f"{type(module).__name__} got shape {shape}. {self._instead}"
+            f"the first dimension must be the {size} examples of the batch; a "
+            f"{type(module).__name__} got shape {shape}. Check the sizes of the batch, or run one "
+            "domain (or one example) after another."
         )
 
 
@@ -192,6 +172,17 @@ def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     return values[0]
 
 
-def couples_examples(module: nn.Module) -> bool:
-    """Whether `module` mixes the examples of a batch, so that none has a gradient of its own."""
-    return isinstance(module, _BatchNorm) and module.training
+def refuse_coupled_examples(model: nn.Module) -> None:
+    """Refuse a model in which no example of a batch has a gradient of its own.
+
+    Raises:
+        ValueError: a module mixes the examples of a batch.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
+                "examples of a batch, so neither an example nor a domain has a gradient of its "
+                "own. Put it in eval mode. Or train with one domain after another: "
+                "optimizer.domain(name) instead of optimizer.stacked()."
+            )

@@ -1,7 +1,7 @@
 """Modules without a rule in a stacked pass: once per domain, on slices of their input.
 
-Exact for everything that treats examples one by one. The parameters are replaced by one alias for
-each domain, so that autograd tells their gradients apart.
+Exact for everything that treats examples one by one. Each domain's forward sees an alias of every
+parameter, so that autograd keeps their gradients apart.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +17,8 @@ from doge_fast.stacked.layers.batch import Segment
 Receive = Callable[[int, Tensor, Tensor], object]
 """`receive(row, param, grad)` takes the gradient of one domain."""
 
+INSTEAD = "Run one domain after another, with optimizer.domain(name)."
+
 
 def outputs_by_slices(
     module: nn.Module,
@@ -28,14 +30,14 @@ def outputs_by_slices(
     tracked: Collection[int],
     receive: Receive,
 ) -> Any:
-    """The output for the whole batch, of one forward per domain.
+    """The output for the whole batch, from one forward per domain.
 
     Args:
         module: that has no rule.
         forward: its own.
-        args: of the whole batch: tensors with the examples in front are cut.
-        kwargs: likewise.
-        segments: the domains; together the batch.
+        args: of the whole batch: tensors with the examples in front are sliced.
+        kwargs: as `args`.
+        segments: the domains of the batch.
         tracked: ids of the parameters whose gradients are received.
         receive: takes them, in the backward pass.
 
@@ -45,60 +47,56 @@ def outputs_by_slices(
     _refuse_time_first(module, args, kwargs)
     outputs = []
     for segment in segments:
-        its_args, its_kwargs = _cut(module, segment, segments[-1].last, (args, kwargs))
-        with _aliased(module, segment.row, tracked, receive):
-            outputs.append(forward(*its_args, **its_kwargs))
-    return _joined(module, outputs, [segment.last - segment.first for segment in segments])
+        sliced_args, sliced_kwargs = _slice(module, segment, segments[-1].last, (args, kwargs))
+        with _aliases(module, segment.row, tracked, receive):
+            outputs.append(forward(*sliced_args, **sliced_kwargs))
+    return _concatenated(module, outputs, [segment.last - segment.first for segment in segments])
 
 
 def _refuse_time_first(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Recurrent networks and attention may have the batch second, where it is not cut."""
+    """Recurrent networks and attention may have the examples second."""
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
         raise RuntimeError(
             "stacked mode needs the examples of the batch in the first dimension; "
             f"{type(module).__name__} was made with batch_first=False and has them in the second. "
-            "Make it with batch_first=True, or run one domain after another, with "
-            "optimizer.domain(name)."
+            f"Make it with batch_first=True. {INSTEAD}"
         )
 
 
-def _cut(module: nn.Module, segment: Segment, num_examples: int, values: Any) -> Any:
+def _slice(module: nn.Module, segment: Segment, num_examples: int, values: Any) -> Any:
     """The arguments of one domain."""
-    num_cut = 0
+    is_found = False
 
-    def cut(value: Any) -> Any:
-        nonlocal num_cut
+    def slice_examples(value: Any) -> Any:
+        nonlocal is_found
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_examples:
-            num_cut += 1
+            is_found = True
             return value[segment.first : segment.last]
         return value
 
-    of_domain = pytree.tree_map(cut, values)
-    if not num_cut:
+    sliced = pytree.tree_map(slice_examples, values)
+    if not is_found:
         raise RuntimeError(
             f"stacked mode runs {type(module).__name__} once per domain and found no argument "
-            f"whose first dimension is the {num_examples} examples of the batch. Run one domain "
-            "after another, with optimizer.domain(name)."
+            f"whose first dimension is the {num_examples} examples of the batch. {INSTEAD}"
         )
-    return of_domain
+    return sliced
 
 
 @contextmanager
-def _aliased(
+def _aliases(
     module: nn.Module, row: int, tracked: Collection[int], receive: Receive
 ) -> Iterator[None]:
     """Parameters of `module` as leaves of their own, whose gradients belong to one row."""
-    aliases: dict[int, Tensor] = {}
     swapped = []
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None and id(param) in tracked:
-                if id(param) not in aliases:
-                    aliases[id(param)] = _alias(param, row, receive)
                 swapped.append((owner, name, param))
-                owner._parameters[name] = aliases[id(param)]  # type: ignore[assignment]
+                # A parameter of two owners has two aliases: their gradients add up in its row.
+                owner._parameters[name] = _alias(param, row, receive)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -118,14 +116,14 @@ def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
     return alias
 
 
-def _joined(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The outputs of all domains as one: tensors end to end, the rest as the first has it."""
     leaves_DP, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
-    joined = []
+    whole = []
     for index, leaves in enumerate(zip(*leaves_DP, strict=True)):
         first = leaves[0]
         if not isinstance(first, Tensor):
-            joined.append(first)
+            whole.append(first)
             continue
         # The state of a recurrent network has its layers in front.
         is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
@@ -136,7 +134,7 @@ def _joined(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> 
             raise RuntimeError(
                 f"stacked mode runs {type(module).__name__} once per domain and cannot join its "
                 f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "
-                "examples of the domain. Run one domain after another, with optimizer.domain(name)."
+                f"examples of the domain. {INSTEAD}"
             )
-        joined.append(torch.cat(leaves, dim))
-    return pytree.tree_unflatten(joined, specs[0])
+        whole.append(torch.cat(leaves, dim))
+    return pytree.tree_unflatten(whole, specs[0])

@@ -1,13 +1,16 @@
 """Embeddings: the gradient of a row of the matrix is the sum over the tokens that looked it up."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from doge_fast.kernels import segment_sum
+from doge_fast.stacked.layers.batch import Run
 from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import Outer, TokenSum
+from doge_fast.stacked.layers.token_sums import TokenSum, put, sums_one_by_one
 
 
 class EmbeddingRule(LayerRule):
@@ -16,18 +19,64 @@ class EmbeddingRule(LayerRule):
     params = ("weight",)
 
     def covers(self, module: Any) -> bool:
-        """Not where the matrix changes in the forward, or its gradient is another one."""
+        """False where the forward changes the matrix, or its gradient is scaled or sparse."""
         is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return super().covers(module) and is_plain
 
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The vectors."""
+        """The vectors; the backward needs nothing else."""
         return F.embedding(x, module.weight), ()
 
     def gradients(
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Of the matrix."""
+        """The gradient of the matrix."""
         if module.padding_idx is not None:
             grad = grad.masked_fill((x == module.padding_idx)[..., None], 0)
-        yield module.weight, Outer(x, grad)
+        yield module.weight, Lookup(x, grad)
+
+
+class Lookup(NamedTuple):
+    """sum_t onehot(id_t) right_t^T, the gradient of a matrix whose rows are looked up."""
+
+    ids: Tensor
+    """[B, ...] int: the row of the matrix that `right_t` belongs to."""
+    right: Tensor
+    """[B, ..., columns], of the dtype that the gradient is to have."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the gradient is computed."""
+        return self.right.dtype
+
+    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+        """As `TokenSum.write`; each sum has one order, so that it is the same every time."""
+        if not sums_one_by_one(self.right):
+            self._write_sorted(run, out, adds)
+            return
+        for domains, part in run.equal_parts:
+            index_GT = part.by_domain(self.ids)
+            right_GTC = part.by_domain(self.right, self.right.shape[-1])
+            for row_RC, index_T, right_TC in zip(out[domains], index_GT, right_GTC, strict=True):
+                if row_RC.dtype == right_TC.dtype:
+                    row_RC = row_RC if adds else row_RC.zero_()
+                    row_RC.index_add_(0, index_T, right_TC)
+                else:
+                    value_RC = torch.zeros_like(row_RC, dtype=right_TC.dtype)
+                    put(row_RC, value_RC.index_add_(0, index_T, right_TC), adds)
+
+    def _write_sorted(self, run: Run, out: Tensor, adds: bool) -> None:
+        """Sorted by domain and row, in one operator: atomic additions have no order."""
+        num_domains, num_rows, width = out.shape
+        index_T, right_TC = run.tokens(self.ids), run.tokens(self.right, width)
+        device = out.device
+        if run.is_equal:
+            domain_G1 = torch.arange(num_domains, device=device)[:, None]
+            key_T = (index_T.view(num_domains, -1) + domain_G1 * num_rows).flatten()
+        else:
+            token_T = torch.arange(len(index_T), device=device)
+            ends_G = run.token_borders(len(index_T), device)[1:]
+            key_T = index_T + torch.bucketize(token_T, ends_G, right=True) * num_rows
+        key_T, order = key_T.sort(stable=True)
+        borders = torch.searchsorted(key_T, torch.arange(num_domains * num_rows + 1, device=device))
+        segment_sum(right_TC, out, add=adds, borders=borders, order=order)

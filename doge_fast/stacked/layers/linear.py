@@ -2,14 +2,128 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from doge_fast.stacked.layers.batch import Run
 from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import Outer, Sum, TokenSum
+from doge_fast.stacked.layers.token_sums import Sum, TokenSum, put
+
+# Elements of a weight up to which the products of all domains are one call, where that is not
+# always faster: on a CPU a large product keeps all cores busy by itself.
+MOST_BATCHED = {"cpu": 1 << 20}
+# Bytes of products that are made in their own dtype before they go to rows of another.
+MOST_TEMPORARY_BYTES = 1 << 26
+# Devices whose products of 16 bits can have a float32 result.
+WIDE_PRODUCTS = () if torch.version.hip else ("cuda",)
+
+
+class LinearRule(LayerRule):
+    """y = x W^T + b, hence dW = sum_t dy_t x_t^T and db = sum_t dy_t.
+
+    Args:
+        is_transposed: whether the weight is [inputs, outputs].
+    """
+
+    def __init__(self, *, is_transposed: bool = False) -> None:
+        self.is_transposed = is_transposed
+
+    def covers(self, module: Any) -> bool:
+        """False for a weight that is flattened, as a sharded one is."""
+        return super().covers(module) and module.weight.dim() == 2
+
+    def prepare(self, module: Any, x: Tensor) -> Tensor:
+        """x in the dtype of the product."""
+        dtype = autocast_dtype(x)
+        return x if dtype is None else x.to(dtype)
+
+    def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and the weight as it is now."""
+        weight = module.weight
+        return F.linear(x, weight.t() if self.is_transposed else weight, module.bias), (weight,)
+
+    def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
+        """dx = dy W."""
+        weight = saved[0].to(grad.dtype)
+        return grad @ (weight.t() if self.is_transposed else weight)
+
+    def gradients(
+        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
+    ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
+        """The gradients of weight and bias."""
+        # The norms of examples prepare x outside autocast: it may be wider than the gradient.
+        x = x.to(grad.dtype)
+        yield module.weight, Outer(x, grad) if self.is_transposed else Outer(grad, x)
+        yield module.bias, Sum(grad)
+
+
+class Outer(NamedTuple):
+    """sum_t left_t right_t^T, the gradient of a matrix [rows, columns].
+
+    Every dimension between the examples and the last one is one of tokens. Both have the dtype
+    that the gradient is to have.
+    """
+
+    left: Tensor
+    """[B, ..., rows]"""
+    right: Tensor
+    """[B, ..., columns]"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the gradient is computed."""
+        return self.right.dtype
+
+    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+        """As `TokenSum.write`."""
+        for domains, part in run.equal_parts:
+            left_GTR = part.by_domain(self.left, self.left.shape[-1])
+            right_GTC = part.by_domain(self.right, self.right.shape[-1])
+            multiply(out[domains], left_GTR.mT, right_GTC, adds)
+
+
+def multiply(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
+    """out = or += the product of each domain; `out` [G, R, C] may have another dtype."""
+    if out.dtype == left_GRT.dtype:
+        _multiply(out, left_GRT, right_GTC, adds)
+        return
+    is_16_bits = left_GRT.dtype in (torch.bfloat16, torch.float16)
+    if is_16_bits and out.dtype == torch.float32 and out.device.type in WIDE_PRODUCTS:
+        multiply_wide(out, left_GRT, right_GTC, adds)
+        return
+    step = max(1, MOST_TEMPORARY_BYTES // max(1, out[0].numel() * left_GRT.itemsize))
+    for first in range(0, len(out), step):
+        part = slice(first, first + step)
+        value = torch.empty(out[part].shape, dtype=left_GRT.dtype, device=out.device)
+        _multiply(value, left_GRT[part], right_GTC[part], False)
+        put(out[part], value, adds)
+
+
+def _multiply(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
+    size = out[0].numel()
+    if len(out) > 1 and size <= MOST_BATCHED.get(out.device.type, size):
+        if adds:
+            out.baddbmm_(left_GRT, right_GTC)
+        else:
+            torch.bmm(left_GRT, right_GTC, out=out)
+        return
+    for row_RC, left_RT, right_TC in zip(out, left_GRT, right_GTC, strict=True):
+        if adds:
+            row_RC.addmm_(left_RT, right_TC)
+        else:
+            torch.mm(left_RT, right_TC, out=row_RC)
+
+
+def multiply_wide(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
+    """out = or += the float32 products of 16-bit matrices, with nothing in between."""
+    # The overloads by name: torch.baddbmm takes the dtype for a factor on some devices.
+    if adds:
+        torch.ops.aten.baddbmm.dtype_out(out, left_GRT, right_GTC, torch.float32, out=out)
+    else:
+        torch.ops.aten.bmm.dtype_out(left_GRT, right_GTC, torch.float32, out=out)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -30,42 +144,3 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context in which operators on the device of `x` leave dtypes alone."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
-
-
-class LinearRule(LayerRule):
-    """y = x W^T + b, hence dW = sum_t dy_t x_t^T and db = sum_t dy_t.
-
-    Args:
-        is_transposed: whether the weight is [inputs, outputs].
-    """
-
-    def __init__(self, *, is_transposed: bool = False) -> None:
-        self.is_transposed = is_transposed
-
-    def covers(self, module: Any) -> bool:
-        """Not where the weight is flattened, as when it is sharded."""
-        return super().covers(module) and module.weight.dim() == 2
-
-    def prepare(self, module: Any, x: Tensor) -> Tensor:
-        """In the dtype of the product."""
-        dtype = autocast_dtype(x)
-        return x if dtype is None else x.to(dtype)
-
-    def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output, and the weight as it is now."""
-        weight = module.weight
-        return F.linear(x, weight.t() if self.is_transposed else weight, module.bias), (weight,)
-
-    def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
-        """dx = dy W."""
-        weight = saved[0].to(grad.dtype)
-        return grad @ (weight.t() if self.is_transposed else weight)
-
-    def gradients(
-        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
-    ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Of weight and bias."""
-        # Under autocast the product is one of narrow numbers.
-        x = x.to(grad.dtype)
-        yield module.weight, Outer(x, grad) if self.is_transposed else Outer(grad, x)
-        yield module.bias, Sum(grad)

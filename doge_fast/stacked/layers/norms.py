@@ -14,26 +14,18 @@ from doge_fast.kernels import segment_sum
 from doge_fast.stacked.layers.batch import Run
 from doge_fast.stacked.layers.linear import autocast_dtype
 from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import (
-    Fill,
-    Sum,
-    TokenSum,
-    exact,
-    in_parts,
-    put,
-    sums_one_by_one,
-)
+from doge_fast.stacked.layers.token_sums import Sum, TokenSum, exact, put, sums_one_by_one
 
 
 class LayerNormRule(LayerRule):
     """torch's LayerNorm, by the kernels that torch has for it."""
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
-        """Autocast widens it on a GPU, and leaves it alone on a CPU."""
+        """x in float32 where autocast widens it: on a GPU, not on a CPU."""
         return x.float() if _is_widened(x) else x
 
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output; mean and reciprocal deviation of each token."""
+        """The output; mean and reciprocal deviation of each token, and the gain."""
         weight, bias = module.weight, module.bias
         if _is_widened(x):
             weight, bias = weight.float(), None if bias is None else bias.float()
@@ -42,83 +34,44 @@ class LayerNormRule(LayerRule):
         return output, (mean, rstd, weight)
 
     def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
-        """torch's."""
-        mean, rstd, weight = saved
-        shape = list(module.normalized_shape)
-        gradient: Tensor = torch.ops.aten.native_layer_norm_backward(
-            grad, x, shape, mean, rstd, weight, None, [True, False, False]
-        )[0]
-        return gradient
+        """dx, by torch's kernel."""
+        return _layer_norm_backward(grad, x, saved, [True, False, False])[0]
 
     def gradients(
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Of gain and bias."""
-        yield module.weight, _Gain(module, grad, x, saved[:2])
-        yield module.bias, Sum(grad.to(module.weight.dtype))
+        """The gradients of gain and bias."""
+        dtype = module.weight.dtype
+        if not saved:
+            # Norms of examples, outside autocast.
+            grad, x = grad.to(dtype), x.to(dtype)
+            saved = tuple(self.forward(module, x)[1])
+        yield module.weight, _Gain(grad, x, dtype, saved)
+        yield module.bias, Sum(grad.to(dtype))
 
 
 class _Gain(NamedTuple):
-    """The gradient of a LayerNorm's gain, sum_t dy_t * n(x_t), without the n of all tokens."""
-
-    module: Any
-    grad: Tensor
-    x: Tensor
-    statistics: Sequence[Tensor]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.module.weight.dtype
-        return dtype
-
-    def rows(self, run: Run) -> Fill:
-        if sums_one_by_one(self.grad):
-            return in_parts(run, self._one_by_one)
-        return _scaled(run, self.grad, self.x, *self.statistics)
-
-    def _one_by_one(self, run: Run) -> Fill:
-        """By torch's kernel, which is the fastest way on a CPU."""
-        shape = list(self.module.normalized_shape)
-        parts = [run.cut(values, *shape) for values in (self.grad, self.x)]
-        parts += [run.cut(values, *[1] * len(shape)) for values in self.statistics]
-        gains = [
-            torch.ops.aten.native_layer_norm_backward(
-                grad, x, shape, mean, rstd, self.module.weight, None, [False, True, False]
-            )[1]
-            for grad, x, mean, rstd in zip(*parts, strict=True)
-        ]
-        return put(torch.stack(gains))
-
-    def per_example(self, shape: torch.Size) -> Tensor:
-        normal = F.layer_norm(exact(self.x), shape, None, None, self.module.eps)
-        return Sum(normal * self.grad).per_example(shape)
-
-
-class _Scaled(NamedTuple):
-    """sum_t dy_t * x_t."""
+    """sum_t dy_t * n(x_t), without an array of the terms of all tokens."""
 
     grad: Tensor
     x: Tensor
+    """n(x) itself where there is no `norm`."""
+    dtype: torch.dtype
+    norm: tuple[Tensor, ...] = ()
+    """Of a LayerNorm: mean and reciprocal deviation of each token, and the gain."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.grad.dtype, self.x.dtype)
+    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+        if not sums_one_by_one(self.grad):
+            self._write_at_once(run, out, adds)
+        elif not self.norm:
+            Sum(self.grad * self.x).write(run, out, adds)
+        else:
+            for domains, part in run.equal_parts:
+                self._write_by_torch(part, out[domains], adds)
 
-    def rows(self, run: Run) -> Fill:
-        if sums_one_by_one(self.grad):
-            return Sum(self.grad * self.x).rows(run)
-        return _scaled(run, self.grad, self.x)
-
-    def per_example(self, shape: torch.Size) -> Tensor:
-        return Sum(self.grad * self.x).per_example(shape)
-
-
-def _scaled(run: Run, grad: Tensor, x: Tensor, *statistics: Tensor) -> Fill:
-    """sum_t dy_t * x_t of all domains, or of the normal of x_t with mean and deviation of it."""
-
-    def fill(out: Tensor, adds: bool) -> None:
-        grad_TN, x_TN = (run.tokens(values, out[0].numel()) for values in (grad, x))
-        mean_T, rstd_T = [run.tokens(values) for values in statistics] or (None, None)
+    def _write_at_once(self, run: Run, out: Tensor, adds: bool) -> None:
+        grad_TN, x_TN = (run.tokens(values, out[0].numel()) for values in (self.grad, self.x))
+        mean_T, rstd_T = [run.tokens(values) for values in self.norm[:2]] or (None, None)
         segment_sum(
             *(grad_TN, out.view(len(out), 1, -1)),
             add=adds,
@@ -128,7 +81,28 @@ def _scaled(run: Run, grad: Tensor, x: Tensor, *statistics: Tensor) -> Fill:
             rstd_T=rstd_T,
         )
 
-    return fill
+    def _write_by_torch(self, part: Run, out: Tensor, adds: bool) -> None:
+        """One domain after another: torch's kernel is the fastest way on a CPU."""
+        *statistics, weight = self.norm
+        ones = [1] * weight.dim()
+        values = [part.by_domain(each, *weight.shape) for each in (self.grad, self.x)]
+        values += [part.by_domain(each, *ones) for each in statistics]
+        gains = [
+            _layer_norm_backward(grad, x, (mean, rstd, weight), [False, True, False])[1]
+            for grad, x, mean, rstd in zip(*values, strict=True)
+        ]
+        put(out, torch.stack(gains), adds)
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, norm: Sequence[Tensor], wanted: list[bool]
+) -> Sequence[Tensor]:
+    """Gradients of x, gain and bias: those that are wanted."""
+    mean, rstd, weight = norm
+    gradients: Sequence[Tensor] = torch.ops.aten.native_layer_norm_backward(
+        grad, x, list(weight.shape), mean, rstd, weight, None, wanted
+    )
+    return gradients
 
 
 def _is_widened(x: Tensor) -> bool:
@@ -151,8 +125,8 @@ class _GainRule(LayerRule):
     def gradients(
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Of the gain."""
-        yield module.weight, _Scaled(grad, x)
+        """The gradient of the gain."""
+        yield module.weight, _Gain(grad, x, torch.promote_types(grad.dtype, x.dtype))
 
 
 class RMSNormRule(_GainRule):

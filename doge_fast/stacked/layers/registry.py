@@ -1,7 +1,5 @@
 """Which rule a module has: by its exact class, because a subclass may compute something else."""
 
-from typing import Any
-
 from torch import nn
 
 from doge_fast.stacked.layers.embedding import EmbeddingRule
@@ -25,7 +23,7 @@ _RULES: dict[str | type[nn.Module], LayerRule] = {
 def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
     """Use `rule` for modules of a class, in stacked passes and for norms per example.
 
-    From the next stacked pass on, in this process; it takes the place of an earlier rule of the
+    It holds in this process, from the next stacked pass on, and replaces an earlier rule of the
     class. Subclasses do not inherit it. Modules without a rule run once per domain in a stacked
     pass, which is right for whatever treats examples one by one, and slower.
 
@@ -52,12 +50,9 @@ def rule_of(module: nn.Module) -> LayerRule | None:
 
     A module whose forward was replaced has none, nor one whose parameters are not its class's own.
     """
+    kind = type(module)
     # The class itself first: two may have one name, as where a notebook defines it again.
-    rule = _RULES.get(type(module)) or _RULES.get(_name(type(module)))
-    if rule is None or "forward" in module.__dict__:
+    rule = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    if rule is None or "forward" in module.__dict__ or not rule.covers(module):
         return None
-    return rule if rule.covers(module) else None
-
-
-def _name(module_class: type[Any]) -> str:
-    return f"{module_class.__module__}.{module_class.__qualname__}"
+    return rule

@@ -1,9 +1,4 @@
-"""How a module class computes its output and the gradients of its parameters.
-
-A stacked pass runs the forward for all examples at once and computes the gradient of the input
-once; the sum over tokens that each parameter's gradient is then gives the row of every domain. The
-norms of every example's gradient come from the same sums.
-"""
+"""How a module class computes its output and the gradients of its parameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,11 +12,15 @@ from doge_fast.stacked.layers.token_sums import TokenSum
 class LayerRule(ABC):
     """The rule of a module class whose forward takes one tensor and treats examples one by one.
 
+    A stacked pass (`doge_fast.stacked.stacked`) runs `forward` and `input_gradient` once for all
+    examples. What `gradients` returns gives the row of every domain, and the norm of every
+    example's gradient.
+
     A rule has `forward`, `gradients`, `params` where they are not weight and bias, and
     `input_gradient` unless the input is indices. x is [B, ..., features], or [B * T, features]
-    where a model flattens its batch, or indices of an integer dtype. All methods but `prepare` run
-    outside autograd. `torch.compile` traces `prepare`, `forward` and `input_gradient`. Autocast may
-    be on in the first two; a gradient has the dtype of its output.
+    where a model flattens its batch, or indices of an integer dtype, [B, ...]. Only `prepare` is
+    differentiated by autograd. `torch.compile` traces `prepare`, `forward` and `input_gradient`.
+    Autocast may be on in the first two; a gradient has the dtype of its output.
     """
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -54,8 +53,8 @@ class LayerRule(ABC):
         Args:
             module: of the class.
             grad: of the output, and of its shape.
-            x: as `prepare` gave it.
-            saved: as `forward` gave them.
+            x: as `prepare` returned it.
+            saved: as `forward` returned them.
         """
         raise NotImplementedError(f"{type(self).__name__} has no input_gradient().")
 
@@ -63,11 +62,11 @@ class LayerRule(ABC):
     def gradients(
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Each parameter, or None where the module has none, and its gradient: `Outer` or `Sum`.
+        """Each parameter, or None where the module has none, and its `Outer`, `Lookup` or `Sum`.
 
         Args:
             module: of the class.
             grad: of the output, and of its shape.
-            x: as `prepare` gave it; indices that all examples share are [1, L].
-            saved: as `forward` gave them. Norms per example do without: there are none then.
+            x: as `prepare` returned it.
+            saved: as `forward` returned them; empty for norms per example, which do not run it.
         """

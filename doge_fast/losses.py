@@ -1,7 +1,8 @@
 """Losses of a batch that holds several domains: one mean per domain, as the method wants them."""
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from doge_fast.stacked.layers.batch import on_device
-from doge_fast.stacked.layers.linear import autocast_dtype, without_autocast
-from doge_fast.stacked.layers.token_sums import products, put
+from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
+from doge_fast.stacked.layers.token_sums import exact, put, wide_dtype
 from doge_fast.stacked.stacked import StackedModel, pass_of
 
 IGNORED = -100
@@ -55,7 +56,7 @@ def domain_losses(
     names = [name for name, size in sizes.items() if size]
     targets_BL = labels_BL[:, 1:]
     token_losses = F.cross_entropy(
-        rearrange(_wide(logits_BLV[:, :-1]), "b l v -> (b l) v"),
+        rearrange(exact(logits_BLV[:, :-1]), "b l v -> (b l) v"),
         rearrange(targets_BL, "b l -> (b l)"),
         ignore_index=ignore_index,
         reduction="none",
@@ -118,13 +119,15 @@ def linear_domain_losses(
     names = [name for name, size in sizes.items() if size]
     examples = [sizes[name] for name in names]
     targets_BL = labels_BL[:, 1:]
+    ends = [last * targets_BL.shape[1] for last in itertools.accumulate(examples)]
     passes = [None if each is None else _pass_of(each, examples) for each in (weight_VH, bias_V)]
-    spans = tuple(_spans(examples, targets_BL.shape[1]))
-    head = _Head(spans, ignore_index, chunk_tokens, *passes)
-    hidden_TH = rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h")
-    targets_T = rearrange(targets_BL, "b l -> (b l)")
+    spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
     sums_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, bias_V, targets_T, head
+        rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
+        weight_VH,
+        bias_V,
+        rearrange(targets_BL, "b l -> (b l)"),
+        _Head(spans, ignore_index, chunk_tokens, *passes),
     )
     return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
 
@@ -137,29 +140,22 @@ class _Head(NamedTuple):
     ignore_index: int
     chunk_tokens: int | None
     weight_pass: StackedModel | None
-    """The stacked pass that takes the weight's gradient domain by domain."""
+    """The stacked pass that takes the weight's gradient domain by domain; None: autograd does."""
     bias_pass: StackedModel | None
-    """Likewise the bias's."""
+    """The stacked pass that takes the bias's."""
 
-    def chunks(self, span: slice) -> Iterator[slice]:
+    def chunks(self, span: slice) -> list[slice]:
         """The tokens of a domain in one chunk or several; the logits of one exist at a time."""
         step = self.chunk_tokens or max(1, span.stop - span.start)
-        for first in range(span.start, max(span.stop, span.start + 1), step):
-            yield slice(first, min(span.stop, first + step))
-
-
-def _spans(examples: list[int], length: int) -> Iterator[slice]:
-    first = 0
-    for number in examples:
-        yield slice(first * length, (first + number) * length)
-        first += number
+        firsts = range(span.start, max(span.stop, span.start + 1), step)
+        return [slice(first, min(span.stop, first + step)) for first in firsts]
 
 
 def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
     """The stacked pass under way that trains `param`, whose batch must be ours."""
     stacked = pass_of(param)
     if stacked is not None:
-        expected = [segment.last - segment.first for segment in stacked.batch.segments]
+        expected = [segment.last - segment.first for segment in stacked.segments]
         if expected != examples:
             raise ValueError(
                 f"inside stacked() the sizes must be those of its batch, {expected}; got "
@@ -168,17 +164,8 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
     return stacked
 
 
-def _operands(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> list[Tensor | None]:
-    """All three in the dtype of the head's products."""
-    operands = [hidden_TH, weight_VH, bias_V]
-    dtype = autocast_dtype(hidden_TH)
-    if dtype is None:
-        return operands
-    return [None if operand is None else operand.to(dtype) for operand in operands]
-
-
 class _LinearLosses(torch.autograd.Function):
-    """[D] sums of token losses of the domains; logits are computed in both passes and not kept."""
+    """[D] sums of token losses; logits are computed in both passes and not kept."""
 
     @staticmethod
     def forward(
@@ -189,14 +176,15 @@ class _LinearLosses(torch.autograd.Function):
         targets_T: Tensor,
         head: _Head,
     ) -> Tensor:
-        hidden, weight, bias = _operands(hidden_TH, weight_VH, bias_V)
-        assert hidden is not None
+        dtype = autocast_dtype(hidden_TH) or hidden_TH.dtype
+        hidden, weight = hidden_TH.to(dtype), weight_VH.to(dtype)
+        bias = None if bias_V is None else bias_V.to(dtype)
         with without_autocast(hidden):
             sums = []
             for span in head.spans:
                 losses = [
                     F.cross_entropy(
-                        _wide(F.linear(hidden[chunk], weight, bias)),  # type: ignore[arg-type]
+                        exact(F.linear(hidden[chunk], weight, bias)),
                         targets_T[chunk],
                         ignore_index=head.ignore_index,
                         reduction="sum",
@@ -212,126 +200,83 @@ class _LinearLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_D: Tensor) -> Any:
         with without_autocast(grad_D):
-            walk = _BackwardWalk(ctx, grad_D)
-            walk.run()
-        return walk.hidden_TH, walk.weight_VH, walk.bias_V, None, None
+            return *_head_gradients(ctx, grad_D), None, None
 
 
-class _Saved(NamedTuple):
-    """What the forward kept of a head, in the dtype of its products."""
-
-    hidden_TH: Tensor
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    share_T: Tensor
-    """What the loss of each token counts; 0 where there is no target."""
-    minus_share_T: Tensor
-    tokens_T: Tensor
-    """The targets; 0 where the token does not count."""
-
-
-class _BackwardWalk:
-    """The gradients of a head, domain by domain; those that a stacked pass takes stay None."""
-
-    def __init__(self, ctx: Any, grad_D: Tensor) -> None:
-        hidden_TH, weight_VH, bias_V, weight, bias, targets_T = ctx.saved_tensors
-        self._params = weight_VH, bias_V
-        self._head: _Head = ctx.head
-        counted_T = targets_T != self._head.ignore_index
-        # An index that exists, for positions that count nothing.
-        tokens_T = torch.where(counted_T, targets_T, 0)
-        pairs = zip(grad_D.unbind(), self._head.spans, strict=True)
-        grad_T = torch.cat([grad.expand(span.stop - span.start) for grad, span in pairs])
-        share_T = counted_T * grad_T
-        self._saved = _Saved(hidden_TH, weight, bias, share_T, -share_T, tokens_T)
-        # 16 bits hold one product; several add up in float32.
-        dtype = self._saved.hidden_TH.dtype
-        self._sum_dtype = torch.float32 if dtype.itemsize < 4 else dtype
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        self.hidden_TH = torch.empty_like(self._saved.hidden_TH) if needs_hidden else None
-        self.weight_VH = self.bias_V = None
-        if needs_weight and self._head.weight_pass is None:
-            self.weight_VH = torch.zeros_like(self._saved.weight_VH, dtype=self._sum_dtype)
-        if needs_bias and self._head.bias_pass is None:
-            self.bias_V = torch.zeros_like(bias, dtype=self._sum_dtype)
-        self._needs_bias = needs_bias
-        self._bias_sum: Tensor | None = None
-
-    def run(self) -> None:
-        """Visit every domain once."""
-        for domain, span in enumerate(self._head.spans):
-            self._visit_weight(domain, span)
-            if self._bias_sum is not None:
-                self._take_bias(domain, self._bias_sum)
-
-    def _visit_weight(self, domain: int, span: slice) -> None:
-        """Compute all of a domain; its gradient of the weight goes where it belongs."""
-        stacked = self._head.weight_pass
-        if stacked is not None:
-            is_one = span.stop - span.start <= (self._head.chunk_tokens or span.stop)
-            dtype = self._saved.hidden_TH.dtype if is_one else self._sum_dtype
-            fill = partial(self._fill_row, domain, dtype)
-            stacked.fill(self._params[0], self._row_of(stacked, domain), dtype, fill)
-        elif self.weight_VH is not None:
-            self._fill(domain, self.weight_VH, True)
-        else:
-            for _ in self._slopes(domain):
-                pass
-
-    def _row_of(self, stacked: StackedModel, domain: int) -> range:
-        row = stacked.batch.segments[domain].row
-        return range(row, row + 1)
-
-    def _take_bias(self, domain: int, grad_V: Tensor) -> None:
-        stacked = self._head.bias_pass
-        if stacked is not None:
-            rows = self._row_of(stacked, domain)
-            stacked.fill(self._params[1], rows, self._sum_dtype, put(grad_V))
-        elif self.bias_V is not None:
-            self.bias_V += grad_V
-
-    def _fill_row(self, domain: int, dtype: torch.dtype, out_1VH: Tensor, adds: bool) -> None:
-        if out_1VH.dtype.itemsize >= dtype.itemsize:
-            self._fill(domain, out_1VH[0], adds)
-            return
-        # Rows narrower than the sum of several products round it once.
-        sum_VH = torch.empty_like(out_1VH[0], dtype=dtype)
-        self._fill(domain, sum_VH, False)
-        put(sum_VH)(out_1VH, adds)
-
-    def _fill(self, domain: int, out_VH: Tensor, adds: bool) -> None:
-        """out = or += the weight's gradient of one domain."""
-        for hidden_CH, slope_CV in self._slopes(domain):
-            products(slope_CV.t()[None], hidden_CH[None])(out_VH[None], adds)
-            adds = True
-
-    def _slopes(self, domain: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(hidden, gradient of the logits) by chunks; fills `hidden_TH` and the bias's sum."""
-        saved, self._bias_sum = self._saved, None
-        if self._needs_bias:
-            self._bias_sum = saved.share_T.new_zeros(len(saved.weight_VH), dtype=self._sum_dtype)
-        for chunk in self._head.chunks(self._head.spans[domain]):
-            hidden_CH = saved.hidden_TH[chunk]
-            logits_CV = _wide(F.linear(hidden_CH, saved.weight_VH, saved.bias_V))
-            # (softmax(logits) - one-hot(target)) times what the loss of a token counts.
-            slope_CV = torch.softmax(logits_CV, 1).mul_(saved.share_T[chunk, None])
-            del logits_CV
-            minus_share_C1 = saved.minus_share_T[chunk, None]
-            slope_CV.scatter_add_(1, saved.tokens_T[chunk, None], minus_share_C1)
-            slope_CV = slope_CV.to(hidden_CH.dtype)
-            if self.hidden_TH is not None:
-                torch.mm(slope_CV, saved.weight_VH, out=self.hidden_TH[chunk])
-            if self._bias_sum is not None:
-                self._bias_sum += slope_CV.sum(0, dtype=self._sum_dtype)
-            yield hidden_CH, slope_CV
+def _head_gradients(ctx: Any, grad_D: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden states, weight and bias; None for what a stacked pass takes."""
+    hidden_TH, weight_param, bias_param, weight_VH, bias_V, targets_T = ctx.saved_tensors
+    head: _Head = ctx.head
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    counted_T = targets_T != head.ignore_index
+    # An index that exists, for positions that count nothing.
+    targets_T = torch.where(counted_T, targets_T, 0)
+    parts = zip(grad_D.unbind(), head.spans, strict=True)
+    # What the loss of each token counts.
+    share_T = counted_T * torch.cat([grad.expand(span.stop - span.start) for grad, span in parts])
+    minus_share_T = -share_T
+    # 16 bits hold one product; several add up in float32.
+    wide = wide_dtype(hidden_TH.dtype)
+    grad_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+    grad_VH = grad_V = None
+    if needs_weight and head.weight_pass is None:
+        grad_VH = torch.zeros_like(weight_VH, dtype=wide)
+    if needs_bias and head.bias_pass is None:
+        grad_V = torch.zeros_like(bias_V, dtype=wide)
+    for domain, span in enumerate(head.spans):
+        chunks = head.chunks(span)
+        dtype = hidden_TH.dtype if len(chunks) == 1 else wide
+        with (
+            _memory_for(grad_VH, weight_param, head.weight_pass, domain, dtype) as (out_VH, adds_w),
+            _memory_for(grad_V, bias_param, head.bias_pass, domain, wide) as (out_V, adds_b),
+        ):
+            for index, chunk in enumerate(chunks):
+                hidden_CH = hidden_TH[chunk]
+                logits_CV = exact(F.linear(hidden_CH, weight_VH, bias_V))
+                # (softmax(logits) - one-hot(target)) times what the loss of the token counts.
+                slope_CV = torch.softmax(logits_CV, 1).mul_(share_T[chunk, None])
+                del logits_CV
+                slope_CV.scatter_add_(1, targets_T[chunk, None], minus_share_T[chunk, None])
+                slope_CV = slope_CV.to(hidden_CH.dtype)
+                if grad_TH is not None:
+                    torch.mm(slope_CV, weight_VH, out=grad_TH[chunk])
+                if out_VH is not None:
+                    left_1VC, right_1CH = slope_CV.t()[None], hidden_CH[None]
+                    multiply(out_VH[None], left_1VC, right_1CH, adds_w or index > 0)
+                if out_V is not None:
+                    put(out_V, slope_CV.sum(0, dtype=wide), adds_b or index > 0)
+    return grad_TH, grad_VH, grad_V
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
+@contextmanager
+def _memory_for(
+    whole: Tensor | None,
+    param: Tensor,
+    stacked: StackedModel | None,
+    domain: int,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Tensor | None, bool]]:
+    """Where a domain's gradient of a parameter goes, and whether it holds something already.
 
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(_wide_dtype(logits.dtype))
+    Args:
+        whole: the gradient of the batch, if autograd gets it.
+        param: weight or bias.
+        stacked: the pass that has a row for each domain.
+        domain: of the batch, by number.
+        dtype: in which the gradient is computed.
+    """
+    if stacked is None:
+        yield whole, True
+        return
+    row = stacked.segments[domain].row
+    out, adds = stacked.slots(param, range(row, row + 1), dtype)
+    if out.dtype.itemsize >= dtype.itemsize:
+        yield out[0], adds
+        return
+    # A row that is narrower than a sum of several products rounds it once.
+    value = torch.zeros_like(out, dtype=dtype)
+    yield value[0], True
+    put(out, value, adds)
 
 
 def _counts(
@@ -346,18 +291,12 @@ def _counts(
         return _sums(targets_BL != ignore_index, examples).clamp(min=1)
     device = targets_BL.device
     counts = [num_targets[name] for name in names]
-    # All numbers of the host in one copy, which it does not wait for.
-    of_host = [
-        index
-        for index, count in enumerate(counts)
-        if not isinstance(count, Tensor) or count.device != device
-    ]
-    copied = on_device([int(counts[index]) for index in of_host], device)
-    if len(of_host) == len(counts):
-        return copied.clamp(min=1)
-    for index, count in zip(of_host, copied.unbind(), strict=True):
-        counts[index] = count
-    return torch.stack(counts).clamp(min=1)  # type: ignore[arg-type]
+    if not any(isinstance(count, Tensor) and count.device == device for count in counts):
+        # All of them in one copy, which the host does not wait for.
+        return on_device([int(count) for count in counts], device).clamp(min=1)
+    return torch.stack(
+        [count if isinstance(count, Tensor) else on_device([count], device)[0] for count in counts]
+    ).clamp(min=1)
 
 
 def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
@@ -366,8 +305,9 @@ def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
         return values_BP.reshape(len(examples), -1).sum(1)
     device = values_BP.device
     domain_of = [domain for domain, number in enumerate(examples) for _ in range(number)]
-    is_its_DB = torch.arange(len(examples), device=device)[:, None] == on_device(domain_of, device)
-    return torch.where(is_its_DB, values_BP.sum(1), 0).sum(1)
+    is_in_DB = torch.arange(len(examples), device=device)[:, None] == on_device(domain_of, device)
+    # Not a product with the mask: a loss that is NaN stays in its domain.
+    return torch.where(is_in_DB, values_BP.sum(1), 0).sum(1)
 
 
 def _check_head(

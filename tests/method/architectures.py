@@ -1,0 +1,305 @@
+"""Small models of every kind in one table, each from token ids [B, L] to logits [B, L, V]."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from doge_fast.stacked.layers import LayerRule, Outer, Sum
+
+SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}
+VOCABULARY, LENGTH, PADDING = 40, 9, 3
+
+Rows = dict[str, Tensor]
+
+
+class Tiny(nn.Module):
+    """Embeddings, positions without a batch, norms, linear layers, perhaps a tied head."""
+
+    def __init__(self, *, tied: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16, padding_idx=PADDING)
+        self.places = nn.Embedding(LENGTH, 16)
+        self.norm = nn.LayerNorm(16, bias=bias)
+        self.up = nn.Linear(16, 24, bias=bias)
+        self.root = nn.RMSNorm(24)
+        self.down = nn.Linear(24, 16, bias=bias)
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def embedded(self, ids_BL: Tensor) -> Tensor:
+        return self.words(ids_BL) + self.places(torch.arange(ids_BL.shape[1]))
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x = self.embedded(ids_BL)
+        x = x + self.down(self.root(F.gelu(self.up(self.norm(x)))))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Twice(Tiny):
+    """One module called twice."""
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x = self.down(F.gelu(self.up(self.words(ids_BL))))
+        logits: Tensor = self.head(self.down(F.gelu(self.up(self.norm(x)))))
+        return logits
+
+
+class Shapes(Tiny):
+    """[1, L] positions, [1, L, 2] vectors, a flattened batch, a norm over two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Linear(2, 16)
+        self.wide = nn.LayerNorm([2, 8], bias=False)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        length = ids_BL.shape[1]
+        angles_1L2 = torch.linspace(0, 1, 2 * length, dtype=torch.float64).view(1, length, 2)
+        x = self.words(ids_BL) + self.places(torch.arange(length)[None]) + self.angles(angles_1L2)
+        x = torch.tanh(self.wide(x.unflatten(-1, (2, 8))).flatten(-2))
+        logits: Tensor = self.head(x.flatten(0, 1)).view(*ids_BL.shape, -1)
+        return logits
+
+
+class Named(Tiny):
+    """Arguments by the names that torch's modules have for them."""
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        logits: Tensor = self.head(input=self.norm(input=self.words(input=ids_BL)))
+        return logits
+
+
+class Frozen(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        for param in (*self.up.parameters(), self.norm.bias, self.words.weight):
+            param.requires_grad_(False)
+
+
+class Odd(nn.Module):
+    """A bare parameter, a convolution, a tied pair of children: no rule knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(16))
+        self.filter = nn.Conv1d(16, 16, 3, padding=1, groups=16)
+        self.inner, self.twin = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.twin.weight = self.inner.weight
+
+    def forward(self, x_BLD: Tensor, *, factor: float = 1.0) -> tuple[Tensor, float]:
+        filtered = self.filter(x_BLD.transpose(1, 2)).transpose(1, 2)
+        return self.twin(torch.tanh(self.inner(filtered))) * self.scale * factor, factor
+
+
+class Composite(Tiny):
+    """Modules without a rule beside others."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.odd = Odd()
+        self.second = nn.Embedding(VOCABULARY, 16, scale_grad_by_freq=True)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x, _ = self.odd(self.words(ids_BL) + self.second(ids_BL), factor=0.5)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Root(Tiny):
+    """A model that owns a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(VOCABULARY))
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        return super().forward(ids_BL) + self.offset
+
+
+class Replaced(Tiny):
+    """A module whose forward was replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        forward = self.up.forward
+        self.up.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+
+
+class Recurrent(Tiny):
+    """Reads the last state of both directions, [2, examples, 8]."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], *, batch_first: bool = True) -> None:
+        super().__init__()
+        self.memory = kind(16, 8, bidirectional=True, batch_first=batch_first)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        states_BLE, last = self.memory(self.words(ids_BL))
+        last_2BE = last[0] if isinstance(last, tuple) else last
+        logits: Tensor = self.head(states_BLE + last_2BE.transpose(0, 1).flatten(1)[:, None])
+        return logits
+
+
+# Modules of a user's own, and their rules.
+
+
+class Offset(nn.Module):
+    """A bias and nothing else."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.offset
+
+
+class OffsetRule(LayerRule):
+    params = ("offset",)
+
+    def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return x + module.offset, ()
+
+    def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
+        return grad
+
+    def gradients(
+        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
+    ) -> Iterator[tuple[nn.Parameter | None, Sum]]:
+        yield module.offset, Sum(grad)
+
+
+class ScaledLinear(nn.Module):
+    """y = s W x, whose s is a number."""
+
+    def __init__(self, inputs: int, outputs: int, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+        self.scale = scale
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.scale * F.linear(x, self.weight)
+
+
+class ScaledLinearRule(LayerRule):
+    params = ("weight",)
+
+    def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return module.scale * F.linear(x, module.weight), (module.weight,)
+
+    def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
+        return module.scale * grad @ saved[0]
+
+    def gradients(
+        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
+    ) -> Iterator[tuple[nn.Parameter | None, Outer]]:
+        yield module.weight, Outer(module.scale * grad, x)
+
+
+class Mean(nn.Module):
+    """A matrix on the mean over tokens: each example's gradient as a whole."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x.mean(1) @ self.matrix)[:, None]
+
+
+class MeanRule(LayerRule):
+    params = ("matrix",)
+
+    def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return x + (x.mean(1) @ module.matrix)[:, None], (module.matrix,)
+
+    def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
+        return grad + (grad.sum(1) @ saved[0].t())[:, None] / x.shape[1]
+
+    def gradients(
+        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
+    ) -> Iterator[tuple[nn.Parameter | None, Sum]]:
+        yield module.matrix, Sum(x.mean(1)[:, :, None] * grad.sum(1)[:, None, :])
+
+
+OWN_RULES = {Offset: OffsetRule(), ScaledLinear: ScaledLinearRule(), Mean: MeanRule()}
+
+
+class Own(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = ScaledLinear(16, 16, 0.5)
+        self.offset = Offset(16)
+        self.mean = Mean(16)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x = torch.tanh(self.mean(self.offset(self.scaled(self.words(ids_BL)))))
+        logits: Tensor = self.head(self.offset(x))
+        return logits
+
+
+WITH_RULES: dict[str, Callable[[], nn.Module]] = {
+    "tied": lambda: Tiny(tied=True),
+    "untied": Tiny,
+    "no bias": lambda: Tiny(tied=True, bias=False),
+    "twice": Twice,
+    "shapes": Shapes,
+    "named": Named,
+    "own rules": Own,
+}
+ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+    **WITH_RULES,
+    "frozen": Frozen,
+    "without rules": Composite,
+    "root": Root,
+    "replaced": Replaced,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+}
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return ARCHITECTURES[kind]().double()
+
+
+def ids_of(sizes: dict[str, int] = SIZES, seed: int = 0) -> Tensor:
+    """[B, L]; some tokens are padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_BL = torch.randint(VOCABULARY, (sum(sizes.values()), LENGTH), generator=generator)
+    ids_BL[-1, 2:5] = PADDING
+    return ids_BL
+
+
+def mean_loss(logits: Tensor, ids_BL: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten())
+
+
+def losses_of(logits: Tensor, ids_BL: Tensor, sizes: dict[str, int]) -> Tensor:
+    pairs = zip(logits.split([*sizes.values()]), ids_BL.split([*sizes.values()]), strict=True)
+    return torch.stack([mean_loss(part, ids) for part, ids in pairs if len(ids)])
+
+
+def rows_by_autograd(model: nn.Module, ids_BL: Tensor, sizes: dict[str, int] = SIZES) -> Rows:
+    """{name: [domains, numel]} of the parameters that any domain gives a gradient."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    rows = []
+    for ids in ids_BL.split([*sizes.values()]):
+        grads: Sequence[Tensor | None] = [None] * len(params)
+        if len(ids):
+            loss = mean_loss(model(ids), ids)
+            grads = torch.autograd.grad(loss, [*params.values()], allow_unused=True)
+        rows.append(grads)
+    return {
+        name: torch.stack(
+            [(torch.zeros_like(param) if grad is None else grad).flatten() for grad in column]
+        )
+        for (name, param), *column in zip(params.items(), *rows, strict=True)
+        if any(grad is not None for grad in column)
+    }
