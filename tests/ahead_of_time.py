@@ -39,7 +39,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHITECTURES = (80, 90)
 POINTERS = {
     **dict.fromkeys(["table"], "*i64"),
-    **dict.fromkeys(["skipped", "present"], "*i1"),
+    **dict.fromkeys(["skipped"], "*i1"),
+    **dict.fromkeys(["slot"], "*i32"),
     **dict.fromkeys(["found_inf"], "*fp32"),
     **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
     **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
