@@ -1,11 +1,12 @@
 """The compiled CPU operators of several commits against each other, alternated in one process.
 
     python -m benchmarks.builds gram HEAD~1 .
-    DOGE_FAST_CPU_LEVEL=avx2 python -m benchmarks.builds weighted_sum 5791682 HEAD --rows 22
+    DOGE_FAST_MARCH=x86-64-v3 python -m benchmarks.builds weighted_sum HEAD~1 HEAD --rows 22
 
-`.` is the working tree. Only `csrc/` is taken from a commit. Every build is compared with float64
-before it is timed. `of a read` (`of a copy` for the sum): bandwidth over that of a read of the same
-memory in the same round; `over`: time over that of the first build named.
+`.` is the working tree. Only `csrc/` is taken from a commit, one that has no `csrc/cpu/levels`.
+Every build is compared with float64 before it is timed. `of a read` (`of a copy` for the sum):
+bandwidth over that of a read of the same memory in the same round; `over`: time over that of the
+first build.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from benchmarks.operators import checked, fastest_yardstick
 from benchmarks.problems import DTYPES, NUM_ROWS, SHAPES, Arena, coefficients
 from doge_fast._layout import CSRC_DIR
 from doge_fast.alternation import Call, Ratio, alternated, ratio_of
-from doge_fast.kernels import build, compilers
+from doge_fast.kernels import build
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKING_TREE = "."
@@ -50,7 +51,7 @@ def load(revision: str, name: str) -> None:
         sources = _sources(revision, Path(scratch)) / "cpu"
         for file in sources.rglob("*.cpp"):
             file.write_text(file.read_text().replace(NAMESPACE, name))
-        build.load_library(name, sources, compilers.cpp_recipe)
+        build.load_library(name, build.cpp_recipe(sources))
 
 
 def _sources(revision: str, scratch: Path) -> Path:
@@ -162,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for revision, name in names.items():
             load(revision, name)
-    except (ValueError, compilers.BuildError) as error:
+    except (ValueError, build.BuildError) as error:
         print(error)
         return 2
     memory = "read" if args.operator == "gram" else "copy"

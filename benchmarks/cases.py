@@ -1,7 +1,7 @@
 """Each operator on a problem: ours, what plain torch offers instead, the truth, bytes and flops.
 
-What is measured against what is decided here and nowhere else, so that the ratio table, the
-pytest-benchmark table and the GPU script speak of the same things.
+What is measured against what is decided here and nowhere else, so that the ratio table and the GPU
+script speak of the same things.
 """
 
 import functools
@@ -32,7 +32,7 @@ from doge_fast.kernels import (
     segment_sum,
     weighted_sum,
 )
-from doge_fast.kernels.dispatch import IMPLEMENTATIONS, MODULES
+from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
 from doge_fast.kernels.reweight.packing import Settings, new_settings, new_state
 
 # Relative to the largest entry, against float64: what the library promises.
@@ -84,10 +84,10 @@ class Case:
 def timed_implementations(device: torch.device | str, *, with_torch: bool = False) -> list[str]:
     """Those whose time on the device means something; the fallback only where it is asked for."""
     device = torch.device(device)
-    obstacles = implementations(device)
+    reasons = implementations(device)
     # On a CPU Triton runs in its interpreter.
     wanted = ("cpp",) if device.type == "cpu" else ("triton", "cuda")
-    found = [name for name in IMPLEMENTATIONS if name in wanted and obstacles[name] is None]
+    found = [name for name in IMPLEMENTATIONS if name in wanted and reasons[name] is None]
     return [*found, "torch"] if with_torch or not found else found
 
 
@@ -202,7 +202,7 @@ def accumulate_case(
 def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str]) -> Case:
     """The K x K step, in those of `names` that it is written in."""
     device = torch.device(device)
-    names = [name for name in names if ("reweight", name) in MODULES]
+    names = [name for name in names if name in OPERATORS["reweight"].implementations]
     generator = torch.Generator().manual_seed(0)
     grads_KN = torch.randn(num_rows, 64, dtype=torch.float64, generator=generator)
     alpha_K = torch.full((num_rows,), 1 / num_rows, dtype=torch.float64)
@@ -289,7 +289,7 @@ def segment_sum_case(arena: Arena, num_rows: int, names: Sequence[str]) -> Case:
                 **statistics,
             )
             for name in names
-            if ("segment_sum", name) in MODULES
+            if name in OPERATORS["segment_sum"].implementations
         },
         plain={"products, sum": products},
     )

@@ -48,7 +48,7 @@ from benchmarks import protocol, steps
 from benchmarks.models import Shape
 from benchmarks.steps import DogeStep, PlainStep, Problem
 from doge_fast import DoGEOptimizer
-from doge_fast.kernels import dispatch, gram, weighted_sum
+from doge_fast.kernels import build, dispatch, gram, weighted_sum
 
 META = torch.device("meta")
 SHAPE = Shape(12, 12, 768, sequence=128)
@@ -251,9 +251,9 @@ def launches_of_nothing() -> Iterator[None]:
     nothing = SimpleNamespace(gram=lambda *_: None, weighted_sum=lambda *_: None)
     with (
         mock.patch.dict(dispatch._chosen),
-        mock.patch.dict(dispatch._obstacles, {("cuda", torch.device("cpu")): None}),
-        mock.patch("doge_fast.kernels.gram.cuda_.cuda_operators", return_value=nothing),
-        mock.patch("doge_fast.kernels.weighted_sum.cuda_.cuda_operators", return_value=nothing),
+        mock.patch.dict(dispatch._reasons, {("cuda", torch.device("cpu")): None}),
+        mock.patch.dict(build._outcomes, {build.EMULATED: None}),
+        mock.patch.object(build, "cuda_operators", return_value=nothing),
     ):
         yield
 

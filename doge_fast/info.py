@@ -9,23 +9,24 @@ from typing import Any
 import torch
 
 from doge_fast.kernels import chosen, implementations
-from doge_fast.kernels.build import cache_dir
-from doge_fast.kernels.compilers import BuildError
-from doge_fast.kernels.dispatch import AUTO, OPERATORS, measured, preference
+from doge_fast.kernels.build import BuildError, cache_dir
+from doge_fast.kernels.dispatch import AUTO, OPERATORS, preference
 
 PACKAGES = ("doge-fast", "torch", "triton", "transformers")
 # Those that decide which operators run and how they are built.
 VARIABLES = (
     "DOGE_FAST_BACKEND",
     "DOGE_FAST_CACHE",
-    "DOGE_FAST_CPU_LEVEL",
     "DOGE_FAST_CUDA_EMULATE",
+    "DOGE_FAST_MARCH",
     "DOGE_FAST_NO_JIT",
     "DOGE_FAST_TRACEBACK",
     "CXX",
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
+    "MAX_JOBS",
     "TORCH_CUDA_ARCH_LIST",
+    "TORCH_EXTENSIONS_DIR",
     "TRITON_INTERPRET",
     "OMP_NUM_THREADS",
     "XDG_CACHE_HOME",
@@ -101,13 +102,12 @@ def text(machine: dict[str, Any]) -> str:
 
 
 def _of_device(device: torch.device) -> dict[str, Any]:
-    obstacles = implementations(device)
     return {
         "device": str(device),
         "name": device_name(device),
-        "what": _what(device, obstacles),
+        "what": _what(device),
         "operators": {name: _choice(name, device) for name in OPERATORS},
-        "implementations": obstacles,
+        "implementations": implementations(device),
     }
 
 
@@ -123,12 +123,10 @@ def _reason(operator: str, device: torch.device) -> str:
     forced = os.environ.get("DOGE_FAST_BACKEND") or AUTO
     if forced != AUTO:
         return f"forced by DOGE_FAST_BACKEND={forced}"
-    order = f"the first that can run of {', '.join(preference(operator, device))}"
-    record = measured(device)
-    return f"{order} (measured: {record['source']})" if operator in record else order
+    return f"the first that can run of {', '.join(preference(operator, device))}"
 
 
-def _what(device: torch.device, obstacles: dict[str, str | None]) -> str:
+def _what(device: torch.device) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         major, minor = torch.cuda.get_device_capability(device)
@@ -136,13 +134,7 @@ def _what(device: torch.device, obstacles: dict[str, str | None]) -> str:
             f"compute capability {major}.{minor}, {properties.total_memory / 2**30:.0f} GiB, "
             f"{properties.multi_processor_count} multiprocessors"
         )
-    threads = f"{os.cpu_count()} cores, torch takes {torch.get_num_threads()} threads"
-    if obstacles["cpp"] is not None:
-        return threads
-    try:
-        return f"{threads}, compiled operators at level {torch.ops.doge_fast_cpp.level()}"
-    except RuntimeError as error:
-        return f"{threads}, compiled operators refuse: {error}"
+    return f"{os.cpu_count()} cores, torch takes {torch.get_num_threads()} threads"
 
 
 def _cache() -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from doge_fast.alternation import Call, alternated, quartiles
-from doge_fast.kernels.operators import gram, weighted_sum
+from doge_fast.kernels.gram import gram
+from doge_fast.kernels.weighted_sum import weighted_sum
 
 # Larger than any cache; small beside the memory of anything that trains.
 NUM_BYTES = {"cpu": 256 << 20}

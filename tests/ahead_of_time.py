@@ -7,6 +7,7 @@ Run as a program without TRITON_INTERPRET, which would leave nothing to compile:
 takes every PARTS-th compilation, from PART on.
 """
 
+import importlib
 import itertools
 import json
 import re
@@ -22,13 +23,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from doge_fast.kernels.accumulate import triton_ as accumulate
-from doge_fast.kernels.gram import triton_ as gram
-from doge_fast.kernels.gram import tuning
 from doge_fast.kernels.reweight import triton_ as reweight
-from doge_fast.kernels.segment_sum import triton_ as segment_sum
-from doge_fast.kernels.triton_support import sum_dtype, triton_dtype
-from doge_fast.kernels.weighted_sum import triton_ as weighted_sum
+from doge_fast.kernels.triton_support import decorate, sum_dtype, triton_dtype
+
+# The files, whose names stand for their functions in the package.
+accumulate, gram, segment_sum, weighted_sum = (
+    importlib.import_module(f"doge_fast.kernels.{name}")
+    for name in ("accumulate", "gram", "segment_sum", "weighted_sum")
+)
+for _file in (accumulate, gram, segment_sum, weighted_sum):
+    decorate(vars(_file))
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Compute capabilities: A100, and H100 or H200.
@@ -77,11 +81,6 @@ class Case(NamedTuple):
     options: dict[str, Any]
     wide_loads: int = 0
     uses_matrix_units: bool = False
-    # Of a program, on their way while it waits for the first of them.
-    bytes_ahead: int = 0
-    # Columns of a chunk and the most programs, where there are as many as there are chunks at most.
-    chunk_columns: int = 0
-    max_programs: int = 0
     pointers: dict[str, str] | None = None
     """Types of those that depend on the case."""
     narrow_loads: int = 0
@@ -89,8 +88,8 @@ class Case(NamedTuple):
 
 
 def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[Case]:
-    """As gram/triton_.py launches them."""
-    sizes = tuning.pick(num_rows, dtype)
+    """As gram.py launches them."""
+    sizes = gram.pick(num_rows, dtype)
     name = f"gram of {num_rows} rows, {dtype}, {'aligned' if is_aligned else 'ragged'}"
     constants = {
         "R": num_rows,
@@ -99,9 +98,9 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         "ALIGNED": is_aligned,
     }
     options = {"num_warps": sizes.num_warps}
-    if isinstance(sizes, tuning.Pairs):
-        constants |= tuning.columns_of(sizes, dtype, is_aligned)
-        constants |= {"SQUARE": tuning.square_entries(num_rows)}
+    if isinstance(sizes, gram.Pairs):
+        constants |= gram.columns_of(sizes, dtype, is_aligned)
+        constants |= {"SQUARE": gram.square_entries(num_rows)}
         constants |= {"PROGRAM_DOUBLINGS": sizes.program_doublings}
         # Every row in loads of 16 bytes of every thread.
         wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
@@ -111,20 +110,17 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
             constants,
             options,
             wide * is_aligned,
-            bytes_ahead=num_rows * sizes.block * dtype.itemsize,
-            chunk_columns=sizes.chunk_columns,
-            max_programs=1 << sizes.program_doublings,
         )
         return
     tiles = -(-num_rows // sizes.tile)
-    product, precision = tuning.product_of(dtype, tiles)
+    product, precision = gram.product_of(dtype, tiles)
     constants |= {
         "TILES": tiles,
         "TILE": sizes.tile,
         "BLOCK": sizes.block,
         "PRODUCT": triton_dtype(product),
         "PRECISION": precision,
-        "PROGRAM_DOUBLINGS": tuning.program_doublings(sizes, tiles * sizes.tile),
+        "PROGRAM_DOUBLINGS": gram.program_doublings(sizes, tiles * sizes.tile),
     }
     options |= {"num_stages": sizes.num_stages}
     wide = sizes.tile * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
@@ -135,14 +131,11 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         options,
         wide * is_aligned,
         uses_matrix_units=True,
-        bytes_ahead=(sizes.num_stages - 1) * num_rows * sizes.block * dtype.itemsize,
-        chunk_columns=sizes.chunk_columns,
-        max_programs=1 << constants["PROGRAM_DOUBLINGS"],
     )
 
 
 def reduce_cases(num_rows: int, is_folded: bool) -> Iterator[Case]:
-    sizes = tuning.reduction(num_rows)
+    sizes = gram.reduction(num_rows)
     constants = {
         "R": num_rows,
         "SIDE": num_rows,
@@ -169,7 +162,6 @@ def weighted_sum_cases(
         constants | {"ALIGNED": is_aligned},
         {"num_warps": sizes.num_warps},
         sizes.group * is_aligned,
-        bytes_ahead=sizes.group * constants["BLOCK"] * dtype.itemsize,
     )
 
 
@@ -288,19 +280,17 @@ def compiled(case: Case, architecture: int) -> Any:
 
 
 def inspect(kernel: Any) -> dict[str, int]:
-    """Registers, shared and spilled bytes, and how many instructions there are of some kinds."""
+    """Spilled bytes, and how many instructions there are of some kinds."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
         assembly = run(TOOLS / "nvdisasm", "-c", file.name)
-    stack = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    stack = re.search(r"STACK:(\d+)", usage)
     assert stack is not None
     loads = re.findall(r"\bLDG(?:STS)?\.\S*", assembly)
     return {
-        "registers": int(stack[1]),
-        "stack_bytes": int(stack[2]),
-        "shared_bytes": kernel.metadata.shared,
+        "stack_bytes": int(stack[1]),
         "wide_loads": sum(".128" in load for load in loads),
         # Eight bytes are an address, a length or a coefficient.
         "narrow_loads": sum(not re.search(r"\.(64|128)", load) for load in loads),
@@ -323,10 +313,6 @@ if __name__ == "__main__":
                 | {
                     "wanted": case.wide_loads,
                     "uses_matrix_units": case.uses_matrix_units,
-                    "num_threads": 32 * case.options["num_warps"],
-                    "bytes_ahead": case.bytes_ahead,
-                    "chunk_columns": case.chunk_columns,
-                    "max_programs": case.max_programs,
                     "allowed_narrow_loads": case.narrow_loads,
                 }
                 for case, architecture in itertools.islice(every, part, None, parts)

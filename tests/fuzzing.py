@@ -36,7 +36,7 @@ def _instrumented() -> contextlib.AbstractContextManager[object]:
 
 with _instrumented():
     from doge_fast import cancellation, cli
-    from doge_fast.kernels import compilers
+    from doge_fast.kernels.build import needed_architectures
     from doge_fast.mixture import DomainMixture
     from doge_fast.pipeline import named, proxy, records
     from doge_fast.pipeline.config import ProxyConfig
@@ -140,9 +140,9 @@ def _small_words(data: bytes) -> object:
         lambda: named.numbers(words, "floor"),
         lambda: cancellation.parse_strategy(_text(data)),
         lambda: Objective.of(words),
-        lambda: compilers.architecture_flags(words, (80, 86, 90)),
+        lambda: needed_architectures(";".join(words), [(8, 0), (9, 0)]),
     ):
-        with contextlib.suppress(ValueError, compilers.BuildError):
+        with contextlib.suppress(ValueError):
             parse()
     return None
 

@@ -1,7 +1,9 @@
 """What must hold whatever the numbers are: laws that the tests of operators and method share."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,3 +63,26 @@ def assert_simplex(alpha_K: Tensor, ulps: float | None = None) -> None:
     assert (alpha_K >= 0).all()
     slack = (len(alpha_K) if ulps is None else ulps) * torch.finfo(alpha_K.dtype).eps
     assert abs(alpha_K.double().sum().item() - 1) <= slack
+
+
+def assert_torch_knows(
+    name: str, arguments: Sequence[Any], implementation: str, *, changed: Tensor | None = None
+) -> None:
+    """Schema and fake kernel say what the operator does, and autograd sees what it changes.
+
+    Args:
+        name: of the operator, in `torch.ops.doge_fast`.
+        changed: a result among the arguments, if there is one.
+    """
+    operator = getattr(torch.ops.doge_fast, name).default
+    options = {"implementation": implementation}
+    torch.library.opcheck(operator, tuple(arguments), options)
+    if changed is None:
+        return
+    factor = torch.ones_like(changed, requires_grad=True)
+    product = (factor * changed).sum()
+    operator(*arguments, **options)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    # Gradients are data: nothing is recorded.
+    assert not changed.requires_grad

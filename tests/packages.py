@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 # Of pip install 'doge-fast[kernels]'.
-_TO_BUILD = ("ninja", "filelock", "platformdirs")
+_TO_BUILD = ("ninja", "filelock", "setuptools")
 needs_to_build = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, _TO_BUILD)),
     reason=f"to compile operators, {', '.join(_TO_BUILD)} must be installed",

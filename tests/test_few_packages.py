@@ -18,7 +18,7 @@ from tests.environments import closure, environment_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = ("torch", "numpy", "triton", "einops")
-ABSENT = ("transformers", "datasets", "scipy", "lm_eval", "ninja", "platformdirs", "tyro")
+ABSENT = ("transformers", "datasets", "scipy", "lm_eval", "ninja", "tyro")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_the_gpu_script_runs_with_few_packages(python: Path, tmp_path: Path) -> 
     assert re.search(r"needs more packages: ModuleNotFoundError: No module", job["skipped"])
     missing = {name: record["missing"].get(name) for name in expected(default_device())}
     if "cpp" in missing:
-        assert "ninja, platformdirs must be installed" in missing["cpp"]
+        assert re.search(r"ninja.* must be installed", str(missing["cpp"]))
         assert re.search(r"^MISSING +cpp should run on this device", done.stdout, re.MULTILINE)
     assert done.returncode == (bars.WRONG if record["missing"] else bars.ALL_WELL)
 

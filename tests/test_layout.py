@@ -31,7 +31,7 @@ PROBE = """
 import importlib.util, sys
 import doge_fast, doge_fast.kernels
 from doge_fast import _layout
-assert (_layout.KERNELS_DIR / "gram" / "torch_.py").exists()
+assert (_layout.KERNELS_DIR / "gram.py").exists()
 assert (_layout.CSRC_DIR / "cpu" / "gram.cpp").exists()
 import torch
 doge_fast.kernels.gram(torch.ones(2, 3), implementation="torch")

@@ -5,7 +5,7 @@
     benchmarks/gpu.sh steps --commit 0123456789 --out FOLDER
     benchmarks/gpu.sh --device cpu --quick
 
-Needs torch, numpy, Triton and einops; ninja, platformdirs and a compiler for the compiled
+Needs torch, numpy, Triton and einops; ninja, filelock and a compiler for the compiled
 operators. Parts run one after another, each within a time of its own: a slow one is cut between
 rows and says so, a failing one is recorded, the rest runs. Writes a JSON record and a table in
 Markdown. The exit code is 1 if something was wrong or missing, and 3 if on a GPU a bar was missed.
@@ -94,12 +94,12 @@ def begin(session: Session, commit: str | None) -> Row:
     Asking compiles what is not in the cache.
     """
     clock = Clock()
-    obstacles = implementations(session.device)
+    reasons = implementations(session.device)
     record: Row = {"benchmark": "gpu", **protocol.machine(session.device)}
     record["commit"] = commit or os.environ.get("DOGE_FAST_COMMIT") or record["commit"]
     record["implementations"] = session.names
     record["missing"] = session.missing()
-    record["obstacles"] = {name: reason for name, reason in obstacles.items() if reason}
+    record["unavailable"] = {name: reason for name, reason in reasons.items() if reason}
     record["chosen"] = {
         operator: chosen(session.device, operator) for operator in operators.OPERATORS
     }

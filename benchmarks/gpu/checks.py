@@ -12,7 +12,7 @@ from benchmarks.gpu.session import Row, Session
 from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem, coefficients
 from doge_fast import reference
 from doge_fast.kernels import accumulate, gram, segment_sum, weighted_sum
-from doge_fast.kernels.dispatch import MODULES
+from doge_fast.kernels.dispatch import OPERATORS
 
 # The usual number first. 13 and 14 lie where pairs of rows end and tiles begin.
 NUM_ROWS = (7, 22, 50, 2, 128, 13, 14)
@@ -52,7 +52,7 @@ def correctness(session: Session) -> Iterator[Row]:
 
 def segment_sums(device: torch.device, name: str, dtype: torch.dtype, length: int) -> Iterator[Row]:
     """Gains and embeddings of seven domains of about `length` tokens, and one without any."""
-    if ("segment_sum", name) not in MODULES:
+    if name not in OPERATORS["segment_sum"].implementations:
         return
     generator = torch.Generator().manual_seed(0)
     lengths = [length, length // 2 + 1, 0, 7, length, 1, length - 3]

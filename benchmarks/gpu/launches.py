@@ -16,7 +16,7 @@ from benchmarks.gpu.checks import Rows, checked, segment_sums
 from benchmarks.gpu.session import Row
 from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem
 
-# Pairs of rows, tiles of 16, 24, 56 and 64 rows, panels.
+# Pairs of rows, tiles of 16, 24 and 56 rows, and more than CUDA's take.
 NUM_ROWS = (2, 7, 13, 22, 50, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = {MATRIX: (4_099,), BLOCKS: (1, 65, 768, 2_050)}

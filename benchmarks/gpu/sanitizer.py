@@ -1,6 +1,5 @@
 """What compute-sanitizer finds in a few launches of our kernels: reads out of bounds, and races."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.session import Row, Session
-from doge_fast.kernels import compilers
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck")
@@ -37,9 +35,7 @@ def sanitizer(session: Session) -> Iterator[Row]:
 
 def find_sanitizer() -> str | None:
     """On PATH, or beside the CUDA compiler, which its toolkit brings."""
-    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    with contextlib.suppress(compilers.BuildError):
-        folders.insert(1, str(Path(compilers.find_nvcc().path).resolve().parent))
+    folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
     return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
 
 

@@ -1,6 +1,7 @@
 """Where everything runs, how large, and what must be there."""
 
 import functools
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks import cases
-from doge_fast.kernels import compilers, implementations
+from doge_fast.kernels import build, implementations
 
 Row = dict[str, Any]
 
@@ -38,9 +39,8 @@ class Session:
 
     def missing(self) -> dict[str, str]:
         """Implementations that should run here and cannot, each with its reason."""
-        obstacles = implementations(self.device)
-        reasons = {name: obstacles[name] for name in expected(self.device)}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
+        reasons = implementations(self.device)
+        return {name: reason for name in expected(self.device) if (reason := reasons[name])}
 
     def free_bytes(self) -> int:
         """Of the device's memory; a modest guess on a CPU."""
@@ -51,8 +51,4 @@ def expected(device: torch.device) -> tuple[str, ...]:
     """What should run on a device: Triton on a GPU, CUDA on NVIDIA's; C++ where a compiler is."""
     if device.type == "cuda":
         return ("triton",) if torch.version.hip is not None else ("cuda", "triton")
-    try:
-        compilers.find_compiler()
-    except compilers.BuildError:
-        return ()
-    return ("cpp",)
+    return () if shutil.which(build.cxx()) is None else ("cpp",)

@@ -9,8 +9,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../check.h"
-#include "level.h"
+#include "accumulate.h"
 #include "schedule.h"
 
 namespace doge_fast {
@@ -23,10 +22,10 @@ constexpr int64_t PIECE_BYTES = 512 << 10;
 
 struct Pair {
   const char* grad;
-  Storage grad_storage;
+  ScalarType grad_dtype;
   int64_t grad_bytes;
   char* row;
-  Storage row_storage;
+  ScalarType row_dtype;
   int64_t row_bytes;
 };
 
@@ -43,10 +42,10 @@ void accumulate(TensorList grads, TensorList rows, bool add) {
                "accumulate needs a row as long as its gradient; rows[", i, "] has ", rows[i].numel(),
                " elements, grads[", i, "] ", grads[i].numel(), ".");
     table.push_back({static_cast<const char*>(grads[i].const_data_ptr()),
-                     storage_of(grads[i].scalar_type()),
+                     grads[i].scalar_type(),
                      static_cast<int64_t>(grads[i].element_size()),
                      static_cast<char*>(rows[i].mutable_data_ptr()),
-                     storage_of(rows[i].scalar_type()),
+                     rows[i].scalar_type(),
                      static_cast<int64_t>(rows[i].element_size())});
     lengths.push_back(rows[i].numel());
     num_bytes += rows[i].numel() * static_cast<int64_t>(rows[i].element_size());
@@ -59,9 +58,9 @@ void accumulate(TensorList grads, TensorList rows, bool add) {
       [&](int64_t piece, int) {
         columns.for_each_span(piece, num_pieces, [&](const Columns::Span& span) {
           const Pair& pair = table[span.tensor];
-          level().accumulate(pair.grad + span.first * pair.grad_bytes, pair.grad_storage,
-                             pair.row + span.first * pair.row_bytes, pair.row_storage,
-                             span.last - span.first, add, past_cache);
+          arithmetic::accumulate(pair.grad + span.first * pair.grad_bytes, pair.grad_dtype,
+                                 pair.row + span.first * pair.row_bytes, pair.row_dtype,
+                                 span.last - span.first, add, past_cache);
         });
         if (past_cache) finish_streaming();
       });

@@ -1,7 +1,7 @@
 // gram_RR = sum over blocks of block block^T, in one pass over memory.
 //
 // Reads every block once (R*N elements); writes R*R doubles. Which columns make up a partial sum, and
-// in which order those are added, follows from the sizes and the level alone: on one kind of CPU the
+// in which order those are added, follows from the sizes and the CPU alone: on one kind of CPU the
 // result is bitwise the same for any number of threads.
 
 #include <torch/csrc/stable/library.h>
@@ -12,12 +12,13 @@
 #include <new>
 #include <vector>
 
-#include "../check.h"
-#include "level.h"
+#include "gram.h"
 #include "schedule.h"
 
 namespace doge_fast {
 namespace {
+
+using namespace arithmetic;
 
 // Two registers of sums for every pair of rows: 256 MiB a thread.
 constexpr int64_t MAX_ROWS = 2048;
@@ -36,10 +37,10 @@ class Worker {
   void begin() { std::memset(sums_.get(), 0, gram_sum_bytes(num_pairs_)); }
 
   void add(const Rows& rows, int64_t first, int64_t last) {
-    level().gram_add(rows, first, last - first, scratch_.get(), sums_.get());
+    gram_add(rows, first, last - first, scratch_.get(), sums_.get());
   }
 
-  void end(double* pairs) const { level().gram_end(sums_.get(), num_rows_, pairs); }
+  void end(double* pairs) const { gram_end(sums_.get(), num_rows_, pairs); }
 
  private:
   static constexpr std::align_val_t CACHE_LINE{64};
@@ -75,7 +76,7 @@ Tensor gram(TensorList blocks) {
   std::vector<int64_t> lengths;
   int64_t num_bytes = 0;
   for (const Tensor& block : blocks) {
-    table.push_back(rows_of(block));
+    table.push_back(Rows::of(block));
     lengths.push_back(block.size(1));
     num_bytes += block.numel() * static_cast<int64_t>(block.element_size());
   }

@@ -2,10 +2,6 @@
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include "../check.h"
-#include "level.h"
 
 #if defined(__linux__)
 #include <unistd.h>
@@ -106,25 +102,6 @@ inline void finish_streaming() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
-}
-
-// A checked dtype, as levels know it.
-inline Storage storage_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return Storage::float32;
-    case ScalarType::Double:
-      return Storage::float64;
-    case ScalarType::BFloat16:
-      return Storage::bfloat16;
-    default:
-      return Storage::float16;
-  }
-}
-
-// The rows of a checked block.
-inline Rows rows_of(const Tensor& block) {
-  return {block.const_data_ptr(), block.stride(0), block.size(0), storage_of(block.scalar_type())};
 }
 
 }  // namespace doge_fast

@@ -11,12 +11,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "../check.h"
-#include "level.h"
 #include "schedule.h"
+#include "weighted_sum.h"
 
 namespace doge_fast {
 namespace {
+
+using namespace arithmetic;
 
 constexpr int64_t TILE = 1024;
 // What one thread takes at a time, about: so many columns or, of few rows, so much memory.
@@ -25,7 +26,7 @@ constexpr int64_t PIECE_BYTES = 1 << 20;
 
 struct Block {
   Rows rows;
-  Storage out_storage;
+  ScalarType out_dtype;
   void* out;
 };
 
@@ -59,7 +60,7 @@ void weighted_sum(TensorList blocks, Tensor coefficients_R, TensorList outs) {
     check_contiguous(out, "weighted_sum", "outs", p);
     DOGE_CHECK(out.numel() == block.size(1), "weighted_sum needs an output as long as its block; outs[",
                p, "] has ", out.numel(), " elements, blocks[", p, "] ", block.size(1), " columns.");
-    table.push_back({rows_of(block), storage_of(out.scalar_type()), out.mutable_data_ptr()});
+    table.push_back({Rows::of(block), out.scalar_type(), out.mutable_data_ptr()});
     lengths.push_back(block.size(1));
     num_bytes += block.numel() * static_cast<int64_t>(block.element_size());
     out_bytes += out.numel() * static_cast<int64_t>(out.element_size());
@@ -73,9 +74,9 @@ void weighted_sum(TensorList blocks, Tensor coefficients_R, TensorList outs) {
       [&](int64_t piece, int) {
         columns.for_each_span(piece, num_pieces, [&](const Columns::Span& span) {
           const Block& block = table[span.tensor];
-          level().weighted_sum(block.rows, span.first, span.last - span.first, terms.data(),
-                               static_cast<int64_t>(terms.size()), block.out_storage, block.out,
-                               past_cache);
+          arithmetic::weighted_sum(block.rows, span.first, span.last - span.first, terms.data(),
+                                   static_cast<int64_t>(terms.size()), block.out_dtype, block.out,
+                                   past_cache);
         });
         if (past_cache) finish_streaming();
       });

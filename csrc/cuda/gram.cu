@@ -1,12 +1,11 @@
-// sum_p B_p B_p^T over a table of chunks, [R, R] float64.
+// sum_p B_p B_p^T over a table of chunks, [R, R] float64, up to 64 rows.
 //
 // A program takes chunks that follow each other, a later program fewer than an earlier one. Sums are
 // float32 over at most 8192 columns and float64 beyond (float64 throughout for float64 rows); a second
 // launch adds the programs' partial results in a fixed order. Programs and their chunks depend on the
 // table and the number of rows, on no device: bitwise reproducible.
-// Up to 8 rows of float32 as pairs, up to 64 rows of anything as tiles of one warp, beyond as panels.
+// Up to 8 rows of float32 as pairs, up to 64 rows of anything as tiles of one warp. More are Triton's.
 
-#include "gram_panels.cuh"
 #include "gram_pairs.cuh"
 #include "gram_tiles.cuh"
 
@@ -33,8 +32,8 @@ constexpr int REDUCE_WARPS = 32;
 constexpr int REDUCE_THREADS = REDUCE_WARPS * LANES;
 constexpr int REDUCE_WAYS = REDUCE_THREADS / REDUCE_ENTRIES;
 
-// gram = or += the sum of the programs' partial results, [num_partials, gridDim.y, entries], which Map
-// tells apart. Each way adds every 256th partial result; then the ways of a warp are added, in pairs,
+// gram = or += the sum of the programs' partial results, [num_partials, entries], which Map tells
+// apart. Each way adds every 256th partial result; then the ways of a warp are added, in pairs,
 // and the warps, one after the other.
 template <typename Map>
 __global__ void __launch_bounds__(REDUCE_THREADS)
@@ -44,15 +43,13 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   const int place = threadIdx.x % REDUCE_ENTRIES;
   const int way = threadIdx.x / REDUCE_ENTRIES;
   const int index = blockIdx.x * REDUCE_ENTRIES + place;
-  const Entry at = Map::entry(blockIdx.y, index);
+  const Entry at = Map::entry(index);
   // Both triangles come from one: three-pass products are not symmetric to the last bit.
   const bool is_wanted = index < entries && at.row < num_rows && at.column <= at.row;
   double sum = 0;
   if (is_wanted) {
-    const int64_t stride = static_cast<int64_t>(gridDim.y) * entries;
-    const double* from = partials + static_cast<int64_t>(blockIdx.y) * entries + index;
     DOGE_UNROLL_BY(8)
-    for (int64_t p = way; p < num_partials; p += REDUCE_WAYS) sum += from[p * stride];
+    for (int64_t p = way; p < num_partials; p += REDUCE_WAYS) sum += partials[p * entries + index];
   }
   DOGE_UNROLL
   for (int distance = LANES / 2; distance >= REDUCE_ENTRIES; distance /= 2) sum += from_lane_xor(sum, distance);
@@ -88,9 +85,8 @@ struct Problem {
 };
 
 template <typename Map>
-void reduce(const Launcher& launch, const Problem& problem, const Tensor& partials, int entries,
-            int64_t num_pairs) {
-  launch(gram_reduce<Map>, (entries + REDUCE_ENTRIES - 1) / REDUCE_ENTRIES, num_pairs, REDUCE_THREADS, 0,
+void reduce(const Launcher& launch, const Problem& problem, const Tensor& partials, int entries) {
+  launch(gram_reduce<Map>, (entries + REDUCE_ENTRIES - 1) / REDUCE_ENTRIES, 1, REDUCE_THREADS, 0,
          static_cast<const double*>(partials.const_data_ptr()), partials.size(0), entries, problem.num_rows,
          problem.add, static_cast<double*>(problem.gram_RR.mutable_data_ptr()));
 }
@@ -103,7 +99,7 @@ void run_pairs(const Launcher& launch, const Problem& problem) {
   const Tensor partials = problem.partials(num_programs, PAIRS_OF<ROWS>);
   launch(gram_pairs<ROWS>, num_programs, 1, PAIRS_THREADS, 0, problem.table, problem.num_chunks,
          problem.is_aligned, static_cast<double*>(partials.mutable_data_ptr()));
-  reduce<Triangle>(launch, problem, partials, PAIRS_OF<ROWS>, 1);
+  reduce<Triangle>(launch, problem, partials, PAIRS_OF<ROWS>);
 }
 
 template <typename T, int GROUPS>
@@ -116,20 +112,7 @@ void run_tiles(const Launcher& launch, const Problem& problem) {
   launch(gram_tiles<T, GROUPS>, num_programs, 1, TILES_THREADS, TILES_SHARED_BYTES<GROUPS>, problem.table,
          problem.num_chunks, problem.is_aligned, problem.num_rows,
          static_cast<double*>(partials.mutable_data_ptr()));
-  reduce<typename Tiles::Map>(launch, problem, partials, Tiles::ENTRIES, 1);
-}
-
-template <typename T>
-void run_panels(const Launcher& launch, const Problem& problem) {
-  const int64_t num_panels = (problem.num_rows + PANEL - 1) / PANEL;
-  const int64_t num_pairs = num_panels * (num_panels + 1) / 2;
-  const int64_t entries = num_pairs * Panels::ENTRIES;
-  const int64_t num_programs = problem.num_programs(entries);
-  const Tensor partials = problem.partials(num_programs, entries);
-  launch(gram_panels<T>, num_pairs, num_programs, PANELS_THREADS, panels_shared_bytes(num_pairs > 1),
-         problem.table, problem.num_chunks, problem.is_aligned, problem.num_rows,
-         static_cast<double*>(partials.mutable_data_ptr()));
-  reduce<Panels>(launch, problem, partials, Panels::ENTRIES, num_pairs);
+  reduce<typename Tiles::Map>(launch, problem, partials, Tiles::ENTRIES);
 }
 
 template <typename T>
@@ -137,8 +120,7 @@ void run(const Launcher& launch, const Problem& problem) {
   if (std::is_same_v<T, float> && problem.num_rows <= MAX_PAIR_ROWS) return run_pairs<1>(launch, problem);
   // Few float32 rows are pairs: their tiles need not be compiled.
   constexpr int FEWEST_GROUPS = std::is_same_v<T, float> ? 2 : 1;
-  if (problem.num_rows <= 8 * MAX_GROUPS) return run_tiles<T, FEWEST_GROUPS>(launch, problem);
-  run_panels<T>(launch, problem);
+  run_tiles<T, FEWEST_GROUPS>(launch, problem);
 }
 
 // gram_RR = or, with `add`, += the products over the chunks of `table`, all rows of one dtype.
@@ -149,6 +131,7 @@ void gram(Tensor table, bool is_aligned, ScalarType dtype, Tensor gram_RR, bool 
                  gram_RR.numel() == num_rows * num_rows,
              "gram needs a contiguous float64 result of shape [R, R]; received shape ", shape(gram_RR),
              " of ", name(gram_RR.scalar_type()), ".");
+  DOGE_CHECK(num_rows <= 8 * MAX_GROUPS, "gram takes up to ", 8 * MAX_GROUPS, " rows; received ", num_rows, ".");
   const Launcher launch(gram_RR);
   const Problem problem{chunks, table.size(0), is_aligned, static_cast<int>(num_rows), add, gram_RR};
   with_storage(dtype, "gram", [&](auto storage) { run<decltype(storage)>(launch, problem); });

@@ -49,7 +49,6 @@ struct Triangle {
     const int row = row_of(index);
     return {row, index - row * (row + 1) / 2};
   }
-  static __device__ __forceinline__ Entry entry(int, int index) { return entry(index); }
 };
 
 // Tiles of 16 rows by 8 of float32 sums in the lanes of a warp; those above the diagonal are left out:
@@ -64,7 +63,7 @@ struct Tiles16 {
     while (tile(tall + 1, 0) <= tile_index) ++tall;
     return tall;
   }
-  static __device__ __forceinline__ Entry entry(int, int index) {
+  static __device__ __forceinline__ Entry entry(int index) {
     const int lane = index % LANES;
     const int sum = index / LANES % SUMS;
     const int tall = tall_of(index / LANES / SUMS);
@@ -82,7 +81,7 @@ struct Tiles8 {
     return tall * (tall + 1) / 2 + group;
   }
   static __device__ __forceinline__ constexpr int tall_of(int tile_index) { return Triangle::row_of(tile_index); }
-  static __device__ __forceinline__ Entry entry(int, int index) {
+  static __device__ __forceinline__ Entry entry(int index) {
     const int lane = index % LANES;
     const Entry at = Triangle::entry(index / LANES / SUMS);
     return {8 * at.row + lane / 4, 8 * at.column + 2 * (lane % 4) + index / LANES % SUMS};
@@ -94,16 +93,6 @@ struct TilesOf : std::conditional_t<std::is_same_v<T, double>, Tiles8, Tiles16> 
   using Map = std::conditional_t<std::is_same_v<T, double>, Tiles8, Tiles16>;
   static constexpr int TILES = Map::tiles(GROUPS);
   static constexpr int ENTRIES = TILES * Map::SUMS * LANES;
-};
-
-// Pairs of panels of 128 rows, each a square written row by row.
-struct Panels {
-  static constexpr int SIDE = 128;
-  static constexpr int ENTRIES = SIDE * SIDE;
-  static __device__ __forceinline__ Entry entry(int pair, int index) {
-    const Entry panels = Triangle::entry(pair);
-    return {SIDE * panels.row + index / SIDE, SIDE * panels.column + index % SIDE};
-  }
 };
 
 }  // namespace doge_fast::cuda

@@ -123,6 +123,16 @@ def num_values(num_rows: int, num_domains: int) -> int:
     return num_rows * num_rows + 2 * num_rows + VALUE_VECTORS * num_domains + VALUE_SCALARS
 
 
+def reweight_outputs(gram_RR: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty results of `reweight`: [V] float64, a bool and a float32 scalar."""
+    size = num_values(len(gram_RR), num_domains_of(state_S))
+    return (
+        gram_RR.new_empty(size),
+        gram_RR.new_empty((), dtype=torch.bool),
+        gram_RR.new_empty((), dtype=torch.float32),
+    )
+
+
 def step_views(
     values_V: Tensor, skipped: Tensor, found_inf: Tensor, num_rows: int, num_domains: int
 ) -> LastStep:

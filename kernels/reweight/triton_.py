@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from doge_fast.kernels.reweight.packing import Settings, num_domains_of
-from doge_fast.kernels.schema import reweight_outputs
+from doge_fast.kernels.reweight.packing import Settings, num_domains_of, reweight_outputs
 from doge_fast.kernels.triton_support import on_device
 
 # Float64 elements of a slab of rows; 128 threads then hold 32 each, 64 registers.

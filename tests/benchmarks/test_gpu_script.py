@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, optimizer_step, prefer, protocol
+from benchmarks import cases, optimizer_step, protocol
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import bars, job, report, sanitizer, session, times
 from benchmarks.gpu.__main__ import Section
 from benchmarks.gpu.session import Row, Session
-from doge_fast.kernels import compilers
+from doge_fast.kernels import build
 from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,18 +109,16 @@ def test_what_should_run_where(device: str, expected: tuple[str, ...]) -> None:
             patch.setenv("CXX", "a-compiler-that-is-not-there")
             assert session.expected(torch.device("cpu")) == expected
         return
-    try:
-        compilers.find_compiler()
-    except compilers.BuildError as error:
-        pytest.skip(str(error))
+    if shutil.which(build.cxx()) is None:
+        pytest.skip("no C++ compiler")
     assert session.expected(torch.device(device)) == expected
 
 
 def test_what_should_be_there_and_is_not_is_said_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    obstacles = {"cpp": REASON, "cuda": "no GPU", "triton": "no GPU", "torch": None}
-    monkeypatch.setattr(session, "implementations", lambda device: obstacles)
+    reasons = {"cpp": REASON, "cuda": "no GPU", "triton": "no GPU", "torch": None}
+    monkeypatch.setattr(session, "implementations", lambda device: reasons)
     monkeypatch.setattr(session, "expected", lambda device: ("cpp",))
     monkeypatch.setitem(gpu.PARTS, "correctness", {"determinism": Section(right_rows)})
     assert gpu.main([*QUICK, "--out", str(tmp_path), "correctness"]) == bars.WRONG
@@ -406,58 +404,3 @@ def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> No
         # By its whole path, since the caller may stand elsewhere.
         expected = f"{python} -P -m benchmarks.gpu --help\n"
         assert printed == expected
-
-
-def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    sections = {"operators": {"rows": rows}}
-    return {"device": "a GPU", "architecture": "sm_90", "correct": True, "sections": sections}
-
-
-def timed(operator: str, **ms: float) -> list[dict[str, Any]]:
-    return [
-        operator_row(operator=operator, implementation=name, ms=each) for name, each in ms.items()
-    ]
-
-
-ROWS = [
-    *timed("gram", cuda=1.0, triton=2.0, torch=9.0),
-    *timed("weighted_sum", cuda=1.2, triton=1.1, torch=9.0),
-    *timed("accumulate", cuda=1.0, triton=1.5, torch=0.9),
-    *timed("reweight", cuda=0.01, triton=0.02, torch=0.3),
-]
-FASTEST = {"gram": "cuda", "weighted_sum": "triton", "accumulate": "torch", "reweight": "cuda"}
-
-
-def test_the_dispatcher_gets_what_was_faster(tmp_path: Path) -> None:
-    path = tmp_path / "measured.json"
-    path.write_text(json.dumps({"sm_80": {"gram": "triton"}, "sm_90": {"gram": "triton"}}))
-    source = tmp_path / "gpu.json"
-    source.write_text(json.dumps(record_of(ROWS)))
-    prefer.main([str(source), "--out", str(path)])
-    assert json.loads(path.read_text()) == {
-        "sm_80": {"gram": "triton"},
-        "sm_90": {**FASTEST, "source": "gpu.json"},
-    }
-
-
-def test_each_problem_counts_the_same() -> None:
-    long = [{**row, "columns": 10**9, "ms": 1000 * row["ms"]} for row in timed("gram", cuda=1.1)]
-    long += [{**row, "columns": 10**9, "ms": 1000 * row["ms"]} for row in timed("gram", triton=1.0)]
-    # Twice as fast on one, a tenth slower on another a thousand times as long.
-    assert prefer.preferences(record_of([*ROWS, *long]))["gram"] == "cuda"
-    # A problem that one of them did not run compares nothing.
-    alone = [operator_row(implementation="triton", columns=3, ms=1e-9)]
-    assert prefer.preferences(record_of([*ROWS, *alone]))["gram"] == "cuda"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architecture": None}, "preferences are for GPUs; the record is of 'a GPU'"),
-        ({"correct": False}, "something was not right on that device"),
-        ({"sections": {}}, "gram was not measured"),
-    ],
-)
-def test_no_preference_without_a_measurement(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prefer.preferences(record_of(ROWS) | changes)

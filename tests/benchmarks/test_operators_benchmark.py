@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from benchmarks import cases, operators, problems
 from benchmarks.problems import BLOCKS, MATRIX, Arena
 from benchmarks.protocol import Call
-from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BYTES = 4_000_000
@@ -242,22 +239,3 @@ def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert row["ms"] > 0
         assert row["over_plain"][1] <= row["over_plain"][0] <= row["over_plain"][2]
         assert row["plain_formulations"][row["plain"]]["ms"] > 0
-
-
-@pytest.mark.exhaustive
-def test_pytest_benchmark_runs_them(tmp_path: Path) -> None:
-    out = tmp_path / "benchmark.json"
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_operators.py", "-q"]
-    command += ["--device", "cpu", "--megabytes", "4", "--rounds", "1"]
-    command += ["-k", "float32 and (128 or add) or reweight and 7"]
-    # The time of Triton's interpreter says nothing, and this process may be one of several.
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key != "TRITON_INTERPRET" and not key.startswith("PYTEST_XDIST")
-    }
-    printed_by(*command, "--benchmark-json", out, cwd=ROOT, env=environment)
-    found = json.loads(out.read_text())["benchmarks"]
-    operators_found = {each["name"].split("[")[0] for each in found}
-    assert operators_found == {f"test_{name}" for name in operators.OPERATORS}
-    assert all(each["extra_info"]["bytes"] > 0 for each in found)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import accumulate
-from doge_fast.kernels.accumulate import torch_
+from doge_fast.kernels.accumulate import _in_few_launches, accumulate_torch
 from doge_fast.kernels.triton_support import is_interpreted
+from tests.laws import assert_torch_knows
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
@@ -72,33 +73,17 @@ def test_rows_of_a_matrix_and_nothing_beside_them(
     assert (memory_KN == 7).all()
 
 
-def test_no_gradients_is_no_work(implementation: str) -> None:
+def test_no_gradients_and_empty_ones_are_no_work(implementation: str, device: torch.device) -> None:
     accumulate([], [], add=True, implementation=implementation)
-
-
-def test_empty_gradients(implementation: str, device: torch.device) -> None:
     row = torch.empty(0, device=device)
     accumulate([torch.empty(0, 4, device=device)], [row], add=False, implementation=implementation)
 
 
-def test_autograd_sees_that_the_row_changed(implementation: str, device: torch.device) -> None:
-    row = torch.ones(10, device=device)
-    factor = torch.ones(10, device=device, requires_grad=True)
-    product = (factor * row).sum()
-    accumulate([torch.ones(10, device=device)], [row], add=True, implementation=implementation)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
 @pytest.mark.parametrize("add", [False, True])
-def test_opcheck(add: bool, implementation: str, device: torch.device) -> None:
+def test_torch_knows_it(add: bool, implementation: str, device: torch.device) -> None:
     grads = [torch.randn(4, 5, device=device), torch.randn(7, device=device).bfloat16()]
     rows = [torch.randn(20, device=device), torch.randn(7, device=device)]
-    torch.library.opcheck(
-        torch.ops.doge_fast.accumulate.default,
-        (grads, rows, add),
-        {"implementation": implementation},
-    )
+    assert_torch_knows("accumulate", (grads, rows, add), implementation, changed=rows[1])
 
 
 def test_accumulate_traces_into_one_graph(implementation: str, device: torch.device) -> None:
@@ -128,13 +113,13 @@ GRAD = torch.ones(5)
 @pytest.mark.parametrize(
     ("grads", "rows", "message"),
     [
-        ([GRAD], [], r"accumulate\(\) pairs grads with rows; got 1 grads and 0 rows"),
-        ([], [GRAD], r"got 0 grads and 1 rows"),
-        ([GRAD], [torch.ones(4)], r"grads\[0\] has 5 elements, rows\[0\] has 4"),
+        ([GRAD], [], "1 grads and 0 rows"),
+        ([], [GRAD], "0 grads and 1 rows"),
+        ([GRAD], [torch.ones(4)], "5 elements.* 4"),
         ([GRAD.int()], [torch.ones(5)], r"grads\[0\] is torch.int32"),
-        ([GRAD.to_sparse()], [torch.ones(5)], r"layout torch.sparse_coo"),
+        ([GRAD.to_sparse()], [torch.ones(5)], "sparse_coo"),
         ([GRAD], [torch.ones(5).int()], r"rows\[0\] is torch.int32"),
-        ([GRAD], [torch.ones(10)[::2]], r"rows\[0\] has shape \[5\] and strides \[2\]"),
+        ([GRAD], [torch.ones(10)[::2]], "strides"),
     ],
 )
 def test_accumulate_says_what_is_wrong(
@@ -158,6 +143,6 @@ def test_few_launches_give_what_tiles_give(
     grads = [torch.randn(n).to(grad_dtype) for n in (1, 70_001)]
     rows = [torch.randn(n).to(row_dtype) for n in (1, 70_001)]
     others = [row.clone() for row in rows]
-    torch_.accumulate(grads, rows, add)
-    torch_._in_few_launches(grads, others, add)
+    accumulate_torch(grads, rows, add)
+    _in_few_launches(grads, others, add)
     assert all(map(torch.equal, rows, others))

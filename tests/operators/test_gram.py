@@ -11,8 +11,6 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import gram, implementations
-from doge_fast.kernels.gram import tuning
-from doge_fast.kernels.triton_support import is_interpreted
 from tests.grids import grid
 from tests.laws import (
     assert_additive_over_columns,
@@ -20,9 +18,10 @@ from tests.laws import (
     assert_row_permutation_equivariant,
     assert_scales_quadratically,
     assert_symmetric,
+    assert_torch_knows,
     normalised_error,
 )
-from tests.problems import GRADIENT_PROBLEMS, LARGE_PROBLEM, GradientProblem
+from tests.problems import GRADIENT_PROBLEMS, GradientProblem
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
@@ -87,18 +86,14 @@ def test_gram_obeys_its_laws(
     assert_additive_over_columns(ours, grads_KN, tolerance)
 
 
-def test_a_million_columns_keep_six_digits(implementation: str, device: torch.device) -> None:
-    """Flat float32 products drift with the length of the row; ours must not."""
-    grads_KN = LARGE_PROBLEM.sample(device)
-    if implementation == "triton" and is_interpreted():
-        grads_KN = grads_KN[:, :100_003]
-    exact_KK = reference.gram(grads_KN.double())
-    gram_KK = gram(grads_KN, implementation=implementation)
-    # The bar for W: six digits.
-    assert normalised_error(gram_KK, exact_KK) <= 1e-6
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 9, 10, 11, 16, 17, 33, 65])
+@pytest.mark.parametrize(
+    "num_rows",
+    [
+        *(1, 2, 3, 4, 5, 8, 9, 10, 11, 16, 17, 33, 65),
+        # Rows that end inside a tile; minutes under Triton's interpreter.
+        *(pytest.param(rows, marks=pytest.mark.soak) for rows in (73, 88, 105, 129, 137)),
+    ],
+)
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_every_kind_of_launch(
     num_rows: int, dtype: torch.dtype, implementation: str, device: torch.device
@@ -132,34 +127,15 @@ def test_programs_of_several_chunks_leave_none_out(
 ) -> None:
     """More short blocks than there are programs: programs get fewer and fewer of them."""
     if implementation == "triton":
-        module = importlib.import_module("doge_fast.kernels.gram.triton_")
-        few = functools.partial(dataclasses.replace, program_doublings=2)
-        monkeypatch.setattr(module, "pick", lambda *args: few(tuning.pick(*args)))
+        file = importlib.import_module("doge_fast.kernels.gram")
+        pick, few = file.pick, functools.partial(dataclasses.replace, program_doublings=2)
+        monkeypatch.setattr(file, "pick", lambda *args: few(pick(*args)))
         num_blocks = 21
     grads_KN = torch.randn(num_rows, columns * num_blocks, device=device).to(dtype)
     blocks = list(grads_KN.split(columns, dim=1))
     gram_KK = gram(blocks, implementation=implementation)
     assert normalised_error(gram_KK, reference.gram(grads_KN.double())) <= rounding(grads_KN)
     assert torch.equal(gram_KK, gram(blocks, implementation=implementation))
-
-
-@pytest.mark.parametrize(
-    "num_rows",
-    # Minutes under Triton's interpreter.
-    [
-        66,
-        *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (73, 137)),
-        *(pytest.param(rows, marks=pytest.mark.soak) for rows in (88, 105, 120, 129)),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_that_end_inside_a_tile(
-    num_rows: int, dtype: torch.dtype, implementation: str, device: torch.device
-) -> None:
-    grads_KN = torch.randn(num_rows, 19, device=device).to(dtype)
-    exact_KK = reference.gram(grads_KN.double())
-    gram_KK = gram(grads_KN, implementation=implementation)
-    assert normalised_error(gram_KK, exact_KK) <= rounding(grads_KN)
 
 
 @pytest.fixture
@@ -269,11 +245,9 @@ def test_plain_torch_ignores_the_users_precision_switch() -> None:
     assert normalised_error(gram_KK, exact_KK) <= torch.finfo(torch.float64).eps * 5000
 
 
-def test_opcheck(implementation: str, device: torch.device) -> None:
+def test_torch_knows_it(implementation: str, device: torch.device) -> None:
     blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
-    torch.library.opcheck(
-        torch.ops.doge_fast.gram.default, (blocks,), {"implementation": implementation}
-    )
+    assert_torch_knows("gram", (blocks,), implementation)
 
 
 def test_gram_traces_into_one_graph(implementation: str, device: torch.device) -> None:
@@ -298,15 +272,12 @@ def test_blocks_of_two_devices_add_up_on_the_first() -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ([], r"gram\(\) needs at least one block .* got an empty list"),
-        ([torch.ones(5)], r"blocks of shape \[K, n\] with K >= 1; blocks\[0\] has shape \[5\]"),
-        ([torch.ones(0, 5)], r"blocks\[0\] has shape \[0, 5\]"),
-        ([torch.ones(2, 5, dtype=torch.int64)], r"blocks\[0\] is torch.int64"),
-        (
-            [torch.ones(2, 5), torch.ones(3, 5)],
-            r"same number of rows .* blocks\[0\] has 2, blocks\[1\] has 3",
-        ),
-        ([torch.ones(5, 2).T], r"stride\(1\) == 1; blocks\[0\] has strides \[1, 2\]"),
+        ([], "at least one block"),
+        ([torch.ones(5)], r"blocks\[0\] has shape \[5\]"),
+        ([torch.ones(0, 5)], r"shape \[0, 5\]"),
+        ([torch.ones(2, 5, dtype=torch.int64)], "torch.int64"),
+        ([torch.ones(2, 5), torch.ones(3, 5)], r"blocks\[0\] has 2, blocks\[1\] has 3"),
+        ([torch.ones(5, 2).T], r"strides \[1, 2\]"),
     ],
 )
 def test_gram_says_what_is_wrong(

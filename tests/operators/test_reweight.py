@@ -9,7 +9,7 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import reweight
-from doge_fast.kernels.dispatch import MODULES
+from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.reweight.packing import (
     Settings,
     new_settings,
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("nan_memory")
 @pytest.fixture
 def implementation(implementation: str) -> str:
     """Those that the K x K step is written in."""
-    if ("reweight", implementation) not in MODULES:
+    if implementation not in OPERATORS["reweight"].implementations:
         pytest.skip(f"the K x K step is not written in {implementation}")
     return implementation
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import segment_sum
-from doge_fast.kernels.dispatch import MODULES
+from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.triton_support import is_interpreted
+from tests.laws import assert_torch_knows
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
@@ -25,7 +26,7 @@ FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
 @pytest.fixture
 def implementation(implementation: str) -> str:
     """Those that it is written in."""
-    if ("segment_sum", implementation) not in MODULES:
+    if implementation not in OPERATORS["segment_sum"].implementations:
         pytest.skip(f"sums of segments are not written in {implementation}")
     return implementation
 
@@ -178,25 +179,13 @@ def test_a_row_without_tokens_is_left_alone_when_adding(
     assert out[0, [0, 2]].isnan().all()
 
 
-def test_autograd_sees_that_the_output_changed(implementation: str, device: torch.device) -> None:
-    out = torch.ones(2, 1, 3, device=device)
-    factor = torch.ones(3, device=device, requires_grad=True)
-    product = (factor * out).sum()
-    segment_sum(torch.ones(4, 3, device=device), out, implementation=implementation)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
 @pytest.mark.parametrize("name", ["a bias", "an embedding", "a gain of long unequal domains"])
-def test_opcheck(name: str, implementation: str, device: torch.device) -> None:
+def test_torch_knows_it(name: str, implementation: str, device: torch.device) -> None:
     problem = PROBLEMS[name]
+    terms, out = problem.terms(device), problem.out(device)
     names = ("borders", "order", "factor_TD", "mean_T", "rstd_T")
-    terms = problem.terms(device)
-    torch.library.opcheck(
-        torch.ops.doge_fast.segment_sum.default,
-        (problem.values(device), problem.out(device), True, *map(terms.get, names)),
-        {"implementation": implementation},
-    )
+    arguments = (problem.values(device), out, True, *map(terms.get, names))
+    assert_torch_knows("segment_sum", arguments, implementation, changed=out)
 
 
 VALUES = torch.ones(6, 4)
@@ -206,19 +195,19 @@ OUT = torch.ones(2, 1, 4)
 @pytest.mark.parametrize(
     ("values", "out", "terms", "message"),
     [
-        (torch.ones(6), OUT, {}, r"rows of values_TD \[T, D\] into out_GRD \[G, R, D\]; got shap"),
-        (VALUES, torch.ones(2, 1, 3), {}, r"got shapes \[6, 4\] and \[2, 1, 3\]"),
-        (torch.ones(7, 4), OUT, {}, "7 tokens are no multiple of 2 segments. Pass borders"),
-        (VALUES, OUT, {"borders": torch.zeros(2).long()}, r"borders contiguous, of shape \[3\]"),
-        (VALUES, OUT, {"order": torch.zeros(6)}, "torch.int64 on cpu; it has .* torch.float32"),
-        (VALUES, OUT, {"mean_T": torch.zeros(6)}, "takes mean_T and rstd_T together"),
+        (torch.ones(6), OUT, {}, r"values_TD \[T, D\]"),
+        (VALUES, torch.ones(2, 1, 3), {}, r"\[6, 4\] and \[2, 1, 3\]"),
+        (torch.ones(7, 4), OUT, {}, "7 tokens .* borders"),
+        (VALUES, OUT, {"borders": torch.zeros(2).long()}, "borders"),
+        (VALUES, OUT, {"order": torch.zeros(6)}, "order .*torch.int64"),
+        (VALUES, OUT, {"mean_T": torch.zeros(6)}, "mean_T and rstd_T together"),
         (
             *(VALUES, OUT),
             {"mean_T": torch.zeros(6), "rstd_T": torch.ones(6)},
-            "takes mean_T and rstd_T together, and with factor_TD",
+            "with factor_TD",
         ),
-        (VALUES, OUT, {"factor_TD": torch.ones(4, 6).T}, "needs factor_TD contiguous"),
-        (VALUES.int(), OUT, {}, "values_TD contiguous, .* torch.float32 or .* torch.int32 on cpu"),
+        (VALUES, OUT, {"factor_TD": torch.ones(4, 6).T}, "factor_TD contiguous"),
+        (VALUES.int(), OUT, {}, "values_TD .* torch.int32"),
         (VALUES, torch.ones(2, 1, 8)[..., ::2], {}, r"needs out_GRD\[0\] contiguous"),
     ],
 )

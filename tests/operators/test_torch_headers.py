@@ -7,20 +7,20 @@ else from the user's cache; else out of the smallest wheel that pip finds, once.
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from doge_fast.kernels import build, compilers
-from doge_fast.kernels.compilers import Recipe
+from doge_fast.kernels import build
 
 pytestmark = pytest.mark.exhaustive
 
@@ -45,12 +45,12 @@ def headers(request: pytest.FixtureRequest) -> Path:
     """The folder `include` of a version of torch, or a skip."""
     version: str = request.param
     if version in (INSTALLED, torch.__version__.split("+")[0]):
-        return compilers.TORCH_DIR / "include"
+        return Path(torch.__file__).parent / "include"
     if chosen := os.environ.get(f"TORCH_HEADERS_{version.replace('.', '_')}"):
         return Path(chosen)
     try:
         folder = build.cache_dir() / "torch-headers" / version
-    except compilers.BuildError as error:
+    except build.BuildError as error:
         pytest.skip(str(error))
     if not folder.is_dir():
         download(version, folder)
@@ -82,34 +82,31 @@ def download(version: str, folder: Path) -> None:
             Path(f"{scratch}/headers").rename(folder)
 
 
-def failures(recipe: Recipe, headers: Path, further: Sequence[str]) -> dict[str, str]:
-    """{unit: what the compiler said} of those that do not compile."""
+def failures(command: Sequence[str], sources: Sequence[Path], headers: Path) -> dict[str, str]:
+    """{source: what the compiler said} of those that do not compile."""
 
-    def compiled(flags: Sequence[str], source: Path) -> str:
-        command = [*recipe.compiler, *recipe.flags, *flags, *further, "-isystem", str(headers)]
-        done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    def said(source: Path) -> str:
+        words = [*command, "-isystem", str(headers), str(source)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
         return done.stderr[-2000:] if done.returncode else ""
 
-    units = recipe.units()
-    assert units
+    assert sources
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        said = pool.map(lambda unit: compiled(unit.flags, unit.source), units)
-    return {unit.name: text for unit, text in zip(units, said, strict=True) if text}
-
-
-def recipe_or_skip(make: Callable[[], Recipe]) -> Recipe:
-    try:
-        return make()
-    except compilers.BuildError as error:
-        pytest.skip(str(error))
+        texts = pool.map(said, sources)
+    return {source.name: text for source, text in zip(sources, texts, strict=True) if text}
 
 
 def test_the_operators_for_cpus_compile(headers: Path) -> None:
-    recipe = recipe_or_skip(lambda: compilers.cpp_recipe(build.CSRC_DIR / "cpu"))
-    assert not failures(recipe, headers, ["-fsyntax-only"])
+    try:
+        recipe = build.recipe_of(build.CPP)
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    command = [build.cxx(), *recipe.flags, "-fsyntax-only"]
+    assert not failures(command, sorted(recipe.sources.glob("*.cpp")), headers)
 
 
 def test_the_operators_for_gpus_compile(headers: Path) -> None:
-    sources = build.CSRC_DIR / "cuda"
-    recipe = recipe_or_skip(lambda: compilers.nvcc_recipe(sources, compilers.find_nvcc(), QUICKLY))
-    assert not failures(recipe, headers, ["-c", "-o", os.devnull])
+    if (nvcc := shutil.which("nvcc")) is None:
+        pytest.skip("nvcc is not on PATH")
+    command = [nvcc, *build.CUDA_FLAGS, *QUICKLY, "-Xcompiler=-fPIC", "-c", "-o", os.devnull]
+    assert not failures(command, sorted((build.CSRC_DIR / "cuda").glob("*.cu")), headers)

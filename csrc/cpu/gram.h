@@ -9,7 +9,7 @@
 
 #include "vectors.h"
 
-namespace doge_fast::DOGE_LEVEL_NAME {
+namespace doge_fast::arithmetic {
 
 // Rows whose products with each other, and with PARTNERS rows above, are added up in registers, of which
 // there are 16 or 32: PANEL * PARTNERS sums, the partners and one more operand. ROWS_AT_ONCE rows have so few
@@ -54,6 +54,23 @@ constexpr int64_t MOST_ADDITIONS = 60;
 static_assert(MOST_ADDITIONS > MOST_TERMS);
 // How far ahead rows are fetched that are read at once: all of them together.
 constexpr int64_t BYTES_AHEAD = 8 << 10;
+
+// Columns of a tile at most: up to 768 rows of float32, and those of the next tile, fit in the second-level
+// cache.
+constexpr int64_t tile_columns(int64_t num_rows) {
+  constexpr int64_t most = 512, least = 64, second_level_bytes = 192 << 10;
+  const int64_t fit = second_level_bytes / static_cast<int64_t>(sizeof(float)) / num_rows / 64 * 64;
+  return fit < least ? least : fit > most ? most : fit;
+}
+
+// A tile of copied rows, of float64 at most, with a cache line between them, so that equal columns of the rows
+// do not share a cache set.
+constexpr int64_t gram_scratch_bytes(int64_t num_rows) {
+  return num_rows * (tile_columns(num_rows) * static_cast<int64_t>(sizeof(double)) + 64);
+}
+
+// Per pair a register of float32 sums and one of float64 sums.
+constexpr int64_t gram_sum_bytes(int64_t num_pairs) { return num_pairs * 2 * VECTOR_BYTES; }
 
 inline int64_t pair_index(int64_t row, int64_t partner) { return row * (row + 1) / 2 + partner; }
 
@@ -512,7 +529,7 @@ class Gram {
 };
 
 inline void gram_add(const Rows& rows, int64_t first, int64_t columns, void* scratch, void* sums) {
-  with_type(rows.storage, [&](auto zero) {
+  with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     Gram<T>(rows, scratch, sums).add(first, columns);
   });
@@ -538,4 +555,4 @@ inline void gram_end(const void* sums, int64_t num_rows, double* pairs) {
       });
 }
 
-}  // namespace doge_fast::DOGE_LEVEL_NAME
+}  // namespace doge_fast::arithmetic

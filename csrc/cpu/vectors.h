@@ -1,20 +1,31 @@
-// One vector register of the level this is compiled for, and the ways in and out of it.
+// One vector register of the CPU this is compiled for, and the ways in and out of it.
 //
 // GCC and Clang vector types: the same source becomes AVX-512, AVX2, SSE2 or NEON, and `a * b + c`
-// becomes one fused multiply-add where there is one. Nothing here comes from the standard library or
-// from torch: an inline function of theirs, compiled for a late CPU, could be the copy that the linker
-// keeps for all levels.
+// becomes one fused multiply-add where there is one. The builder compiles for the CPU of the machine.
 #pragma once
 
-#include <stdint.h>
+#include <cstdint>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-#include "../level.h"
+#include "../check.h"
 
-namespace doge_fast::DOGE_LEVEL_NAME {
+namespace doge_fast::arithmetic {
+
+// Rows of equal length, any distance apart.
+struct Rows {
+  const void* data;
+  int64_t row_stride;
+  int64_t num_rows;
+  ScalarType dtype;
+
+  // Those of a checked block.
+  static Rows of(const Tensor& block) {
+    return {block.const_data_ptr(), block.stride(0), block.size(0), block.scalar_type()};
+  }
+};
 
 struct BFloat16 {
   uint16_t bits;
@@ -30,7 +41,6 @@ constexpr int64_t VECTOR_BYTES = 32;
 #else
 constexpr int64_t VECTOR_BYTES = 16;
 #endif
-static_assert(VECTOR_BYTES <= MAX_VECTOR_BYTES);
 
 template <typename T, int64_t bytes>
 struct VectorOf {
@@ -306,19 +316,19 @@ inline void narrow(const A* from, T* to, int64_t n, bool past_cache) {
   for (; i < n; ++i) narrow_to(to[i], from[i]);
 }
 
-// Calls body(T{}) with the C++ type of a storage type.
+// Calls body(T{}) with the C++ type of a checked dtype.
 template <typename Body>
-inline void with_type(Storage storage, const Body& body) {
-  switch (storage) {
-    case Storage::float32:
+inline void with_type(ScalarType dtype, const Body& body) {
+  switch (dtype) {
+    case ScalarType::Float:
       return body(float{});
-    case Storage::float64:
+    case ScalarType::Double:
       return body(double{});
-    case Storage::bfloat16:
+    case ScalarType::BFloat16:
       return body(BFloat16{});
-    case Storage::float16:
+    default:
       return body(Half{});
   }
 }
 
-}  // namespace doge_fast::DOGE_LEVEL_NAME
+}  // namespace doge_fast::arithmetic

@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-namespace doge_fast::DOGE_LEVEL_NAME {
+namespace doge_fast::arithmetic {
 
 constexpr int64_t ACCUMULATE_TILE = 1024;
 
@@ -80,15 +80,15 @@ void accumulate_span(const T* grad, Row* row, int64_t n, bool add, bool past_cac
   }
 }
 
-inline void accumulate(const void* grad, Storage grad_storage, void* row, Storage row_storage, int64_t n,
+inline void accumulate(const void* grad, ScalarType grad_dtype, void* row, ScalarType row_dtype, int64_t n,
                        bool add, bool past_cache) {
-  with_type(grad_storage, [&](auto zero) {
+  with_type(grad_dtype, [&](auto zero) {
     using T = decltype(zero);
-    with_type(row_storage, [&](auto row_zero) {
+    with_type(row_dtype, [&](auto row_zero) {
       using Row = decltype(row_zero);
       accumulate_span(static_cast<const T*>(grad), static_cast<Row*>(row), n, add, past_cache);
     });
   });
 }
 
-}  // namespace doge_fast::DOGE_LEVEL_NAME
+}  // namespace doge_fast::arithmetic

@@ -8,7 +8,12 @@
 
 #include "vectors.h"
 
-namespace doge_fast::DOGE_LEVEL_NAME {
+namespace doge_fast::arithmetic {
+
+struct Term {
+  int64_t row;
+  double coefficient;
+};
 
 // 64 KB of a 16-bit row at a time: the hardware's prefetcher takes its time at each row's beginning.
 template <typename A>
@@ -164,10 +169,10 @@ void sum_span(const T* rows_RN, int64_t row_stride, const Term* terms, int64_t n
 }
 
 inline void weighted_sum(const Rows& rows, int64_t first, int64_t columns, const Term* terms,
-                         int64_t num_terms, Storage out_storage, void* out, bool past_cache) {
-  with_type(rows.storage, [&](auto zero) {
+                         int64_t num_terms, ScalarType out_dtype, void* out, bool past_cache) {
+  with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    with_type(out_storage, [&](auto out_zero) {
+    with_type(out_dtype, [&](auto out_zero) {
       using Out = decltype(out_zero);
       sum_span(static_cast<const T*>(rows.data) + first, rows.row_stride, terms, num_terms,
                static_cast<Out*>(out) + first, columns, past_cache);
@@ -175,4 +180,4 @@ inline void weighted_sum(const Rows& rows, int64_t first, int64_t columns, const
   });
 }
 
-}  // namespace doge_fast::DOGE_LEVEL_NAME
+}  // namespace doge_fast::arithmetic

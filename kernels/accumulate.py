@@ -1,0 +1,318 @@
+"""Accumulation: gradients written into their rows, or added to what the rows hold."""
+
+# Triton's own compiler types device code.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from doge_fast.kernels import build
+from doge_fast.kernels.chunks import Span, by_dtype, chunk_tables
+from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.kernels.schema import (
+    STORAGE_DTYPES,
+    by_device,
+    check_pairs,
+    check_writable,
+    dtype_names,
+    is_one_device,
+)
+from doge_fast.kernels.triton_support import kernel, on_device, sum_dtype, tl, triton_dtype
+
+
+def accumulate(
+    grads: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    *,
+    add: bool,
+    implementation: str | None = None,
+) -> None:
+    """Write gradients into their rows, all in one call.
+
+    rows[i]  =  grads[i]     or, with `add`,     rows[i]  =  rows[i] + grads[i]
+
+    Added in float32, in float64 if either side is, and rounded to the row's dtype (from float64
+    to 16 bits perhaps by way of float32). Rows must not overlap each other or a gradient. Reads
+    each gradient once (and its row, with `add`); writes each row once.
+
+    Args:
+        grads: dense tensors of any shape and of float32, bfloat16, float16 or float64; one
+            that is not contiguous is copied first.
+        rows: for each gradient a contiguous tensor of as many elements, of any of the dtypes,
+            on the same device.
+        add: whether what the rows hold counts.
+        implementation: as for `gram`.
+
+    Raises:
+        ValueError: the lists differ in length, or a row in size or device from its gradient;
+            a gradient is sparse; a row is not contiguous.
+        RuntimeError: the forced implementation cannot run.
+    """
+    if is_one_device(grads) or len(grads) != len(rows):
+        _op(grads, rows, add, implementation=implementation)
+        return
+    for group in by_device(grads):
+        _op(
+            [grads[i] for i in group],
+            [rows[i] for i in group],
+            add,
+            implementation=implementation,
+        )
+
+
+def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None:
+    """`accumulate`, for who knows that each gradient has its row's shape and device.
+
+    For many small ones the check, or an operator that torch dispatches, would take longer than the
+    work. Both are left out where all are contiguous and on one device.
+    """
+    # A subclass may have no memory of its own, as in a FakeTensorMode.
+    are_plain = set(map(type, grads)) == {Tensor} and all(map(Tensor.is_contiguous, grads))
+    if not are_plain or not is_one_device(grads):
+        accumulate(grads, rows, add=add)
+    else:
+        choose("accumulate", grads[0].device, None, is_checked=False)(grads, rows, add)
+
+
+# In plain torch: any device, always available.
+#
+# Reads each gradient once, and each row once when adding; writes each row once.
+
+# 512 KiB of float64: a cast tile that stays in the second-level cache.
+TILE_COLUMNS = 65_536
+
+
+@torch.no_grad()
+def accumulate_torch(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
+    """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes.
+
+    Elsewhere than on a CPU they have one shape: views would cost the host more than all else.
+    """
+    if rows and not rows[0].is_cpu:
+        _in_few_launches(list(grads), list(rows), add)
+        return
+    for grad, row in zip(grads, rows, strict=True):
+        flat_grad, flat_row = grad.view(-1), row.view(-1)
+        if not add:
+            flat_row.copy_(flat_grad)
+        elif grad.dtype == row.dtype:
+            flat_row.add_(flat_grad)
+        else:
+            _add_in_tiles(flat_grad, flat_row)
+
+
+def _in_few_launches(grads: list[Tensor], rows: list[Tensor], add: bool) -> None:
+    # Addresses travel as arguments of the kernels: nothing is uploaded, and a graph can hold it.
+    if add:
+        torch._foreach_add_(rows, grads)
+    else:
+        torch._foreach_copy_(rows, grads)
+
+
+def _add_in_tiles(grad_N: Tensor, row_N: Tensor) -> None:
+    # Tiles: torch would make whole-row copies in the common dtype on a CPU. float16 with
+    # bfloat16 promotes to float32, so no pair loses more than the store does.
+    common = torch.promote_types(grad_N.dtype, row_N.dtype)
+    for first in range(0, len(row_N), TILE_COLUMNS):
+        row_T = row_N[first : first + TILE_COLUMNS]
+        grad_T = grad_N[first : first + TILE_COLUMNS]
+        row_T.copy_(row_T.to(common) + grad_T.to(common))
+
+
+# Compiled: csrc/cpu/accumulate.cpp and csrc/cuda/accumulate.cu.
+
+
+def accumulate_cpp(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
+    """On a CPU."""
+    build.operators(build.CPP).accumulate.default(grads, rows, add)
+
+
+def accumulate_cuda(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
+    """One launch for every 144 pairs of dtypes."""
+    if grads:
+        build.cuda_operators(grads[0].device.type).accumulate(grads, rows, add)
+
+
+# Through Triton: one launch for a whole list.
+#
+# One program per chunk of elements; a chunk is (address in the gradient, address in the row,
+# length) in a [num_chunks, 3] int64 table.
+
+FIELDS = ("source", "target", "length")
+# Elements of a program, and of one step of it.
+CHUNK_COLUMNS = 8192
+BLOCK = 1024
+NUM_WARPS = 4
+
+
+def accumulate_triton(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
+    """rows[i] = grads[i], or rows[i] += grads[i].
+
+    A table is uploaded for every new list of addresses. Where the allocator hands out the same
+    ones step after step, the table of the first step serves again.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and these addresses were not seen before.
+    """
+    for (grad_dtype, row_dtype), group in by_dtype(zip(grads, rows, strict=True)):
+        spans = [
+            Span(grad.data_ptr(), grad.itemsize, 0, grad.numel(), row.data_ptr(), row.itemsize)
+            for grad, row in group
+        ]
+        device = group[0][0].device
+        constants = constants_of(grad_dtype, row_dtype, add)
+        for table in chunk_tables(spans, FIELDS, CHUNK_COLUMNS, device):
+            with on_device(device):
+                accumulate_chunk[(table.num_chunks,)](
+                    table.table,
+                    **constants,
+                    ALIGNED=table.is_aligned,
+                    num_warps=NUM_WARPS,
+                    enable_fp_fusion=True,
+                )
+
+
+def constants_of(grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool) -> dict[str, Any]:
+    """Compile-time arguments, but for the alignment."""
+    return {
+        "CHUNK": CHUNK_COLUMNS,
+        "BLOCK": BLOCK,
+        "GRADIENT": triton_dtype(grad_dtype),
+        "ROW": triton_dtype(row_dtype),
+        "SUM": triton_dtype(sum_dtype(grad_dtype, row_dtype)),
+        "ADD": add,
+    }
+
+
+@kernel
+def accumulate_chunk(
+    table,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    ROW: tl.constexpr,
+    SUM: tl.constexpr,
+    ADD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """row = gradient, or row += gradient, over one chunk of elements."""
+    entry = table + tl.program_id(0).to(tl.int64) * 3
+    gradient = tl.load(entry).to(tl.pointer_type(GRADIENT))
+    row = tl.load(entry + 1).to(tl.pointer_type(ROW))
+    length = tl.load(entry + 2)
+    if ALIGNED:
+        gradient = tl.multiple_of(gradient, 16)
+        row = tl.multiple_of(row, 16)
+        length = tl.multiple_of(length, 16)
+    for start in range(0, CHUNK, BLOCK):
+        columns_B = start + tl.arange(0, BLOCK)
+        is_inside_B = columns_B < length
+        # [BLOCK]
+        value_B = tl.load(gradient + columns_B, mask=is_inside_B, other=0).to(SUM)
+        if ADD:
+            value_B += tl.load(row + columns_B, mask=is_inside_B, other=0).to(SUM)
+        if ROW == tl.bfloat16:  # noqa: SIM300
+            # Not every Triton narrows float64 to bfloat16 in one step.
+            value_B = value_B.to(tl.float32)
+        tl.store(row + columns_B, value_B.to(ROW), mask=is_inside_B)
+
+
+def on_gpu() -> tuple[str, ...]:
+    """Best first.
+
+    Gradients are at other addresses in every step: CUDA's kernel and torch's foreach operators take
+    them as arguments, where Triton needs a table on the device. CUDA's has several times the
+    blocks, but nobody waits a minute for nvcc because of it, or is told to: it comes first where it
+    was compiled for something else.
+    """
+    return (
+        ("cuda", "torch", "triton") if build.is_built(build.CUDA) else ("torch", "cuda", "triton")
+    )
+
+
+def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
+    """Raise ValueError unless every gradient has a contiguous row of its size."""
+    if _are_pairs(grads, rows):
+        return
+    for index, grad in enumerate(grads):
+        if grad.layout != torch.strided or grad.dtype not in STORAGE_DTYPES:
+            raise ValueError(
+                f"accumulate() reads dense {dtype_names()} gradients; grads[{index}] is "
+                f"{grad.dtype} with layout {grad.layout}. Convert it, or turn off sparse=True "
+                "in the layer that made it."
+            )
+    check_pairs("accumulate", "grads", [grad.numel() for grad in grads], "rows", rows)
+    if grads:
+        device = grads[0].device
+        for index, grad in enumerate(grads):
+            if grad.device != device:
+                raise ValueError(
+                    "accumulate() works on one device at a time; grads[0] is on "
+                    f"{device}, grads[{index}] on {grad.device}. Call it once per device."
+                )
+        check_writable("accumulate", "rows", rows, device)
+
+
+def _are_pairs(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
+    """Whether nothing is to be refused: what the loops of `check_accumulate` see, in C."""
+    both = [*grads, *rows]
+    return (
+        list(map(Tensor.numel, grads)) == list(map(Tensor.numel, rows))
+        and set(map(_layout_of, grads)) <= _STRIDED
+        and set(map(_dtype_of, both)) <= _STORAGE
+        and len(set(map(_device_of, both))) <= 1
+        and all(map(Tensor.is_contiguous, rows))
+    )
+
+
+_layout_of, _dtype_of, _device_of = map(attrgetter, ("layout", "dtype", "device"))
+_STRIDED = {torch.strided}
+_STORAGE = set(STORAGE_DTYPES)
+_shape_of = attrgetter("shape")
+
+
+def _run(
+    grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool, *, implementation: str | None = None
+) -> None:
+    if not grads and not rows:
+        return
+    device = (grads or rows)[0].device
+    # On a CPU each pair is viewed by itself.
+    are_alike = device.type == "cpu" or list(map(_shape_of, grads)) == list(map(_shape_of, rows))
+    if not are_alike or not all(map(Tensor.is_contiguous, grads)):
+        check_accumulate(grads, rows, add)
+        grads = [grad.contiguous().view(-1) for grad in grads]
+        rows = [row.view(-1) for row in rows]
+    choose("accumulate", device, implementation)(grads, rows, add)
+    increment_version(rows)
+
+
+def _fake(
+    grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool, *, implementation: str | None = None
+) -> None:
+    check_accumulate(grads, rows, add)
+
+
+_op = register(
+    Operator(
+        "accumulate",
+        {
+            "cpp": accumulate_cpp,
+            "cuda": accumulate_cuda,
+            "triton": accumulate_triton,
+            "torch": accumulate_torch,
+        },
+        check_accumulate,
+        on_gpu=on_gpu,
+    ),
+    "(Tensor[] grads, Tensor(a!)[] rows, bool add, *, str? implementation=None) -> ()",
+    run=_run,
+    fake=_fake,
+)

@@ -1,0 +1,717 @@
+"""The Gram matrix: all inner products of the rows, in one pass over them."""
+
+# Triton's own compiler types device code.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from doge_fast.kernels import build
+from doge_fast.kernels.chunks import ChunkTable, chunk_tables, spans_by_dtype
+from doge_fast.kernels.dispatch import Operator, choose, register, unavailable_reason
+from doge_fast.kernels.schema import as_blocks, by_device, check_blocks, is_one_device
+from doge_fast.kernels.triton_support import (
+    is_interpreted,
+    kernel,
+    on_device,
+    sum_dtype,
+    tl,
+    triton_dtype,
+)
+
+
+def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+    """All inner products of the rows, in one pass over them.
+
+    G_ij  =  sum_n g_in g_jn
+
+    Products are exact or float32, sums float32 over at most 16384 columns and float64 beyond
+    (float64 throughout for float64 rows). Symmetric to the bit. The same call gives the same
+    bits, whatever the number of multiprocessors or, for `cpp`, of threads; implementations differ
+    in the last float32 bits, and so does `cpp` between CPUs of other instruction sets. Reads each
+    row once (GPU: up to 128 rows).
+
+    Args:
+        grads: [K, N], rows of float32, bfloat16, float16 or float64 at any distance from each
+            other (`cpp`: at most 2048 rows); or a list of such blocks [K, n_p], whose dtypes and
+            devices may differ.
+        implementation: "torch", "cpp", "triton" or "cuda"; None leaves it to the dispatcher.
+
+    Returns:
+        [K, K] float64, on the device of the first block.
+
+    Raises:
+        ValueError: there is no block, a block is not [K, n] of these dtypes with neighbouring
+            columns, or the number of rows differs.
+        RuntimeError: the forced implementation cannot run.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (ge-decompose): W = G tau.
+    """
+    blocks = as_blocks(grads)
+    if is_one_device(blocks):
+        gram_KK: Tensor = _op(blocks, implementation=implementation)
+        return gram_KK
+    grams = [
+        _op([blocks[i] for i in group], implementation=implementation)
+        for group in by_device(blocks)
+    ]
+    return torch.stack([gram_KK.to(grams[0].device) for gram_KK in grams]).sum(0)
+
+
+# In plain torch: any device, always available.
+#
+# One flat float32 product of two rows of 20 million elements is wrong in the third digit, and every
+# diagonal entry comes out low. Here a product sees at most `CHUNK_COLUMNS` columns; the partial
+# results are added in float64. Reads each block once, K times from cache; writes one [K, K] partial
+# result per chunk.
+
+# The longest float32 sum. Measured on a CPU: as fast as any longer one, and 4e-7 of the largest
+# entry off at worst, where 16-bit rows of one sign are cast first (4096: 3e-6).
+CHUNK_COLUMNS = 1024
+# Elements of a tile that is cast, and of the partial results that wait for their float64 sum.
+# Large, since every product is a barrier for all threads.
+TILE_ELEMENTS = 1 << 20
+PARTIAL_ELEMENTS = 1 << 20
+# Short blocks that are copied together; the copy stays small.
+MAX_JOINED = 32
+
+
+def gram_torch(blocks: Sequence[Tensor]) -> Tensor:
+    """sum_p B_p B_p^T, [R, R] float64: the truth that the others are compared with."""
+    gram_RR = _empty_result(blocks).zero_()
+    for block in _joined(blocks):
+        _add_block(gram_RR, block)
+    # Matrix products promise no symmetry; one triangle speaks for both.
+    return gram_RR.tril() + gram_RR.tril(-1).T
+
+
+def _empty_result(blocks: Sequence[Tensor]) -> Tensor:
+    num_rows = blocks[0].shape[0]
+    return blocks[0].new_empty((num_rows, num_rows), dtype=torch.float64)
+
+
+def _joined(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The blocks, those shorter than a chunk side by side: a model has many biases."""
+    short: dict[torch.dtype, list[Tensor]] = {}
+    for block in blocks:
+        if block.shape[1] >= CHUNK_COLUMNS:
+            yield block
+            continue
+        waiting = short.setdefault(block.dtype, [])
+        waiting.append(block)
+        if len(waiting) == MAX_JOINED:
+            yield torch.cat(short.pop(block.dtype), dim=1)
+    for waiting in short.values():
+        yield torch.cat(waiting, dim=1)
+
+
+def _add_block(gram_RR: Tensor, block_RN: Tensor) -> None:
+    num_rows, num_columns = block_RN.shape
+    whole = num_columns - num_columns % CHUNK_COLUMNS
+    most_chunks = PARTIAL_ELEMENTS // (num_rows * num_rows)
+    if block_RN.dtype != _product_dtype(block_RN):
+        most_chunks = min(most_chunks, TILE_ELEMENTS // (num_rows * CHUNK_COLUMNS))
+    tile = CHUNK_COLUMNS * max(1, most_chunks)
+    for first in range(0, whole, tile):
+        tile_RT = block_RN[:, first : min(first + tile, whole)]
+        # [chunks, R, CHUNK_COLUMNS], a view
+        chunks_CRB = tile_RT.view(num_rows, -1, CHUNK_COLUMNS).transpose(0, 1)
+        _add_chunks(gram_RR, chunks_CRB)
+    if whole < num_columns:
+        _add_chunks(gram_RR, block_RN[None, :, whole:])
+
+
+def _add_chunks(gram_RR: Tensor, chunks_CRB: Tensor) -> None:
+    chunks_CRB = chunks_CRB.to(_product_dtype(chunks_CRB))
+    partial_CRR = torch.bmm(chunks_CRB, chunks_CRB.mT)
+    gram_RR.add_(partial_CRR.sum(0, dtype=torch.float64))
+
+
+def _product_dtype(rows: Tensor) -> torch.dtype:
+    # float32 products may run in tf32 or bfloat16 by a switch that is the user's to set, and
+    # then lose 7e-4 on the diagonal. Only a CPU says for certain that they will not.
+    switch = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    exact = rows.device.type == "cpu" and switch in ("none", "ieee")
+    return torch.float32 if exact and rows.dtype != torch.float64 else torch.float64
+
+
+# Compiled: csrc/cpu/gram.cpp and csrc/cuda/gram.cu.
+
+# Of a chunk of the table; short enough that a model of ten million parameters has work for every
+# multiprocessor.
+CUDA_CHUNK_COLUMNS = 4096
+# More have no tiles in registers; Triton's kernels take them.
+MAX_CUDA_ROWS = 64
+FIELDS = ("source", "row_stride", "length")
+
+
+def gram_cpp(blocks: Sequence[Tensor]) -> Tensor:
+    """On a CPU."""
+    gram_RR: Tensor = build.operators(build.CPP).gram.default(blocks)
+    return gram_RR
+
+
+def gram_cuda(blocks: Sequence[Tensor]) -> Tensor:
+    """Two launches for each dtype and alignment."""
+    groups = spans_by_dtype(partial(check_gram, blocks), blocks)
+    gram_RR = _empty_result(blocks)
+    device = gram_RR.device
+    if len(gram_RR) > MAX_CUDA_ROWS:
+        other = "torch" if unavailable_reason("triton", device) else "triton"
+        run: Callable[..., Tensor] = choose("gram", device, other)
+        return run(blocks)
+    run = build.cuda_operators(device.type).gram
+    is_first = True
+    for (dtype,), spans in groups:
+        for table in chunk_tables(spans, FIELDS, CUDA_CHUNK_COLUMNS, device):
+            run(table.table, table.is_aligned, dtype, gram_RR, not is_first)
+            is_first = False
+    return gram_RR.zero_() if is_first else gram_RR
+
+
+# Through Triton.
+#
+# Rows come through a chunk table, [num_chunks, 3] int64: address of the chunk's first element in
+# row 0, distance between rows in elements, number of columns. A program takes chunks that follow
+# each other, a later program fewer than an earlier one; sums are float32 within a chunk and float64
+# across chunks; a second kernel adds the programs' partial results in a fixed order. Which chunks a
+# program takes depends on the table's length and the tuning alone, never on the device, so results
+# are bitwise reproducible.
+#
+# Reads each row once (K*N elements); with more rows than a tile holds, once per tile column. Writes
+# one float64 square per program, reads it once more to reduce; `gram_tiles` adds to its square
+# after every chunk, which the second-level cache holds.
+
+# The widest load of a thread.
+LOAD_BYTES = 16
+# Two tf32 products for the float32 product of a tile with itself; not a name of Triton's.
+FOLDED = "folded"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One multiply-add per pair of rows and column; all pairs in the registers of one warp.
+
+    One warp has nobody to wait for at the end of a chunk, but a GPU runs up to 4224 of them at
+    once: short chunks, and four times as many programs, 2 ** `program_doublings` at most, let its
+    multiprocessors end together.
+    """
+
+    block: int
+    num_warps: int = 1
+    chunk_columns: int = 2048
+    program_doublings: int = 14
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of rows through the matrix units.
+
+    Tensor cores cut off what they add: every 8 columns the sum loses up to one unit in its last
+    place for each addend, always towards zero. Added up over `block` = 32 columns that is 5e-7
+    of a sum of one sign on average (by emulation, after Fasi et al., "Numerical behavior of
+    NVIDIA tensor cores", 2021). What follows is rounded to nearest: up to 256 float32 additions
+    per chunk, then float64. The loss is the same at any N.
+    """
+
+    tile: int
+    block: int
+    num_warps: int
+    num_stages: int
+    chunk_columns: int = 8192
+    program_doublings: int = 11
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Entries that one program adds up, and partial results that it loads at a time."""
+
+    block: int
+    programs: int
+    num_warps: int
+
+
+# Four neighbours are 32 bytes, what memory hands out at least; many rows have entries enough to
+# occupy a GPU with fewer, wider programs.
+FEW_ROWS = Reduction(block=4, programs=2048, num_warps=16)
+MANY_ROWS = Reduction(block=32, programs=128, num_warps=8)
+
+# Keyed by the largest number of rows. Few rows load several times 16 bytes at once, so that
+# 32 warps, the most programs a multiprocessor holds, keep 32 KB or more on the way.
+PAIRS_FLOAT32: dict[float, Pairs] = {
+    1: Pairs(block=1024),
+    3: Pairs(block=512),
+    4: Pairs(block=256),
+    8: Pairs(block=128),
+    # 91 sums and 13 rows would not fit in registers.
+    12: Pairs(block=128, program_doublings=13),
+}
+PAIRS_HALF: dict[float, Pairs] = {
+    1: Pairs(block=2048),
+    3: Pairs(block=1024),
+    10: Pairs(block=256),
+}
+# A float64 takes two registers.
+PAIRS_FLOAT64: dict[float, Pairs] = {
+    1: Pairs(block=512),
+    3: Pairs(block=256),
+    10: Pairs(block=64),
+}
+
+# Programs of one warp are as many at once as those of pairs, of two warps half as many.
+ONE_WARP = {"num_warps": 1, "chunk_columns": 2048, "program_doublings": 14}
+TWO_WARPS = {"num_warps": 2, "chunk_columns": 4096, "program_doublings": 12}
+TILES_FLOAT32: dict[float, Tiles] = {
+    16: Tiles(tile=16, block=32, num_stages=4, **ONE_WARP),
+    32: Tiles(tile=32, block=32, num_stages=4, **TWO_WARPS),
+    64: Tiles(tile=64, block=32, num_warps=4, num_stages=4),
+    128: Tiles(tile=128, block=32, num_warps=8, num_stages=4),
+    math.inf: Tiles(tile=64, block=32, num_warps=8, num_stages=4),
+}
+TILES_HALF: dict[float, Tiles] = {
+    16: Tiles(tile=16, block=32, num_stages=6, **ONE_WARP),
+    32: Tiles(tile=32, block=32, num_stages=6, **TWO_WARPS),
+    64: Tiles(tile=64, block=32, num_warps=4, num_stages=8),
+    math.inf: Tiles(tile=128, block=32, num_warps=8, num_stages=8),
+}
+TILES_FLOAT64: dict[float, Tiles] = {
+    16: Tiles(tile=16, block=16, num_stages=3, **ONE_WARP),
+    32: Tiles(tile=32, block=16, num_stages=3, **TWO_WARPS),
+    math.inf: Tiles(tile=64, block=16, num_warps=8, num_stages=3),
+}
+TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
+    torch.float32: {**TILES_FLOAT32, **PAIRS_FLOAT32},
+    torch.bfloat16: {**TILES_HALF, **PAIRS_HALF},
+    torch.float16: {**TILES_HALF, **PAIRS_HALF},
+    torch.float64: {**TILES_FLOAT64, **PAIRS_FLOAT64},
+}
+# Float64 entries of all partial results together: 128 MiB.
+MAX_PARTIAL_ENTRIES = 1 << 24
+
+
+def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
+    """Pairs while they are memory-bound and fit in registers, tiles above.
+
+    By arithmetic, with 4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 990 of bfloat16 (H200)
+    and 1.75, 19.5, 156 and 312 (A100), as parts of the time that a column's bytes take. R rows
+    cost R (R + 1) operations in pairs: of float32 rows 0.23 and 0.29 at R = 12, of 16-bit rows
+    0.39 and 0.49 at 10. Tiles of T rows cost 2 T^2 operations of bfloat16 or twice 2 T^2 of tf32
+    (`folded_dot`): of bfloat16 rows 0.20 and 0.26 at 22, 0.36 and 0.46 at 50, 0.56 and 0.72 at
+    128; of float32 rows 0.50 and 0.52 at 22, 0.88 and 0.92 at 50, 1.38 and 1.44 at 128, the one
+    that arithmetic binds.
+    """
+    return TUNINGS[dtype][min(most for most in TUNINGS[dtype] if num_rows <= most)]
+
+
+def reduction(num_rows: int) -> Reduction:
+    """Which of the two fits."""
+    return FEW_ROWS if num_rows <= 32 else MANY_ROWS
+
+
+def program_doublings(tuning: Tiles, side: int) -> int:
+    """The logarithm of the most programs, whose squares of `side` fit in what there is for them."""
+    most = max(1, MAX_PARTIAL_ENTRIES // (side * side))
+    return min(tuning.program_doublings, most.bit_length() - 1)
+
+
+def square_entries(num_rows: int) -> int:
+    """Entries of a program's square of pairs, padded to a power of two."""
+    return 1 << (num_rows * num_rows - 1).bit_length()
+
+
+def columns_of(tuning: Pairs, dtype: torch.dtype, is_aligned: bool) -> dict[str, int]:
+    """Columns of a step, and doublings up to those that one 16-byte load brings."""
+    doublings = (LOAD_BYTES // dtype.itemsize).bit_length() - 1
+    # The interpreter takes as long for a wide step as for a narrow one.
+    block = tuning.block << (3 if is_interpreted() else 0)
+    if is_aligned:
+        return {"BLOCK": block, "DOUBLINGS": doublings}
+    # Loads of one element; as many sums in the registers.
+    return {"BLOCK": block >> doublings, "DOUBLINGS": 0}
+
+
+def product_of(dtype: torch.dtype, num_tiles: int) -> tuple[torch.dtype, str]:
+    """The dtype that tiles multiply in, and how."""
+    if is_interpreted() and dtype == torch.bfloat16:
+        # Triton's interpreter multiplies the bit patterns of bfloat16 operands.
+        return torch.float32, "ieee"
+    # Matrix units of AMD differ in what they take; multiply-adds they all do.
+    if dtype != torch.float32 or torch.version.hip is not None:
+        return dtype, "ieee"
+    return dtype, FOLDED if num_tiles == 1 else "tf32x3"
+
+
+def gram_triton(blocks: Sequence[Tensor]) -> Tensor:
+    """sum_p B_p B_p^T, [R, R] float64, through Triton's kernels."""
+    groups = spans_by_dtype(partial(check_gram, blocks), blocks)
+    gram_RR = _empty_result(blocks)
+    is_first = True
+    for (dtype,), spans in groups:
+        tuning = pick(len(gram_RR), dtype)
+        tables = chunk_tables(spans, FIELDS, tuning.chunk_columns, gram_RR.device)
+        if tables:
+            with on_device(gram_RR.device):
+                if isinstance(tuning, Pairs):
+                    _add_pairs(tuning, tables, dtype, gram_RR, is_first)
+                else:
+                    _add_tiles(tuning, tables, dtype, gram_RR, is_first)
+            is_first = False
+    return gram_RR.zero_() if is_first else gram_RR
+
+
+def _add_pairs(
+    tuning: Pairs,
+    tables: Sequence[ChunkTable],
+    dtype: torch.dtype,
+    gram_RR: Tensor,
+    is_first: bool,
+) -> None:
+    num_rows = len(gram_RR)
+    square = square_entries(num_rows)
+    programs = [min(1 << tuning.program_doublings, table.num_chunks) for table in tables]
+    partials = gram_RR.new_empty((sum(programs), square))
+    for table, part in zip(tables, torch.split(partials, programs), strict=True):
+        gram_pairs[(len(part),)](
+            table.table,
+            part,
+            table.num_chunks,
+            R=num_rows,
+            PROGRAM_DOUBLINGS=tuning.program_doublings,
+            SQUARE=square,
+            **columns_of(tuning, dtype, table.is_aligned),
+            STORAGE=triton_dtype(dtype),
+            SUM=triton_dtype(sum_dtype(dtype)),
+            ALIGNED=table.is_aligned,
+            num_warps=tuning.num_warps,
+            enable_fp_fusion=True,
+        )
+    _reduce(partials, gram_RR, side=num_rows, is_folded=False, is_first=is_first)
+
+
+def _add_tiles(
+    tuning: Tiles,
+    tables: Sequence[ChunkTable],
+    dtype: torch.dtype,
+    gram_RR: Tensor,
+    is_first: bool,
+) -> None:
+    num_rows = len(gram_RR)
+    num_tiles = -(-num_rows // tuning.tile)
+    side = num_tiles * tuning.tile
+    doublings = program_doublings(tuning, side)
+    programs = [min(1 << doublings, table.num_chunks) for table in tables]
+    partials = gram_RR.new_empty((sum(programs), side * side))
+    product_dtype, precision = product_of(dtype, num_tiles)
+    for table, part in zip(tables, torch.split(partials, programs), strict=True):
+        gram_tiles[(len(part), num_tiles * (num_tiles + 1) // 2)](
+            table.table,
+            part,
+            table.num_chunks,
+            R=num_rows,
+            PROGRAM_DOUBLINGS=doublings,
+            TILES=num_tiles,
+            TILE=tuning.tile,
+            BLOCK=tuning.block,
+            STORAGE=triton_dtype(dtype),
+            PRODUCT=triton_dtype(product_dtype),
+            SUM=triton_dtype(sum_dtype(dtype)),
+            PRECISION=precision,
+            ALIGNED=table.is_aligned,
+            num_warps=tuning.num_warps,
+            num_stages=tuning.num_stages,
+            enable_fp_fusion=True,
+        )
+    _reduce(partials, gram_RR, side=side, is_folded=precision == FOLDED, is_first=is_first)
+
+
+def _reduce(
+    partials: Tensor, gram_RR: Tensor, *, side: int, is_folded: bool, is_first: bool
+) -> None:
+    num_partials, stride = partials.shape
+    tuning = reduction(len(gram_RR))
+    gram_reduce[(-(-gram_RR.numel() // tuning.block),)](
+        partials,
+        gram_RR,
+        num_partials,
+        R=len(gram_RR),
+        SIDE=side,
+        STRIDE=stride,
+        PROGRAMS=tuning.programs,
+        BLOCK=tuning.block,
+        FOLDED=is_folded,
+        ADD=not is_first,
+        num_warps=tuning.num_warps,
+        enable_fp_fusion=True,
+    )
+
+
+@kernel
+def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address, row stride and length of one chunk; 16-byte loads where all allow them."""
+    entry = table + chunk * 3
+    address = tl.load(entry)
+    row_stride = tl.load(entry + 1)
+    length = tl.load(entry + 2)
+    pointer = address.to(tl.pointer_type(STORAGE))
+    if ALIGNED:
+        # Unhinted, every load is 4 bytes wide and the tiles spill.
+        pointer = tl.multiple_of(pointer, 16)
+        row_stride = tl.multiple_of(row_stride, 16)
+        length = tl.multiple_of(length, 16)
+    return pointer, row_stride, length
+
+
+@kernel
+def first_chunk(program, num_chunks, DOUBLINGS: tl.constexpr):
+    """Where the chunks of `program` begin; there are P = 2 ** DOUBLINGS programs, or one a chunk.
+
+    Every program has one chunk; of the C - P others, (C - P) ((P - p) / P)^3 are left from program
+    p on, so that each gets fewer than the one before it. Programs start in this order: a GPU that
+    runs a third of them at a time or fewer has small ones left when the last begin, and its
+    multiprocessors end together.
+    """
+    num_programs = tl.num_programs(0)
+    programs_left = num_programs - program
+    # int64: chunks times programs pass 2**31
+    left = (num_chunks - num_programs).to(tl.int64)
+    for _ in tl.static_range(3):
+        left = left * programs_left >> DOUBLINGS
+    return num_chunks - programs_left - left.to(tl.int32)
+
+
+@kernel
+def lanes(row_B, DOUBLINGS: tl.constexpr):
+    """Its 2 ** DOUBLINGS interleaved parts: what one thread loaded, apart, nothing is moved."""
+    parts = (row_B,)
+    for _ in tl.static_range(DOUBLINGS):
+        halves = ()
+        for p in tl.static_range(len(parts)):
+            even, odd = tl.split(tl.reshape(parts[p], [parts[p].shape[0] // 2, 2]))
+            halves = halves + (even, odd)  # noqa: RUF005
+        parts = halves
+    return parts
+
+
+@kernel
+def gram_pairs(
+    table,
+    partials,
+    num_chunks,
+    R: tl.constexpr,
+    PROGRAM_DOUBLINGS: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    STORAGE: tl.constexpr,
+    SUM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """One multiply-add per column and pair of rows: memory-bound while R is small.
+
+    The 2 ** DOUBLINGS columns that one load brings to a thread go into one sum per pair, in
+    column order: a sum per column would take as many times the registers.
+    """
+    program = tl.program_id(0)
+    entries_S = tl.arange(0, SQUARE)
+    total_S = tl.zeros([SQUARE], tl.float64)
+    LANES: tl.constexpr = 1 << DOUBLINGS
+    first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
+    last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
+    for chunk in range(first, last):
+        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
+        sums = ()
+        for _ in tl.static_range(R * (R + 1) // 2):
+            sums = sums + (tl.zeros([BLOCK // LANES], SUM),)  # noqa: RUF005
+        # int64: a row may be longer than 2**31
+        for start in range(0, length, BLOCK):
+            columns_B = start + tl.arange(0, BLOCK)
+            rows = ()
+            for i in tl.static_range(R):
+                # [BLOCK]; columns past the chunk add nothing
+                row_B = tl.load(
+                    pointer + i * row_stride + columns_B, mask=columns_B < length, other=0
+                )
+                # LANES of [BLOCK / LANES]
+                rows = rows + lanes(row_B.to(SUM), DOUBLINGS)
+            longer = ()
+            for i in tl.static_range(R):
+                for j in tl.static_range(i + 1):
+                    sum_L = sums[i * (i + 1) // 2 + j]
+                    for v in tl.static_range(LANES):
+                        sum_L = tl.fma(rows[i * LANES + v], rows[j * LANES + v], sum_L)
+                    longer = longer + (sum_L,)  # noqa: RUF005
+            sums = longer
+        for i in tl.static_range(R):
+            for j in tl.static_range(i + 1):
+                product = tl.sum(sums[i * (i + 1) // 2 + j], axis=0).to(tl.float64)
+                # Row-major [R, R], both triangles: bitwise symmetric.
+                is_here_S = (entries_S == i * R + j) | (entries_S == j * R + i)
+                total_S += tl.where(is_here_S, product, 0.0)
+    tl.store(partials + program.to(tl.int64) * SQUARE + entries_S, total_S)
+
+
+@kernel
+def folded_dot(x_TB):
+    """S with (S + S^T) / 2 = x x^T, in two products of matrix units instead of three or four.
+
+    x = h + l, h rounded to the 11 bits that tf32 keeps, so that nothing is cut off h, and l the
+    exact rest: x x^T = h h^T + h l^T + (h l^T)^T + l l^T, and S = h h^T + 2 h l^T leaves out
+    l l^T alone: at most 2**-24, on average 1e-8, of the diagonal. What matrix units cut off l is
+    of either sign. A NaN stays one in l.
+    """
+    bits_TB = x_TB.to(tl.int32, bitcast=True)
+    high_TB = ((bits_TB + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    low_TB = x_TB - high_TB
+    # The small product first: sums of small numbers lose little.
+    product_TT = tl.dot(high_TB, tl.trans(low_TB + low_TB), input_precision="tf32")
+    return tl.dot(high_TB, tl.trans(high_TB), acc=product_TT, input_precision="tf32")
+
+
+@kernel
+def gram_tiles(
+    table,
+    partials,
+    num_chunks,
+    R: tl.constexpr,
+    PROGRAM_DOUBLINGS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORAGE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Tiles of TILE rows through tl.dot, the lower triangle of tiles; never plain tf32.
+
+    Matrix units cut off what they add, so they add BLOCK columns only; the rest of a chunk is
+    added in float32, rounded to nearest, and chunks in float64.
+    """
+    program = tl.program_id(0)
+    pair = tl.program_id(1)
+    # Row-major lower triangle: pair = tile_i (tile_i + 1) / 2 + tile_j.
+    tile_i = 0
+    for above in tl.static_range(1, TILES):
+        tile_i += (pair >= above * (above + 1) // 2).to(tl.int32)
+    tile_j = pair - tile_i * (tile_i + 1) // 2
+    i_T = tile_i * TILE + tl.arange(0, TILE)
+    j_T = tile_j * TILE + tl.arange(0, TILE)
+    side: tl.constexpr = TILES * TILE
+    square_TT = partials + program.to(tl.int64) * side * side + i_T[:, None] * side + j_T[None, :]
+    first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
+    last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
+    for chunk in range(first, last):
+        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
+        sums_TT = tl.zeros([TILE, TILE], SUM)
+        # int64: a row may be longer than 2**31
+        for start in range(0, length, BLOCK):
+            columns = start + tl.arange(0, BLOCK)[None, :]
+            # [TILE, BLOCK]; rows past R and columns past the chunk add nothing
+            left_TB = tl.load(
+                pointer + i_T[:, None] * row_stride + columns,
+                mask=(i_T[:, None] < R) & (columns < length),
+                other=0,
+            ).to(PRODUCT)
+            if PRECISION == "folded":
+                product_TT = folded_dot(left_TB)
+            elif TILES == 1:
+                product_TT = tl.dot(
+                    left_TB, tl.trans(left_TB), input_precision=PRECISION, out_dtype=SUM
+                )
+            else:
+                right_TB = tl.load(
+                    pointer + j_T[:, None] * row_stride + columns,
+                    mask=(j_T[:, None] < R) & (columns < length),
+                    other=0,
+                ).to(PRODUCT)
+                product_TT = tl.dot(
+                    left_TB, tl.trans(right_TB), input_precision=PRECISION, out_dtype=SUM
+                )
+            # A plain addition the compiler would hand to the matrix units.
+            sums_TT = tl.fma(product_TT, tl.full(product_TT.shape, 1.0, SUM), sums_TT)
+        # In memory: float64 totals would take the registers of a second tile.
+        is_later = i_T[:, None] + chunk != i_T[:, None] + first
+        total_TT = tl.load(square_TT, mask=is_later, other=0.0) + sums_TT.to(tl.float64)
+        tl.store(square_TT, total_TT)
+        # Loads of the next chunk may fall to other threads.
+        tl.debug_barrier()
+
+
+@kernel
+def gram_reduce(
+    partials,
+    gram,
+    num_partials,
+    R: tl.constexpr,
+    SIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FOLDED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """gram = or += the sum of the programs' squares, (S + S^T) / 2 of folded ones.
+
+    Others come from their lower triangles: three-pass products are not symmetric to the bit.
+    """
+    entries_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    high_B = tl.maximum(entries_B // R, entries_B % R)
+    low_B = tl.minimum(entries_B // R, entries_B % R)
+    is_entry_B = entries_B < R * R
+    sums_PB = tl.zeros([PROGRAMS, BLOCK], tl.float64)
+    for first in range(0, num_partials, PROGRAMS):
+        programs_P = (first + tl.arange(0, PROGRAMS)).to(tl.int64)
+        square_P1 = partials + programs_P[:, None] * STRIDE
+        is_there_PB = (programs_P[:, None] < num_partials) & is_entry_B[None, :]
+        sums_PB += tl.load(
+            square_P1 + (high_B * SIDE + low_B)[None, :], mask=is_there_PB, other=0.0
+        )
+        if FOLDED:
+            sums_PB += tl.load(
+                square_P1 + (low_B * SIDE + high_B)[None, :], mask=is_there_PB, other=0.0
+            )
+    sum_B = tl.sum(sums_PB, axis=0)
+    if FOLDED:
+        sum_B = sum_B * 0.5
+    if ADD:
+        sum_B += tl.load(gram + entries_B, mask=is_entry_B, other=0.0)
+    tl.store(gram + entries_B, sum_B, mask=is_entry_B)
+
+
+def check_gram(blocks: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `blocks` are [R, n_p] floating rows on one device."""
+    check_blocks("gram", blocks)
+
+
+def _run(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+    if not blocks:
+        check_gram(blocks)
+    run: Callable[..., Tensor] = choose("gram", blocks[0].device, implementation)
+    return run(blocks)
+
+
+def _fake(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+    check_gram(blocks)
+    return _empty_result(blocks)
+
+
+_op = register(
+    Operator(
+        "gram",
+        {"cpp": gram_cpp, "cuda": gram_cuda, "triton": gram_triton, "torch": gram_torch},
+        check_gram,
+        # They check a list of blocks once, where they make its tables.
+        checks_itself=("cuda", "triton"),
+    ),
+    "(Tensor[] blocks, *, str? implementation=None) -> Tensor",
+    run=_run,
+    fake=_fake,
+)

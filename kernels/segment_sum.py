@@ -1,0 +1,395 @@
+"""Sums of segments of tokens: gradients of gains, biases and embeddings, a row for each domain."""
+
+# Triton's own compiler types device code.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.kernels.schema import STORAGE_DTYPES
+from doge_fast.kernels.triton_support import kernel, on_device, sum_dtype, tl, triton_dtype
+
+
+def segment_sum(
+    values_TD: Tensor,
+    out_GRD: Tensor,
+    *,
+    add: bool = False,
+    borders: Tensor | None = None,
+    order: Tensor | None = None,
+    factor_TD: Tensor | None = None,
+    mean_T: Tensor | None = None,
+    rstd_T: Tensor | None = None,
+    implementation: str | None = None,
+) -> None:
+    """Sums of neighbouring tokens: gradients of gains, biases and embeddings of many domains.
+
+    out_s  =  sum_{i = b_s}^{b_{s+1} - 1}  v_t     with t = order_i; or, with `add`, out_s + it
+
+    v_t is a row of `values_TD`, times that of `factor_TD` if there is one, or times
+    (factor_t - mean_t) rstd_t, which is the normal of a LayerNorm. Segment s = g R + r is
+    `out_GRD[g, r]`; an empty one is zero. Sums are float32 whatever the storage, float64 where
+    values or output are, in an order that depends on the sizes and borders alone. Nothing is
+    read on the host.
+
+    Args:
+        values_TD: [T, D] contiguous, of float32, bfloat16, float16 or float64.
+        out_GRD: [G, R, D] of any of them; contiguous but for the distance of its G matrices.
+        add: whether what `out_GRD` holds counts.
+        borders: [G R + 1] int64, not falling, from 0 to T. None: all segments are T / (G R) long.
+        order: [T] int64, positions in `values_TD`. None: as they come.
+        factor_TD: [T, D] contiguous, as `values_TD`.
+        mean_T: [T] contiguous and floating, with `factor_TD` and `rstd_T` alone.
+        rstd_T: likewise.
+        implementation: "torch" or "triton"; None leaves it to the dispatcher.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, layout or device; segments cannot be as long.
+        RuntimeError: the forced implementation cannot run.
+    """
+    _op(
+        *(values_TD, out_GRD, add, borders, order, factor_TD, mean_T, rstd_T),
+        implementation=implementation,
+    )
+
+
+# In plain torch: any device, always available.
+#
+# A few operators, whatever the number of segments, and the same bits for the same call. Segments of
+# unequal length are summed in float64, since that sum is a chain of additions.
+
+
+@torch.no_grad()
+def segment_sum_torch(
+    values_TD: Tensor,
+    out_GRD: Tensor,
+    add: bool,
+    borders: Tensor | None,
+    order: Tensor | None,
+    factor_TD: Tensor | None,
+    mean_T: Tensor | None,
+    rstd_T: Tensor | None,
+) -> None:
+    """out_s = the sum of the terms of segment s, or out_s += it."""
+    terms_TD = values_TD.to(sum_dtype(values_TD.dtype, out_GRD.dtype))
+    if factor_TD is not None:
+        factor_TD = factor_TD.to(terms_TD.dtype)
+        if mean_T is not None and rstd_T is not None:
+            factor_TD = (factor_TD - mean_T[:, None]) * rstd_T[:, None]
+        terms_TD = terms_TD * factor_TD
+    if order is not None:
+        terms_TD = terms_TD[order]
+    num_groups, num_rows, width = out_GRD.shape
+    if borders is None:
+        sums = terms_TD.view(num_groups * num_rows, -1, width).sum(1)
+        _put(out_GRD, sums.view(out_GRD.shape), add)
+        return
+    terms_TD = terms_TD.double()
+    # One group at a time: its sums, and not those of all, are in memory twice.
+    step = num_rows if num_rows > 1 else num_groups
+    for out_SD, first in zip(
+        out_GRD.unbind() if num_rows > 1 else [out_GRD[:, 0]],
+        range(0, num_groups * num_rows, step),
+        strict=True,
+    ):
+        sums = torch.segment_reduce(
+            *(terms_TD, "sum"),
+            offsets=borders[first : first + step + 1],
+            unsafe=True,
+            initial=0,
+        )
+        _put(out_SD, sums, add)
+
+
+def _put(out: Tensor, sums: Tensor, add: bool) -> None:
+    if add:
+        out.add_(sums)
+    else:
+        out.copy_(sums)
+
+
+# Through Triton. It is not written in C++ and CUDA: a CPU sums segments by torch's own kernels.
+#
+# One program per segment, block of columns and share of the segment. Where segments are long and
+# few each is cut into shares, whose sums a second launch of the same kernel adds up; the shares
+# depend on the sizes alone, so that every GPU gives the same bits.
+#
+# Reads values and factor once, writes each sum once (and reads it before, when adding). With
+# `borders` it reads two of them for each segment, with `order` one position for each token.
+
+# Tokens of a program where segments are long.
+SHARE = 128
+# Bytes of the sums that a program keeps, and its columns: of long segments, which several programs
+# share, and of short ones, of which a program takes whole rows and many must be under way.
+LONG_TILE, LONG_COLUMNS = 16384, 128
+# Half as many columns of float64, whose sums would spill.
+SHORT_TILE, SHORT_COLUMNS = 8192, 1024
+NUM_WARPS = 4
+
+
+class Sizes(NamedTuple):
+    """How the work is cut."""
+
+    num_shares: int
+    """Programs of a segment, for each block of columns."""
+    block_tokens: int
+    block_columns: int
+
+
+def pick(num_tokens: int, num_segments: int, width: int, sums: torch.dtype) -> Sizes:
+    """Sizes for segments of `num_tokens / num_segments` tokens, and sums of a dtype."""
+    num_shares = max(1, num_tokens // (SHARE * num_segments))
+    is_long = num_tokens >= SHARE // 2 * num_segments
+    tile, most = (LONG_TILE, LONG_COLUMNS) if is_long else (SHORT_TILE, SHORT_COLUMNS)
+    if not is_long and sums == torch.float64:
+        most //= 2
+    columns = min(most, max(16, 1 << (width - 1).bit_length()))
+    return Sizes(num_shares, max(1, min(32, tile // (sums.itemsize * columns))), columns)
+
+
+def segment_sum_triton(
+    values_TD: Tensor,
+    out_GRD: Tensor,
+    add: bool,
+    borders: Tensor | None,
+    order: Tensor | None,
+    factor_TD: Tensor | None,
+    mean_T: Tensor | None,
+    rstd_T: Tensor | None,
+) -> None:
+    """out_s = the sum of the terms of segment s, or out_s += it."""
+    num_groups, num_rows, width = out_GRD.shape
+    num_segments = num_groups * num_rows
+    if not num_segments or not width:
+        return
+    dtype = sum_dtype(values_TD.dtype, out_GRD.dtype)
+    sizes = pick(len(values_TD), num_segments, width, dtype)
+    terms = (borders, order, factor_TD, mean_T, rstd_T)
+    if sizes.num_shares == 1:
+        _launch(values_TD, out_GRD, add, terms, sizes)
+        return
+    # A share is a group, and every share of a segment a row of it.
+    shares_SPD = values_TD.new_empty(num_segments, sizes.num_shares, width, dtype=dtype)
+    _launch(values_TD, shares_SPD, False, terms, sizes)
+    shares_TD = shares_SPD.view(-1, width)
+    once = pick(len(shares_TD), num_segments, width, dtype)._replace(num_shares=1)
+    _launch(shares_TD, out_GRD, add, (None,) * 5, once)
+
+
+def _launch(
+    values_TD: Tensor,
+    out: Tensor,
+    add: bool,
+    terms: tuple[Tensor | None, ...],
+    sizes: Sizes,
+) -> None:
+    """One launch; `out` is [S, shares, D], or [G, R, D] where a segment is one share."""
+    borders, order, factor_TD, mean_T, rstd_T = terms
+    num_groups, num_rows, width = out.shape
+    num_segments = num_groups * num_rows // sizes.num_shares
+    constants = constants_of(
+        *(values_TD.dtype, out.dtype, width, sizes),
+        has_borders=borders is not None,
+        has_order=order is not None,
+        has_factor=factor_TD is not None,
+        has_statistics=mean_T is not None,
+        add=add,
+    )
+    grid = (num_segments, -(-width // sizes.block_columns), sizes.num_shares)
+    with on_device(out.device):
+        sum_segments[grid](
+            values_TD,
+            values_TD if factor_TD is None else factor_TD,
+            values_TD if mean_T is None else mean_T,
+            values_TD if rstd_T is None else rstd_T,
+            values_TD if order is None else order,
+            values_TD if borders is None else borders,
+            out,
+            # Without borders all segments are as long.
+            len(values_TD) // num_segments,
+            num_rows,
+            out.stride(0),
+            **constants,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )
+
+
+def constants_of(
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    width: int,
+    sizes: Sizes,
+    *,
+    has_borders: bool = False,
+    has_order: bool = False,
+    has_factor: bool = False,
+    has_statistics: bool = False,
+    add: bool = False,
+) -> dict[str, Any]:
+    """Compile-time arguments."""
+    return {
+        "WIDTH": width,
+        "SHARES": sizes.num_shares,
+        "TOKENS": sizes.block_tokens,
+        "COLUMNS": sizes.block_columns,
+        "SUM": triton_dtype(sum_dtype(dtype, out_dtype)),
+        "HAS_BORDERS": has_borders,
+        "HAS_ORDER": has_order,
+        "HAS_FACTOR": has_factor,
+        "HAS_STATISTICS": has_statistics,
+        "ADD": add,
+    }
+
+
+@kernel
+def sum_segments(
+    values,
+    factor,
+    mean,
+    rstd,
+    order,
+    borders,
+    out,
+    length,
+    num_rows,
+    out_stride,
+    WIDTH: tl.constexpr,
+    SHARES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUM: tl.constexpr,
+    HAS_BORDERS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """out[segment, share] = the sum of its terms, or += it."""
+    # int64: tokens times columns pass 2**31 in large batches.
+    segment, share = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column_C = columns_C < WIDTH
+    if HAS_BORDERS:
+        first, last = tl.load(borders + segment), tl.load(borders + segment + 1)
+    else:
+        first = segment * length
+        last = first + length
+    per_share = tl.cdiv(last - first, SHARES)
+    first += share * per_share
+    last = tl.minimum(last, first + per_share)
+    # A word that a domain does not have: nothing is added.
+    if ADD and first >= last:
+        return
+    # A row of the tile adds up every TOKENS-th token: rounding grows with the number of steps.
+    sum_TC = tl.zeros([TOKENS, COLUMNS], SUM)
+    for start in range(first, last, TOKENS):
+        token_T = start + tl.arange(0, TOKENS).to(tl.int64)
+        is_token_T = token_T < last
+        if HAS_ORDER:
+            token_T = tl.load(order + token_T, mask=is_token_T, other=0)
+        is_inside_TC = is_token_T[:, None] & is_column_C[None, :]
+        offset_TC = token_T[:, None] * WIDTH + columns_C[None, :]
+        # [TOKENS, COLUMNS]
+        term_TC = tl.load(values + offset_TC, mask=is_inside_TC, other=0).to(SUM)
+        if HAS_FACTOR:
+            factor_TC = tl.load(factor + offset_TC, mask=is_inside_TC, other=0).to(SUM)
+            if HAS_STATISTICS:
+                mean_T = tl.load(mean + token_T, mask=is_token_T, other=0).to(SUM)
+                rstd_T = tl.load(rstd + token_T, mask=is_token_T, other=0).to(SUM)
+                factor_TC = (factor_TC - mean_T[:, None]) * rstd_T[:, None]
+            term_TC *= factor_TC
+        sum_TC += term_TC
+    sum_C = tl.sum(sum_TC, 0)
+    if SHARES == 1:
+        # In 32 bits, which hold the number of segments: a division in 64 is a subroutine.
+        group = tl.program_id(0) // num_rows
+        row_of_group = tl.program_id(0) - group * num_rows
+        row = group.to(tl.int64) * out_stride + row_of_group.to(tl.int64) * WIDTH
+    else:
+        row = (segment * SHARES + share) * WIDTH
+    if ADD:
+        sum_C += tl.load(out + row + columns_C, mask=is_column_C, other=0).to(SUM)
+    if out.dtype.element_ty == tl.bfloat16:
+        # Not every Triton narrows float64 to bfloat16 in one step.
+        sum_C = sum_C.to(tl.float32)
+    tl.store(out + row + columns_C, sum_C.to(out.dtype.element_ty), mask=is_column_C)
+
+
+def check_segment_sum(
+    values_TD: Tensor,
+    out_GRD: Tensor,
+    add: bool,
+    borders: Tensor | None,
+    order: Tensor | None,
+    factor_TD: Tensor | None,
+    mean_T: Tensor | None,
+    rstd_T: Tensor | None,
+) -> None:
+    """Raise ValueError unless all are of T tokens, D columns and G R segments, on one device."""
+    if values_TD.dim() != 2 or out_GRD.dim() != 3 or values_TD.shape[1] != out_GRD.shape[2]:
+        raise ValueError(
+            "segment_sum() sums rows of values_TD [T, D] into out_GRD [G, R, D]; got shapes "
+            f"{list(values_TD.shape)} and {list(out_GRD.shape)}."
+        )
+    num_segments, num_tokens = out_GRD.shape[0] * out_GRD.shape[1], len(values_TD)
+    if borders is None and num_tokens % max(1, num_segments):
+        raise ValueError(
+            f"segment_sum() without borders cuts the tokens into segments of one length; "
+            f"{num_tokens} tokens are no multiple of {num_segments} segments. Pass borders."
+        )
+    if len({mean_T is None, rstd_T is None, mean_T is None or factor_TD is None}) > 1:
+        raise ValueError(
+            "segment_sum() takes mean_T and rstd_T together, and with factor_TD. Pass all three, "
+            "or factor_TD alone."
+        )
+    expected = {
+        "values_TD": (values_TD, values_TD.shape, STORAGE_DTYPES),
+        "out_GRD[0]": (out_GRD[0] if len(out_GRD) else out_GRD, out_GRD.shape[-2:], STORAGE_DTYPES),
+        "borders": (borders, (num_segments + 1,), (torch.int64,)),
+        "order": (order, (num_tokens,), (torch.int64,)),
+        "factor_TD": (factor_TD, values_TD.shape, STORAGE_DTYPES),
+        "mean_T": (mean_T, (num_tokens,), STORAGE_DTYPES),
+        "rstd_T": (rstd_T, (num_tokens,), STORAGE_DTYPES),
+    }
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tensor is None:
+            continue
+        is_right = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
+        if not is_right or tensor.device != out_GRD.device:
+            raise ValueError(
+                f"segment_sum() needs {name} contiguous, of shape {list(shape)} and "
+                f"{' or '.join(map(str, dtypes))} on {out_GRD.device}; it has shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())} and {tensor.dtype} on "
+                f"{tensor.device}."
+            )
+
+
+def _run(values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None) -> None:
+    choose("segment_sum", out_GRD.device, implementation)(values_TD, out_GRD, *rest)
+    increment_version(out_GRD)
+
+
+def _fake(
+    values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None
+) -> None:
+    check_segment_sum(values_TD, out_GRD, *rest)
+
+
+_op = register(
+    Operator(
+        "segment_sum",
+        {"triton": segment_sum_triton, "torch": segment_sum_torch},
+        check_segment_sum,
+    ),
+    "(Tensor values_TD, Tensor(a!) out_GRD, bool add, Tensor? borders, Tensor? order, "
+    "Tensor? factor_TD, Tensor? mean_T, Tensor? rstd_T, *, str? implementation=None) -> ()",
+    run=_run,
+    fake=_fake,
+)

@@ -1,0 +1,357 @@
+"""The weighted sum of rows: each times its coefficient, into one output."""
+
+# Triton's own compiler types device code.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from doge_fast.kernels import build
+from doge_fast.kernels.chunks import chunk_tables, spans_by_dtype
+from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.kernels.schema import (
+    as_blocks,
+    by_device,
+    check_blocks,
+    check_pairs,
+    check_writable,
+    is_one_device,
+)
+from doge_fast.kernels.triton_support import kernel, on_device, sum_dtype, tl, triton_dtype
+
+
+def weighted_sum(
+    grads: Tensor | Sequence[Tensor],
+    coefficients_R: Tensor,
+    *,
+    out: Tensor | Sequence[Tensor] | None = None,
+    implementation: str | None = None,
+) -> Tensor | list[Tensor]:
+    """The combined gradient: the sum of the rows, each times its coefficient.
+
+    out_n  =  sum_r c_r g_rn     over the rows with c_r != 0
+
+    A row whose coefficient is exactly zero does not enter: it may hold NaN. Sums are float32,
+    float64 for float64 rows; every element is added in row order. Reads each row that counts
+    once, writes each output once; coefficients stay on the device.
+
+    Args:
+        grads: [R, N] or a list of blocks [R, n_p], as for `gram`.
+        coefficients_R: [R] floating; used in float64, rounded to the dtype of the sum.
+        out: contiguous, of n_p elements in any shape and any of the four dtypes, in other memory
+            than the rows; one tensor where `grads` is one, else a list. None: [n_p] in the
+            rows' dtype.
+        implementation: as for `gram`.
+
+    Returns:
+        `out`, or what was allocated for it.
+
+    Raises:
+        ValueError: `grads` are refused as by `gram`; there is not one coefficient per row;
+            an output is missing, of another size, elsewhere or not contiguous.
+        RuntimeError: the forced implementation cannot run.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithm 1: sum_j alpha'_j g_j.
+    """
+    blocks = as_blocks(grads)
+    outs = [block.new_empty(block.shape[1:]) for block in blocks] if out is None else as_blocks(out)
+    if is_one_device(blocks) or len(blocks) != len(outs):
+        c_R = coefficients_R.to(blocks[0].device if blocks else None, torch.float64)
+        _op(blocks, c_R, outs, implementation=implementation)
+    else:
+        for group in by_device(blocks):
+            _op(
+                [blocks[i] for i in group],
+                coefficients_R.to(blocks[group[0]].device, torch.float64),
+                [outs[i] for i in group],
+                implementation=implementation,
+            )
+    return outs[0] if isinstance(grads, Tensor) else list(outs)
+
+
+# In plain torch: any device, always available.
+#
+# Reads each row with a non-zero coefficient once; writes each output once.
+
+# 1 MiB of float32: the running sum stays in cache, and a call has work for every thread.
+TILE_COLUMNS = 1 << 18
+
+
+@torch.no_grad()
+def weighted_sum_torch(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    """outs[p] = sum_r c_r blocks[p][r], float32 or better inside; c_r = 0 ignores the row."""
+    if coefficients_R.device.type == "cpu":
+        _sum_used_rows(blocks, coefficients_R, outs)
+    else:
+        _sum_masked_rows(blocks, coefficients_R, outs)
+
+
+def _sum_used_rows(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    exact_R = coefficients_R.tolist()
+    # As the sum has them: beyond float32's range infinite there, not an error.
+    rounded_R = coefficients_R.float().tolist()
+    for block, out in zip(blocks, outs, strict=True):
+        out_N = out.view(-1)
+        values_R = exact_R if block.dtype == torch.float64 else rounded_R
+        terms = [(row, values_R[row]) for row, c in enumerate(exact_R) if c != 0]
+        for first in range(0, block.shape[1], TILE_COLUMNS):
+            tile_RT = block[:, first : first + TILE_COLUMNS]
+            out_T = out_N[first : first + TILE_COLUMNS]
+            wide = _wide(block.dtype)
+            # Straight into the output where that is as wide as the sum.
+            sum_T = out_T if out.dtype == wide else torch.empty_like(out_T, dtype=wide)
+            sum_T.zero_()
+            for row, c in terms:
+                sum_T.add_(tile_RT[row].to(wide), alpha=c)
+            if sum_T is not out_T:
+                out_T.copy_(sum_T)
+
+
+def _sum_masked_rows(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    # Which rows count is known on the device only, and asking would make the host wait:
+    # rows are read and replaced by zero instead, so that a NaN there is still not seen.
+    used_R1 = (coefficients_R != 0)[:, None]
+    for block, out in zip(blocks, outs, strict=True):
+        out_N, wide = out.view(-1), _wide(block.dtype)
+        c_R1 = coefficients_R.to(wide)[:, None]
+        for first in range(0, block.shape[1], TILE_COLUMNS):
+            tile_RT = block[:, first : first + TILE_COLUMNS].to(wide)
+            # A product and a sum, not a matrix product: that might run in tf32.
+            sum_T = (c_R1 * torch.where(used_R1, tile_RT, 0)).sum(0)
+            out_N[first : first + TILE_COLUMNS].copy_(sum_T)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# Compiled: csrc/cpu/weighted_sum.cpp and csrc/cuda/weighted_sum.cu.
+
+FIELDS = ("source", "row_stride", "length", "target")
+# One block of threads takes a chunk, 16 columns a thread; the kernel checks that it is no more.
+CUDA_CHUNK_COLUMNS = 4096
+
+
+def weighted_sum_cpp(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    """On a CPU."""
+    build.operators(build.CPP).weighted_sum.default(blocks, coefficients_R, outs)
+
+
+def weighted_sum_cuda(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    """One launch for each pair of dtypes and alignment."""
+    groups = spans_by_dtype(partial(check_weighted_sum, blocks, coefficients_R, outs), blocks, outs)
+    check_coefficients(blocks, coefficients_R)
+    run = build.cuda_operators(coefficients_R.device.type).weighted_sum
+    coefficients_R = coefficients_R.contiguous()
+    for (dtype, out_dtype), spans in groups:
+        for table in chunk_tables(spans, FIELDS, CUDA_CHUNK_COLUMNS, coefficients_R.device):
+            run(
+                *(table.table, CUDA_CHUNK_COLUMNS, table.is_aligned),
+                *(dtype, out_dtype, coefficients_R),
+            )
+
+
+# Through Triton.
+#
+# One program per chunk of columns; a chunk is (address in row 0, row stride, length, address in the
+# output) in a [num_chunks, 4] int64 table. Every output element is the work of one program, added
+# in row order: nothing to reduce, bitwise reproducible. The coefficients are read on the device,
+# where the K x K step left them with the clipping and the unscaling in them: nothing waits for the
+# host. A coefficient of zero leaves its row unread; the NaN of a skipped step makes every output
+# NaN.
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Columns of a program, 16-byte loads of a thread per row, rows loaded at once.
+
+    Few registers (32 to 40 compiled for sm_80 and sm_90), so that a multiprocessor holds its
+    most warps: with one row, 32 KB on their way, with two and more 64 KB.
+    """
+
+    group: int
+    chunk_columns: int = 4096
+    num_warps: int = 4
+
+
+FEW_ROWS = 8
+MANY_ROWS = Tuning(group=4)
+# Threads of a warp, of NVIDIA's; and the widest load of a thread.
+WARP, LOAD_BYTES = 32, 16
+
+
+def pick(num_rows: int) -> Tuning:
+    """All rows at once while they are few."""
+    return Tuning(group=num_rows) if num_rows <= FEW_ROWS else MANY_ROWS
+
+
+def constants_of(num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time arguments, but for the alignment."""
+    tuning = pick(num_rows)
+    return {
+        "R": num_rows,
+        "GROUP": tuning.group,
+        "CHUNK": tuning.chunk_columns,
+        "BLOCK": tuning.num_warps * WARP * LOAD_BYTES // dtype.itemsize,
+        "STORAGE": triton_dtype(dtype),
+        "OUTPUT": triton_dtype(out_dtype),
+        "SUM": triton_dtype(sum_dtype(dtype)),
+    }
+
+
+def weighted_sum_triton(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    """One launch for each pair of dtypes and alignment."""
+    groups = spans_by_dtype(partial(check_weighted_sum, blocks, coefficients_R, outs), blocks, outs)
+    check_coefficients(blocks, coefficients_R)
+    device = coefficients_R.device
+    coefficients_R = coefficients_R.contiguous()
+    for (dtype, out_dtype), spans in groups:
+        tuning = pick(len(coefficients_R))
+        constants = constants_of(len(coefficients_R), dtype, out_dtype)
+        for table in chunk_tables(spans, FIELDS, tuning.chunk_columns, device):
+            with on_device(device):
+                sum_chunk[(table.num_chunks,)](
+                    table.table,
+                    coefficients_R,
+                    **constants,
+                    ALIGNED=table.is_aligned,
+                    num_warps=tuning.num_warps,
+                    enable_fp_fusion=True,
+                )
+
+
+@kernel
+def sum_chunk(
+    table,
+    coefficients_R,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORAGE: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    SUM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """out = sum_r c_r row_r over one chunk of columns, GROUP rows on their way at once."""
+    entry = table + tl.program_id(0).to(tl.int64) * 4
+    pointer = tl.load(entry).to(tl.pointer_type(STORAGE))
+    row_stride = tl.load(entry + 1)
+    length = tl.load(entry + 2)
+    output = tl.load(entry + 3).to(tl.pointer_type(OUTPUT))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+        row_stride = tl.multiple_of(row_stride, 16)
+        length = tl.multiple_of(length, 16)
+        output = tl.multiple_of(output, 16)
+    for start in range(0, CHUNK, BLOCK):
+        columns_B = start + tl.arange(0, BLOCK)
+        sum_B = tl.zeros([BLOCK], SUM)
+        for first in range(0, R, GROUP):
+            coefficients = ()
+            rows = ()
+            for g in tl.static_range(GROUP):
+                r = first + g
+                c = tl.load(coefficients_R + r, mask=r < R, other=0.0)
+                # [BLOCK]; a row whose coefficient is zero is not read, so it may hold anything
+                end = tl.where(c != 0, length, 0)
+                # row_stride is int64: rows may be further apart than 2**31
+                row_B = tl.load(pointer + r * row_stride + columns_B, mask=columns_B < end, other=0)
+                coefficients = coefficients + (c,)  # noqa: RUF005
+                rows = rows + (row_B,)  # noqa: RUF005
+            for g in tl.static_range(GROUP):
+                c_B = tl.zeros([BLOCK], SUM) + coefficients[g].to(SUM)
+                sum_B = tl.fma(rows[g].to(SUM), c_B, sum_B)
+        if OUTPUT == tl.bfloat16:  # noqa: SIM300
+            # Not every Triton narrows float64 to bfloat16 in one step.
+            sum_B = sum_B.to(tl.float32)
+        tl.store(output + columns_B, sum_B.to(OUTPUT), mask=columns_B < length)
+
+
+def check_weighted_sum(
+    blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
+) -> None:
+    """Raise ValueError unless every block has its coefficient per row and its output."""
+    check_blocks("weighted_sum", blocks)
+    check_coefficients(blocks, coefficients_R)
+    check_pairs("weighted_sum", "blocks", [block.shape[1] for block in blocks], "outs", outs)
+    check_writable("weighted_sum", "outs", outs, blocks[0].device)
+
+
+def check_coefficients(blocks: Sequence[Tensor], coefficients_R: Tensor) -> None:
+    """Raise ValueError unless there is a float64 coefficient for each row, where the rows are."""
+    num_rows, device = blocks[0].shape[0], blocks[0].device
+    if coefficients_R.shape != (num_rows,) or coefficients_R.dtype != torch.float64:
+        raise ValueError(
+            f"weighted_sum() needs one float64 coefficient per row, shape [{num_rows}]; "
+            f"coefficients_R has shape {list(coefficients_R.shape)} and "
+            f"{coefficients_R.dtype}. Pass coefficients for the {num_rows} rows of the blocks."
+        )
+    if coefficients_R.device != device:
+        raise ValueError(
+            "weighted_sum() reads the coefficients where the blocks are; coefficients_R is on "
+            f"{coefficients_R.device}, the blocks on {device}. Move them with .to({str(device)!r})."
+        )
+
+
+def _run(
+    blocks: Sequence[Tensor],
+    coefficients_R: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    implementation: str | None = None,
+) -> None:
+    if not blocks:
+        check_weighted_sum(blocks, coefficients_R, outs)
+    choose("weighted_sum", blocks[0].device, implementation)(blocks, coefficients_R, outs)
+    increment_version(outs)
+
+
+def _fake(
+    blocks: Sequence[Tensor],
+    coefficients_R: Tensor,
+    outs: Sequence[Tensor],
+    *,
+    implementation: str | None = None,
+) -> None:
+    check_weighted_sum(blocks, coefficients_R, outs)
+
+
+_op = register(
+    Operator(
+        "weighted_sum",
+        {
+            "cpp": weighted_sum_cpp,
+            "cuda": weighted_sum_cuda,
+            "triton": weighted_sum_triton,
+            "torch": weighted_sum_torch,
+        },
+        check_weighted_sum,
+        # They check lists once, where they make their tables, and the coefficients at each call.
+        checks_itself=("cuda", "triton"),
+    ),
+    "(Tensor[] blocks, Tensor coefficients_R, Tensor(a!)[] outs, *, "
+    "str? implementation=None) -> ()",
+    run=_run,
+    fake=_fake,
+)
