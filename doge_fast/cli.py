@@ -331,7 +331,7 @@ def _report(config: configs.ReportConfig) -> list[str]:
     from doge_fast.pipeline.report import terminal_table, write_report
 
     page = write_report(config)
-    return [terminal_table(config.runs, config.weights), f"report: {page}"]
+    return [terminal_table(config.runs), f"report: {page}"]
 
 
 def _plan(config: configs.ExperimentConfig, words: Sequence[str]) -> list[str]:

@@ -77,12 +77,6 @@ class ReportConfig:
     experiment's directory."""
     out: Path | None = None
     """The HTML page to write; None: report.html beside or inside the runs."""
-    token_budget: Count | None = None
-    """Tokens of the training that the weights are meant for; the report computes each domain's
-    epochs from it. None: the tokens of the longest base run."""
-    weights: tuple[str, ...] = ()
-    """Of an experiment regret: NAME=FILE, a weights.json or the run directory of a proxy: other
-    weights, judged by the regression over its swarm without training."""
 
 
 @dataclass(frozen=True)
