@@ -29,7 +29,7 @@ TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
 # Of packages that a verb imports when it is asked for more than usual.
-_EXTRAS = {"lm_eval": "fewshot", "submitit": "slurm", "sklearn": "regret"}
+_EXTRAS = {"lm_eval": "fewshot"}
 _RESUMES = "A training resumes from its last checkpoint with the same command."
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
@@ -379,7 +379,6 @@ VERBS: dict[str, Verb] = {
     "weights card": Verb(configs.WeightsCardConfig, _in(_PAGES, "card"), True, _DRAWS),
     "export": Verb(configs.ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
     "info": Verb(configs.InfoConfig, _info, loads=("torch",)),
-    "plan": Verb(configs.PlanConfig, _in("planning", "plan"), loads=()),
     "profile": Verb(configs.ProfileConfig, _profile, loads=("torch", "transformers")),
 }
 

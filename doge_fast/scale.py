@@ -1,7 +1,7 @@
-"""What a step costs on n ranks, on paper: memory, bytes that are sent, passes over memory.
+"""What a step costs on n ranks, on paper: memory, and bytes that are sent.
 
-Formulas and nothing else; `doge-fast plan` and the dry run of a stage print what they give. Each
-says which test holds it against what was counted. K is the number of rows of a step (with
+Formulas and nothing else; docs/scale.md and the dry run of a stage show what they give. Each says
+which test holds it against what was counted. K is the number of rows of a step (with
 `domains_per_step` these domains alone, and the measured targets), N that of parameters.
 """
 
@@ -116,32 +116,3 @@ def sharded_bytes(
     units = passes + 1 if are_kept else 3 * passes
     share = (num_ranks - 1) / num_ranks * num_params * FLOAT32
     return units * share + (num_ranks - 1) * FLOAT64 * num_rows**2
-
-
-# What the device does.
-
-
-def flops(num_layers: int, width: int, vocab_size: int, length: int, num_tokens: float) -> float:
-    """Of forward and backward over tokens: six per weight of a product, and causal attention."""
-    products = 12 * num_layers * width**2 + vocab_size * width
-    return (6.0 * products + 6.0 * num_layers * width * length) * num_tokens
-
-
-def passes_bytes(
-    num_columns: float,
-    num_rows: int,
-    itemsize: int,
-    *,
-    written: float,
-    selection: float = 1.0,
-) -> float:
-    """What a step moves beyond plain training: rows written, read for W, read for the sum.
-
-    Args:
-        num_columns: that a rank multiplies.
-        num_rows: of them, pieces where ranks exchange them.
-        itemsize: bytes of an element.
-        written: elements of rows that a rank writes, those it copies to send them counted again.
-        selection: share of the columns that enter W.
-    """
-    return itemsize * (written + (1 + selection) * num_rows * num_columns)

@@ -23,9 +23,3 @@ SIZES: dict[str, Size] = {
     "210M": Size(24, 16, 768),
     "684M": Size(36, 24, 1200),
 }
-
-
-def num_parameters(num_layers: int, width: int, vocab_size: int, positions: int) -> int:
-    """Of a GPT-2 whose embedding is its output matrix too."""
-    layers = num_layers * (12 * width**2 + 13 * width)
-    return (vocab_size + positions) * width + layers + 2 * width

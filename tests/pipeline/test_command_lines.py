@@ -80,7 +80,7 @@ def test_what_is_said_of_a_wrong_command_line(
     [
         (["weights", "show", "a\x1b[31mb"], 2, "doge-fast: a\\x1b[31mb does not exist."),
         (["weights", "show", "--n\x1b[31mope", "x"], 2, "--n\\x1b[31mope"),
-        (["plan", "--gpus", "0"], 2, "doge-fast: gpus must be at least 1; got 0."),
+        (["profile", "--steps", "0"], 2, "doge-fast: steps must be at least 1; got 0."),
     ],
 )
 def test_the_program_itself(words: list[str], code: int, sentence: str) -> None:

@@ -194,16 +194,6 @@ def test_seeds_may_be_added_and_not_taken_away(experiment: Make) -> None:
         begun(replace(config, seeds=(0,)))
 
 
-def test_a_swarm_keeps_its_seeds(experiment: Make) -> None:
-    """Drawn mixtures are dealt over them; with others, runs have other names and weights."""
-    config = experiment("regret", seeds=(0, 1, 2))
-    begun(config)
-    refused = r"regret with other settings \(seeds\)\. .*; mixtures may be added"
-    with pytest.raises(ValueError, match=refused):
-        begun(replace(config, seeds=(0, 1, 2, 3)))
-    begun(filled(config, {"swarm": {"mixtures": 9}}))
-
-
 def test_an_experiment_of_an_earlier_version_goes_on(experiment: Make) -> None:
     config = experiment("scales")
     out = begun(config)

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
     Positive,
     PositiveOrZero,
-    Range,
     Seed,
 )
 from doge_fast.pipeline.config.stages import CorpusConfig, TasksConfig
@@ -27,8 +26,6 @@ Experiment = Literal[
     "early",
     "proxy_vs_base",
     "sensitivity",
-    "regret",
-    "known",
 ]
 Preset = Literal["smoke", "demo", "tiny", "small", "paper"]
 
@@ -113,18 +110,6 @@ class SelectionArmsConfig:
 
 
 @dataclass(frozen=True)
-class SwarmArmsConfig:
-    """The swarm of the experiment regret: base models at mixtures that are drawn."""
-
-    # Below this there is nothing to cross-validate.
-    mixtures: Annotated[int, Range(8)] = 24
-    """How many; two thirds around uniform and natural weights, a third around learned ones."""
-    concentration: Positive = 3.0
-    """Of the Dirichlet draws, times the number of domains; around learned weights four times that.
-    Larger: nearer to what they are drawn around."""
-
-
-@dataclass(frozen=True)
 class ExperimentConfig:
     """All runs of an experiment, a table and a report. The same command resumes.
 
@@ -137,10 +122,8 @@ class ExperimentConfig:
     wiki40b: languages as targets of other languages. scales: weights from proxies of three sizes.
     selection: scores from the gradients of some parameters only. curriculum: weights that change as
     the proxy's did. early: the first quarter of training. proxy_vs_base: the proxy evaluated as a
-    model. sensitivity: one setting of the proxy changed at a time. regret: how far each method's
-    weights are from the best ones, by a regression over a swarm of base models. known: corpora
-    whose best mixture is known, made from the data, or generated if none is named. demo: universal
-    and ood in minutes."""
+    model. sensitivity: one setting of the proxy changed at a time. demo: universal and ood in
+    minutes."""
     out: Path | None = None
     """Directory of the runs and the report; None: experiments/NAME."""
     preset: Preset = "small"
@@ -149,28 +132,17 @@ class ExperimentConfig:
     steps, batches and Hub data."""
     targets: tuple[str, ...] = ()
     """ood, wiki40b, demo: the domains that are targets, one after another. Empty: ood: all;
-    wiki40b: ca and nl; demo: reference. known: the domain that another one hides; empty: the
-    last."""
+    wiki40b: ca and nl; demo: reference."""
     weights: tuple[str, ...] = ()
-    """universal and regret: NAME=FILE, a weights.json or the run directory of a proxy: further
-    weights to train base models at. Added to a finished experiment, only these models are trained;
-    that of regret judges them by its swarm."""
+    """universal: NAME=FILE, a weights.json or the run directory of a proxy: further weights to
+    train base models at. Added to a finished experiment, only these models are trained."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """Every run of the plan is repeated with each seed. Runs of one seed have the same
     initialisation and the same order of the data."""
     plan: bool = False
-    """Only print the runs of the plan, and the commands that make them side by side."""
+    """Only print the runs of the plan, as commands in an order in which they can be run."""
     only: tuple[str, ...] = ()
-    """Names of runs in the plan: make only these, and no report."""
-    workers: Count = 1
-    """Processes that share the runs, and this machine's cores and GPUs. Each run is made by one of
-    them. With `submitit` the workers are jobs."""
-    submitit: tuple[str, ...] | None = None
-    """Run the workers as SLURM jobs. NAME=VALUE: parameters of submitit's AutoExecutor, such as
-    timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
-    lease: Positive | None = None
-    """For file systems without a flock that all machines see: another worker takes a run over after
-    this many seconds without a sign of life. None: when its process has ended, as flock tells."""
+    """Names of runs in the plan: make only these, where they are not complete, and no report."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     rates: RatesConfig = field(default_factory=RatesConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
@@ -178,7 +150,6 @@ class ExperimentConfig:
     base: BaseArmsConfig = field(default_factory=BaseArmsConfig)
     doremi: DoReMiArmsConfig = field(default_factory=DoReMiArmsConfig)
     selection: SelectionArmsConfig = field(default_factory=SelectionArmsConfig)
-    swarm: SwarmArmsConfig = field(default_factory=SwarmArmsConfig)
 
 
 @dataclass(frozen=True)

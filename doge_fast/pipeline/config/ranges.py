@@ -63,7 +63,6 @@ CountOrZero = Annotated[int, Range(0)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Positive = Annotated[float, Range(0, above=True)]
 PositiveOrZero = Annotated[float, Range(0)]
-PositiveShare = Annotated[float, Range(0, 1, above=True)]
 # Of a whole that is never all of it.
 Share = Annotated[float, Range(0, 1, below=True)]
 

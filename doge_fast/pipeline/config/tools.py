@@ -8,7 +8,6 @@ from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
     Positive,
-    PositiveShare,
     Range,
     Seed,
 )
@@ -272,42 +271,3 @@ class ProfileConfig:
     chrome://tracing open it."""
     trace_operators: Path | None = None
     """The file to write a timeline to, of one DoGE step with every operator of torch in it."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """What a step would need on several GPUs, and which mode to choose. A prediction: nothing runs.
-
-    Parameters, gradients and AdamW's state are in float32, matrix products in bfloat16.
-    """
-
-    model: str = "684M"
-    """A size of the family, or LAYERSxWIDTH of another GPT-2: 32x4096 has 6.7e9 parameters."""
-    domains: Count = 7
-    """K, the training domains."""
-    gpus: tuple[Count, ...] = (8,)
-    """Number of GPUs, one per rank. Several numbers give one line for each number and mode."""
-    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
-    """The GPU: 80 GB (a100), 80 GB (h100), 141 GB (h200) or 180 GB (b200)."""
-    domains_per_step: Count | None = None
-    """Domains drawn for each step; None: all."""
-    mode: Literal["sequential", "stacked"] = "sequential"
-    """sequential: a pass for each domain of a rank. stacked: one pass for all of them; FSDP2 takes
-    only sequential."""
-    rows: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the stored domain gradients."""
-    selection: PositiveShare = 1.0
-    """Share of the parameters whose gradients enter W. If a norm is clipped, all gradients are
-    read."""
-    tokens: Count = 1 << 20
-    """Tokens of a step, over all ranks and domains."""
-    sequence_length: Count = 1024
-    """Tokens of a sequence."""
-    micro_batch: Count = 1
-    """Sequences of a domain in a forward pass, whose activations are kept."""
-    vocab_size: Count = 50304
-    """Entries of the vocabulary."""
-    utilisation: PositiveShare = 0.4
-    """Assumed share of the GPU's peak that plain training reaches (model FLOPs utilisation)."""
-    bandwidth: PositiveShare = 0.7
-    """Assumed share of their peaks that memory and links reach."""

@@ -41,10 +41,6 @@ class Job:
 
     config: StageConfig
     is_measured: bool
-    recipe: Callable[[BaseConfig], None] | None = None
-    """Writes the weights that a base run reads, where they follow from other runs."""
-    reads: tuple[str | Path, ...] = ()
-    """What the recipe reads."""
 
     @property
     def name(self) -> str:
@@ -71,13 +67,11 @@ class Plan:
     """What was asked for, mu a number."""
     jobs: list[Job]
     groups: list[Json]
-    corpora: Sequence[Callable[[], None]] = ()
-    """What makes the corpora that the runs read, each unless it is there."""
 
     def needed_by(self, job: Job) -> list[str]:
         """Names of the runs that a run reads."""
         config = job.config
-        read: list[Any] = [config.model.model, config.corpus.tokenizer, *job.reads]
+        read: list[Any] = [config.model.model, config.corpus.tokenizer]
         read += [getattr(config, each, None) for each in ("weights", "reference", "selection")]
         parts = {part for path in read if path is not None for part in Path(path).parts}
         return [each.name for each in self.jobs if each.name in parts]
@@ -112,9 +106,9 @@ class Planner:
         """Training domains: those asked for, or all."""
         return self.config.corpus.domains or self.names
 
-    def finish(self, title: str, question: str, groups: list[Json], **more: Any) -> Plan:
-        """All that was asked for so far, as a plan; `more` are fields of `Plan`."""
-        return Plan(title, question, self.config, list(self.jobs.values()), groups, **more)
+    def finish(self, title: str, question: str, groups: list[Json]) -> Plan:
+        """All that was asked for so far, as a plan."""
+        return Plan(title, question, self.config, list(self.jobs.values()), groups)
 
     def over_seeds(self, make: Make) -> list[str]:
         """Names of a run for every seed."""
@@ -293,8 +287,6 @@ class Planner:
         eval_points: int | None = None,
         is_pretrained: bool = False,
         is_measured: bool = False,
-        recipe: Callable[[BaseConfig], None] | None = None,
-        reads: tuple[str | Path, ...] = (),
         **fields: Any,
     ) -> Path:
         """A run in the plan; `fields` are those of its configuration that are not made here, or
@@ -323,7 +315,7 @@ class Planner:
         known = self.jobs.get(config.out)
         assert known is None or known.config == config, f"two plans for {config.out}"
         is_measured = is_measured or (known is not None and known.is_measured)
-        self.jobs[config.out] = Job(config, is_measured, recipe, reads)
+        self.jobs[config.out] = Job(config, is_measured)
         return config.out
 
     def _path(self, verb: str, name: str, seed: int) -> Path:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline.config import ExperimentConfig
-from doge_fast.pipeline.experiments.known import known
 from doge_fast.pipeline.experiments.planner import Json, Plan, Planner
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
@@ -19,7 +18,7 @@ from doge_fast.pipeline.experiments.presets import (
     doremi_steps,
     rates_of,
 )
-from doge_fast.pipeline.experiments.regret import given_arms, regret
+from doge_fast.pipeline.records.weights import read_named
 
 # Stages of the paper's curricula; one stage is the global average.
 CURRICULA = (2, 3, 10)
@@ -112,10 +111,19 @@ def _universal_perplexity(plan: Planner, model: str) -> Json:
         plan.arm(label, "learned", plan.base(f"doremi-{steps}-{model}", each, model=model))
         for steps, label, each in plan.doremis()
     ]
-    arms += given_arms(plan, [arm["label"] for arm in arms], f"-{model}", model=model)
+    arms += _given_arms(plan, [arm["label"] for arm in arms], model)
     return plan.perplexities(
         arms, _paper_table(model), title=f"Base models of size {model}", pairs=_against_doge(arms)
     )
+
+
+def _given_arms(plan: Planner, taken: Sequence[str], model: str) -> list[Json]:
+    """Those of `--weights NAME=FILE`; `taken` are the labels of the arms beside them."""
+    named = read_named(plan.config.weights, domains=plan.domains, taken=taken)
+    return [
+        plan.arm(label, "given", plan.base(f"given-{label}-{model}", file, model=model))
+        for label, file in named.items()
+    ]
 
 
 def _paper_table(model: str) -> str:
@@ -401,6 +409,4 @@ _PLANS: dict[str, Callable[[Planner], Plan]] = {
     "early": _early,
     "proxy_vs_base": _proxy_vs_base,
     "sensitivity": _sensitivity,
-    "regret": regret,
-    "known": known,
 }

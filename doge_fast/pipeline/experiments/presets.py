@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from doge_fast.pipeline import generated_corpus
-from doge_fast.pipeline.config import CorpusConfig, DemoConfig, Experiment, ExperimentConfig, Preset
+from doge_fast.pipeline.config import DemoConfig, Experiment, ExperimentConfig, Preset
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.weights.defaults import default_mu
@@ -20,7 +19,6 @@ PAPER_LANGUAGE_TARGETS = ("ca", "nl")
 SLIMPAJAMA, WIKI40B = "DKYoon/SlimPajama-6B", "google/wiki40b"
 # Whose weights are for one target at a time.
 _TARGETED = ("ood", "wiki40b")
-_WITH_WEIGHTS = ("universal", "regret")
 # The paper's rates of its largest model; all others share theirs.
 _RATES = {"684M": (1.5e-4, 5e-5)}
 
@@ -67,10 +65,10 @@ def check(config: ExperimentConfig) -> None:
         raise ValueError(
             f"seeds must be distinct, and at least one; got {', '.join(map(str, config.seeds))}."
         )
-    if config.weights and config.name not in _WITH_WEIGHTS:
+    if config.weights and config.name != "universal":
         raise ValueError(
-            f"weights are for the experiments {' and '.join(_WITH_WEIGHTS)}; {config.name} has no "
-            "place for further ones."
+            f"weights are for the experiment universal; {config.name} has no place for further "
+            "ones."
         )
     if config.name == "wiki40b" and config.corpus.data == "installed":
         raise ValueError(
@@ -80,18 +78,10 @@ def check(config: ExperimentConfig) -> None:
 
 
 def known_domains(config: ExperimentConfig) -> tuple[str, ...] | None:
-    """The domains of the paper's corpora and of generated text; None of others, which must be
-    looked into."""
-    if is_generated(config):
-        return config.corpus.domains or generated_corpus.DOMAINS
+    """The domains of the paper's corpora; None of others, which must be looked into."""
     if config.corpus.data == WIKI40B:
         return (*PAPER_LANGUAGES, *(config.targets or PAPER_LANGUAGE_TARGETS))
     return config.corpus.domains if config.corpus.data == SLIMPAJAMA else None
-
-
-def is_generated(config: ExperimentConfig) -> bool:
-    """Whether the experiment makes its text itself, for no corpus was named."""
-    return config.name == "known" and config.corpus.data == CorpusConfig().data
 
 
 def with_mu(config: ExperimentConfig, names: Sequence[str]) -> ExperimentConfig:
@@ -165,8 +155,6 @@ def settings_of(config: ExperimentConfig) -> dict[str, Any]:
         "eval_blocks": rates.eval_blocks,
         "eval_points": base.eval_points,
         "strategies": config.selection.strategies,
-        "mixtures": config.swarm.mixtures,
-        "concentration": config.swarm.concentration,
         "dtype": rates.dtype,
     }
     recorded: dict[str, Any] = plain(settings)

@@ -2,11 +2,13 @@
 
 import difflib
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from doge_fast.failures import one_line
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
@@ -23,20 +25,16 @@ from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.experiments import queue as queues
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import check, known_domains, settings_of
-from doge_fast.pipeline.experiments.queue import Queue
 from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.records.shapes import TasksGroup
 from doge_fast.pipeline.report import terminal_table, write_report
-from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.weights import weights_file
 
-# Claimed by whoever reads and packs a corpus, so that workers do not do it side by side.
-_CORPUS = "corpus"
 _STAGES: dict[type, Callable[[Any], object]] = {
     ProxyConfig: learn_weights,
     BaseConfig: train_base,
@@ -44,15 +42,15 @@ _STAGES: dict[type, Callable[[Any], object]] = {
     SelectConfig: measure_cancellation,
 }
 
+_log = logging.getLogger("doge_fast")
+
 
 def run_experiment(config: ExperimentConfig) -> list[str]:
     """Run all arms of an experiment, or finish one that was interrupted.
 
     An arm that is done is not run again; one that was killed goes on from its last checkpoint. The
-    directory holds experiment.json, runs/ with a directory for every run, queue/ with the workers'
-    locks and what they print, and report.html. Runs are made by `config.workers`, and by whoever
-    else is given the same experiment meanwhile: each run by one of them. When a run fails, the
-    others are made all the same, but for those that read it.
+    directory holds experiment.json, runs/ with a directory for every run, and report.html. When a
+    run fails, the others are made all the same, but for those that read it.
 
     Args:
         config: which experiment, how large, on what; `presets.preset_of` makes one of a size.
@@ -70,33 +68,14 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
     if config.plan:
         return plan_lines(config, f"doge-fast experiment {config.name}")
     check(config)
-    # Missed before anything is written.
-    if config.submitit is not None:
-        import_module("submitit")
-    if config.name == "regret":
-        import_module("sklearn")
     out = _directory(config)
     plan = plan_of(config, _domains_of(config), out, _tasks_of(config))
     jobs = _chosen(plan)
     record = _record(plan)
     records.check_experiment(out, record)
-    # Corpora that are made are sound, and made under a lock in the directory.
-    if not plan.corpora:
-        _check_jobs(plan, jobs)
+    _check_jobs(plan, jobs)
     records.write_experiment(out, record)
-    queue = Queue(out / records.QUEUE, config.lease)
-    queue.forget_failures()
-    for make in plan.corpora:
-        with queue.lock(_CORPUS):
-            make()
-    if plan.corpora:
-        _check_jobs(plan, jobs)
-    loop = functools.partial(_work, queue, plan, jobs)
-    if config.workers == 1 and config.submitit is None:
-        loop()
-    else:
-        queues.run_workers(loop, config.workers, queue.folder, config.submitit)
-    _check_made(queue, plan, jobs)
+    _make_all(plan, jobs)
     if config.only:
         return [f"run: {job.config.out}" for job in jobs]
     page = write_report(ReportConfig(runs=(out,)))
@@ -111,7 +90,9 @@ def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
         command: what was typed, without `--plan`.
 
     Returns:
-        A comment for each group of runs that may be made side by side, then a line a run.
+        A line a run, in an order in which each finds what it reads; then the report. The comment at
+        the end of a line begins with its group: runs of a group can be made at the same time, once
+        the groups before it are complete.
 
     Raises:
         ValueError: as `run_experiment`.
@@ -120,13 +101,12 @@ def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
     if config.only:
         raise ValueError("--plan prints the commands of all runs; leave out --only.")
     plan = plan_of(config, _domains_of(config), _directory(config), _tasks_of(config))
-    lines = [f"# {len(plan.jobs)} runs; those below one comment can be made side by side."]
+    lines = []
     for number, wave in enumerate(plan.waves(), start=1):
-        lines.append(f"# group {number}")
         for job in wave:
             about = f"{job.stage}, {job.config.model.model}, {job.config.training.steps} steps"
-            lines.append(f"{command} --only {job.name}  # {about}")
-    return [*lines, "# then the report", command]
+            lines.append(f"{command} --only {job.name}  # group {number}: {about}")
+    return [*lines, f"{command}  # report"]
 
 
 def _directory(config: ExperimentConfig) -> Path:
@@ -150,41 +130,41 @@ def _chosen(plan: Plan) -> list[Job]:
     return [job for job in plan.jobs if not only or job.name in only]
 
 
-def _work(queue: Queue, plan: Plan, jobs: Sequence[Job], worker: str = "") -> None:
-    """What every worker does, until nothing is left to do."""
-    by_name = {job.name: job for job in plan.jobs}
+def _make_all(plan: Plan, jobs: Sequence[Job]) -> None:
+    """Make the runs that are not complete, one after the other.
 
-    def make(name: str) -> None:
-        config = by_name[name].config
-        with queue.lock(_CORPUS):
-            _described(config.corpus, config.targets)
-        for do in _left_of(by_name[name], plan):
-            do()
-
-    queue.work(
-        {job.name: plan.needed_by(job) for job in jobs},
-        make,
-        is_made=lambda name: _is_made(by_name[name], plan),
-        worker=worker,
-    )
-
-
-def _check_made(queue: Queue, plan: Plan, jobs: Sequence[Job]) -> None:
-    """Raise RuntimeError where runs were not made, with the reason of each."""
+    Raises:
+        RuntimeError: runs failed; it names them, with the reason of each.
+    """
+    left = [job for job in jobs if not _is_made(job, plan)]
+    if len(left) < len(jobs):
+        _log.info("%d of %d runs are complete already", len(jobs) - len(left), len(jobs))
     reasons: dict[str, list[str]] = {}
-    made = {job.name for job in plan.jobs if _is_made(job, plan)}
-    for job in jobs:
-        if job.name not in made:
-            lost = not made.issuperset(plan.needed_by(job))
-            unknown = "reads a run that is not complete" if lost else "no worker came to its end"
-            reasons.setdefault(queue.failure(job.name) or unknown, []).append(job.name)
-    if reasons:
-        missing = sum(map(len, reasons.values()))
-        told = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    failed: set[str] = set()
+    first: Exception | None = None
+    for number, job in enumerate(left, start=1):
+        if lost := failed.intersection(plan.needed_by(job)):
+            reason = f"read {', '.join(sorted(lost))}"
+        else:
+            told = f"run {number} of {len(left)}: {job.name}"
+            _log.info("%s begins", told)
+            start = time.monotonic()
+            try:
+                for do in _left_of(job, plan):
+                    do()
+                _log.info("%s done in %.0f s", told, time.monotonic() - start)
+                continue
+            except Exception as error:
+                first, reason = first or error, one_line(error)
+                _log.warning("%s failed: %s", told, reason)
+        failed.add(job.name)
+        reasons.setdefault(reason, []).append(job.name)
+    if failed:
+        lines = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
         raise RuntimeError(
-            f"{missing} of {len(jobs)} runs are not complete; the same command tries them again. "
-            f"{queue.folder} has the traceback of what failed, in NAME.failed.\n{told}"
-        )
+            f"{len(failed)} of {len(jobs)} runs are not complete; the same command tries them "
+            f"again.\n{lines}"
+        ) from first
 
 
 def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
@@ -193,12 +173,13 @@ def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
     device = config.rates.device
     if not _is_there(job) or (out / records.CHECKPOINTS).exists():
         yield functools.partial(_train, job)
-    if job.is_measured and not is_measured(out, config.rates.eval_blocks):
+    if job.is_measured and not records.is_measured(out, config.rates.eval_blocks):
         asked = EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=device)
         yield functools.partial(evaluate, asked)
-    tasks = [group for group in plan.groups if group["kind"] == "tasks"]
-    own = [group for group in tasks if any(job.name in arm["runs"] for arm in group["arms"])]
-    if not all(is_scored(out, group) for group in own):
+    groups = [records.group_of(records.plain(group), out) for group in plan.groups]
+    tasks = [group for group in groups if isinstance(group, TasksGroup)]
+    own = [group for group in tasks if any(job.name in arm.runs for arm in group.arms)]
+    if not all(records.is_scored(out, group) for group in own):
         from doge_fast.pipeline.fewshot import few_shot
 
         asked = EvaluateConfig(run=out, device=device, tasks=config.tasks)
@@ -210,10 +191,6 @@ def _is_made(job: Job, plan: Plan) -> bool:
 
 
 def _train(job: Job) -> None:
-    if job.recipe is not None:
-        assert isinstance(job.config, BaseConfig)
-        if not Path(job.config.weights).exists():
-            job.recipe(job.config)
     _STAGES[type(job.config)](job.config)
 
 
@@ -243,7 +220,6 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
         check_ranges(job.config)
         needs_float64 = not isinstance(job.config, BaseConfig)
         training.check(job.config.training, needs_float64=needs_float64)
-    is_here = plan.config.submitit is None and plan.config.lease is None
     for job in jobs:
         config = job.config
         if _is_there(job):
@@ -256,8 +232,8 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
                     "files, or begin in another directory."
                 )
             records.check_run(config.out, stage=cast(records.Stage, job.stage), config=config)
-        elif is_here and not plan.needed_by(job):
-            # Else a worker of another machine packs; and what reads runs may take their tokenizer.
+        elif not plan.needed_by(job):
+            # What reads runs may take their tokenizer.
             _described(config.corpus, config.targets)
 
 

@@ -56,7 +56,6 @@ from doge_fast.pipeline.records.runs import (
     EXPERIMENT,
     FEWSHOT,
     METRICS,
-    QUEUE,
     WEIGHTS,
     WRITING,
     Json,

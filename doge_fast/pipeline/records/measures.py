@@ -10,7 +10,6 @@ from doge_fast.pipeline.records.runs import (
     EVALUATION,
     EXPERIMENT,
     FEWSHOT,
-    QUEUE,
     Json,
     check_empty,
     load_config,
@@ -163,33 +162,29 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
 def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
     """Raise ValueError where a directory holds another experiment, or something else.
 
-    Runs may be added to an experiment: by more seeds or, where there is a swarm, by more mixtures
-    and no more seeds, because mixtures are dealt over the seeds. Nothing else may change. What is
-    judged by a swarm, `apart` in its group, comes and goes.
+    Runs may be added to an experiment, by more seeds. Nothing else may change.
     """
     if not (out / EXPERIMENT).exists():
         check_empty(out)
         return
-    if all(entry.name in (EXPERIMENT, QUEUE) for entry in out.iterdir()):
+    if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
     known, asked = read_experiment(out), plain(record)
-    apart = {name for group in known["groups"] for name in group.get("apart", ())}
-    more = "mixtures" if any(group.get("swarm") for group in known["groups"]) else "seeds"
     # Groups follow from the rest.
     for key in ("name", "preset", "title", "question", "settings", "data", "runs"):
         was, now, told = known[key], asked[key], key
         if key == "settings":
             # Of an earlier version a setting may be gone or not have been there.
-            shared = (was.keys() & now.keys()) - {"mixtures", more}
+            shared = (was.keys() & now.keys()) - {"seeds"}
             changed = sorted(name for name in shared if was[name] != now[name])
             is_same, told = not changed, f"settings ({', '.join(changed)})"
         else:
-            is_same = set(was) - apart <= set(now) if key == "runs" else was == now
+            is_same = set(was) <= set(now) if key == "runs" else was == now
         if not is_same:
             raise ValueError(
                 f"{out} holds the experiment {known['name']} with "
                 f"{'other' if key.endswith('s') else 'another'} {told}. Name another directory "
-                f"with out, or repeat the command that began it; {more} may be added."
+                f"with out, or repeat the command that began it; seeds may be added."
             )
 
 

@@ -28,7 +28,6 @@ WEIGHTS = "weights.json"
 EVALUATION = "evaluation.json"
 EXPERIMENT = "experiment.json"
 FEWSHOT = "fewshot.json"
-QUEUE = "queue"
 CHECKPOINTS = "checkpoints"
 # Where one is written, among them.
 WRITING = ".writing"
