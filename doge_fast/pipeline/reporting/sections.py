@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from doge_fast.pipeline import baselines, records
 from doge_fast.pipeline.records.shapes import (
+    ArmRecord,
     Average,
     CostGroup,
     FewShotRecord,
@@ -28,7 +29,7 @@ from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of, style
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.runs import Run
+from doge_fast.pipeline.reporting.runs import LEARNING, Run, open_runs
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
     Difference,
@@ -37,7 +38,7 @@ from doge_fast.pipeline.reporting.statistics import (
     change_text,
     stat_of,
 )
-from doge_fast.pipeline.reporting.study import Study, open_study
+from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import (
     Stat,
     count_text,
@@ -146,16 +147,24 @@ def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
     )
 
 
-def drawings_of(run: Path) -> list[Drawing]:
-    """The weights of one run, and where they were learned their way over the steps.
+def drawings_of(path: Path) -> list[Drawing]:
+    """The weights of one run and, named "-steps", their way over the steps where it learned them.
 
     Raises:
-        ValueError: as `open_study`.
+        ValueError: as `open_runs`.
     """
-    sections = sections_of(open_study([run]))
-    sketches = [each for section in sections for each in section.sketches]
+    (run,) = open_runs([path])
+    arm = ArmRecord(run.name, "", (run.name,))
+    study = Study("", "", {run.name: run}, (), ())
+    proxies = [Proxy(run.name, (run,))] if run.record.stage in LEARNING else []
+    group = WeightsGroup("Domain weights", (arm,))
+    made = {"": mixture_section(study, group), "-steps": course_section(proxies)}
     with style():
-        return [drawing_of("", each.title, each.caption, each.make()) for each in sketches]
+        return [
+            drawing_of(name, sketch.title, sketch.caption, sketch.make())
+            for name, section in made.items()
+            for sketch in (section.sketches if section is not None else ())
+        ]
 
 
 def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str]) -> Cell:
