@@ -809,7 +809,7 @@ def test_bad_weights_and_settings_are_refused() -> None:
         ({"a": -1.0, "b": 2.0}, "that of a is -1.0"),
         ({"a": 0.0}, "all 1 are zero"),
         ({"domains": [{"name": "a", "weight": 0.5}] * 2}, "has one weight; the names are a, a"),
-        ({"domains": [{"name": "a", "weight": 1, "tokens": -3}]}, "tokens of a must be a whole"),
+        ({"domains": [{"name": "a", "weight": 1, "tokens": -3}]}, "tokens must be a whole"),
     ):
         with pytest.raises(ValueError, match=words):
             export(weights, to="json")

@@ -308,7 +308,7 @@ def group_of(record: dict[str, Any], where: str | Path) -> Group | None:
     Raises:
         FileFailure: it lacks what a table of its kind has.
     """
-    kind = GROUPS.get(record.get("kind", ""))
+    kind = GROUPS.get(str(record.get("kind")))
     return None if kind is None else check_shape(record, kind, where)
 
 

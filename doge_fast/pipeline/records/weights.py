@@ -1,7 +1,7 @@
 """weights.json: domain weights by name.
 
-XX
-field that is null is not known. docs/weights.md says what each means and who writes it.
+Fields that `shapes.WeightsRecord` does not name are kept and not looked at, so that other programs
+may write more. docs/weights.md says what each means and who writes it.
 """
 
 import itertools
@@ -130,12 +130,13 @@ def weights_by_name(record: Mapping[str, Any]) -> dict[str, float]:
 def _check_weights(record: Json, path: Path) -> None:
     check_schema(record, path, way_out=_WAY_TO_WEIGHTS)
     entries = record.get("domains")
-    is_list = isinstance(entries, list) and all(isinstance(each, dict) for each in entries)
-    if not entries or not is_list:
+    if not isinstance(entries, list) or not entries:
         raise FileFailure(
             f'{path} must hold "domains", a list of {{"name", "weight"}}; it holds {entries!r}.'
         )
-    names = [entry.get("name") for entry in entries]
+    names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in entries]
+    if not all(isinstance(name, str) and name for name in names):
+        raise FileFailure(f"{path}: every entry of domains needs a name; the names are {names}.")
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     if twice:
         raise FileFailure(f"{path}: a domain has one weight; {', '.join(twice)} occurs twice.")
@@ -143,7 +144,7 @@ def _check_weights(record: Json, path: Path) -> None:
         if not is_weight(entry.get("weight")):
             raise FileFailure(
                 f"{path}: a domain weight must be a finite number >= 0; that of "
-                f"{entry.get('name')} is {entry.get('weight')!r}. The run that wrote it has "
+                f"{entry['name']} is {entry.get('weight')!r}. The run that wrote it has "
                 "diverged, or the file was edited."
             )
     total = math.fsum(entry["weight"] for entry in entries)
@@ -166,7 +167,7 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
         FileFailure: one does not; the sentence names it.
         ValueError: a name cannot be seen whole.
     """
-    named.check_visible([str(entry.get("name", "")) for entry in record["domains"]], where)
+    named.check_visible([entry["name"] for entry in record["domains"]], where)
     found = check_shape(record, WeightsRecord, where, told="", way_out=_CORRECT)
     names = [entry.name for entry in found.domains]
     for field in SCHEDULES:

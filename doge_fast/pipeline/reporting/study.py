@@ -129,7 +129,10 @@ def open_study(runs: Sequence[Path]) -> Study:
     if path is not None:
         file = path / records.EXPERIMENT
         plan = check_shape(records.read_experiment(path), ExperimentRecord, file)
-        planned = (records.group_of(group, file) for group in plan.groups)
+        planned = (
+            records.group_of(group, f"{file}, groups.{place},")
+            for place, group in enumerate(plan.groups)
+        )
         groups = tuple(group for group in planned if group is not None)
         return Study(plan.title, plan.question, opened, proxies, groups, plan)
     bases = _comparable(found)
