@@ -225,7 +225,7 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
     named = group.pairs if isinstance(group, PerplexityGroup) else ()
     pairs = [*others.items(), *(pair for pair in named if lines[0].arms.keys() >= set(pair))]
     table = _perplexity_table(group, lines, others)
-    if not pairs:
+    if not others:
         why = "nothing to compare; it takes base models at uniform weights and at others"
         return Section(title, [f"{title}: {why}"], tables=[table])
     # Experiments are about DoGE.
