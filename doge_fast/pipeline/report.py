@@ -4,9 +4,10 @@ Reads run directories only, so a report can be made where the runs cannot. The p
 opens offline; its figures also lie beside it as PNG and SVG.
 """
 
+import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -46,11 +47,12 @@ def write_report(config: ReportConfig) -> Path:
     page = config.out or _default_page(config.runs)
     folder = page.with_name(f"{page.stem}-figures")
     folder.mkdir(parents=True, exist_ok=True)
+    numbers = itertools.count(1)
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
         headlines=[told for section in sections for told in section.headlines],
-        sections=[(section, _drawn(section, folder)) for section in sections],
+        sections=[(section, _drawn(section, folder, numbers)) for section in sections],
     )
     # Names in records of runs made elsewhere may hold anything.
     atomic_file.write(page, visible(html))
@@ -97,11 +99,12 @@ def _default_page(runs: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([Path(run).resolve().parent for run in runs])) / "report.html"
 
 
-def _drawn(section: Section, folder: Path) -> list[Drawing]:
-    """The section's figures, which then lie in the folder too, under names made of their titles."""
+def _drawn(section: Section, folder: Path, numbers: Iterator[int]) -> list[Drawing]:
+    """The section's figures, which then lie in the folder too, under numbers and their titles."""
     drawings = []
     for sketch in section.sketches:
-        name = re.sub(r"[^a-z0-9]+", "-", f"{section.title} {sketch.title}".lower()).strip("-")
+        words = re.sub(r"[^a-z0-9]+", "-", f"{section.title} {sketch.title}".lower()).strip("-")
+        name = f"figure-{next(numbers)}-{words}"
         with style():
             drawing = drawing_of(name, sketch.title, sketch.caption, sketch.make())
         atomic_file.write(folder / f"{name}.svg", visible(drawing.svg))

@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.optimize import isotonic_regression
 
 from doge_fast.pipeline.records.movement import Floats
+from doge_fast.pipeline.tables import shortened
 
 # Eight hues whose least distance, in OKLab, is 12 under normal sight, protanopia, deuteranopia and
 # tritanopia; each has a lighter twin for dark pages in report.css. A ninth domain is dashed.
@@ -41,7 +42,7 @@ Styles = Mapping[str, tuple[str, Any]]
 _WIDTH = 4.6
 _PNG_DPI = 200
 _STYLE = Path(__file__).with_name("figures.mplstyle")
-_LONGEST_NAME = 24
+_LONGEST_NAME = 26
 _MOST_POINTS = 400
 
 
@@ -87,11 +88,6 @@ def panels(*heights: float) -> tuple[Figure, list[Axes]]:
     return figure, list(rows)
 
 
-def shortened(name: str) -> str:
-    """A name that fits beside a figure."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-
-
 def thinned(steps_T: Floats, values_TK: Floats) -> tuple[Floats, Floats]:
     """Every n-th step, the first and the last among them: what a line can show."""
     size = max(1, -(-len(steps_T) // _MOST_POINTS))
@@ -134,7 +130,14 @@ def label_ends(axes: Axes, height: float, ends: Iterable[float], styles: Styles)
         color, dash = styles[name]
         x, y = [1.0, 1.025, 1.05], [end, place, place]
         axes.plot(x, y, color=color, linestyle=dash, **outside)
-        axes.text(1.065, place, shortened(name), va="center", transform=axes.transAxes, fontsize=9)
+        axes.text(
+            1.065,
+            place,
+            shortened(name, _LONGEST_NAME),
+            va="center",
+            transform=axes.transAxes,
+            fontsize=9,
+        )
 
 
 def spread_apart(wanted: Floats, *, gap: float) -> Floats:
@@ -161,7 +164,7 @@ def domain_styles(names: Iterable[str]) -> Styles:
 
 def finish_places(axes: Axes, names: Sequence[str], xlabel: str) -> None:
     """Axes whose vertical one is names, a line each, the first on top."""
-    axes.set_yticks(range(len(names)), [shortened(name) for name in names])
+    axes.set_yticks(range(len(names)), [shortened(name, _LONGEST_NAME) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel(xlabel)

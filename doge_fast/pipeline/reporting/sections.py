@@ -281,7 +281,7 @@ def _perplexity_table(
             is_better = label in others and line.difference(label, others[label]).is_lower
             cells.append(Cell(text, is_better))
         rows.append(Row(line.label, cells, line.is_total))
-    title, about = group.title, ""
+    title, about, corner = group.title, "", "target"
     arms = list(lines[0].arms.values())
     if isinstance(group, PerplexityGroup):
         aim = lines[-1].names
@@ -295,14 +295,15 @@ def _perplexity_table(
                 for arm, number in zip(arms, below, strict=True)
             ]
             rows.append(Row(f"lower than {baseline}", cells, True))
-        title, about = f"Perplexity per domain: {title}", f"; {group.about}" if group.about else ""
+        title, corner = f"Perplexity per domain: {title}", "domain"
+        about = f"; {group.about}" if group.about else ""
     is_several = any(len(arm.losses) > 1 for arm in arms)
     note = (
         f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss."
         f"{ERRORS if is_several else ONE_SEED}"
     )
     heads = [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
-    return Table(title, note, "domain", heads, rows)
+    return Table(title, note, corner, heads, rows)
 
 
 def _is_below(line: Line, arm: Arm, baseline: str) -> bool:
