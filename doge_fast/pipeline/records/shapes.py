@@ -110,6 +110,7 @@ class Asked:
     mu: Number = None
     score: str = "paper"
     average_from: float = 0.0
+    domain_max_grad_norm: Number = None
     sequences_per_domain: Count | None = None
     batch_size: Count | None = None
     weights: str = ""

@@ -46,7 +46,7 @@ def mixture_figure(
         shares = [natural[name] for name in names]
         axes.plot(shares, range(len(names)), "D", label="natural", zorder=4, **hollow)
     axes.set_xlim(left=0)
-    plot.finish_places(axes, names, "domain weight")
+    plot.finish_places(axes, names, "domain weight (share of the tokens)")
     figure.legend(loc="outside upper left", ncols=3, handlelength=1.4)
     return figure
 

@@ -104,6 +104,15 @@ class Proxy:
         furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
         return furthest >= _UNMOVED * uniform or len(self.domains) == 1
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether scores can be equal by construction: W_j = 1 + g_1 . g_2 for both of two domains
+        whose gradients are of norm 1."""
+        is_universal = not self.is_doremi and tuple(self.first.asked.target) == (UNIVERSAL,)
+        return (
+            is_universal and len(self.domains) == 2 and bool(self.first.asked.domain_max_grad_norm)
+        )
+
     def summary(self) -> str:
         """What it learned, and whether its average has settled."""
         if not self.has_steps:
@@ -156,6 +165,11 @@ class Proxy:
             remedy = "A larger mu, smoothing or domain_max_grad_norm"
             remedy = "A smaller step_size or more smoothing" if self.is_doremi else remedy
             yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
+        elif not self.has_moved and self.is_tied:
+            yield (
+                "the weights hardly left uniform: two domains whose gradients are cut to one norm "
+                "have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
+            )
         elif not self.has_moved:
             remedy = "larger step_size" if self.is_doremi else "smaller mu"
             yield f"the weights hardly left uniform. A {remedy} or more steps would move them."
