@@ -222,8 +222,6 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
     baseline = next((arm.label for arm in arms if arm.is_baseline), "")
     rivals = [arm for arm in arms if baseline and not arm.is_baseline]
     others = {arm.label: arm.baseline or baseline for arm in rivals}
-    named = group.pairs if isinstance(group, PerplexityGroup) else ()
-    pairs = [*others.items(), *(pair for pair in named if lines[0].arms.keys() >= set(pair))]
     table = _perplexity_table(group, lines, others)
     if not others:
         why = "nothing to compare; it takes base models at uniform weights and at others"
@@ -231,8 +229,15 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
     # Experiments are about DoGE.
     wanted = getattr(group, "focus", None) or "DoGE"
     focus = next((label for label in others if label.startswith(wanted)), rivals[-1].label)
-    told = [line for line in lines if line.is_total] or lines
-    marks = {own: [line.difference(own, other) for line in lines] for own, other in others.items()}
+    if isinstance(group, PerplexityGroup):
+        named = [pair for pair in group.pairs if lines[0].arms.keys() >= set(pair)]
+        against, told = others, lines[-1:]
+    else:
+        # Beside them stand what further steps do, and the oracle, which nobody can choose.
+        named, told = [], lines
+        against = {own: other for own, other in others.items() if own.startswith(wanted)} or others
+    pairs = [*against.items(), *named]
+    marks = {own: [line.difference(own, other) for line in lines] for own, other in against.items()}
     # The one that is asked about first, in ink.
     marks = {focus: marks.pop(focus), **marks}
     labels = [line.label for line in lines]
