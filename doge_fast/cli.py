@@ -357,7 +357,7 @@ def _profile(config: configs.ProfileConfig) -> list[str]:
     return [table(profile(config)), *written]
 
 
-_WEIGHTS, _PAGES = "pipeline.weights.verbs", "pipeline.weights.pages"
+_WEIGHTS = "pipeline.weights.verbs"
 _RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
 # What verbs load that draw, and compute nothing.
 _DRAWS = ("matplotlib.figure",)
@@ -375,8 +375,6 @@ VERBS: dict[str, Verb] = {
     "weights diff": Verb(configs.WeightsDiffConfig, _in(_WEIGHTS, "diff"), True, ()),
     "weights average": Verb(configs.WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
     "weights constrain": Verb(configs.WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),
-    "weights plot": Verb(configs.WeightsPlotConfig, _in(_PAGES, "plot"), True, _DRAWS),
-    "weights card": Verb(configs.WeightsCardConfig, _in(_PAGES, "card"), True, _DRAWS),
     "export": Verb(configs.ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
     "info": Verb(configs.InfoConfig, _info, loads=("torch",)),
     "profile": Verb(configs.ProfileConfig, _profile, loads=("torch", "transformers")),

@@ -119,8 +119,7 @@ def _flags_of(config: type, is_positional: bool = False) -> type:
         if dataclasses.is_dataclass(hint):
             hint = _flags_of(hint)  # type: ignore[arg-type]
         else:
-            # `from_` is a field because `from` is a word of Python.
-            flag = name.strip("_").replace("_", "-")
+            flag = name.replace("_", "-")
             told = tyro.conf.arg(help=texts.get(name), name=flag, prefix_name=config in PREFIXED)
             hint = Annotated[hint, told]
         if name in positional or (config, name) in _POSITIONAL_FIELDS:

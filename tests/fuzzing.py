@@ -42,7 +42,6 @@ with _instrumented():
     from doge_fast.pipeline.config import ProxyConfig
     from doge_fast.pipeline.config.fields import filled, read_file
     from doge_fast.pipeline.config.ranges import check as check_ranges
-    from doge_fast.pipeline.exports import registry
     from doge_fast.pipeline.records import metrics, runs
     from doge_fast.weights import checkpoint
     from doge_fast.weights.objective import Objective
@@ -136,7 +135,6 @@ def _small_words(data: bytes) -> object:
     words = _words(data)
     for parse in (
         lambda: proxy.parse_target(words),
-        lambda: proxy.parse_split(words),
         lambda: named.numbers(words, "floor"),
         lambda: cancellation.parse_strategy(_text(data)),
         lambda: Objective.of(words),
@@ -145,15 +143,6 @@ def _small_words(data: bytes) -> object:
         with contextlib.suppress(ValueError, compilers.BuildError):
             parse()
     return None
-
-
-def _exports(data: bytes) -> object:
-    """The first byte says which framework's file it is."""
-    readable = [name for name, target in registry.targets().items() if target.read]
-    source = readable[data[0] % len(readable)] if data else readable[0]
-    record = registry.import_weights(_text(data[1:]), source=source, batch_size=8, seq_length=512)
-    assert abs(sum(entry["weight"] for entry in record["domains"]) - 1) < 1e-6
-    return record
 
 
 @cache
@@ -196,7 +185,6 @@ PARSERS: dict[str, Parser] = {
     "run": _run,
     "measures": _measures,
     "words": _small_words,
-    "exports": _exports,
     "mixture_state": _mixture_state,
     "optimizer_state": _optimizer_state,
 }

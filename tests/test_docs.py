@@ -8,7 +8,6 @@ import pkgutil
 import random
 import re
 import shlex
-import tomllib
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -130,32 +129,6 @@ def test_every_example_is_on_the_site() -> None:
     shown = "".join((DOCS / "how-to" / name).read_text("utf-8") for name in _EXAMPLE_PAGES)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
     assert there == set(re.findall(r"\.\./\.\./examples/(\w+\.\w+)", shown))
-
-
-def test_exporter_of_a_page_is_found_and_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Installed as the page says: the module, and the entry point in a package's metadata."""
-    from doge_fast.pipeline.exports import export, registry
-
-    *_, code, entry_points = (block.text for block in blocks_of(DOCS / "how-to" / "export.md"))
-    (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "my_module.py").write_text(code, encoding="utf-8")
-    ((group, points),) = tomllib.loads(entry_points)["project"]["entry-points"].items()
-    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
-    metadata = tmp_path / "my_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: my_package\nVersion: 1.0\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text(f"[{group}]\n{lines}", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # Installed packages are asked once in a process.
-    registry._points.cache_clear()
-    try:
-        made = export({"b": 0.25, "a": 0.75}, to="lines", paths={"a": "/a", "b": "/b"}, decimals=2)
-    finally:
-        registry._points.cache_clear()
-    shown = [line for line in made.text.splitlines() if not line.startswith("#")]
-    assert shown == ["0.75 a /a", "0.25 b /b"]
 
 
 def test_reference_names_everything_public() -> None:

@@ -72,16 +72,8 @@ class ProxyStage(Stage[ProxyConfig]):
     trainer = ProxyTrainer
 
     def check(self) -> None:
-        """Beside its own settings, words that say how to read others."""
-        config = self.config
-        self.target = parse_target(config.target)
-        parse_split(config.split)
-        if config.init_weights is None and (config.split or config.added_share != "uniform"):
-            name = "split" if config.split else "added_share"
-            raise ValueError(
-                f"{name} says what becomes of the weights of a file; name it with init_weights "
-                "(--init-weights)."
-            )
+        """Beside its own settings, the words of the target."""
+        self.target = parse_target(self.config.target)
 
     def prepare(self, recorded: Json) -> None:
         """Where the weights start and how they move: everything that the optimizer would refuse."""
@@ -239,30 +231,11 @@ def parse_target(names: Sequence[str]) -> Target:
     return tau
 
 
-def parse_split(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """{old: (new, ...)} of the OLD=NEW,NEW that `split` holds; ValueError where it is not such."""
-    found: dict[str, tuple[str, ...]] = {}
-    for item in items:
-        name, _, parts = item.partition("=")
-        into = tuple(part for part in parts.split(",") if part)
-        if not name or not into or name in found:
-            raise ValueError(
-                f"split must be OLD=NEW,NEW, each old domain once; got {' '.join(items)}."
-            )
-        found[name] = into
-    return found
-
-
 def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
     """The weights that the run begins with and where they come from, as the records hold it."""
     if config.init_weights is None:
         return None
-    start = warm_start(
-        records.read_weights(config.init_weights),
-        corpus.tokens,
-        split=parse_split(config.split),
-        added_share=config.added_share,
-    )
+    start = warm_start(records.read_weights(config.init_weights), corpus.names)
     if start.zeros:
         remains = "" if config.smoothing else ", and a step, which multiplies weights, leaves it"
         _log.warning(

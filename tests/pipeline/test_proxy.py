@@ -23,7 +23,6 @@ from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
     learn_weights,
-    parse_split,
     parse_target,
 )
 from doge_fast.pipeline.reporting.runs import open_runs
@@ -250,19 +249,17 @@ def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -
 
 
 def test_a_warm_start_carries_weights_by_name(proxy: Make, tmp_path: Path) -> None:
-    """speech is gone, prose was split, code and table are kept, nothing is new."""
-    start = {"speech": 0.2, "table": 0.1, "old": 0.4, "code": 0.3}
+    """speech is gone, code, table and verse are kept, prose is new."""
+    start = {"speech": 0.2, "table": 0.1, "verse": 0.4, "code": 0.3}
     file = write_weights(tmp_path / "start.json", start)
-    config = proxy(init_weights=file, split=("old=prose,verse",), mu=1e6)
+    config = proxy(init_weights=file, mu=1e6)
     learn_weights(config)
-    corpus = records.read_config(config.out)["corpus"]["domains"]
-    tokens = {name: corpus[name]["train_tokens"] for name in NAMES}
-    parts = tokens["prose"] + tokens["verse"]
+    rest = 3 / 4
     expected = {
-        "code": 0.3 / 0.8,
-        "prose": 0.5 * tokens["prose"] / parts,
-        "table": 0.1 / 0.8,
-        "verse": 0.5 * tokens["verse"] / parts,
+        "code": rest * 0.3 / 0.8,
+        "prose": 1 / 4,
+        "table": rest * 0.1 / 0.8,
+        "verse": rest * 0.4 / 0.8,
     }
     lines = records.read_metrics(config.out, kind="train")
     assert lines[0]["alpha"] == lines[0]["alpha_mean"] == pytest.approx(expected, rel=1e-12)
@@ -274,8 +271,7 @@ def test_a_warm_start_carries_weights_by_name(proxy: Make, tmp_path: Path) -> No
     assert initial == records.read_config(config.out)["initial"]
     assert initial["source"] == str(file)
     assert initial["weights"] == pytest.approx(expected, rel=1e-12)
-    assert (initial["kept"], initial["dropped"]) == (["code", "table"], {"speech": 0.2})
-    assert records.read_config(config.out)["config"]["split"] == ["old=prose,verse"]
+    assert (initial["kept"], initial["dropped"]) == (["code", "table", "verse"], {"speech": 0.2})
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
@@ -425,9 +421,6 @@ def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureF
         ({"num_heads": 5}, "multiple of the number of heads; got 32 and 5"),
         ({"selection": Path("no-such.json")}, "selection must be a JSON file; no-such.json is not"),
         ({"domains": ("code", "poetry")}, "poetry"),
-        ({"split": ("a=b",)}, "split says what becomes of the weights of a file; name it with"),
-        ({"added_share": "0.1"}, "added_share says what becomes"),
-        ({"split": ("a",), "init_weights": Path("x.json")}, "split must be OLD=NEW,NEW"),
         ({"init_weights": Path("no-such.json")}, "no-such.json does not exist"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
@@ -517,14 +510,6 @@ def test_targets_read_as_they_are_written() -> None:
     assert parse_target(("worst",)) == "worst"
     assert parse_target(("mix",)) == {"mix": 1.0}
     assert parse_target(("ca", "nl=0.3")) == {"ca": 1.0, "nl": 0.3}
-
-
-def test_splits_read_as_they_are_written() -> None:
-    assert parse_split(()) == {}
-    assert parse_split(("old=a,b", "web=web,blogs")) == {"old": ("a", "b"), "web": ("web", "blogs")}
-    for items in (("old",), ("=a,b",), ("old=",), ("old=a", "old=b")):
-        with pytest.raises(ValueError, match="split must be OLD=NEW,NEW, each old domain once"):
-            parse_split(items)
 
 
 @pytest.mark.parametrize(

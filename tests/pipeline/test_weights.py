@@ -12,6 +12,7 @@ import pytest
 
 from doge_fast import cli
 from doge_fast.pipeline import records
+from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.warm_start import warm_start
 
@@ -203,9 +204,9 @@ def test_epochs_become_caps_by_the_tokens_there_are() -> None:
 
 def test_what_was_true_of_other_weights_is_left_out() -> None:
     averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
-    averaged["phases"] = [{"first_step": 0, "weights": by_name(averaged)}]
+    averaged["stages"] = [{"first_step": 0, "weights": by_name(averaged)}]
     found = bounds.constrain(averaged, cap=0.4).record
-    assert "phases" not in found
+    assert "stages" not in found
     assert all("weight_std" not in entry for entry in found["domains"])
     assert found["average"]["count"] == 2
 
@@ -264,66 +265,28 @@ def test_epochs_need_tokens() -> None:
 
 
 def test_a_start_of_the_same_domains_is_the_file() -> None:
-    start = warm_start(record(), {"verse": 1, "code": 2, "prose": 3})
+    start = warm_start(record(), ["verse", "code", "prose"])
     assert start.weights == pytest.approx({"verse": 0.2, "code": 0.5, "prose": 0.3})
     assert list(start.weights) == ["verse", "code", "prose"]
-    assert (start.added, start.dropped, start.split) == ({}, {}, {})
+    assert (start.added, start.dropped) == ({}, {})
 
 
 def test_kept_domains_keep_their_ratios_when_others_come_and_go() -> None:
-    start = warm_start(record(), {"code": 1, "prose": 1, "table": 2})
+    start = warm_start(record(), ["code", "prose", "table"])
     assert start.weights == pytest.approx({"code": 5 / 12, "prose": 3 / 12, "table": 1 / 3})
     assert start.dropped == {"verse": 0.2}
     assert start.kept == ("code", "prose")
-    natural = warm_start(record(), {"code": 1, "prose": 1, "table": 2}, added_share="natural")
-    assert natural.added == {"table": 0.5}
-    assert natural.weights["code"] == pytest.approx(0.5 * 5 / 8)
-    told = warm_start(record(), {"code": 1, "table": 2}, added_share="0.1")
-    assert told.weights == pytest.approx({"code": 0.9, "table": 0.1})
-
-
-def test_parts_share_a_split_domain_by_their_tokens() -> None:
-    tokens = {"code": 1, "novels": 3, "essays": 1, "verse": 5}
-    start = warm_start(record(), tokens, split={"prose": ["novels", "essays"]})
-    assert start.weights == pytest.approx(
-        {"code": 0.5, "novels": 0.225, "essays": 0.075, "verse": 0.2}
-    )
-    assert start.split == {"prose": {"novels": 0.75, "essays": 0.25}}
-    assert start.dropped == {}
-    # A part may go on under the old name.
-    tokens = {"code": 1, "prose": 1, "essays": 1, "verse": 5}
-    start = warm_start(record(), tokens, split={"prose": ["prose", "essays"]})
-    assert start.weights["prose"] == pytest.approx(0.15)
-    assert start.kept == ("code", "verse")
 
 
 def test_a_start_sums_to_one_and_says_its_zeros() -> None:
-    start = warm_start(record((0.7, 0.3, 0.0)), {"code": 1, "verse": 1, "table": 1})
+    start = warm_start(record((0.7, 0.3, 0.0)), ["code", "verse", "table"])
     assert math.fsum(start.weights.values()) == pytest.approx(1, abs=1e-15)
     assert start.zeros == ("verse",)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "options", "message"),
-    [
-        (("table",), {}, "needs a domain of the corpus that has a weight in the file"),
-        (("code",), {"split": {"poetry": ["code"]}}, "domain of the file, .* poetry is not"),
-        (("code",), {"split": {"prose": ["novels"]}}, "of the corpus, .* novels is not among"),
-        (("code", "verse"), {"split": {"prose": ["verse"]}}, "a new domain; verse, named as"),
-        (
-            ("code", "a", "b"),
-            {"split": {"prose": ["a", "b"], "verse": ["b"]}},
-            "a new domain; b, named as a part of verse",
-        ),
-        (("code", "a"), {"split": {"prose": ["a", "a"]}}, "Name every new domain once"),
-        (("code", "a", "b"), {"added_share": 0.5}, "got 0.5 for 2 added domains"),
-        (("code", "a"), {"added_share": "much"}, "got much for 1 added domains"),
-        (("code", "a"), {"added_share": "0"}, "got 0 for 1 added"),
-    ],
-)
-def test_warm_start_refuses(tokens: tuple[str, ...], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        warm_start(record(), dict.fromkeys(tokens, 10), **options)
+def test_a_start_needs_a_domain_with_a_weight() -> None:
+    with pytest.raises(ValueError, match="table"):
+        warm_start(record(), ["table"])
 
 
 # The command line.
@@ -507,7 +470,7 @@ def test_a_refusal_writes_nothing(
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
 
 
-@pytest.mark.parametrize("verb", ["show", "diff", "average", "constrain", "plot", "card"])
+@pytest.mark.parametrize("verb", ["show", "diff", "average", "constrain"])
 def test_every_verb_explains_its_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["weights", verb, "--help"])
@@ -515,129 +478,17 @@ def test_every_verb_explains_its_flags(verb: str, capsys: pytest.CaptureFixture[
     assert f"usage: doge-fast weights {verb}" in capsys.readouterr().out
 
 
-# Pictures and cards.
+# Figures.
 
 
-def make_run(folder: Path, steps: int = 30) -> Path:
-    """What a proxy leaves, as far as it is drawn."""
-    write(folder / "weights.json", record(versions={"python": "3.12"}, tokenizer_sha256="ab" * 32))
-    (folder / "config.json").write_text('{"created": "2026-01-02T03:04:05+00:00"}')
-    for step in range(steps):
+def test_a_run_draws_its_weights_and_their_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write(folder / "weights.json")
+    for step in range(30):
         mean = dict(zip(NAMES, (0.4 + step / 300, 0.4 - step / 300, 0.2), strict=True))
         records.append_metrics(folder, {"step": step, "kind": "train", "alpha_mean": mean})
-    return folder
-
-
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_plot_draws_the_weights_and_of_a_run_their_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
-) -> None:
-    run, out = make_run(tmp_path / "run"), tmp_path / "new" / f"w.{ending}"
-    text = said(capsys, "plot", run, "--out", out)
-    steps = out.with_stem("w-steps")
-    assert text.splitlines() == [f"figure: {out}", f"figure: {steps}"]
-    for file in (out, steps):
-        content = file.read_bytes()
-        assert content.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
-        if ending == "svg":
-            assert all(f">{name}</text>" in content.decode() for name in NAMES)
-    if ending == "svg":
-        shown = out.read_text()
-        assert [word in shown for word in (">natural<", ">uniform<")] == [True, True]
-    several = said(capsys, "plot", run, write(tmp_path / "b.json"), "--out", out)
-    assert several.splitlines() == [f"figure: {out}"]
-
-
-def test_uniform_and_natural_are_drawn_where_all_files_agree_on_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", record((1.0,), ("x",), None))]
-    said(capsys, "plot", *files, "--out", tmp_path / "w.svg")
-    shown = (tmp_path / "w.svg").read_text()
-    assert [f">{word}<" in shown for word in ("uniform", "natural", "a.json")] == [
-        False,
-        True,
-        True,
-    ]
-
-
-def test_a_card_holds_what_is_known_and_no_paths(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, out = make_run(tmp_path / "run"), tmp_path / "card"
-    words = ["card", run, "--budget-tokens", "2e7", "--out", out]
-    assert said(capsys, *words) == f"card: {out / 'README.md'}\n"
-    assert {file.name for file in out.iterdir()} == {
-        *("README.md", "weights.json", "weights.png", "weights-steps.png")
-    }
-    page = (out / "README.md").read_text()
-    assert page.startswith("---\nlibrary_name: doge_fast\n")
-    assert "| verse  | 0.2000 | 0.2000 | 0.1000 |  2.00 |    1 M |   4.00 |" in page
-    for known in (
-        *("- method: doge", "- target: all domains alike", "- steps: 300", "- seed: 0"),
-        *("- begun: 2026-01-02", "- versions: python 3.12", "- tokenizer, SHA-256: abab"),
-        *("training of 20 M tokens", "(weights-steps.png)", "doge-fast export weights.json"),
-    ):
-        assert known in page, known
-    assert str(tmp_path) not in page
-    assert records.read_weights(out) == records.read_weights(run)
-    # A card may be written again, here as its page's name; another page may not.
-    assert said(capsys, *words[:-1], out / "README.md") == f"card: {out / 'README.md'}\n"
-    # In whatever encoding.
-    for mine in (b"# My project", "# Mon caf\xe9".encode("latin-1")):
-        (out / "README.md").write_bytes(mine)
-        refused = said(capsys, *words, code=cli.EXIT_REFUSED)
-        assert "README.md is there already. Name another with --out" in refused
-        assert (out / "README.md").read_bytes() == mine
-
-
-def test_a_card_and_a_difference_name_targets_that_moved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stays, moves = make_run(tmp_path / "stays"), make_run(tmp_path / "moves")
-    record = records.read_weights(moves) | {"target": "worst", "target_mu": 0.008}
-    records.write_weights(moves, record)
-    said(capsys, "card", moves, "--out", tmp_path / "card")
-    page = (tmp_path / "card" / "README.md").read_text()
-    assert "- target: the domains that improve least" in page
-    assert "- mu of the targets: 0.008" in page
-    told = said(capsys, "diff", stays, moves)
-    assert "worst" in told
-    assert "target_mu" in told
-
-
-def test_a_card_does_not_replace_other_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, other = make_run(tmp_path / "run", steps=0), write(tmp_path / "other" / "mine.json")
-    kept = write(tmp_path / "other" / "weights.json", record((0.1, 0.1, 0.8)))
-    for place in (run, Path(kept).parent):
-        before = (place / "weights.json").read_bytes()
-        text = said(capsys, "card", other, "--out", place, code=cli.EXIT_REFUSED)
-        assert "weights.json is there already" in text
-        assert (place / "weights.json").read_bytes() == before
-    # Beside the weights that it is of, it is at home; and no other moves in.
-    said(capsys, "card", run, "--out", run)
-    assert (run / "README.md").exists()
-    assert "in a run directory" in said(capsys, "card", other, "--out", run, code=cli.EXIT_REFUSED)
-
-
-def test_a_card_of_averaged_and_bounded_weights_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2), model="/home/me/models/mine"))
-    content = bounds.constrain(averaged, floor={"verse": 0.25}, source="/home/me/w.json").record
-    said(capsys, "card", write(tmp_path / "w.json", content), "--out", tmp_path / "card")
-    page = (tmp_path / "card" / "README.md").read_text()
-    assert "- average: mean of 2 runs, seeds 0 and 1" in page
-    assert "- bounds: floor 0.25 of verse" in page
-    assert "- proxy model: mine" in page
-    assert "/home" not in page
-    assert "weights-steps" not in page
-
-
-def test_a_figure_of_another_kind_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["plot", write(tmp_path / "w.json"), "--out", tmp_path / "w.pdf"]
-    assert "out must end in .png or .svg" in said(capsys, *words, code=cli.EXIT_REFUSED)
+    bars, steps = Run(folder).figures()
+    for drawing in (bars, steps):
+        assert drawing.png.startswith(b"\x89PNG")
+        assert all(f">{name}</text>" in drawing.svg for name in NAMES)
+    assert all(f">{word}<" in bars.svg for word in ("natural", "uniform"))

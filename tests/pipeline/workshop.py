@@ -79,8 +79,6 @@ def make() -> None:
     Path("fields.yaml").write_text("corpus: {data: corpus}\ntraining: {steps: 2}\n")
     Path("paths.json").write_text(json.dumps({name: f"/data/{name}" for name in CORPUS}))
     Path("paths.yaml").write_text("".join(f"{name}: /data/{name}\n" for name in CORPUS))
-    phases = [{"first_step": 0, "weights": _WEIGHTS}, {"first_step": 5, "weights": _WEIGHTS}]
-    Path("phases.json").write_text(json.dumps(phases))
     write_experiment(Path("study"), [-0.1, -0.2])
 
 

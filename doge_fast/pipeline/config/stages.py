@@ -167,12 +167,6 @@ class ProxyConfig(_Stage):
     init_weights: Path | None = None
     """A weights.json, or a run directory that holds one: domains of the same name begin with these
     weights, relative to each other. None: begin with uniform weights."""
-    split: tuple[str, ...] = ()
-    """OLD=NEW,NEW: with init_weights, domains that were divided since; the parts share the old
-    weight in proportion to their tokens."""
-    added_share: str = "uniform"
-    """With init_weights, the weight of each domain that the file does not have: uniform (1/K),
-    natural (its share of the tokens), or a number."""
     average_from: Share = 0.0
     """Share of the steps, from the first on, that the average of the weights leaves out. The
     average then lies farther from uniform, where the weights begin. 0: the paper's mean over all

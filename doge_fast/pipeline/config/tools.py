@@ -141,41 +141,13 @@ class WeightsConstrainConfig:
 
 
 @dataclass(frozen=True)
-class WeightsPlotConfig:
-    """A figure of the weights beside natural and uniform ones; for one run, also over its steps."""
-
-    files: tuple[Path, ...]
-    """weights.json files or run directories; several are drawn side by side."""
-    out: Path = Path("weights.png")
-    """The figure, .png or .svg. The weights over the steps are written beside it, to NAME-steps."""
-
-
-@dataclass(frozen=True)
-class WeightsCardConfig:
-    """A page for the Hub with provenance, table and figures of the weights; nothing is uploaded."""
-
-    file: Path
-    """A weights.json, or a run directory."""
-    out: Path = Path("weights-card")
-    """The directory to write README.md, weights.json and the figures to; or the path of its
-    README.md."""
-    budget_tokens: Positive | None = None
-    """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
-    it."""
-    tokens: tuple[str, ...] = ()
-    """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
-
-
-@dataclass(frozen=True)
 class ExportConfig:
-    """Write domain weights for a training framework, or read its file; --list names the targets."""
+    """Write domain weights for a training framework; --list names the targets."""
 
     file: Path | None = None
-    """A weights.json, or a run directory that holds one; with --from, a framework's file."""
+    """A weights.json, or a run directory that holds one."""
     to: str | None = None
     """The target; --list names them."""
-    from_: str | None = None
-    """The framework whose file is read; without --to a weights.json is written."""
     list: bool = False
     """List the targets: the path that each takes, what its weights are shares of, and the version
     of the framework that it was checked against."""
@@ -201,16 +173,7 @@ class ExportConfig:
     batch_size: Count | None = None
     """Sequences per optimizer step, over all devices, if the target needs it."""
     budget_tokens: Positive | None = None
-    """Tokens of the whole training, such as 1e11; gives the passes over a domain and the lengths of
-    phases."""
-    steps: Count | None = None
-    """Optimizer steps of the whole training; phases are stretched to it. None: computed from
-    budget_tokens, seq_length and batch_size."""
-    phases: Path | None = None
-    """Weights that change during training: a JSON or YAML list of {first_step, weights}, or a file
-    or run directory that holds one; None: the phases of the file, if it has any."""
-    constant: bool = False
-    """Ignore phases and export the file's constant weights."""
+    """Tokens of the whole training, such as 1e11, if the target needs it."""
     seed: Seed = 0
     """Seed of the framework's data loader."""
     local_dir: str | None = None

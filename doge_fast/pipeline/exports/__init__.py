@@ -1,15 +1,6 @@
 # ruff: noqa: F401
 # mypy: implicit-reexport
-"""Domain weights -> what each training framework takes, and back."""
+"""Domain weights -> what each training framework takes."""
 
-from doge_fast.pipeline.exports.blend import (
-    Blend,
-    Found,
-    Phase,
-    Settings,
-    Target,
-    by_document,
-    by_token,
-    largest_remainder,
-)
-from doge_fast.pipeline.exports.registry import Exported, export, import_weights, listing, targets
+from doge_fast.pipeline.exports.blend import Blend, Settings, Target, by_document, largest_remainder
+from doge_fast.pipeline.exports.registry import Exported, export, listing, targets

@@ -1,4 +1,4 @@
-"""What an exporter is, and what it is given: checked shares, paths and phases in its own unit.
+"""What a target is, and what it is given: checked shares and paths in its own unit.
 
 Learned weights are shares of tokens. A framework that draws documents needs them divided by the
 mean length of a document, or it would train on another mixture than the one that was learned.
@@ -87,13 +87,6 @@ def by_document(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str,
     )
 
 
-def by_token(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str, Fraction]:
-    """The inverse of `by_document`: shares of tokens that shares of documents make."""
-    return normalised(
-        {n: part * Fraction(mean_doc_tokens[n]) if part else part for n, part in parts.items()}
-    )
-
-
 @dataclass(frozen=True)
 class Settings:
     """What an export is asked for, beyond the weights and the paths."""
@@ -110,14 +103,10 @@ class Settings:
     """Sequences in an optimizer step, over all devices."""
     budget_tokens: Count | None = None
     """Tokens of the whole training."""
-    steps: Count | None = None
-    """Optimizer steps of the whole training; None: those that budget, length and batch make."""
     seed: int = 0
     """Of the framework's own draws."""
     local_dir: str | None = None
     """Where remote streams are kept, one folder per domain."""
-    is_constant: bool = False
-    """Leave out the phases: the weights that the record has beside them, throughout."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no training has."""
@@ -126,34 +115,13 @@ class Settings:
             if not (math.isfinite(tokens) and tokens > 0):
                 raise ValueError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
 
-    def tokens_per_step(self) -> int | None:
-        """seq_length * batch_size, where both are known."""
-        return self.seq_length * self.batch_size if self.seq_length and self.batch_size else None
-
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the whole training, where they are known."""
-        per_step = self.tokens_per_step()
-        if self.steps or not (self.budget_tokens and per_step):
-            return self.steps
-        return max(1, self.budget_tokens // per_step)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Weights from one optimizer step on."""
-
-    first_step: int
-    """Counted from 0."""
-    parts: Parts
-    """{domain: exact share}, in the unit the framework counts; zeros included."""
-
 
 @dataclass(frozen=True)
 class Blend:
-    """Shares, paths and phases that an exporter writes down; everything has been checked."""
+    """Shares and paths that an exporter writes down; everything has been checked."""
 
-    phases: Sequence[Phase]
-    """In order, the first from step 0; one where the weights are constant."""
+    parts: Parts
+    """{domain: exact share}, in the unit the framework counts; zeros included."""
     entries: Mapping[str, Mapping[str, Any]]
     """The record's entry of every domain, by name."""
     paths: Mapping[Split, PathParts]
@@ -164,18 +132,14 @@ class Blend:
     mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
     """{domain: tokens of a document}, where the shares count documents."""
 
-    def shares(self, phase: int = 0) -> dict[str, Decimal]:
-        """{domain: share} in a phase, sorted by name; positive, and sums to exactly 1."""
-        rounded = largest_remainder(self.phases[phase].parts, self.settings.decimals)
+    def shares(self) -> dict[str, Decimal]:
+        """{domain: share}, sorted by name; positive, and sums to exactly 1."""
+        rounded = largest_remainder(self.parts, self.settings.decimals)
         return {name: share for name, share in sorted(rounded.items()) if share}
 
-    def numbers(self, phase: int = 0) -> dict[str, float]:
+    def numbers(self) -> dict[str, float]:
         """`shares` as Python floats, which some frameworks insist on."""
-        return {name: float(share) for name, share in self.shares(phase).items()}
-
-    def names(self) -> list[str]:
-        """Domains with a share in some phase, sorted."""
-        return sorted({name for phase in range(len(self.phases)) for name in self.shares(phase)})
+        return {name: float(share) for name, share in self.shares().items()}
 
     def paths_of(self, name: str) -> list[str]:
         """The paths of a domain, in the order given; empty where it has none."""
@@ -191,7 +155,7 @@ class Blend:
             )
         return paths[0]
 
-    def weighted_paths(self, phase: int = 0, split: Split = "train") -> list[tuple[Decimal, str]]:
+    def weighted_paths(self, split: Split = "train") -> list[tuple[Decimal, str]]:
         """[(share, path)] for a framework that weighs paths; sums to exactly 1.
 
         A domain of several paths shares its weight by the parts given with them, or by the size of
@@ -199,13 +163,13 @@ class Blend:
         domains they have; a split without paths has none. ValueError where a part is not known or
         rounds to zero, or no domain of the split has a weight.
         """
-        parts, given = self.phases[phase].parts, self.paths[split]
+        given = self.paths[split]
         if not given:
             return []
         exact: dict[tuple[str, str], Fraction] = {}
-        for name in self.shares(phase):
+        for name in self.shares():
             known = _known(name, given.get(name, {}))
-            exact |= {(name, path): parts[name] * part for path, part in known.items()}
+            exact |= {(name, path): self.parts[name] * part for path, part in known.items()}
         if not exact:
             raise ValueError(
                 f"The {split} paths are of domains without a weight: {', '.join(given)}."
@@ -239,8 +203,9 @@ class Blend:
         """Rows that make the token budget; None where it or the length of a row is unknown."""
         budget, mean = self.settings.budget_tokens, Fraction(self.settings.seq_length or 0)
         if self.rows == "documents":
-            parts = self.phases[0].parts
-            tokens = [part * Fraction(self.mean_doc_tokens[n]) for n, part in parts.items() if part]
+            tokens = (
+                part * Fraction(self.mean_doc_tokens[n]) for n, part in self.parts.items() if part
+            )
             mean = sum(tokens, Fraction(0))
         return max(1, int(budget / mean)) if budget and mean else None
 
@@ -317,48 +282,14 @@ def _bytes(path: str) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A share of a mixture, as a framework's file holds it."""
-
-    weight: float
-    """Relative to the others of its phase."""
-    name: str | None = None
-    """The domain, where the format names domains."""
-    path: str | None = None
-    """Where its data lies, where the format says so."""
-
-
-Phases = Sequence[tuple[int, Sequence[Found]]]
-"""[(first step or token, shares)]; one from 0 where the weights are constant."""
-Writer = Callable[[Blend], str]
-Reader = Callable[[str], Phases]
-Format = tuple[Writer, Reader | None]
-"""What writes a target's text, and what reads it back."""
-
-
-def named(weights: Iterable[tuple[Any, Any]]) -> list[Found]:
-    """The shares of a format that names domains, from its (name, weight)."""
-    return [Found(float(weight), name=name) for name, weight in weights]
-
-
-def placed(weights: Iterable[tuple[Any, Any]]) -> list[Found]:
-    """The shares of a format that has only paths, from its (weight, path)."""
-    return [Found(float(weight), path=path) for weight, path in weights]
-
-
-@dataclass(frozen=True)
 class Target:
-    """A framework, or one of its ways to take a mixture.
-
-    Made by packages outside this one too: an object of this class under the entry point group
-    `doge_fast.exporters` is a target of `export` like any other.
-    """
+    """A framework, or one of its ways to take a mixture."""
 
     name: str
     """As in `--to`."""
     title: str
     """What is printed, in a few words."""
-    write: Writer
+    write: Callable[[Blend], str]
     """The text, without comments. Raises ValueError for what the framework would not take."""
     takes: str = ""
     """What a path is; empty where paths are of no use."""
@@ -366,16 +297,9 @@ class Target:
     """The version or commit of the framework whose own code was read or run, and when."""
     rows: Sequence[Rows] = ("blocks",)
     """What the framework's numbers may count, the default first; one where it decides itself."""
-    has_phases: bool = False
-    """Whether weights may change during the training."""
-    phases_in: Literal["steps", "tokens"] = "steps"
-    """What its text counts where a phase begins, as `read` returns it."""
     needs_paths: bool = True
     """Whether every domain needs a path."""
     comment: str | None = "# "
     """How the text says a comment; None where it cannot."""
     traps: Sequence[str] = ()
     """What a newcomer runs into, one sentence each."""
-    read: Reader | None = None
-    """The mixture in such a text; None where it is not read back. What it raises (ValueError,
-    KeyError, TypeError ...) means that the text is not the format."""

@@ -3,23 +3,14 @@
 Weights count samples, which are sequences of one length, so shares of tokens are taken as they are.
 """
 
-import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from doge_fast.pipeline.exports.blend import Blend, Format, Phases, Split, placed
-from doge_fast.pipeline.exports.text import (
-    arguments,
-    from_yaml,
-    plain,
-    sequence,
-    string,
-    to_json,
-    to_yaml,
-)
+from doge_fast.pipeline.exports.blend import Blend, Split
+from doge_fast.pipeline.exports.text import plain, sequence, string, to_yaml
 
 _FLAGS: dict[Split, str] = {
     "train": "--train-data-path",
@@ -28,10 +19,10 @@ _FLAGS: dict[Split, str] = {
 }
 
 
-def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tuple[str, str]]:
+def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
     """[(share, prefix)] of a split; empty where it has no paths."""
     found = []
-    for share, path in blend.weighted_paths(phase, split):
+    for share, path in blend.weighted_paths(split):
         if re.search(r"\s", path):
             raise ValueError(
                 "Megatron splits its lists at white space, and then reads none of the weights; "
@@ -49,32 +40,17 @@ def _prefixes(blend: Blend, split: Split = "train", phase: int = 0) -> list[tupl
     return found
 
 
-def _words(blend: Blend, split: Split = "train", phase: int = 0) -> list[str]:
-    return [word for pair in _prefixes(blend, split, phase) for word in pair]
+def _words(blend: Blend, split: Split = "train") -> list[str]:
+    return [word for pair in _prefixes(blend, split) for word in pair]
 
 
-def _flags(blend: Blend, phase: int = 0) -> list[str]:
+def _megatron(blend: Blend) -> str:
     """A flag for each split that has paths, with its words."""
-    words = {flag: _words(blend, split, phase) for split, flag in _FLAGS.items()}
+    words = {flag: _words(blend, split) for split, flag in _FLAGS.items()}
     given = {flag: shlex.join(each) for flag, each in words.items() if each}
     if len(given) == 1:
         given = {"--data-path": given[_FLAGS["train"]]}
-    return [f"{flag} {each}" for flag, each in given.items()]
-
-
-def _phases(blend: Blend) -> str:
-    """A launch for each phase: Megatron has no flag for weights that change."""
-    firsts = [phase.first_step for phase in blend.phases]
-    batch = blend.settings.batch_size
-    lines = []
-    for index, (first, until) in enumerate(zip(firsts, [*firsts[1:], "the end"], strict=True)):
-        samples = f", from sample {first * batch} on" if batch else ""
-        lines.append(f"# Phase {index + 1}: iterations {first} to {until}{samples}")
-        lines.append(f"PHASE_{index + 1}=(")
-        if len(firsts) > 1:
-            lines.append(f"  --phase-transition-iterations {','.join(map(str, firsts[1:]))}")
-        lines += [*(f"  {flag}" for flag in _flags(blend, index)), ")"]
-    return "\n".join(lines) + "\n"
+    return " \\\n".join(f"{flag} {each}" for flag, each in given.items()) + "\n"
 
 
 def _bridge(blend: Blend) -> str:
@@ -98,48 +74,9 @@ def _neox(blend: Blend) -> str:
     return to_yaml(value | {"weight_by_num_documents": False})
 
 
-def _curator(blend: Blend) -> str:
-    lines = map(" ".join, _prefixes(blend))
-    return "#!/bin/bash\ncat <<'EOF'\n" + "\n".join(lines) + "\nEOF\n"
-
-
-def _pairs(words: Sequence[str]) -> Phases:
-    """[weight, prefix, weight, prefix, ...] -> shares."""
-    return [(0, placed(zip(words[::2], words[1::2], strict=True)))]
-
-
-def _read_per_split(text: str) -> Phases:
-    train = json.loads(text)["train"]
-    return _pairs(train.split() if isinstance(train, str) else [str(word) for word in train])
-
-
-def _read_neox(text: str) -> Phases:
-    given = {key.replace("_", "-"): value for key, value in from_yaml(text).items()}
-    paths = given["train-data-paths"]
-    weights = given.get("train-data-weights") or [1.0] * len(paths)
-    return [(0, placed(zip(weights, paths, strict=True)))]
-
-
-def _read_curator(text: str) -> Phases:
-    kept = [line for line in text.splitlines() if not line.startswith(("#", "cat ", "EOF"))]
-    return _pairs(" ".join(kept).split())
-
-
-FORMATS: Mapping[str, Format] = {
-    "megatron": (
-        lambda blend: " \\\n".join(_flags(blend)) + "\n",
-        lambda text: _pairs(arguments(text, "--data-path") or arguments(text, _FLAGS["train"])),
-    ),
-    "megatron-file": (
-        lambda blend: " ".join(_words(blend)) + "\n",
-        lambda text: _pairs(text.split()),
-    ),
-    "megatron-json": (
-        lambda blend: to_json({split: _words(blend, split) or None for split in _FLAGS}),
-        _read_per_split,
-    ),
-    "megatron-phases": (_phases, None),
-    "megatron-bridge": (_bridge, None),
-    "neox": (_neox, _read_neox),
-    "curator": (_curator, _read_curator),
+WRITERS: Mapping[str, Callable[[Blend], str]] = {
+    "megatron": _megatron,
+    "megatron-file": lambda blend: " ".join(_words(blend)) + "\n",
+    "megatron-bridge": _bridge,
+    "neox": _neox,
 }

@@ -1,7 +1,6 @@
-"""The targets, and how weights go to one and come back.
+"""The targets, and how weights go to one.
 
 export(weights, to=name, paths=...)  ->  what the framework takes, as text
-import_weights(text, source=name)    ->  a record like weights.json
 """
 
 import difflib
@@ -9,8 +8,7 @@ import functools
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,24 +16,19 @@ import yaml
 from doge_fast.pipeline.exports import configs, loaders, megatron
 from doge_fast.pipeline.exports.blend import (
     Blend,
-    Found,
     Parts,
     Paths,
-    Phase,
-    Phases,
     Rows,
     Settings,
     Split,
     Target,
     by_document,
-    by_token,
     check_known,
     normalised,
     path_parts,
 )
 from doge_fast.pipeline.records.weights import check_fields, is_weight
 
-GROUP = "doge_fast.exporters"
 # Domains named in a sentence; more are counted.
 _NAMED = 8
 _UNITS = {"blocks": "tokens", "documents": "documents"}
@@ -59,41 +52,12 @@ class Exported:
         return self.text
 
 
-def targets() -> dict[str, Target]:
-    """{name: target}: ours, then those of installed packages (entry points `doge_fast.exporters`).
-
-    Raises:
-        ValueError: an entry point is not a `Target`, or takes a name that is taken.
-    """
-    found = dict(_ours())
-    for point in _points():
-        target = point.load()
-        if not isinstance(target, Target):
-            raise ValueError(
-                f"An entry point of {GROUP} must load a Target; {point.name} ({point.value}) loads "
-                f"a {type(target).__name__}."
-            )
-        if target.name in found:
-            raise ValueError(f"{point.value} adds the target {target.name}, which there is.")
-        found[target.name] = target
-    return found
-
-
 @functools.cache
-def _ours() -> dict[str, Target]:
-    """Those of targets.yaml, each with what writes and reads its text."""
+def targets() -> Mapping[str, Target]:
+    """{name: target}, those of targets.yaml, each with what writes its text."""
     about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
-    formats = {**megatron.FORMATS, **configs.FORMATS, **loaders.FORMATS}
-    return {
-        name: Target(name, write=formats[name][0], read=formats[name][1], **fields)
-        for name, fields in about.items()
-    }
-
-
-@functools.cache
-def _points() -> tuple[EntryPoint, ...]:
-    """Asked once: it reads the metadata of every installed package."""
-    return tuple(entry_points(group=GROUP))
+    writers = {**megatron.WRITERS, **configs.WRITERS, **loaders.WRITERS}
+    return {name: Target(name, write=writers[name], **fields) for name, fields in about.items()}
 
 
 def _find(name: str) -> Target:
@@ -143,29 +107,32 @@ def export(
     target, asked, record = _find(to), Settings(**settings), _record(weights)
     rows = _rows(target, asked)
     entries = {entry["name"]: entry for entry in record["domains"]}
-    planned, warnings = _plan(record, target, asked)
-    phases = [Phase(first, normalised(shares)) for first, shares in planned]
+    parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
     lengths: dict[str, float] = {}
     if rows == "documents":
-        lengths = _lengths(phases, entries, asked)
-        phases = [Phase(each.first_step, by_document(each.parts, lengths)) for each in phases]
+        lengths = _lengths(parts, entries, asked)
+        parts = by_document(parts, lengths)
     given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
     blend = Blend(
-        phases=phases,
+        parts=parts,
         entries=entries,
         paths={split: path_parts(split, each or {}, entries) for split, each in given.items()},
         rows=rows,
         settings=asked,
         mean_doc_tokens=lengths,
     )
-    kept = blend.names()
-    missing = [name for name in kept if name not in blend.paths["train"]]
+    missing = [name for name in blend.shares() if name not in blend.paths["train"]]
     if target.needs_paths and missing:
         raise ValueError(
             f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
             "Give them as paths={name: path} (--paths NAME=PATH ..., or a JSON or YAML file)."
         )
-    warnings = [*_left_out(planned, kept, asked.decimals), *warnings]
+    warnings = _left_out(blend)
+    if stages := record.get("stages"):
+        warnings.append(
+            f"Left out: the {len(stages)} stages of the run. These are its mean weights, constant "
+            "throughout."
+        )
     notes = (_unit(target, blend), *target.traps)
     return Exported(
         text=_commented(target, [*warnings, *notes]) + target.write(blend),
@@ -206,54 +173,11 @@ def _rows(target: Target, settings: Settings) -> Rows:
     return asked or target.rows[0]
 
 
-_Plan = list[tuple[int, dict[str, float]]]
-
-
-def _plan(record: Mapping[str, Any], target: Target, settings: Settings) -> tuple[_Plan, list[str]]:
-    """[(first step, {domain: weight})] as written, and what is said about phases."""
-    # A base run writes them as "stages".
-    given = record.get("phases") or record.get("stages") or []
-    if given and target.has_phases and not settings.is_constant:
-        phases = [(int(each["first_step"]), dict(each["weights"])) for each in given]
-        return _stretched(phases, record.get("steps"), settings.total_steps())
-    constant = {entry["name"]: float(entry["weight"]) for entry in record["domains"]}
-    # They may be the phases' mean, their last, or of another file altogether.
-    note = (
-        f"Left out: {len(given)} phases. These are the weights that the record has beside them, "
-        "constant throughout."
-    )
-    return [(0, constant)], [note] if given else []
-
-
-def _stretched(phases: _Plan, recorded: int | None, asked: int | None) -> tuple[_Plan, list[str]]:
-    """Phases at the like parts of a training that is longer or shorter than the recorded one."""
-    notes = []
-    if recorded and recorded != asked and len(phases) > 1:
-        if not asked:
-            return phases, [
-                f"Phases begin at steps of the recorded run, which has {recorded}. Give the steps "
-                "of yours (steps), and they begin at the like parts of it."
-            ]
-        phases = [(first * asked // recorded, weights) for first, weights in phases]
-        if len({first for first, _ in phases}) < len(phases):
-            raise ValueError(
-                f"{len(phases)} phases of a run of {recorded} steps do not fit in one of {asked}: "
-                "some would begin at one step. Give more steps, or fewer phases."
-            )
-        notes = [f"Phases of a run of {recorded} steps, at the like parts of {asked}."]
-    last = phases[-1][0]
-    if asked is not None and last >= asked:
-        raise ValueError(
-            f"The last phase begins at step {last}, and the training has {asked}: it would never "
-            "come. Give the steps of the whole training, or fewer phases."
-        )
-    return phases, notes
-
-
-def _left_out(plan: _Plan, kept: Sequence[str], decimals: int) -> list[str]:
+def _left_out(blend: Blend) -> list[str]:
     """Which domains have no share, and why."""
-    positive = {name for _, shares in plan for name, weight in shares.items() if weight}
-    zeros, small = sorted(plan[0][1].keys() - positive), sorted(positive - set(kept))
+    zeros = sorted(name for name, part in blend.parts.items() if not part)
+    small = sorted(blend.parts.keys() - blend.shares().keys() - set(zeros))
+    decimals = blend.settings.decimals
     notes = [f"Left out, for the weight is 0: {', '.join(zeros)}."] if zeros else []
     if small:
         notes.append(
@@ -264,12 +188,12 @@ def _left_out(plan: _Plan, kept: Sequence[str], decimals: int) -> list[str]:
 
 
 def _lengths(
-    phases: Sequence[Phase], entries: Mapping[str, Mapping[str, Any]], settings: Settings
+    parts: Parts, entries: Mapping[str, Mapping[str, Any]], settings: Settings
 ) -> dict[str, float]:
     """{domain with a share: mean tokens of a document}: as given, else as the record says."""
     check_known(settings.mean_doc_tokens, entries, "mean_doc_tokens names")
     found: dict[str, float] = {}
-    for name in sorted({n for phase in phases for n, part in phase.parts.items() if part}):
+    for name in sorted(name for name, part in parts.items() if part):
         entry = entries[name]
         length = settings.mean_doc_tokens.get(name) or entry.get("mean_doc_tokens")
         if not length and entry.get("documents"):
@@ -314,123 +238,15 @@ def _commented(target: Target, lines: Sequence[str]) -> str:
     return "".join(f"{wrap.fill(line)}\n" for line in lines)
 
 
-def import_weights(
-    text: str,
-    *,
-    source: str,
-    paths: Paths | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
-    """The mixture in a framework's file, as a record like weights.json.
-
-    A domain is known by the name that the file gives it; where it has only paths, by the domain
-    that `paths` gives that path, or else by the last part of the path. The shares of paths of one
-    domain are added. Numbers are normalised.
-
-    Args:
-        text: what the file holds.
-        source: the target whose format it is; one that is read back.
-        paths: as for `export`.
-        settings: fields of `Settings`; `rows` and `mean_doc_tokens` count, and where the format's
-            phases are tokens long `seq_length` and `batch_size`.
-
-    Returns:
-        {"method": "imported", "source", "domains", ...}; with "phases" where the weights change,
-        and then the last of them as the domains' weights.
-
-    Raises:
-        ValueError: there is no such target or it is not read back, the text is not its format, the
-            weights are not numbers >= 0 with one above 0, or `paths` has a domain that it has not.
-    """
-    target = _find(source)
-    if target.read is None:
-        readable = [name for name, each in targets().items() if each.read]
-        raise ValueError(f"{source} is not read back; these are: {', '.join(readable)}.")
-    asked = Settings(**settings)
-    rows = _rows(target, asked)
-    owners = {
-        _clean(path): name
-        for name, given in (paths or {}).items()
-        for path in ([given] if isinstance(given, str) else given)
-    }
-    found = _parsed(target, text)
-    unit = 1 if target.phases_in == "steps" else asked.tokens_per_step()
-    if unit is None and len(found) > 1:
-        raise ValueError(
-            f"The phases of {target.name} begin after so many tokens, and weights.json counts "
-            "steps: give seq_length and batch_size."
-        )
-    phases = [Phase(round(first / (unit or 1)), _summed(shares, owners)) for first, shares in found]
-    names = dict.fromkeys(name for phase in phases for name in phase.parts)
-    if rows == "documents":
-        lengths = _lengths(phases, {name: {} for name in names}, asked)
-        phases = [Phase(each.first_step, by_token(each.parts, lengths)) for each in phases]
-    unknown = sorted(set(paths or {}) - set(names))
-    if unknown:
-        raise ValueError(
-            f"paths name {', '.join(unknown)}, and the file holds none of their paths; it holds "
-            f"{', '.join(names)}."
-        )
-    weights = [{name: float(each.parts.get(name, 0)) for name in names} for each in phases]
-    record: dict[str, Any] = {"schema_version": 1, "method": "imported", "source": source}
-    # How long the last phase lasts is not known, so there is no mean to take.
-    record["domains"] = [{"name": name, "weight": last} for name, last in weights[-1].items()]
-    if len(phases) > 1:
-        record["phases"] = [
-            {"first_step": each.first_step, "weights": own}
-            for each, own in zip(phases, weights, strict=True)
-        ]
-    check_fields(record, f"The mixture in the text of {source}")
-    return record
-
-
-def _parsed(target: Target, text: str) -> Phases:
-    """What `read` finds; a text of another structure is not the format, wherever it shows."""
-    assert target.read is not None
-    wrong = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-    try:
-        found = target.read(text)
-        if not all(shares for _, shares in found) or not found:
-            raise ValueError("it holds no weights")
-        for share in (share for _, shares in found for share in shares):
-            if not isinstance(share.path or "", str):
-                raise ValueError(f"{share.path!r} is no path")
-    except wrong as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
-        raise ValueError(f"The text must be {target.title}, and is not: {reason}.") from error
-    return found
-
-
-def _clean(path: str) -> str:
-    """A path as the formats agree on it."""
-    return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
-
-
-def _summed(shares: Sequence[Found], owners: Mapping[str, str]) -> Parts:
-    """{domain: share}, of shares that may be of its paths."""
-    sums: dict[str, float] = {}
-    for share in shares:
-        path = _clean(share.path or "")
-        name = str(owners.get(path) or share.name or PurePosixPath(path).name)
-        if not name:
-            raise ValueError(f"A share of {share.weight} has neither a name nor a path.")
-        if not 0 <= share.weight < float("inf"):
-            raise ValueError(f"A weight must be a finite number >= 0; {name} has {share.weight}.")
-        sums[name] = sums.get(name, 0.0) + share.weight
-    return normalised(sums)
-
-
 def listing() -> str:
     """Every target, what it writes, what a path is, what its numbers count: lines for people."""
     lines = []
     for target in targets().values():
         default, *others = target.rows
         counts = [_UNITS[default], *(f"{_UNITS[rows]} with --rows {rows}" for rows in others)]
-        able = [*["phases"] * target.has_phases, *["--from"] * (target.read is not None)]
         told = {
             "path": target.takes,
             "counts": ", or ".join(counts),
-            "also": ", ".join(able),
             "checked": target.checked,
         }
         lines.append(f"{target.name}: {target.title}")

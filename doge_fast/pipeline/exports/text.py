@@ -1,8 +1,6 @@
 """Forms that several targets share: YAML, JSON, command lines, and literals of Python."""
 
-import itertools
 import json
-import shlex
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -34,14 +32,6 @@ def from_yaml(text: str, where: str = "The text") -> Any:
 def to_json(value: Any) -> str:
     """Indented JSON; a decimal is written as a float."""
     return json.dumps(value, indent=2, ensure_ascii=False, default=float) + "\n"
-
-
-def arguments(text: str, flag: str) -> list[str]:
-    """The words after a flag, up to the next one; empty where a command line has not the flag."""
-    # A line that goes on is one for the shell.
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    rest = words[words.index(flag) + 1 :] if flag in words else []
-    return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
 
 def plain(value: Decimal | str) -> str:

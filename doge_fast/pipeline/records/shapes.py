@@ -429,7 +429,6 @@ class WeightsRecord:
     constraints: Constraints | None = None
     versions: dict[str, Any] | None = None
     stages: Annotated[tuple[PhaseRecord, ...], MinLen(1)] | None = None
-    phases: Annotated[tuple[PhaseRecord, ...], MinLen(1)] | None = None
 
 
 def check_shape(

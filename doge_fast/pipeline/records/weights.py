@@ -33,8 +33,7 @@ from doge_fast.weights import weights_file
 from doge_fast.weights.weights_file import SCHEMA_VERSION
 
 _WAY_TO_WEIGHTS = (
-    ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least; '
-    'of {"web": 1.0} doge-fast export FILE --from json --out weights.json makes one.'
+    ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least.'
 )
 _CORRECT = "Correct it, or leave the field out."
 # What a run directory keeps of its run.
@@ -47,7 +46,7 @@ def is_weight(value: Any) -> bool:
     return is_number and 0 <= value <= sys.float_info.max
 
 
-SCHEDULES = ("stages", "phases")
+SCHEDULES = ("stages",)
 """Fields of weights that change over the steps."""
 
 
