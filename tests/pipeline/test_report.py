@@ -264,7 +264,7 @@ def test_several_seeds_are_one_arm(tmp_path: Path) -> None:
     told = cells(page.source, "Domain weights")["stdlib"][0]
     assert told == f"{found.mean():.4f} ± {found.std(ddof=1) / math.sqrt(3):.4f}"
     assert "weights average" in page.text
-    assert "one seed" not in page.text
+    assert "undecided" not in page.text
 
 
 def test_arms_without_a_common_seed_are_shown_and_not_compared(tmp_path: Path) -> None:
