@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import records
+from doge_fast.pipeline.records.shapes import PerplexityGroup, TargetsGroup
 from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.reporting.statistics import Arm, change_text
 from doge_fast.pipeline.reporting.study import open_study
@@ -142,19 +143,18 @@ def against_doge(experiment: Path) -> str:
         differences.
     """
     study = open_study([experiment])
-    comparisons = (study.comparison(group) for group in study.groups if "rows" not in group)
-    found = next(each for each in comparisons if any(arm.label == "DoGE" for arm in each.arms))
-    arms = {arm.label: arm for arm in found.arms}
-    doge = arms.pop("DoGE")
-    rows = [[label, change_text(arm.against(doge, found.aim))] for label, arm in arms.items()]
+    tables = (study.lines(group) for group in study.of(PerplexityGroup))
+    (*_, average) = next(lines for lines in tables if lines and "DoGE" in lines[-1].arms)
+    labels = [label for label in average.arms if label != "DoGE"]
+    rows = [[label, change_text(average.difference(label, "DoGE"))] for label in labels]
     return as_ascii(text(table_of(["weights", "average against DoGE"], rows)))
 
 
 def _arms_by_target(experiment: Path) -> dict[str, dict[str, Arm]]:
     """{target: {label: its base models}}."""
     study = open_study([experiment])
-    rows = [row for group in study.groups for row in group.get("rows", ())]
-    return {row["target"]: {arm["label"]: study.arm(arm) for arm in row["arms"]} for row in rows}
+    lines = (line for group in study.of(TargetsGroup) for line in study.lines(group))
+    return {line.label: dict(line.arms) for line in lines}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,15 +1,13 @@
-"""Runs -> one page: what was asked, what came out, figures, tables, settings.
+"""Runs -> one page: the weights to take away, how they moved, what they do, where they come from.
 
 Reads run directories only, so a report can be made where the runs cannot. The page is one file that
-opens offline; its figures also lie beside it as PNG and SVG. Arms are compared at equal tokens,
-model and settings; those that differ in anything else are never in one table.
+opens offline; its figures also lie beside it as PNG and SVG.
 """
 
-import json
+import itertools
 import os
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -17,14 +15,11 @@ from markupsafe import Markup
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
-from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.named import visible
-from doge_fast.pipeline.reporting.background import settings_tables, warnings_about
-from doge_fast.pipeline.reporting.findings import parts_of, proxy_parts
-from doge_fast.pipeline.reporting.parts import Part
-from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, style
-from doge_fast.pipeline.reporting.study import Study, open_study
-from doge_fast.pipeline.reporting.wording import as_ascii, count_text, listed, plural, wrapped
+from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, drawing_of, style
+from doge_fast.pipeline.reporting.sections import Section, sections_of
+from doge_fast.pipeline.reporting.study import open_study
+from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
 
 
@@ -32,37 +27,32 @@ def write_report(config: ReportConfig) -> Path:
     """Write the page for a set of runs, or for an experiment, and its figures beside it.
 
     Reads records only, so it can be made of what there is while runs are still missing. Runs that
-    differ in nothing but their seed are one arm, compared with others seed by seed; base models are
-    compared where they saw the same number of tokens of the same corpus with the same model and
-    settings, or where an experiment's plan says so.
+    differ in nothing but their seed are one arm, compared with others seed by seed. Base models of
+    an experiment are compared as its plan says; other ones share all but weights and seed.
 
     Args:
-        config: which runs, where to, and for which token budget epochs are told.
+        config: which runs, and where to.
 
     Returns:
         The page; `<its name>-figures/` beside it holds every figure as PNG and SVG.
 
     Raises:
-        ValueError: no run is named, a directory is not a run and holds none, `token_budget` is
-            below 1, or a record is not what it should be; nothing has been written.
+        ValueError: as `open_study`; nothing has been written.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), tab:universal_ppl for the table of
     perplexities, tab:dw and tab:ood-dw for those of domain weights.
     """
-    check_ranges(config)
     study = open_study(config.runs)
+    sections = sections_of(study)
     page = config.out or _default_page(config.runs)
     folder = page.with_name(f"{page.stem}-figures")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [(part, _drawn(part, folder)) for part in (*parts_of(study), *proxy_parts(study))]
+    numbers = itertools.count(1)
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
-        summaries=[proxy.summary() for proxy in study.proxies],
-        warnings=warnings_about(study, config.token_budget),
-        parts=parts,
-        settings=settings_tables(study, config.token_budget),
-        versions=_versions(study),
+        headlines=[told for section in sections for told in section.headlines],
+        sections=[(section, _drawn(section, folder, numbers)) for section in sections],
     )
     # Names in records of runs made elsewhere may hold anything.
     atomic_file.write(page, visible(html))
@@ -70,27 +60,26 @@ def write_report(config: ReportConfig) -> Path:
 
 
 def terminal_table(runs: Sequence[Path]) -> str:
-    """The tables and the answer of a set of runs as aligned plain text, for a terminal.
+    """The same page as aligned plain text, for a terminal.
 
     Args:
         runs: run directories, or one directory that holds them or is an experiment's.
 
     Returns:
-        The question; each group's tables (* where the interval says better, or a weight is above
-        uniform) and its answer; what proxies learned; the warnings. ASCII but for the names.
+        The title, what the sections come to, and their commands, tables (* where the interval says
+        better) and remarks. ASCII but for the names.
 
     Raises:
         ValueError: as `write_report`.
     """
     study = open_study(runs)
-    blocks = [f"{study.record['title']}\n{wrapped(study.record['question'])}"]
-    for part in parts_of(study):
-        blocks += [f"{table.title}\n\n{text(_plain(table))}" for table in part.tables]
-        for verdict in part.verdicts:
-            told = (f"{verdict.title}: {verdict.headline}.", *verdict.sentences)
-            blocks.append("\n".join(map(wrapped, told)))
-    blocks += [wrapped(proxy.summary()) for proxy in study.proxies]
-    blocks.append("\n".join(wrapped(f"Warning: {each}") for each in warnings_about(study, None)))
+    sections = sections_of(study)
+    told = [told for section in sections for told in section.headlines]
+    blocks = [f"{study.title}\n{wrapped(study.question)}", *map(wrapped, told)]
+    for section in sections:
+        tables = [f"{table.title}\n\n{text(_plain(table))}" for table in section.tables]
+        lines = [*(f"  {command}" for command in section.commands), *map(wrapped, section.remarks)]
+        blocks += [*tables, "\n".join([*([] if tables else [section.title]), *lines])]
     return as_ascii("\n\n".join(block for block in blocks if block))
 
 
@@ -110,13 +99,17 @@ def _default_page(runs: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([Path(run).resolve().parent for run in runs])) / "report.html"
 
 
-def _drawn(part: Part, folder: Path) -> list[Drawing]:
-    """The part's figures, which then lie in the folder too."""
-    with style():
-        drawings = [draw() for draw in part.sketches]
-    for drawing in drawings:
-        atomic_file.write(folder / f"{drawing.name}.svg", visible(drawing.svg))
-        atomic_file.write(folder / f"{drawing.name}.png", drawing.png)
+def _drawn(section: Section, folder: Path, numbers: Iterator[int]) -> list[Drawing]:
+    """The section's figures, which then lie in the folder too, under numbers and their titles."""
+    drawings = []
+    for sketch in section.sketches:
+        words = re.sub(r"[^a-z0-9]+", "-", f"{section.title} {sketch.title}".lower()).strip("-")
+        name = f"figure-{next(numbers)}-{words}"
+        with style():
+            drawing = drawing_of(name, sketch.title, sketch.caption, sketch.make())
+        atomic_file.write(folder / f"{name}.svg", visible(drawing.svg))
+        atomic_file.write(folder / f"{name}.png", drawing.png)
+        drawings.append(drawing)
     return drawings
 
 
@@ -146,13 +139,4 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["inline"] = _inline
-    environment.globals |= {"count_text": count_text, "listed": listed, "plural": plural}
-    environment.globals["indented"] = partial(json.dumps, indent=2, ensure_ascii=False)
     return environment.get_template("report.html")
-
-
-def _versions(study: Study) -> list[str]:
-    """Every set of versions that runs were made with."""
-    told = [run.record.get("versions", {}) for run in study.shown]
-    lines = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told)
-    return list(dict.fromkeys(line for line in lines if line))

@@ -7,7 +7,7 @@ from typing import Literal
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.plotting import Drawing
-from doge_fast.pipeline.weights.drawings import steps_drawing, weights_drawing
+from doge_fast.pipeline.reporting.sections import drawings_of
 from doge_fast.pipeline.weights.summary import WeightsSummary, describe, story
 
 
@@ -52,7 +52,7 @@ class Run:
 
     def figures(self) -> list[Drawing]:
         """The weights, and where they were learned their way over the steps; with `svg`, `png`."""
-        return [weights_drawing(self.record), *steps_drawing(self.path)]
+        return drawings_of(self.path)
 
     def __repr__(self) -> str:
         """Run('runs/proxy': doge, target universal, 300 steps, seed 0)."""

@@ -1,4 +1,4 @@
-"""Tables, and their one printer: text for a terminal or a pipe, and markdown.
+"""Tables, and their one printer: text for a terminal or a pipe.
 
 The report's page takes the same tables; its template makes HTML of them.
 """
@@ -133,21 +133,3 @@ def shortened(name: str, width: int) -> str:
         return name
     kept = width - 2
     return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"
-
-
-def markdown(table: Table) -> str:
-    """The table in GitHub's markdown, a cell to be seen in bold; title and note are not in it."""
-    lines = [[table.corner, *(label for label, _ in table.columns)]]
-    lines += [
-        [row.label, *(f"**{cell.text}**" if cell.is_strong else cell.text for cell in row.cells)]
-        for row in table.rows
-    ]
-    lines = [[words.replace("|", "\\|") for words in line] for line in lines]
-    first, *widths = (max(map(cell_len, column)) for column in zip(*lines, strict=True))
-    texts = [
-        f"| {label}{' ' * (first - cell_len(label))} |"
-        + "".join(f" {' ' * (w - cell_len(c))}{c} |" for c, w in zip(cells, widths, strict=True))
-        for label, *cells in lines
-    ]
-    rule = f"|{'-' * (first + 2)}|" + "".join(f"{'-' * (w + 1)}:|" for w in widths)
-    return "\n".join([texts[0], rule, *texts[1:]])

@@ -34,7 +34,7 @@ def test_the_kept_records_make_the_same_tables_and_the_page(
     printed = capsys.readouterr().out
     assert printed.startswith(terminal_table([experiment]))
     assert printed.endswith(f"report: {again / 'report.html'}\n")
-    assert "DoGE beats uniform" in (again / "report.html").read_text(encoding="utf-8")
+    assert "DoGE: perplexity 2.0" in (again / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_size_of_a_model_is_kept_without_the_model(tmp_path: Path) -> None:

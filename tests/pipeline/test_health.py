@@ -368,7 +368,7 @@ def test_a_report_does_not_believe_a_run_that_diverged(tmp_path: Path) -> None:
     assert "these weights mean nothing. Lower learning_rate." in told
     assert "smaller mu" not in told
     page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
-    assert "run: diverged, its records end at step 20 of 20 and it left no result" in page
+    assert "run: not complete, its records end at step 20 of 20" in page
 
 
 @pytest.mark.parametrize(

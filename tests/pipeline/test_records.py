@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig, TrainingConfig
+from doge_fast.pipeline.records.shapes import DomainEntry, WeightsRecord
 
 CORPUS = {
     "domains": {
@@ -218,10 +219,10 @@ def test_read_config_wants_a_run(tmp_path):
         ({"schema_version": 2, "stage": "proxy"}, "follows schema 2; this version .* up to 1"),
         ({"stage": "proxy"}, "schema_version; it says None"),
         ({"schema_version": True}, "schema_version; it says True"),
-        ({"schema_version": 1, "stage": "proxy"}, "it lacks config, corpus"),
+        ({"schema_version": 1, "stage": "proxy"}, "config: field required"),
         (
             {"schema_version": 1, "stage": "tune", "config": {}, "corpus": CORPUS},
-            "must name a stage, one of proxy, base, .*; it says 'tune'",
+            "stage: .*'proxy'.* got .tune",
         ),
     ],
 )
@@ -400,8 +401,8 @@ def test_float32_weights_and_printed_ones_sum_to_one(tmp_path):
         ({"schema_version": 7}, "follows schema 7; this version of doge_fast reads up to 1"),
         ({"domains": []}, r'must hold "domains", a list'),
         ({"domains": {"a": 1.0}}, r'must hold "domains", a list'),
-        ({"domains": [{"weight": 1.0}]}, "every entry of domains needs a name"),
-        ({"domains": ["a"]}, "every entry of domains needs a name"),
+        ({"domains": [{"weight": 1.0}]}, "needs a name"),
+        ({"domains": ["a"]}, "needs a name"),
         (
             {"domains": [{"name": "a", "weight": 0.5}, {"name": "a", "weight": 0.5}]},
             "a domain has one weight; a occurs twice",
@@ -506,8 +507,9 @@ def weights_with(entry: dict[str, object], **changes: object) -> dict[str, objec
 
 
 def test_every_field_is_read_back_and_unknown_ones_are_kept(tmp_path):
-    assert set(DOMAIN_FIELDS) == set(records.weights.DOMAIN_FIELDS)
-    assert set(RECORD_FIELDS) == set(records.weights.RECORD_FIELDS)
+    known = [{field.name for field in fields(kind)} for kind in (DomainEntry, WeightsRecord)]
+    assert set(DOMAIN_FIELDS) == known[0] - {"name", "weight"}
+    assert set(RECORD_FIELDS) == known[1] - {"domains", "stages"}
     record = weights_with(DOMAIN_FIELDS | {"colour": "blue"}, **RECORD_FIELDS, mood=[1, None])
     records.write_weights(tmp_path, record)
     assert records.read_weights(tmp_path) == record
@@ -522,11 +524,8 @@ def test_every_field_is_read_back_and_unknown_ones_are_kept(tmp_path):
 def test_a_field_that_is_not_what_it_should_be_is_named(tmp_path, field, value):
     bad = BAD[field] if value == "bad" else value
     is_of_domain = field in DOMAIN_FIELDS
-    rules = records.weights.DOMAIN_FIELDS if is_of_domain else records.weights.RECORD_FIELDS
-    words = re.escape(rules[field].words)
-    of_whom = " of a" if is_of_domain else ""
     record = weights_with({field: bad}) if is_of_domain else weights_with({}, **{field: bad})
-    message = rf"w.json: {field}{of_whom} must be {words}; it is .*leave the field out"
+    message = rf"w.json: (domains\.0\.)?{field}\b.* got .*leave the field out"
     with pytest.raises(ValueError, match=message):
         records.write_weights(tmp_path / "w.json", record)
     assert list(tmp_path.iterdir()) == []
@@ -538,13 +537,13 @@ def test_a_field_that_is_not_what_it_should_be_is_named(tmp_path, field, value):
     "average", [{}, {"count": "many", "of": []}, {"count": 2, "of": 3}, {"count": 1, "of": ["a"]}]
 )
 def test_an_average_says_of_how_many(tmp_path, average):
-    with pytest.raises(ValueError, match="average must be an object with a count of files"):
+    with pytest.raises(ValueError, match="average"):
         records.write_weights(tmp_path, weights(average=average))
 
 
 @pytest.mark.parametrize("constraints", [{"floor": 0.1}, {"cap": {"a": "x"}}])
 def test_bounds_that_held_are_numbers_by_domain(tmp_path, constraints):
-    with pytest.raises(ValueError, match="constraints must be an object, with numbers >= 0 by"):
+    with pytest.raises(ValueError, match="constraints"):
         records.write_weights(tmp_path, weights(constraints=constraints))
     kept = {"floor": {"a": 0.1}, "cap": None, "source": "w.json"}
     records.write_weights(tmp_path, weights(constraints=kept, average={"count": 2, "of": None}))
@@ -567,15 +566,15 @@ def test_a_schedule_of_weights_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([], "stages must be a list"),
-        ("later", "stages must be a list"),
-        ([1], "begin at step 0 .* first_step are \\[None\\]"),
-        (schedule((5, HALVES)), "begin at step 0 .* first_step are \\[5\\]"),
-        (schedule((0, HALVES), (0, HALVES)), "later and later steps; .* \\[0, 0\\]"),
-        (schedule((0, {"a": 1.0})), "from step 0: weights must be those of exactly a, b"),
-        (schedule((0, HALVES), (7, None)), "from step 7: weights must be those of exactly a, b"),
-        (schedule((0, {"a": 0.5, "b": 0.4})), "numbers >= 0 that sum to 1; they are"),
-        (schedule((0, {"a": 1.5, "b": -0.5})), "numbers >= 0 that sum to 1; they are"),
+        ([], "stages"),
+        ("later", "stages"),
+        ([1], "stages"),
+        (schedule((5, HALVES)), "step 0"),
+        (schedule((0, HALVES), (0, HALVES)), "later steps"),
+        (schedule((0, {"a": 1.0})), "exactly a, b"),
+        (schedule((0, HALVES), (7, None)), "stages.1.weights"),
+        (schedule((0, {"a": 0.5, "b": 0.4})), "sum to 1"),
+        (schedule((0, {"a": 1.5, "b": -0.5})), "stages.0.weights.b"),
     ],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused(tmp_path, stages, message):
@@ -587,11 +586,7 @@ def test_the_page_on_weights_names_every_field():
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
     known = (
         *("schema_version", "domains", "name", "weight"),
-        *(
-            *records.weights.DOMAIN_FIELDS,
-            *records.weights.RECORD_FIELDS,
-            *records.weights.SCHEDULES,
-        ),
+        *(field.name for kind in (DomainEntry, WeightsRecord) for field in fields(kind)),
     )
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", page, re.M))
     assert [field for field in known if field not in rows] == []
@@ -637,5 +632,5 @@ def test_an_evaluation_that_is_not_complete(tmp_path):
     with pytest.raises(ValueError, match=r"holds no evaluation.json: run doge-fast evaluate"):
         records.read_evaluation(tmp_path)
     (tmp_path / "evaluation.json").write_text('{"step": 1}')
-    with pytest.raises(ValueError, match="it lacks blocks, loss"):
+    with pytest.raises(ValueError, match="blocks"):
         records.read_evaluation(tmp_path)

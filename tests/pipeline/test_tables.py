@@ -1,6 +1,6 @@
 """The one table printer: what fits stands side by side, what does not follows below."""
 
-from doge_fast.pipeline.tables import Cell, Row, Table, markdown, table_of, text
+from doge_fast.pipeline.tables import table_of, text
 
 
 def test_columns_are_two_blanks_apart_and_no_line_is_too_wide() -> None:
@@ -13,12 +13,3 @@ def test_columns_are_two_blanks_apart_and_no_line_is_too_wide() -> None:
         printed = text(table_of(header, rows), width=width)
         assert max(map(len, printed.splitlines())) <= width
         assert printed.count("domain") > 1
-
-
-def test_markdown_marks_what_is_to_be_seen() -> None:
-    table = Table("", "", "a|b", [("weight", "")], [Row("x", [Cell("1", is_strong=True)])])
-    assert markdown(table).splitlines() == [
-        "| a\\|b | weight |",
-        "|------|-------:|",
-        "| x    |  **1** |",
-    ]

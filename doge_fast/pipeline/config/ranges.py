@@ -1,8 +1,9 @@
-"""The numbers that a field may hold: written at the field, checked in one place."""
+"""The numbers that a field may hold: written at the field, checked here and by pydantic."""
 
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -22,6 +23,31 @@ class Range:
         is_high = value > self.least if self.above else value >= self.least
         is_low = value < self.most if self.below else value <= self.most
         return is_high and is_low
+
+    def refusal(self, value: Any, *, is_whole: bool) -> str | None:
+        """What is wrong with a value, after the field's name; None: nothing."""
+        is_number = isinstance(value, int if is_whole else int | float)
+        if is_whole and is_number and value > _MOST_WHOLE:
+            return f"must be at most {_MOST_WHOLE}; got {value!r}."
+        # Not isfinite, which raises where a whole number is too large for a float.
+        is_finite = is_number and abs(value) <= sys.float_info.max
+        if isinstance(value, bool) or not is_finite:
+            return f"must be {'a whole' if is_whole else 'a finite'} number, {self}; got {value!r}."
+        return None if self.holds(value) else f"must be {self}; got {value!r}."
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Pydantic's hook: records hold the same numbers as configurations."""
+        from pydantic_core import PydanticCustomError, core_schema
+
+        def checked(value: Any) -> Any:
+            # JSON's writers spell a large count as 1e9 too.
+            if source is int and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if told := self.refusal(value, is_whole=source is int):
+                raise PydanticCustomError("range", "{told}", {"told": told})
+            return value
+
+        return core_schema.no_info_plain_validator_function(checked)
 
     def __str__(self) -> str:
         """What follows "must be"."""
@@ -76,14 +102,6 @@ def _check(name: str, value: Any, hint: Any) -> None:
         if value not in parts:
             raise ValueError(f"{name} must be one of {', '.join(parts)}; got {value!r}.")
     elif kind is Annotated:
-        number, (limits, *_) = parts[0], parts[1:]
-        is_number = isinstance(value, int if number is int else int | float)
-        if number is int and is_number and value > _MOST_WHOLE:
-            raise ValueError(f"{name} must be at most {_MOST_WHOLE}; got {value!r}.")
-        # Not isfinite, which raises where a whole number is too large for a float.
-        is_finite = is_number and abs(value) <= sys.float_info.max
-        if isinstance(value, bool) or not is_finite:
-            what = "a whole" if number is int else "a finite"
-            raise ValueError(f"{name} must be {what} number, {limits}; got {value!r}.")
-        if not limits.holds(value):
-            raise ValueError(f"{name} must be {limits}; got {value!r}.")
+        number, limits = parts[0], parts[1]
+        if told := limits.refusal(value, is_whole=number is int):
+            raise ValueError(f"{name} {told}")

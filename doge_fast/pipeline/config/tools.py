@@ -76,9 +76,6 @@ class ReportConfig:
     experiment's directory."""
     out: Path | None = None
     """The HTML page to write; None: report.html beside or inside the runs."""
-    token_budget: Count | None = None
-    """Tokens of the training that the weights are meant for; the report computes each domain's
-    epochs from it. None: the tokens of the longest base run."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import check, known_domains, settings_of
 from doge_fast.pipeline.failures import one_line
 from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.records.shapes import TasksGroup
 from doge_fast.pipeline.report import terminal_table, write_report
-from doge_fast.pipeline.reporting.study import is_measured, is_scored
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.weights import weights_file
@@ -173,12 +173,13 @@ def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
     device = config.rates.device
     if not _is_there(job) or (out / records.CHECKPOINTS).exists():
         yield functools.partial(_train, job)
-    if job.is_measured and not is_measured(out, config.rates.eval_blocks):
+    if job.is_measured and not records.is_measured(out, config.rates.eval_blocks):
         asked = EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=device)
         yield functools.partial(evaluate, asked)
-    tasks = [group for group in plan.groups if group["kind"] == "tasks"]
-    own = [group for group in tasks if any(job.name in arm["runs"] for arm in group["arms"])]
-    if not all(is_scored(out, group) for group in own):
+    groups = [records.group_of(records.plain(group), out) for group in plan.groups]
+    tasks = [group for group in groups if isinstance(group, TasksGroup)]
+    own = [group for group in tasks if any(job.name in arm.runs for arm in group.arms)]
+    if not all(records.is_scored(out, group) for group in own):
         from doge_fast.pipeline.fewshot import few_shot
 
         asked = EvaluateConfig(run=out, device=device, tasks=config.tasks)

@@ -35,6 +35,8 @@ from doge_fast.pipeline.records.measures import (
     check_experiment,
     evaluation,
     few_shot,
+    is_measured,
+    is_scored,
     read_evaluation,
     read_experiment,
     read_few_shot,
@@ -43,6 +45,7 @@ from doge_fast.pipeline.records.measures import (
 from doge_fast.pipeline.records.metrics import (
     append_metrics,
     keep_metrics,
+    read_lines,
     read_metrics,
     resume_metrics,
 )
@@ -58,15 +61,21 @@ from doge_fast.pipeline.records.runs import (
     Json,
     check_corpus,
     check_run,
+    load_config,
     open_run,
     read_config,
     read_json,
     versions,
 )
-from doge_fast.pipeline.records.shapes import WAY_OUT, CancellationRecord, Stage, check_shape
+from doge_fast.pipeline.records.shapes import (
+    WAY_OUT,
+    CancellationRecord,
+    Stage,
+    check_shape,
+    group_of,
+)
 from doge_fast.pipeline.records.weights import (
     check_out,
-    read_named,
     read_weights,
     weights_by_name,
     write_weights,

@@ -12,6 +12,7 @@ from doge_fast.pipeline.records.runs import (
     FEWSHOT,
     Json,
     check_empty,
+    load_config,
     read_record,
 )
 from doge_fast.pipeline.records.shapes import (
@@ -19,6 +20,7 @@ from doge_fast.pipeline.records.shapes import (
     EvaluationRecord,
     ExperimentRecord,
     FewShotRecord,
+    TasksGroup,
 )
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
@@ -81,6 +83,17 @@ def read_evaluation(run: Path) -> Json:
     return record
 
 
+def is_measured(run: Path, blocks: int | None) -> bool:
+    """Whether evaluation.json holds every domain and target on so many blocks, or all there are."""
+    if not (run / EVALUATION).exists():
+        return False
+    corpus = load_config(run)[0].corpus
+    most = math.inf if blocks is None else blocks
+    sizes = {**corpus.domains, **corpus.targets}
+    wanted = {name: min(most, each.validation_blocks) for name, each in sizes.items()}
+    return bool(read_evaluation(run)["blocks"] == wanted)
+
+
 def few_shot(
     *, step: int, tasks: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]
 ) -> Json:
@@ -118,6 +131,16 @@ def read_few_shot(run: Path) -> Json:
     """fewshot.json of a run directory; ValueError where it is absent or damaged."""
     absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
     return read_record(run / FEWSHOT, FewShotRecord, absent=absent)
+
+
+def is_scored(run: Path, group: TasksGroup) -> bool:
+    """Whether fewshot.json holds just the group's tasks, scored as it says."""
+    if not (run / FEWSHOT).exists():
+        return False
+    record = read_few_shot(run)
+    asked = ("shots", "task_limit", "task_data_sha256") if group.shots is not None else ()
+    is_alike = all(record.get(key) == getattr(group, key) for key in asked)
+    return is_alike and tuple(record["tasks"]) == group.tasks
 
 
 def write_experiment(out: Path, record: Mapping[str, Any]) -> None:

@@ -111,10 +111,20 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     Raises:
         ValueError: there is no such file, or a line before the last is not a metrics line.
     """
+    found = [line for line, _ in _read(run)]
+    return [line for line in found if kind in (None, line["kind"])]
+
+
+def read_lines(run: Path) -> list[MetricsLine]:
+    """As `read_metrics`, each line of its class."""
+    return [shape for _, shape in _read(run)]
+
+
+def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
     path = run / METRICS
     if not path.exists():
         raise ValueError(f"{path} does not exist: the run in {run} has not logged a step.")
-    lines: list[Json] = []
+    lines: list[tuple[Json, MetricsLine]] = []
     # What follows the last line break was torn by a kill.
     for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         where = f"{path}, line {n}"
@@ -126,15 +136,15 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
                 "something other than a run; restore it, or start the run anew elsewhere."
             ) from None
         _check_line(line, where)
-        check_shape(line, MetricsLine, f"{where},")
-        lines.append(line)
+        lines.append((line, check_shape(line, MetricsLine, f"{where},")))
+        first, _ = lines[0]
         for key in ("alpha", "alpha_mean"):
-            if key in line and line[key].keys() != lines[0].get(key, line[key]).keys():
+            if key in line and line[key].keys() != first.get(key, line[key]).keys():
                 raise FileFailure(
                     f"{where}, is damaged: {key} is of {', '.join(line[key])}, and in line 1 of "
-                    f"{', '.join(lines[0][key])}. {WAY_OUT}"
+                    f"{', '.join(first[key])}. {WAY_OUT}"
                 )
-    return [line for line in lines if kind in (None, line["kind"])]
+    return lines
 
 
 def _check_line(line: Any, where: str) -> None:

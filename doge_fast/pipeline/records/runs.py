@@ -8,15 +8,15 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, get_args
+from typing import Any
 
-from doge_fast.pipeline.config.fields import required
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
     STAGES,
     WAY_OUT,
+    Asked,
     ConfigRecord,
-    DomainSizes,
+    Record,
     Stage,
     check_shape,
 )
@@ -137,18 +137,27 @@ def read_config(run: Path) -> Json:
     Raises:
         ValueError: it is absent or damaged.
     """
+    record, _ = _read_config(run)
+    told: Any = check_shape(record["config"], STAGES[record["stage"]], f"{run / CONFIG}, config")
+    return record | {"config": _over(_kept(told), record["config"])}
+
+
+def load_config(run: Path) -> tuple[ConfigRecord, Asked]:
+    """config.json, and what a report reads of its configuration; also of earlier releases' runs.
+
+    Raises:
+        ValueError: as `read_config`.
+    """
+    _, loaded = _read_config(run)
+    # What a default came to, in its place.
+    told = loaded.config | loaded.resolved
+    return loaded, check_shape(told, Asked, f"{run / CONFIG}, config")
+
+
+def _read_config(run: Path) -> tuple[Json, ConfigRecord]:
     file = run / CONFIG
     absent = f"{run} is not a run directory: it holds no {CONFIG}."
-    record = read_record(file, ConfigRecord, absent=absent)
-    if record["stage"] not in get_args(Stage):
-        raise FileFailure(
-            f"{file} must name a stage, one of {', '.join(get_args(Stage))}; it says "
-            f"{record['stage']!r}."
-        )
-    for name, sizes in (record["corpus"]["domains"] | record["corpus"]["targets"]).items():
-        check_shape(sizes, DomainSizes, f"{file}, {name}")
-    told = check_shape(record["config"], STAGES[record["stage"]], f"{file}, config")
-    return record | {"config": _over(_kept(told), record["config"])}
+    return load_record(file, ConfigRecord, absent=absent)
 
 
 def _over(defaults: Json, recorded: Json) -> Json:
@@ -230,19 +239,20 @@ def read_record(path: Path, kind: type, *, absent: str, has_schema: bool = True)
         absent: what is said where there is none.
         has_schema: whether it says which schema it follows.
     """
+    record, _ = load_record(path, kind, absent=absent, has_schema=has_schema)
+    return record
+
+
+def load_record(
+    path: Path, kind: type[Record], *, absent: str, has_schema: bool = True
+) -> tuple[Json, Record]:
+    """As `read_record`, and the same of its class."""
     if not path.exists():
         raise ValueError(absent)
     record = read_json(path)
     if has_schema:
         check_schema(record, path)
-    keys = required(kind)
-    missing = [key for key in keys if key not in record]
-    if missing:
-        raise FileFailure(
-            f"{path} must hold {', '.join(keys)}; it lacks {', '.join(missing)}. {WAY_OUT}"
-        )
-    check_shape(record, kind, path)
-    return record
+    return record, check_shape(record, kind, path)
 
 
 def check_schema(record: Json, path: Path, *, way_out: str = "") -> None:

@@ -1,7 +1,8 @@
 """What the files of a run must look like to be believed: names and types of all that is read.
 
 A reader may take for granted what stands here. Fields that are not named are kept and not looked
-at, so that later releases may write more.
+at, so that later releases may write more. Pydantic checks the classes; it is imported when the
+first file is read.
 """
 
 import functools
@@ -9,11 +10,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from annotated_types import MinLen
 
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, SelectConfig
-from doge_fast.pipeline.config.ranges import Count, CountOrZero
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config.ranges import (
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Range,
+)
 from doge_fast.pipeline.failures import FileFailure
 
 Stage = Literal["proxy", "base", "doremi", "select"]
@@ -28,9 +36,12 @@ STAGES: Mapping[str, type] = {
 # Null: not finite.
 Number = float | None
 ByName = dict[str, Number]
+Record = TypeVar("Record")
 WAY_OUT = (
     "Something other than doge-fast wrote it, or wrote over it: restore the file, or make it anew."
 )
+# Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
+SUM_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,48 @@ class LearnedFrom:
 
 
 @dataclass(frozen=True)
-class ConfigRecord:
-    """config.json. Which stages there are, and what each was told, is looked at beside it."""
+class ModelAsked:
+    """The model in the configuration of any stage."""
 
-    stage: Any
-    config: Any
+    model: str
+
+
+@dataclass(frozen=True)
+class TrainingAsked:
+    """The training in the configuration of any stage."""
+
+    steps: Count
+    learning_rate: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of the configuration in config.json, what a report reads of any stage.
+
+    Not the stages' own classes: a report also reads runs of releases that had other options.
+    """
+
+    model: ModelAsked
+    training: TrainingAsked
+    target: tuple[str, ...] = ("universal",)
+    mu: Number = None
+    score: str = "paper"
+    average_from: float = 0.0
+    domain_max_grad_norm: Number = None
+    sequences_per_domain: Count | None = None
+    batch_size: Count | None = None
+    weights: str = ""
+    reference: str = ""
+    selection: str | None = None
+
+
+@dataclass(frozen=True)
+class ConfigRecord:
+    """config.json; `STAGES` and `Asked` are of its configuration."""
+
+    stage: Stage
+    config: dict[str, Any]
     corpus: CorpusRecord
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
@@ -108,6 +156,7 @@ class MetricsLine:
     seconds: Number = None
     combined_norm: Number = None
     skipped: bool = False
+    warnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -156,29 +205,112 @@ class FewShotRecord:
     positions: Count
     tasks: dict[str, TaskScores]
     average: Average
+    task_limit: Count | None = None
+    task_data_sha256: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """An arm of a table in experiment.json."""
+    """Runs in experiment.json that differ in nothing but their seed."""
 
     label: str
     about: str
     runs: tuple[str, ...]
+    is_baseline: bool = False
+    baseline: str | None = None
+    """Label of the arm that this one is set against, where it is not the group's."""
 
 
 @dataclass(frozen=True)
-class GroupRecord:
-    """A table in experiment.json."""
+class PerplexityGroup:
+    """Base models set against a baseline, domain by domain."""
 
-    kind: str
     title: str
-    arms: tuple[ArmRecord, ...] = ()
-    rows: tuple[dict[str, Any], ...] = ()
-    aim: tuple[str, ...] = ()
-    swarm: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
+    arms: tuple[ArmRecord, ...]
+    aim: tuple[str, ...]
+    """Domains whose loss the weights are to lower."""
+    about: str = ""
     focus: str | None = None
+    """How the label begins of the arm that the question is about; None: DoGE's."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Labels of arms that are set against each other too."""
+    until: float = 1.0
+    """Share of the steps after which losses are compared."""
+
+
+@dataclass(frozen=True)
+class TargetRow:
+    """A target, and the arms that were measured on it."""
+
+    target: str
+    arms: tuple[ArmRecord, ...]
+
+
+@dataclass(frozen=True)
+class TargetsGroup:
+    """Every target against the same arms."""
+
+    title: str
+    rows: tuple[TargetRow, ...]
+
+
+@dataclass(frozen=True)
+class WeightsGroup:
+    """What proxies learned."""
+
+    title: str
+    arms: tuple[ArmRecord, ...]
+    reference: str | None = None
+    """Label of the arm that the others' distance is measured from."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to learn weights: of each seed all runs that it takes."""
+
+    label: str
+    runs: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class CostGroup:
+    """What learning the weights costs."""
+
+    title: str
+    methods: tuple[Method, ...]
+
+
+@dataclass(frozen=True)
+class TasksGroup:
+    """Base models scored on the tasks of lm-eval."""
+
+    title: str
+    arms: tuple[ArmRecord, ...]
+    tasks: tuple[str, ...]
+    shots: CountOrZero | None = None
+    task_limit: Count | None = None
+    task_data_sha256: dict[str, Any] | None = None
+
+
+Group = PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
+GROUPS: Mapping[str, type[Group]] = {
+    "perplexity": PerplexityGroup,
+    "targets": TargetsGroup,
+    "weights": WeightsGroup,
+    "cost": CostGroup,
+    "tasks": TasksGroup,
+}
+"""{the kind that experiment.json says: its class}."""
+
+
+def group_of(record: dict[str, Any], where: str | Path) -> Group | None:
+    """A table of experiment.json; None: of a kind that an earlier release had.
+
+    Raises:
+        FileFailure: it lacks what a table of its kind has.
+    """
+    kind = GROUPS.get(str(record.get("kind")))
+    return None if kind is None else check_shape(record, kind, where)
 
 
 @dataclass(frozen=True)
@@ -200,7 +332,7 @@ class ExperimentRecord:
     settings: Settings
     data: str
     runs: tuple[str, ...]
-    groups: tuple[GroupRecord, ...]
+    groups: tuple[dict[str, Any], ...]
     versions: dict[str, str]
 
 
@@ -222,33 +354,125 @@ class CancellationRecord:
     selections: tuple[SelectionEntry, ...]
 
 
-def check_shape(value: Any, kind: type, where: str | Path) -> Any:
+PrintedShare = Annotated[float, Range(0, 1 + SUM_TOLERANCE)]
+Text = Annotated[str, MinLen(1)]
+Taus = Annotated[dict[str, PositiveOrZero], MinLen(1)]
+
+
+@dataclass(frozen=True)
+class DomainEntry:
+    """A domain in weights.json. A field that is null is not known."""
+
+    name: Text
+    weight: PositiveOrZero
+    weight_last: PrintedShare | None = None
+    weight_std: PositiveOrZero | None = None
+    prior: PrintedShare | None = None
+    tokens: CountOrZero | None = None
+    documents: CountOrZero | None = None
+    mean_doc_tokens: Positive | None = None
+    reference_weight: PrintedShare | None = None
+
+
+@dataclass(frozen=True)
+class AverageRecord:
+    """Of how many files weights are the mean."""
+
+    count: CountOrZero
+    of: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Bounds that weights were brought within, by domain."""
+
+    floor: dict[str, PositiveOrZero] | None = None
+    cap: dict[str, PositiveOrZero] | None = None
+    max_epochs: dict[str, PositiveOrZero] | None = None
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """Weights from a step on."""
+
+    first_step: CountOrZero
+    weights: dict[str, PositiveOrZero]
+
+
+@dataclass(frozen=True)
+class WeightsRecord:
+    """weights.json. A field that is null is not known."""
+
+    domains: Annotated[tuple[DomainEntry, ...], MinLen(1)]
+    method: Text | None = None
+    score: Text | None = None
+    target: Literal["universal", "worst"] | Taus | None = None
+    source: Text | None = None
+    model: Text | None = None
+    parameters: CountOrZero | None = None
+    tokenizer_sha256: Text | None = None
+    block_size: Count | None = None
+    batch_size: Count | None = None
+    steps: CountOrZero | None = None
+    tokens: CountOrZero | None = None
+    seed: int | None = None
+    mu: Positive | None = None
+    target_mu: Positive | None = None
+    average_from: PrintedShare | None = None
+    drift: PositiveOrZero | None = None
+    variant: Text | None = None
+    step_size: Positive | None = None
+    smoothing: PrintedShare | None = None
+    reference: dict[str, Any] | None = None
+    initial: dict[str, Any] | None = None
+    average: AverageRecord | None = None
+    constraints: Constraints | None = None
+    versions: dict[str, Any] | None = None
+    stages: Annotated[tuple[PhaseRecord, ...], MinLen(1)] | None = None
+
+
+def check_shape(
+    value: Any,
+    kind: type[Record],
+    where: str | Path,
+    *,
+    told: str = " is damaged",
+    way_out: str = WAY_OUT,
+) -> Record:
     """See that a value that JSON holds has every field of a dataclass, of its type and range.
 
     Args:
         value: as `json.loads` returns it.
         kind: one of the classes here, or a stage's.
         where: what a refusal begins with; the file.
+        told: what it says of the file.
+        way_out: what it ends with.
 
     Returns:
         The dataclass, with defaults for what the value lacks.
 
     Raises:
-        FileFailure: it has not; the sentence names the field.
+        FileFailure: it has not; the sentence names the field and what it holds.
     """
     from pydantic import ValidationError
 
+    adapter: Any = _adapter(cast(type, kind))
     try:
-        found = _adapter(kind).validate_json(json.dumps(value), strict=True)
-        check_ranges(found)
+        found: Record = adapter.validate_json(json.dumps(value), strict=True)
         return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the whole"
-        told = first["msg"][0].lower() + first["msg"][1:]
-        raise FileFailure(f"{where} is damaged: {place}: {told}. {WAY_OUT}") from None
-    except ValueError as error:
-        raise FileFailure(f"{where} is damaged: {error} {WAY_OUT}") from None
+        # A union's part is named by its type in brackets.
+        parts = [str(part) for part in first["loc"] if "[" not in str(part)]
+        place, why = ".".join(parts) or "the whole", first["msg"].rstrip(".")
+        # A range's sentence goes on from the field's name, and says what it holds.
+        if first["type"] == "range":
+            why = f" {why}"
+        elif first["type"] == "missing":
+            why = ": field required"
+        else:
+            why = f": {why[0].lower()}{why[1:]}; got {json.dumps(first['input'])[:80]}"
+        raise FileFailure(f"{where}{told}: {place}{why}. {way_out}") from None
 
 
 @functools.cache

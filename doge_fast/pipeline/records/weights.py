@@ -1,15 +1,15 @@
-"""weights.json: domain weights by name, and what every field of such a file may hold.
+"""weights.json: domain weights by name.
 
-Fields that are not named here are kept and not looked at, so that other programs may write more. A
-field that is null is not known. docs/weights.md says what each means and who writes it.
+Fields that `shapes.WeightsRecord` does not name are kept and not looked at, so that other programs
+may write more. docs/weights.md says what each means and who writes it.
 """
 
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from doge_fast.pipeline import named
 from doge_fast.pipeline.failures import FileFailure
@@ -23,17 +23,19 @@ from doge_fast.pipeline.records.runs import (
     check_schema,
     read_json,
 )
+from doge_fast.pipeline.records.shapes import (
+    SUM_TOLERANCE,
+    PhaseRecord,
+    WeightsRecord,
+    check_shape,
+)
 from doge_fast.weights import removed, weights_file
 from doge_fast.weights.weights_file import SCHEMA_VERSION
-
-# Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
-_SUM_TOLERANCE = 1e-5
 
 _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least.'
 )
-# In the constraints of weights within bounds: {domain: number} of each.
-_BOUNDS = ("floor", "cap", "max_epochs")
+_CORRECT = "Correct it, or leave the field out."
 # What a run directory keeps of its run.
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
 
@@ -44,76 +46,8 @@ def is_weight(value: Any) -> bool:
     return is_number and 0 <= value <= sys.float_info.max
 
 
-def _is_count(value: Any) -> bool:
-    """1e9 is a whole number too, however JSON spells it."""
-    return is_weight(value) and value % 1 == 0
-
-
-def _is_target(value: Any) -> bool:
-    is_object = isinstance(value, Mapping) and bool(value)
-    return value == "universal" or (is_object and all(map(is_weight, value.values())))
-
-
-def _is_average(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not _is_count(value.get("count")):
-        return False
-    members = value.get("of")
-    is_list = isinstance(members, list) and all(isinstance(each, Mapping) for each in members)
-    return members is None or is_list
-
-
-def _are_bounds(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    bounds = [value[kind] for kind in _BOUNDS if value.get(kind) is not None]
-    return all(isinstance(each, Mapping) and all(map(is_weight, each.values())) for each in bounds)
-
-
-class FieldType(NamedTuple):
-    """What a field must be: in words, and as a test."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-_TEXT = FieldType("a string that is not empty", lambda v: isinstance(v, str) and v != "")
-_OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
-_COUNT = FieldType("a whole number >= 0", _is_count)
-_POSITIVE_COUNT = FieldType("a whole number >= 1", lambda v: _is_count(v) and v >= 1)
-_AMOUNT = FieldType("a finite number >= 0", is_weight)
-_POSITIVE = FieldType("a finite number > 0", lambda v: is_weight(v) and v > 0)
-# A weight that was printed may be more than one by its last digit.
-_SHARE = FieldType("a number between 0 and 1", lambda v: is_weight(v) and v <= 1 + _SUM_TOLERANCE)
-
-DOMAIN_FIELDS: Mapping[str, FieldType] = {
-    **dict.fromkeys(("weight_last", "prior", "reference_weight"), _SHARE),
-    **dict.fromkeys(("tokens", "documents"), _COUNT),
-    "weight_std": _AMOUNT,
-    "mean_doc_tokens": _POSITIVE,
-}
-"""Of an entry of `domains`, beside `name` and `weight`."""
-
-RECORD_FIELDS: Mapping[str, FieldType] = {
-    **dict.fromkeys(("method", "score", "source", "model", "tokenizer_sha256", "variant"), _TEXT),
-    **dict.fromkeys(("reference", "initial", "versions"), _OBJECT),
-    **dict.fromkeys(("parameters", "steps", "tokens"), _COUNT),
-    **dict.fromkeys(("block_size", "batch_size"), _POSITIVE_COUNT),
-    **dict.fromkeys(("mu", "step_size"), _POSITIVE),
-    **dict.fromkeys(("average_from", "smoothing"), _SHARE),
-    "drift": _AMOUNT,
-    "seed": FieldType("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool)),
-    "target": FieldType('"universal" or an object {name: weight >= 0}', _is_target),
-    "average": FieldType(
-        'an object with a count of files, a whole number, and "of", a list of objects', _is_average
-    ),
-    "constraints": FieldType(
-        f"an object, with numbers >= 0 by domain in {', '.join(_BOUNDS)}", _are_bounds
-    ),
-}
-"""Of the whole, beside `schema_version`, `domains` and `SCHEDULES`."""
-
 SCHEDULES = ("stages",)
-"""Weights that change: [{"first_step", "weights": {name: weight}}]."""
+"""Fields of weights that change over the steps."""
 
 
 def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
@@ -239,12 +173,12 @@ def _check_weights(record: Json, path: Path) -> None:
     for entry in entries:
         if not is_weight(entry.get("weight")):
             raise FileFailure(
-                f"{path}: a domain weight must be a finite number >= 0; that of {entry['name']} is "
-                f"{entry.get('weight')!r}. The run that wrote it has diverged, or the file was "
-                "edited."
+                f"{path}: a domain weight must be a finite number >= 0; that of "
+                f"{entry['name']} is {entry.get('weight')!r}. The run that wrote it has "
+                "diverged, or the file was edited."
             )
     total = math.fsum(entry["weight"] for entry in entries)
-    if abs(total - 1) > _SUM_TOLERANCE:
+    if abs(total - 1) > SUM_TOLERANCE:
         raise FileFailure(
             f"{path}: domain weights must sum to 1; these sum to {total:.6g}. "
             "Divide each by the sum."
@@ -260,17 +194,15 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
         where: what a refusal begins with; the file.
 
     Raises:
-        ValueError: one does not; the sentence names it.
+        FileFailure: one does not; the sentence names it.
+        ValueError: a name cannot be seen whole.
     """
     _refuse_removed(record, where)
     named.check_visible([entry["name"] for entry in record["domains"]], where)
-    _check_types(record, RECORD_FIELDS, where)
-    for entry in record["domains"]:
-        _check_types(entry, DOMAIN_FIELDS, where, f" of {entry['name']}")
-    names = {entry["name"]: None for entry in record["domains"]}
+    found = check_shape(record, WeightsRecord, where, told="", way_out=_CORRECT)
+    names = [entry.name for entry in found.domains]
     for field in SCHEDULES:
-        if record.get(field) is not None:
-            _check_schedule(record[field], names, f"{where}: {field}")
+        _check_schedule(getattr(found, field) or (), names, f"{where}: {field}")
 
 
 def _refuse_removed(record: Mapping[str, Any], where: str) -> None:
@@ -282,42 +214,21 @@ def _refuse_removed(record: Mapping[str, Any], where: str) -> None:
         raise FileFailure(removed.refusal(f"{where}: target_mu"))
 
 
-def _check_types(
-    values: Mapping[str, Any], rules: Mapping[str, FieldType], where: str, whose: str = ""
-) -> None:
-    for field, rule in rules.items():
-        value = values.get(field)
-        if value is not None and not rule.holds(value):
-            raise FileFailure(
-                f"{where}: {field}{whose} must be {rule.words}; it is {value!r}. Correct it, or "
-                "leave the field out."
-            )
-
-
-def _check_schedule(schedule: Any, names: Mapping[str, None], where: str) -> None:
-    if not isinstance(schedule, Sequence) or isinstance(schedule, str) or not schedule:
-        raise FileFailure(
-            f'{where} must be a list of {{"first_step", "weights"}}; it is {schedule!r}. Correct '
-            "it, or leave the field out."
-        )
-    starts: list[Any] = [p.get("first_step") if isinstance(p, Mapping) else None for p in schedule]
-    is_rising = all(map(_is_count, starts)) and all(a < b for a, b in itertools.pairwise(starts))
-    if not is_rising or starts[0] != 0:
+def _check_schedule(phases: Sequence[PhaseRecord], names: Sequence[str], where: str) -> None:
+    starts = [phase.first_step for phase in phases]
+    if starts and (starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts))):
         raise FileFailure(
             f"{where} must begin at step 0 and go on at later and later steps; their first_step "
             f"are {starts}."
         )
-    for start, phase in zip(starts, schedule, strict=True):
-        weights = phase.get("weights")
-        if not isinstance(weights, Mapping) or weights.keys() != names.keys():
-            found = sorted(weights) if isinstance(weights, Mapping) else weights
+    for phase in phases:
+        if phase.weights.keys() != set(names):
             raise FileFailure(
-                f"{where}, from step {start}: weights must be those of exactly {', '.join(names)}; "
-                f"they are of {found}."
+                f"{where}, from step {phase.first_step}: weights must be those of exactly "
+                f"{', '.join(names)}; they are of {', '.join(phase.weights)}."
             )
-        is_whole = all(map(is_weight, weights.values()))
-        if not is_whole or abs(math.fsum(weights.values()) - 1) > _SUM_TOLERANCE:
+        if abs(math.fsum(phase.weights.values()) - 1) > SUM_TOLERANCE:
             raise FileFailure(
-                f"{where}, from step {start}: weights must be finite numbers >= 0 that sum to 1; "
-                f"they are {dict(weights)}."
+                f"{where}, from step {phase.first_step}: weights must sum to 1; they are "
+                f"{phase.weights}."
             )

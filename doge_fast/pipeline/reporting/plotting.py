@@ -18,21 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.optimize import isotonic_regression
 
-from doge_fast.pipeline.records.movement import Floats, nan_mean
-
-
-def column_texts(values: Floats) -> list[str]:
-    """Numbers for one column, as many decimals each: three digits for the largest.
-
-    What is not finite gets no text; a column of numbers below 0.0001 gets powers of ten.
-    """
-    largest = float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0))
-    exponent = math.floor(math.log10(largest)) if largest > 0 else 0
-    form = f"z.{max(0, 2 - exponent)}f" if exponent >= -4 else ".1e"
-    return [
-        format(value, form).replace("-", "−") if math.isfinite(value) else "" for value in values
-    ]
-
+from doge_fast.pipeline.records.movement import Floats
+from doge_fast.pipeline.tables import shortened
 
 # Eight hues whose least distance, in OKLab, is 12 under normal sight, protanopia, deuteranopia and
 # tritanopia; each has a lighter twin for dark pages in report.css. A ninth domain is dashed.
@@ -55,7 +42,8 @@ Styles = Mapping[str, tuple[str, Any]]
 _WIDTH = 4.6
 _PNG_DPI = 200
 _STYLE = Path(__file__).with_name("figures.mplstyle")
-_LONGEST_NAME = 20
+_LONGEST_NAME = 26
+_MOST_POINTS = 400
 
 
 class Drawing(NamedTuple):
@@ -93,68 +81,18 @@ def canvas(height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def height_for(num_labels: int) -> float:
-    """Room for a label a line."""
-    return max(2.9, 0.9 + 0.19 * num_labels)
+def panels(*heights: float) -> tuple[Figure, list[Axes]]:
+    """A figure of the page's width and axes above each other, over the same steps."""
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.5), layout="constrained")
+    rows = figure.subplots(len(heights), sharex=True, height_ratios=heights)
+    return figure, list(rows)
 
 
-def shortened(name: str, longest: int = _LONGEST_NAME) -> str:
-    """A name that fits beside a figure."""
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"
-
-
-SMOOTH_POINTS, NOISY_POINTS = 400, 100
-
-
-def chunk_size(num_steps: int, points: int) -> int:
-    """Steps to a point where a line shows at most `points` of them."""
-    return max(1, -(-num_steps // points))
-
-
-def thinned(steps_T: Floats, values_TK: Floats, points: int) -> tuple[Floats, Floats]:
+def thinned(steps_T: Floats, values_TK: Floats) -> tuple[Floats, Floats]:
     """Every n-th step, the first and the last among them: what a line can show."""
-    size = chunk_size(len(steps_T), points)
+    size = max(1, -(-len(steps_T) // _MOST_POINTS))
     kept = np.unique([*range(0, len(steps_T), size), len(steps_T) - 1])
     return steps_T[kept], values_TK[kept]
-
-
-def mean_points(steps_T: Floats, values_TK: Floats, points: int) -> tuple[Floats, Floats]:
-    """Means over runs of steps, for what is noisy."""
-    size = chunk_size(len(steps_T), points)
-    starts = range(0, len(steps_T), size)
-    steps = np.array([steps_T[start : start + size].mean() for start in starts])
-    return steps, np.stack([nan_mean(values_TK[start : start + size]) for start in starts])
-
-
-def plot_lines(
-    axes: Axes, steps_T: Floats, values_TK: Floats, styles: Styles, **style: Any
-) -> None:
-    """A line for each style, over the same steps."""
-    for j, (color, dash) in enumerate(styles.values()):
-        axes.plot(steps_T, values_TK[:, j], color=color, linestyle=dash, **style)
-
-
-def steps_figure(
-    steps_T: Floats,
-    values_TK: Floats,
-    styles: Styles,
-    ylabel: str,
-    last_step: float,
-    *,
-    headroom: float | None = None,
-) -> Figure:
-    """A line a column over the steps up to the last, each named at its end.
-
-    The axis of the values goes from 0 to `headroom` times the largest; None: from the least to the
-    largest.
-    """
-    figure, axes = canvas(height_for(len(styles)))
-    plot_lines(axes, steps_T, values_TK, styles)
-    if headroom is not None:
-        axes.set_ylim(0, headroom * max(float(np.nanmax(values_TK)), 1e-6))
-    finish_steps(axes, ylabel, last_step)
-    label_ends(figure, axes, values_TK[-1], styles)
-    return figure
 
 
 def ticks(*, integer: bool = False) -> MaxNLocator:
@@ -162,31 +100,44 @@ def ticks(*, integer: bool = False) -> MaxNLocator:
     return MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=integer)
 
 
-def finish_steps(axes: Axes, ylabel: str, last_step: float) -> None:
-    """Axes whose horizontal one is the training step."""
-    axes.set_xlabel("step")
-    axes.set_ylabel(ylabel)
+def finish_steps(axes: Axes, title: str, last_step: float, most: float) -> None:
+    """Axes whose horizontal one is the training step, and whose vertical one begins at 0."""
+    axes.set_title(title, loc="left", color=MUTED, fontsize=9.5)
     axes.grid(axis="y")
     axes.set_xlim(0, max(last_step, 1))
+    axes.set_ylim(0, max(most, 1e-6))
     axes.xaxis.set_major_locator(ticks(integer=True))
     axes.yaxis.set_major_locator(ticks())
 
 
-def label_ends(figure: Figure, axes: Axes, ends: Iterable[float], styles: Styles) -> None:
-    """Names at the right end of their lines, moved apart just enough to be read."""
+def label_ends(axes: Axes, height: float, ends: Iterable[float], styles: Styles) -> None:
+    """Names at the right end of their lines, moved apart just enough to be read.
+
+    Args:
+        axes: their limits are final.
+        height: of the axes in inches, about.
+        ends: the value at the last step of each line.
+        styles: the lines by name.
+    """
     low, high = axes.get_ylim()
     named = zip(styles, ends, strict=True)
     finite = {name: float(value) for name, value in named if math.isfinite(value)}
     names = sorted(finite, key=lambda name: finite[name])
     wanted = np.array([(finite[name] - low) / (high - low) for name in names])
-    height = figure.get_figheight() - 0.75
     places = spread_apart(wanted, gap=0.175 / height)
     outside: Any = {"linewidth": 1.2, "transform": axes.transAxes, "clip_on": False}
     for name, end, place in zip(names, wanted, places, strict=True):
         color, dash = styles[name]
         x, y = [1.0, 1.025, 1.05], [end, place, place]
         axes.plot(x, y, color=color, linestyle=dash, **outside)
-        axes.text(1.065, place, shortened(name), va="center", transform=axes.transAxes, fontsize=9)
+        axes.text(
+            1.065,
+            place,
+            shortened(name, _LONGEST_NAME),
+            va="center",
+            transform=axes.transAxes,
+            fontsize=9,
+        )
 
 
 def spread_apart(wanted: Floats, *, gap: float) -> Floats:
@@ -211,12 +162,10 @@ def domain_styles(names: Iterable[str]) -> Styles:
     }
 
 
-def finish_places(
-    axes: Axes, names: Sequence[str], xlabel: str, longest: int = _LONGEST_NAME
-) -> None:
-    """Axes whose vertical one is names, a line each."""
-    axes.set_yticks(range(len(names)), [shortened(name, longest) for name in names])
+def finish_places(axes: Axes, names: Sequence[str], xlabel: str) -> None:
+    """Axes whose vertical one is names, a line each, the first on top."""
+    axes.set_yticks(range(len(names)), [shortened(name, _LONGEST_NAME) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
-    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel(xlabel)
     axes.xaxis.set_major_locator(ticks())

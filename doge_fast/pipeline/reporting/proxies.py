@@ -1,15 +1,15 @@
 """Runs that learned weights: what they learned, over the steps, and whether it has settled."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from doge_fast.pipeline import health, records
-from doge_fast.pipeline.records.movement import Floats, Movement, movement_of, nan_mean
+from doge_fast.pipeline import health
+from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.runs import Run, open_runs
 from doge_fast.pipeline.reporting.statistics import stat_of
@@ -56,7 +56,7 @@ class Proxy:
     @property
     def is_doremi(self) -> bool:
         """Whether excess loss over a reference moved its weights, the baseline, and not W."""
-        return self.first.stage == "doremi"
+        return self.first.record.stage == "doremi"
 
     @property
     def about(self) -> str:
@@ -66,7 +66,7 @@ class Proxy:
     @property
     def target(self) -> str:
         """For whom the weights are, in words."""
-        names = [UNIVERSAL] if self.is_doremi else list(self.first.config["target"])
+        names = [UNIVERSAL] if self.is_doremi else list(self.first.asked.target)
         if names == [UNIVERSAL]:
             return "all domains"
         return listed(_target_word(name, alone=len(names) == 1) for name in names)
@@ -77,56 +77,25 @@ class Proxy:
         found = mean_weights(known_weights(self.runs))
         return {name: found[name] for name in self.domains if found}
 
-    @property
+    @cached_property
     def has_steps(self) -> bool:
         """Whether there is something to draw: a step past the first line that all seeds logged."""
-        return bool(self._lines("excess" if self.is_doremi else "gain")[0])
+        return bool(len(self.series("alpha_mean")[0]) > 1)
 
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """Domains and targets that the proxy saw, in the order of the Gram matrix."""
-        if self.is_doremi:
-            return self.domains
-        return tuple(next(line["rows"] for line in self.first.train if "rows" in line))
-
-    def series(self, key: str, names: Sequence[str]) -> tuple[Floats, Floats]:
-        """(steps [T], values [S, T, len(names)]) of the steps that all S seeds have logged."""
-        lines_ST = self._lines(key)
-        steps = [line["step"] for line in lines_ST[0]]
-        values = [[[line[key].get(name) for name in names] for line in each] for each in lines_ST]
+    def series(self, key: Literal["alpha", "alpha_mean"]) -> tuple[Floats, Floats]:
+        """(steps [T], weights [S, T, K]) of the steps that all S seeds have logged."""
+        by_step = [{line.step: getattr(line, key) for line in run.train} for run in self.runs]
+        known = [{step for step, weights in each.items() if weights} for each in by_step]
+        steps = sorted(set.intersection(*known))
+        values = [[[each[t].get(name) for name in self.domains] for t in steps] for each in by_step]
         # A null becomes nan.
         return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
-
-    def cosine(self) -> Floats:
-        """[R, R]: cosines between the gradients of `rows`, mean over steps and seeds."""
-        lines = [line["cosine"] for run in self.runs for line in run.train if "cosine" in line]
-        return nan_mean(np.array(lines, dtype=np.float64))
-
-    def mean_over_steps(self, key: str) -> Floats:
-        """[K]: mean of W or a part of it, every step weighing as much as its learning rate.
-
-        The logarithm of a domain weight moves by lr * W / mu (eq. update_dw), so this is what
-        moved the weights, up to the common factor.
-        """
-        rates = [[[line["lr"]] for line in each] for each in self._lines("gain")]
-        lr_ST1 = np.asarray(rates, dtype=np.float64)
-        gain_STK = np.ma.masked_invalid(self.series(key, self.domains)[1])
-        weights_STK = np.broadcast_to(lr_ST1, gain_STK.shape)
-        average = np.ma.average(gain_STK, axis=(0, 1), weights=weights_STK)
-        mean_K: Floats = np.ma.filled(average, math.nan)
-        return mean_K
-
-    def _lines(self, key: str) -> list[list[records.Json]]:
-        """[S, T]: of the steps of which all S seeds have logged the key."""
-        by_step = [{line["step"]: line for line in run.train if key in line} for run in self.runs]
-        steps = sorted(set.intersection(*map(set, by_step)))
-        return [[lines[step] for step in steps] for lines in by_step]
 
     @cached_property
     def movement(self) -> Movement:
         """How far the running average has moved, at every step; see `movement_of`."""
-        steps_T, mean_STK = self.series("alpha_mean", self.domains)
-        return movement_of(steps_T, mean_STK, self.first.config.get("average_from", 0.0))
+        steps_T, mean_STK = self.series("alpha_mean")
+        return movement_of(steps_T, mean_STK, self.first.asked.average_from)
 
     @property
     def has_moved(self) -> bool:
@@ -134,6 +103,15 @@ class Proxy:
         uniform = 1 / len(self.domains)
         furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
         return furthest >= _UNMOVED * uniform or len(self.domains) == 1
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether scores can be equal by construction: W_j = 1 + g_1 . g_2 for both of two domains
+        whose gradients are of norm 1."""
+        is_universal = not self.is_doremi and tuple(self.first.asked.target) == (UNIVERSAL,)
+        return (
+            is_universal and len(self.domains) == 2 and bool(self.first.asked.domain_max_grad_norm)
+        )
 
     def summary(self) -> str:
         """What it learned, and whether its average has settled."""
@@ -170,8 +148,8 @@ class Proxy:
         """What a reader should know of its weights, and what to do about it."""
         if not self.has_steps:
             return
-        lines = [line for run in self.runs for line in run.train if "lr" in line]
-        lost = sum(run.skipped for run in self.runs)
+        lines = [line for run in self.runs for line in run.train if line.lr is not None]
+        lost = sum(line.skipped for line in lines)
         if lost > health.MOST_LOST * len(lines):
             yield (
                 f"{lost} of {plural(len(lines), 'logged step')} were skipped for a gradient that "
@@ -182,11 +160,16 @@ class Proxy:
         largest = max(self.weights, key=lambda name: self.weights[name].mean)
         weight = self.weights[largest].mean
         starved = [n for n, stat in self.weights.items() if stat.mean < _STARVED * uniform]
-        is_for_all = self.is_doremi or set(self.first.config["target"]) <= {UNIVERSAL, MIX}
+        is_for_all = self.is_doremi or set(self.first.asked.target) <= {UNIVERSAL, MIX}
         if weight > _COLLAPSED and len(self.domains) > 1:
-            doge = "A larger mu, smoothing or domain_max_grad_norm"
-            remedy = "A smaller step_size or more smoothing" if self.is_doremi else doge
+            remedy = "A larger mu, smoothing or domain_max_grad_norm"
+            remedy = "A smaller step_size or more smoothing" if self.is_doremi else remedy
             yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
+        elif not self.has_moved and self.is_tied:
+            yield (
+                "the weights hardly left uniform: two domains whose gradients are cut to one norm "
+                "have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
+            )
         elif not self.has_moved:
             remedy = "larger step_size" if self.is_doremi else "smaller mu"
             yield f"the weights hardly left uniform. A {remedy} or more steps would move them."
@@ -204,12 +187,12 @@ class Proxy:
             )
         # What steps were warned of, where that is many of them or the last one.
         for what, told in health.TOLD.items():
-            found = [line for line in lines if what in line.get("warnings", {})]
+            found = [line for line in lines if what in line.warnings]
             is_last = any(line is run.train[-1] for run in self.runs for line in found)
             is_known = weight > _COLLAPSED and what != "saturated"
             if is_known or not (is_last or len(found) > _OFTEN * len(lines)):
                 continue
-            names = sorted({name for line in found for name in line["warnings"][what]})
+            names = sorted({name for line in found for name in line.warnings[what]})
             remedy = "smaller step_size" if self.is_doremi else "larger mu"
             yield (
                 f"in {len(found)} of {plural(len(lines), 'logged step')} "
@@ -232,12 +215,10 @@ def _target_word(item: str, *, alone: bool) -> str:
 
 def known_weights(runs: Sequence[Run]) -> list[dict[str, float]]:
     """The weights that each run found or used; where none is finished, their averages so far."""
-    found = [records.weights_by_name(run.weights) for run in runs if run.weights]
-    so_far = (
-        next((line["alpha_mean"] for line in reversed(run.train) if "alpha_mean" in line), None)
-        for run in runs
-    )
-    return found or [to_floats(average) for average in so_far if average]
+    files = [run.weights for run in runs if run.weights is not None]
+    found = [{entry.name: float(entry.weight) for entry in each.domains} for each in files]
+    averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
+    return found or [to_floats(each[-1]) for each in averages if each]
 
 
 def mean_weights(seeds: Sequence[dict[str, float]]) -> dict[str, Stat]:
@@ -250,7 +231,7 @@ def remarks_on(run: Path) -> list[str]:
     """What a run of stage one found and what to know before using it, in lines for a terminal."""
     (found,) = open_runs([run])
     proxy = Proxy(found.name, (found,))
-    warnings = [*found.record.get("warnings", ())]
+    warnings = [*found.record.warnings]
     warnings += [f"{proxy.label}: {told}" for told in proxy.warnings()]
     remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]

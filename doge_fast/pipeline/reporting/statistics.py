@@ -9,13 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.measures import exp_or_inf
-from doge_fast.pipeline.reporting.runs import Run
-from doge_fast.pipeline.reporting.wording import Stat, percent_text, to_floats
+from doge_fast.pipeline.reporting.wording import Stat, percent_text
 
 CONFIDENCE = 0.95
-Curve = tuple[list[int], list[float]]
 
 
 def stat_of(values: Iterable[float]) -> Stat:
@@ -114,8 +111,6 @@ class Arm:
 
     label: str
     about: str
-    runs: Mapping[int, Run]
-    """By seed."""
     losses: Mapping[int, Mapping[str, float]]
     """Held-out losses by domain of each seed that has been measured."""
     is_baseline: bool = False
@@ -126,11 +121,9 @@ class Arm:
         """exp of the mean loss over `names`: the paper's average, and one domain's perplexity."""
         return stat_of(exp_or_inf(_mean_loss(each, names)) for each in self.losses.values())
 
-    def worst(self, names: Sequence[str]) -> tuple[str, float]:
-        """The domain of `names` with the highest perplexity; a diverged one is the highest."""
-        found = {name: self.perplexity([name]).mean for name in names}
-        name = max(names, key=lambda name: np.nan_to_num(found[name], nan=np.inf))
-        return name, found[name]
+    def worst(self, names: Sequence[str]) -> float:
+        """The highest perplexity of a domain of `names`; nan where one has diverged."""
+        return float(np.max([self.perplexity([name]).mean for name in names]))
 
     def against(self, other: "Arm", names: Sequence[str]) -> Difference:
         """Difference of the mean loss over `names`, over the seeds that both have."""
@@ -140,77 +133,36 @@ class Arm:
             [_mean_loss(other.losses[seed], names) for seed in seeds],
         )
 
-    def count_below(self, other: "Arm", names: Sequence[str]) -> int:
-        """On how many of `names` the mean over common seeds is below the other's."""
-        return sum(self.against(other, [name]).mean < 0 for name in names)
-
-    def curve(self, names: Sequence[str], until: float) -> Curve:
-        """(steps, mean loss over `names`) up to a share of the steps, where all seeds have it."""
-        by_step: dict[int, list[float]] = {}
-        for run in self.runs.values():
-            for line in run.evals:
-                if line["step"] <= until * run.steps and set(names) <= set(line["loss"]):
-                    loss = _mean_loss(to_floats(line["loss"]), names)
-                    by_step.setdefault(line["step"], []).append(loss)
-        steps = sorted(step for step, found in by_step.items() if len(found) == len(self.runs))
-        return steps, [float(np.mean(by_step[step])) for step in steps]
-
-
-def curves_of(arms: Sequence[Arm], names: Sequence[str], until: float = 1.0) -> dict[str, Curve]:
-    """{arm: (steps, loss)} where all were measured at least three times; else none."""
-    found = {arm.label: arm.curve(names, until) for arm in arms}
-    return found if all(len(steps) >= 3 for steps, _ in found.values()) else {}
-
 
 @dataclass(frozen=True)
-class Comparison:
-    """Measured arms of a group that may be compared."""
+class Line:
+    """A line of a table of perplexities: the mean loss of some arms over some domains."""
 
-    arms: Sequence[Arm]
-    baseline: Arm | None
-    """What the others are set against."""
-    rivals: Sequence[Arm]
-    """The others; the question is about the first."""
-    aim: Sequence[str]
-    """Domains whose loss the weights are to lower, as far as every arm was measured on them."""
-    others: Sequence[str]
-    """Training domains beside targets that are not trained on; none where these are the aim."""
+    label: str
+    arms: Mapping[str, Arm]
+    """By label."""
+    names: Sequence[str]
+    is_total: bool = False
+
+    def difference(self, own: str, other: str) -> Difference:
+        """Of two arms, seed by seed."""
+        return self.arms[own].against(self.arms[other], self.names)
 
 
-def compared(group: Json, arms: Sequence[Arm]) -> Comparison:
-    """The measured arms with the seeds that all of them have, or, without such, each with its own.
+def lines_of(aim: Sequence[str], arms: Sequence[Arm]) -> list[Line]:
+    """A line a domain and their average, of the arms that are measured.
 
-    Each difference is over the seeds of its two arms in any case.
+    Arms are taken with the seeds that all of them have, or, without such, each with its own; each
+    difference is over the seeds of its two arms in any case. Domains that an arm was not measured
+    on are left out.
     """
     arms = [arm for arm in arms if arm.losses]
     common = set.intersection(*(set(arm.losses) for arm in arms)) if arms else set()
     if common:
-        arms = [
-            replace(
-                arm,
-                runs={seed: run for seed, run in arm.runs.items() if seed in common},
-                losses={seed: each for seed, each in arm.losses.items() if seed in common},
-            )
-            for arm in arms
-        ]
+        kept = ({seed: arm.losses[seed] for seed in arm.losses if seed in common} for arm in arms)
+        arms = [replace(arm, losses=losses) for arm, losses in zip(arms, kept, strict=True)]
     losses = [each for arm in arms for each in arm.losses.values()]
-    aim, others = (
-        [name for name in group.get(key, ()) if all(name in each for each in losses)]
-        for key in ("aim", "others")
-    )
-    rivals = [arm for arm in arms if not arm.is_baseline]
-    focus = focus_of(group, [arm.label for arm in rivals])
-    return Comparison(
-        arms,
-        next((arm for arm in arms if arm.is_baseline), None),
-        sorted(rivals, key=lambda arm: arm.label != focus),
-        aim,
-        others,
-    )
-
-
-def focus_of(group: Json, rivals: Sequence[str]) -> str:
-    """Label of the rival that a question is about: experiments are about DoGE."""
-    wanted = group.get("focus") or "DoGE"
-    found = [label for label in rivals if label.startswith(wanted)]
-    return next(iter(found or rivals[-1:]), "")
+    names = [name for name in aim if losses and all(name in each for each in losses)]
+    by_label = {arm.label: arm for arm in arms}
+    lines = [Line(name, by_label, [name]) for name in names]
+    return [*lines, Line("average", by_label, names, is_total=True)] if names else []

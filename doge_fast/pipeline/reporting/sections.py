@@ -1,0 +1,521 @@
+"""The page, section by section: what each comes to in a line, its tables, its figures.
+
+A section is data, so the page and the terminal show the same. Their order is `sections_of`'s.
+"""
+
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from doge_fast.pipeline import baselines, records
+from doge_fast.pipeline.records.shapes import (
+    ArmRecord,
+    Average,
+    CostGroup,
+    FewShotRecord,
+    PerplexityGroup,
+    TargetsGroup,
+    TasksGroup,
+    WeightsGroup,
+)
+from doge_fast.pipeline.reporting import figures
+from doge_fast.pipeline.reporting.mixtures import effective_domains
+from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of, style
+from doge_fast.pipeline.reporting.proxies import Proxy
+from doge_fast.pipeline.reporting.runs import LEARNING, Run, open_runs
+from doge_fast.pipeline.reporting.statistics import (
+    Arm,
+    Difference,
+    Line,
+    change_of,
+    change_text,
+    stat_of,
+)
+from doge_fast.pipeline.reporting.study import Study
+from doge_fast.pipeline.reporting.wording import (
+    Stat,
+    count_text,
+    listed,
+    perplexity_stat,
+    perplexity_text,
+    plural,
+    weight_text,
+)
+from doge_fast.pipeline.tables import Cell, Row, Table, table_of
+
+MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
+ONE_SEED = " One seed has no interval: undecided."
+ERRORS = " ±: standard error over seeds."
+_INTERVALS = "Bars: 95 % intervals over paired seeds, where there are several."
+# Mixtures whose bars can stand beside each other, and arms that one figure tells apart by marks.
+_MOST_BARS, _MOST_MARKS = 3, 5
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A figure that is drawn when the page is made; its caption is its text alternative too."""
+
+    title: str
+    caption: str
+    make: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    title: str
+    headlines: Sequence[str] = ()
+    """What it comes to, for the top of the page."""
+    commands: Sequence[str] = ()
+    """To copy."""
+    tables: Sequence[Table] = ()
+    sketches: Sequence[Sketch] = ()
+    remarks: Sequence[str] = ()
+
+
+def sections_of(study: Study) -> list[Section]:
+    """The page from top to bottom, of the runs that there are so far."""
+    found: list[Section | None] = [
+        *(mixture_section(study, group) for group in study.of(WeightsGroup)),
+        warnings_section(study),
+        course_section(study.proxies),
+        *(perplexity_section(study, group) for group in study.of(PerplexityGroup)),
+        *(perplexity_section(study, group) for group in study.of(TargetsGroup)),
+        # Here is the place of one more section: loss against 1/temperature.
+        *(tasks_section(study, group) for group in study.of(TasksGroup)),
+        *(cost_section(study, group) for group in study.of(CostGroup)),
+        provenance_section(study),
+    ]
+    return [section for section in found if section is not None]
+
+
+def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
+    """The weights of the arms beside uniform and natural ones, and how to take them away."""
+    stats = {arm.label: found for arm in group.arms if (found := study.weights(arm))}
+    if not stats:
+        return None
+    arms = [arm for arm in group.arms if arm.label in stats]
+    firsts = {arm.label: study.runs_of(arm.runs)[0] for arm in arms}
+    names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
+    means = {label: {name: s.mean for name, s in each.items()} for label, each in stats.items()}
+    others: dict[str, dict[str, float]] = {}
+    is_shared = all(len(weights) == len(names) for weights in stats.values())
+    if is_shared:
+        tokens = firsts[arms[0].label].train_tokens
+        others = {"uniform": baselines.uniform(tokens), "natural": baselines.natural(tokens)}
+    rows = []
+    for name in names:
+        cells = [_weight_cell(name, stats[label], run.targets) for label, run in firsts.items()]
+        rows.append(Row(name, cells + [Cell(f"{each[name]:.3f}") for each in others.values()]))
+    if not is_shared:
+        shares = [Cell(f"{1 / len(each):.3f}") for each in means.values()]
+        rows.append(Row("uniform would be", shares, True))
+    counts = [(effective_domains(each.values()), len(each)) for each in (means | others).values()]
+    told = [Cell(f"{count:.1f} of {number}") for count, number in counts]
+    rows.append(Row("effective domains", told, True))
+    if group.reference in means:
+        gaps = [*_gap_texts(means, means[group.reference]), *([""] * len(others))]
+        label = f"mean absolute difference from {group.reference}"
+        rows.append(Row(label, list(map(Cell, gaps)), True))
+    note = "Averages over the steps. Effective domains: exp of the entropy of the weights."
+    if any(stat.error is not None for each in stats.values() for stat in each.values()):
+        note += f" Means over seeds.{ERRORS}"
+    sketches = []
+    if len(arms) <= _MOST_BARS:
+        caption = "Dotted: uniform weights." + (
+            " Diamonds: natural weights, which follow the tokens there are." if others else ""
+        )
+        make = partial(figures.mixture_figure, stats, others.get("natural"))
+        sketches = [Sketch(group.title, caption, make)]
+    heads = [(arm.label, arm.about) for arm in arms]
+    heads += list({"uniform": "baseline", "natural": "by tokens"}.items()) if others else []
+    chosen = arms[:1] if is_shared else arms
+    return Section(
+        group.title,
+        commands=[line for arm in chosen for line in _export(study.runs_of(arm.runs))],
+        tables=[Table(group.title, note, "domain", heads, rows)],
+        sketches=sketches,
+        remarks=["doge-fast export --list names the frameworks that --to takes."],
+    )
+
+
+def drawings_of(path: Path) -> list[Drawing]:
+    """The weights of one run and, named "-steps", their way over the steps where it learned them.
+
+    Raises:
+        ValueError: as `open_runs`.
+    """
+    (run,) = open_runs([path])
+    arm = ArmRecord(run.name, "", (run.name,))
+    study = Study("", "", {run.name: run}, (), ())
+    proxies = [Proxy(run.name, (run,))] if run.record.stage in LEARNING else []
+    group = WeightsGroup("Domain weights", (arm,))
+    made = {"": mixture_section(study, group), "-steps": course_section(proxies)}
+    with style():
+        return [
+            drawing_of(name, sketch.title, sketch.caption, sketch.make())
+            for name, section in made.items()
+            for sketch in (section.sketches if section is not None else ())
+        ]
+
+
+def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str]) -> Cell:
+    if name not in weights:
+        return Cell("target" if name in targets else "–")
+    return Cell(weight_text(weights[name]))
+
+
+def _gap_texts(
+    means: Mapping[str, Mapping[str, float]], reference: Mapping[str, float]
+) -> Iterator[str]:
+    """Mean absolute differences from weights, over the domains of both."""
+    for own in means.values():
+        gaps = [abs(own[name] - reference[name]) for name in own.keys() & reference.keys()]
+        yield "/" if own is reference else f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
+
+
+def _export(runs: Sequence[Run]) -> Iterator[str]:
+    """The commands that write weights as another program reads them; of seeds their mean."""
+    paths = [min(str(run.path), os.path.relpath(run.path), key=len) for run in runs]
+    source = paths[0]
+    if len(paths) > 1:
+        source = f"{runs[0].stem}.json"
+        yield shlex.join(["doge-fast", "weights", "average", *paths, "--out", source])
+    yield shlex.join(["doge-fast", "export", source, "--to", "json"])
+
+
+def course_section(proxies: Sequence[Proxy]) -> Section | None:
+    """The weights over the steps, the number of effective domains, and the drift."""
+    if not proxies:
+        return None
+    sketches = []
+    for proxy in (proxy for proxy in proxies if proxy.has_steps):
+        number = len(proxy.runs)
+        caption = (
+            "Thick: the average so far; thin: the weights of each step; "
+            "dotted: uniform. Below them how many domains the average amounts to, and how far the "
+            "last fifth of the steps moved it (dotted: the most that counts as settled)."
+            f"{f' Mean of {number} seeds; bands: ± one standard error.' if number > 1 else ''}"
+        )
+        title = f"{proxy.label}, for {proxy.target}"
+        sketches.append(Sketch(title, caption, partial(figures.course, proxy)))
+    summaries = [proxy.summary() for proxy in proxies]
+    return Section("How the weights moved", sketches=sketches, remarks=summaries)
+
+
+def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> Section:
+    """Arms on each domain or target, and set against a baseline seed by seed."""
+    lines, title = study.lines(group), group.title
+    if not any(arm.losses for line in lines for arm in line.arms.values()):
+        why = "not measured yet on what it is about; doge-fast evaluate measures a base run"
+        return Section(title, [f"{title}: {why}"])
+    # Every line has the same arms.
+    arms = list(lines[0].arms.values())
+    baseline = next((arm.label for arm in arms if arm.is_baseline), "")
+    rivals = [arm for arm in arms if baseline and not arm.is_baseline]
+    others = {arm.label: arm.baseline or baseline for arm in rivals}
+    table = _perplexity_table(group, lines, others)
+    if not others:
+        why = "nothing to compare; it takes base models at uniform weights and at others"
+        return Section(title, [f"{title}: {why}"], tables=[table])
+    # Experiments are about DoGE.
+    wanted = getattr(group, "focus", None) or "DoGE"
+    focus = next((label for label in others if label.startswith(wanted)), rivals[-1].label)
+    if isinstance(group, PerplexityGroup):
+        named = [pair for pair in group.pairs if lines[0].arms.keys() >= set(pair)]
+        against, told = others, lines[-1:]
+    else:
+        # Beside them stand what further steps do, and the oracle, which nobody can choose.
+        named, told = [], lines
+        against = {own: other for own, other in others.items() if own.startswith(wanted)} or others
+    pairs = [*against.items(), *named]
+    marks = {own: [line.difference(own, other) for line in lines] for own, other in against.items()}
+    # The one that is asked about first, in ink.
+    marks = {focus: marks.pop(focus), **marks}
+    labels = [line.label for line in lines]
+    if len(marks) > _MOST_MARKS:
+        marks, labels = {"average": [each[-1] for each in marks.values()]}, list(marks)
+    caption = f"Change of held-out perplexity, lower to the left. {_INTERVALS}"
+    make = partial(figures.change_figure, marks, labels, baseline)
+    return Section(
+        title,
+        [_headline(line, focus, others[focus]) for line in told],
+        tables=[table, _difference_table(group, lines, pairs, baseline)],
+        sketches=[Sketch(f"Perplexity against {baseline}: {title}", caption, make)],
+    )
+
+
+def _headline(line: Line, own: str, other: str) -> str:
+    where = "" if line.is_total else f" on {line.label}"
+    return headline(own, f"{other}{where}", line.difference(own, other))
+
+
+def headline(own: str, other: str, difference: Difference) -> str:
+    """DoGE: perplexity 0.6 % higher than uniform, undecided, one seed."""
+    if not difference.pairs:
+        return f"{own} and {other} have no seed in common"
+    if not difference.is_known:
+        return f"{own} or {other} diverged"
+    mean, low, high = (100 * each for each in change_of(difference))
+    size = f"{abs(mean):.1f}" if abs(mean) >= 0.05 else "less than 0.1"
+    side = "lower" if mean < 0 else "higher"
+    what = f"{size}\N{NO-BREAK SPACE}% {side} than" if mean else "the same as"
+    is_settled = f"95\N{NO-BREAK SPACE}% interval {low:+.1f} to {high:+.1f}".replace("-", "−")
+    seeds = "one seed" if difference.pairs == 1 else f"{difference.pairs} seeds"
+    verdict = is_settled if difference.is_decided else "undecided"
+    return f"{own}: perplexity {what} {other}, {verdict}, {seeds}"
+
+
+def _perplexity_table(
+    group: PerplexityGroup | TargetsGroup, lines: Sequence[Line], others: Mapping[str, str]
+) -> Table:
+    """Perplexity for every arm, as tab:universal_ppl and tab:ppl-ood."""
+    rows = []
+    for line in lines:
+        cells = []
+        for label, arm in line.arms.items():
+            text = perplexity_stat(arm.perplexity(line.names)) if arm.losses else "–"
+            is_better = label in others and line.difference(label, others[label]).is_lower
+            cells.append(Cell(text, is_better))
+        rows.append(Row(line.label, cells, line.is_total))
+    title, about, corner = group.title, "", "target"
+    arms = list(lines[0].arms.values())
+    if isinstance(group, PerplexityGroup):
+        aim = lines[-1].names
+        worst = [Cell(perplexity_text(arm.worst(aim))) for arm in arms]
+        rows.append(Row("worst case", worst, True))
+        if others:
+            (baseline,) = set(others.values())
+            below = [sum(_is_below(line, arm, baseline) for line in lines[:-1]) for arm in arms]
+            cells = [
+                Cell("–" if arm.is_baseline else f"{number} of {len(aim)}")
+                for arm, number in zip(arms, below, strict=True)
+            ]
+            rows.append(Row(f"lower than {baseline}", cells, True))
+        title, corner = f"Perplexity per domain: {title}", "domain"
+        about = f"; {group.about}" if group.about else ""
+    is_several = any(len(arm.losses) > 1 for arm in arms)
+    note = (
+        f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss."
+        f"{ERRORS if is_several else ONE_SEED}"
+    )
+    heads = [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
+    return Table(title, note, corner, heads, rows)
+
+
+def _is_below(line: Line, arm: Arm, baseline: str) -> bool:
+    return line.difference(arm.label, baseline).mean < 0
+
+
+def _difference_table(
+    group: PerplexityGroup | TargetsGroup,
+    lines: Sequence[Line],
+    pairs: Sequence[tuple[str, str]],
+    baseline: str,
+) -> Table:
+    """Changes of perplexity between pairs of arms, with intervals over paired seeds."""
+    rows = []
+    for line in lines:
+        found = [line.difference(own, other) for own, other in pairs]
+        cells = [Cell(change_text(each), each.is_lower, each.is_higher) for each in found]
+        rows.append(Row(line.label, cells, line.is_total))
+    heads = [(own if other == baseline else f"{own} against {other}", "") for own, other in pairs]
+    is_several = any(len(arm.losses) > 1 for arm in lines[0].arms.values())
+    chance = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
+    title = f"Against {baseline}, seed by seed: {group.title}"
+    return Table(title, f"Change of perplexity. {MARKS}{chance}", "domain", heads, rows)
+
+
+def tasks_section(study: Study, group: TasksGroup) -> Section | None:
+    """k-shot accuracies of the arms over their common seeds, as tab:fewshot."""
+    scores: dict[str, dict[int, FewShotRecord]] = {}
+    for arm in group.arms:
+        for run in study.runs_of(arm.runs):
+            if run.few_shot is not None and records.is_scored(run.path, group):
+                scores.setdefault(arm.label, {})[run.seed] = run.few_shot
+    seeds = sorted(set.intersection(*map(set, scores.values()))) if scores else []
+    if not seeds:
+        return None
+    kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
+    first = next(iter(kept.values()))[0]
+    rows = []
+    for task in group.tasks:
+        texts = [_accuracy_text([each.tasks[task] for each in found]) for found in kept.values()]
+        texts.append(f"{100 * first.tasks[task].chance:.1f}")
+        rows.append(Row(task, list(map(Cell, texts))))
+    texts = [_accuracy_text([each.average for each in found]) for found in kept.values()]
+    rows.append(
+        Row("average", [*map(Cell, texts), Cell(f"{100 * first.average.chance:.1f}")], True)
+    )
+    note = (
+        f"Accuracy in per cent, {first.shots}-shot; ±: standard error, of documents and, where "
+        "there are several, of seeds."
+    )
+    if any(task.truncated_requests for task in first.tasks.values()):
+        note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
+    if group.task_limit is not None:
+        note += f" Of every task the first {plural(group.task_limit, 'document')} alone."
+    abouts = {arm.label: f"{arm.about}, {plural(len(seeds), 'seed')}" for arm in group.arms}
+    heads = [*((label, abouts[label]) for label in kept), ("chance", "one of the choices")]
+    return Section(group.title, tables=[Table(group.title, note, "task", heads, rows)])
+
+
+def _accuracy_text(scores: Sequence[Average]) -> str:
+    """The mean over seeds, with the error of seeds and documents together."""
+    seeds = stat_of(each.acc for each in scores)
+    of_documents = [each.acc_stderr for each in scores if each.acc_stderr is not None]
+    mean = f"{100 * seeds.mean:.1f}"
+    if len(of_documents) < len(scores):
+        return mean
+    # Seeds answer the same documents, so that more of them do not make these fewer.
+    error = math.hypot(seeds.error or 0.0, math.fsum(of_documents) / len(scores))
+    return f"{mean} ± {100 * error:.1f}"
+
+
+def cost_section(study: Study, group: CostGroup) -> Section | None:
+    """Tokens, FLOPs and hours of each method, and against the first's: tab:robust's last row."""
+    costs: dict[str, list[tuple[float, float, float]]] = {}
+    for method in group.methods:
+        for names in method.runs:
+            runs = study.runs_of(names)
+            if len(runs) == len(names) and all(run.is_complete for run in runs):
+                costs.setdefault(method.label, []).append(_cost_of(runs))
+    if not costs:
+        return None
+    means = [np.mean(each, axis=0) for each in costs.values()]
+    rows = []
+    for place, (label, unit) in enumerate((("tokens", 1), ("FLOPs", 1), ("hours", 3600))):
+        values = [float(mean[place]) / unit for mean in means]
+        if not any(values):
+            continue
+        told = [f"{value:.3g}" if unit > 1 else count_text(value) for value in values]
+        ratios = [f"{value / values[0]:.2f} ×" if values[0] else "–" for value in values]
+        cells = [Cell(f"{text}  ({ratio})") for text, ratio in zip(told, ratios, strict=True)]
+        rows.append(Row(label, cells))
+    note = (
+        "Of one seed, references and targets included; in brackets against the first column. "
+        "FLOPs: 6 N a token (2 N where a reference is only run), and rows (rows + 1) N a step for "
+        "the Gram matrix. Hours: steps at their median time on the machine of the runs."
+    )
+    heads = [(label, plural(len(each), "seed")) for label, each in costs.items()]
+    return Section(group.title, tables=[Table(group.title, note, "", heads, rows)])
+
+
+def _cost_of(runs: Sequence[Run]) -> tuple[float, float, float]:
+    """(tokens, FLOPs, seconds) of one seed's runs together."""
+    flops = 0.0
+    for run in runs:
+        flops += 6 * run.num_parameters * run.tokens_seen
+        if run.record.stage == "proxy":
+            rows = len(run.domains) * run.tokens_seen // run.tokens
+            flops += rows * (rows + 1) * run.num_parameters * run.steps
+        if run.record.stage == "doremi":
+            references = [other for other in runs if other.record.stage == "base"]
+            flops += sum(2 * other.num_parameters for other in references) * run.tokens
+    seconds = sum(run.steps * run.seconds_per_step for run in runs)
+    return sum(run.tokens_seen for run in runs), flops, seconds
+
+
+def provenance_section(study: Study) -> Section:
+    """Every run and its settings, the text there was, the versions."""
+    told = [run.record.versions for run in study.shown]
+    lines = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told)
+    remarks = [f"Made with {line}." for line in dict.fromkeys(lines) if line]
+    if study.plan is not None:
+        plan = study.plan
+        remarks.append(f"doge-fast experiment {plan.name} --preset {plan.preset}; {plan.data}.")
+    runs = [
+        (
+            *(run.name, run.record.stage, _what(run), run.asked.model.model, str(run.steps)),
+            *(count_text(run.tokens), f"{run.asked.training.learning_rate:g}", str(run.seed)),
+            f"{run.seconds_per_step:.2g}" if math.isfinite(run.seconds_per_step) else "–",
+            run.record.created[:10],
+        )
+        for run in study.shown
+    ]
+    header = ("run", "stage", "what", "model", "steps", "tokens", "peak lr", "seed")
+    table = table_of((*header, "s per step", "date"), runs, title="Runs")
+    return Section("Where this comes from", tables=[table, _corpus_table(study)], remarks=remarks)
+
+
+def _what(run: Run) -> str:
+    if run.record.stage == "base":
+        weights = Path(run.asked.weights)
+        return f"weights {weights.parent.name if weights.name == 'weights.json' else weights.name}"
+    if run.record.stage == "doremi":
+        return f"reference {Path(run.asked.reference).name}"
+    mu = "" if run.asked.mu is None else f", mu {run.asked.mu:g}"
+    score = "" if run.asked.score == "paper" else f", score {run.asked.score}"
+    return f"target {' '.join(run.asked.target)}{mu}{score}"
+
+
+def _corpus_table(study: Study) -> Table:
+    """What there is of every domain; of a domain of several corpora, what the first run saw."""
+    corpora = [run.record.corpus for run in study.shown]
+    # The first run's come last, and so count.
+    found = {k: v for each in corpora[::-1] for k, v in {**each.targets, **each.domains}.items()}
+    names = dict.fromkeys(name for each in corpora for name in (*each.domains, *each.targets))
+    keys = ("train_tokens", "documents", "train_blocks", "validation_blocks")
+    rows = [
+        (name, *(f"{getattr(found[name], key):,}".replace(",", " ") for key in keys))
+        for name in names
+    ]
+    header = ("domain", "training tokens", "documents", "training blocks", "held-out blocks")
+    note = f"Blocks of {corpora[0].block_size} tokens; a vocabulary of {corpora[0].vocab_size}."
+    return table_of(header, rows, title="Corpus")._replace(note=note)
+
+
+def warnings_section(study: Study) -> Section | None:
+    """Everything that a reader should know before believing a number."""
+    told = list(_warnings(study))
+    return Section("Before you use them", remarks=told) if told else None
+
+
+def _warnings(study: Study) -> Iterator[str]:
+    if missing := study.unmeasured:
+        shown = listed(missing[:5]) + (" and others" if len(missing) > 5 else "")
+        yield (
+            f"{plural(len(missing), 'run')} not complete yet, so left out: {shown}. The same "
+            "command goes on with them."
+        )
+    # Runs of one corpus say the same.
+    yield from dict.fromkeys(told for run in study.shown for told in run.record.warnings)
+    for proxy in study.proxies:
+        yield from (f"{proxy.label}: {told}" for told in proxy.warnings())
+        if len(proxy.runs) == 1:
+            yield f"{proxy.label}: one seed, so the spread of its weights is unknown."
+    for run in study.shown:
+        yield from (f"{run.name}: {told}" for told in _run_warnings(run))
+    bases = [run for run in study.shown if run.record.stage == "base"]
+    if not bases:
+        yield (
+            "No base model has been trained with these weights, so whether they help is not known. "
+            "Train one at them and one at uniform weights with doge-fast base; evaluate both."
+        )
+    if study.plan is None:
+        if unknown := [run.name for run in bases if run.losses() is None]:
+            yield f"{listed(unknown)}: not measured, so left out; doge-fast evaluate measures it."
+        blocks = [run.evaluation.blocks for run in bases if run.evaluation is not None]
+        if any(each != blocks[0] for each in blocks):
+            yield "Base models were measured on different numbers of held-out blocks."
+
+
+def _run_warnings(run: Run) -> Iterator[str]:
+    if not run.is_complete:
+        yield (
+            f"not complete, its records end at step {run.last_step} of {run.steps}. The command "
+            "that began it goes on, or says why it cannot."
+        )
+    if skipped := sum(line.skipped for line in run.train):
+        yield f"{plural(skipped, 'logged step')} skipped for a gradient that was not finite."
+    diverged = [name for name, loss in (run.losses() or {}).items() if not math.isfinite(loss)]
+    if diverged:
+        yield f"diverged; the held-out loss of {listed(diverged)} is not finite."
