@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -328,6 +329,19 @@ def _build_alone(library: Path, recipe: Recipe) -> None:
             made.rename(folder)
 
 
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End what is left of a build: torch's process, ninja and the compilers."""
+    # Ninja gives each compiler a group of its own, and ends it when it is asked to end itself.
+    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+            until = time.monotonic() + patience_s
+            while time.monotonic() < until:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+
+
 def compile_into(folder: Path, name: str, recipe: Recipe) -> None:
     """Let torch's builder make `<name>.so` in an empty folder; raises BuildError."""
     import ninja
@@ -362,8 +376,7 @@ def compile_into(folder: Path, name: str, recipe: Recipe) -> None:
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"Compiling {name} took longer than {_TIMEOUT_S:g} s.") from error
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end_group(process)
     if process.returncode != 0 or not (folder / f"{name}.so").is_file():
         # Of a compiler the first error, else the last line, torch's.
         lines = [line for line in map(str.strip, said.splitlines()) if line]

