@@ -83,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ending(error: BaseException, words: list[str], directory: Path | None) -> failures.Ending:
-    """The exit code and the sentence for an error."""
     if isinstance(error, ModuleNotFoundError) and not _is_ours(error):
         extra = _EXTRAS.get(str(error.name), "pipeline")
         return failures.Ending(
@@ -129,7 +128,6 @@ def _make_visible(record: logging.LogRecord) -> bool:
 
 
 def _print(lines: Sequence[str]) -> int:
-    """Print the verb's lines on the first rank."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         for line in lines if ranks.is_first() else ():
@@ -177,7 +175,6 @@ def _configured(words: list[str]) -> Any:
 
 
 def _answer(config: Any, words: list[str]) -> list[str]:
-    """Run the verb; the lines to print."""
     verb = VERBS[_verb_of(words)[0]]
     _load(verb.loads)
     if isinstance(config, configs.ExperimentConfig) and config.plan:

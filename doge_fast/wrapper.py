@@ -88,7 +88,6 @@ class OptimizerWrapper(Optimizer):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Add the hook dicts that are missing, and a step that runs the hooks."""
         for name in _HOOKS:
             if name not in self.__dict__:
                 setattr(self, name, OrderedDict())
@@ -130,7 +129,6 @@ def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
 
 
 def _checked(optimizer: object) -> Optimizer:
-    """The optimizer, if it can be wrapped."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "DoGEOptimizer wraps a torch.optim.Optimizer, for example "

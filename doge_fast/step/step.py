@@ -277,7 +277,6 @@ class Step:
         self._are_zeros_left = False
 
     def _row_of(self, name: str) -> int:
-        """The row of the domain in this rank's buffer."""
         self._received.counts.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
             return self.subset.slot_of(name)
@@ -520,7 +519,6 @@ class Step:
 
     @contextmanager
     def _dropped_on_failure(self) -> Iterator[None]:
-        """Drop what has been collected if the block raises."""
         try:
             yield
         except BaseException:
@@ -593,7 +591,6 @@ class Step:
         self.parameters.forget()
 
     def _check_name(self, name: str) -> None:
-        """Refuse a domain that is not one of this step's."""
         if self.subset.holds(name):
             return
         if name in self.subset.all_rows:

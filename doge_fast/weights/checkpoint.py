@@ -72,7 +72,6 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     """
     _check_version(values[0])
     head, numbers = values[:3], values[3:]
-    # Version 1 had no mu.
     mu = numbers[-1:] if values[0] > 1 else ()
     numbers = numbers[: len(numbers) - len(mu)]
     num_domains, num_rows = len(objective.domains), len(objective.rows)

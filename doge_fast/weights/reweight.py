@@ -250,7 +250,6 @@ def num_values(num_rows: int, num_slots: int, num_domains: int) -> int:
 def _step_views(
     values_V: Tensor, skipped: Tensor, found_inf: Tensor, *, num_rows: int, num_slots: int
 ) -> LastStep:
-    """The parts of a step's values, by name."""
     sizes = [num_rows**2, num_slots, num_rows]
     sizes += [len(values_V) - sum(sizes) - 1, 1]
     gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)

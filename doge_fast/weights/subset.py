@@ -76,7 +76,6 @@ class Subset:
 
 
 def _checked_number(objective: Objective, num_domains: int | None) -> int:
-    """S, which is K for None."""
     names = objective.domains
     if num_domains is None or num_domains == len(names):
         return len(names)
