@@ -242,11 +242,6 @@ def _with_all_pairs(gram_RR: Tensor, num_domains: int, num_drawn: int) -> Tensor
     return gram_RR * factor_RR
 
 
-def num_values(num_rows: int, num_slots: int, num_domains: int) -> int:
-    """V = R^2 + B + R + 4 K + 1."""
-    return num_rows * num_rows + num_slots + num_rows + 4 * num_domains + 1
-
-
 def _step_views(
     values_V: Tensor, skipped: Tensor, found_inf: Tensor, *, num_rows: int, num_slots: int
 ) -> LastStep:
@@ -269,8 +264,9 @@ def _step_views(
 
 
 def empty_outputs(gram_BB: Tensor, state_S: Tensor, tau_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty results: [V] float64, a bool and a float32 scalar."""
-    size = num_values(len(tau_R), len(gram_BB), num_domains_of(state_S))
+    """Empty results: [V] float64, a bool and a float32 scalar; V = R^2 + B + R + 4 K + 1."""
+    num_rows = len(tau_R)
+    size = num_rows**2 + len(gram_BB) + num_rows + 4 * num_domains_of(state_S) + 1
     return (
         gram_BB.new_empty(size),
         gram_BB.new_empty((), dtype=torch.bool),

@@ -113,13 +113,11 @@ def difficulty(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
     return (tau_R * gram_RR.diagonal())[:num_domains]
 
 
-def clip_factors(norms_R: Tensor, max_norm: float | Tensor | None) -> Tensor:
-    """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones when `max_norm` is None or infinite.
+def clip_factors(norms_R: Tensor, max_norm: float | Tensor) -> Tensor:
+    """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones if `max_norm` is infinite.
 
     The Gram matrix of clipped rows is diag(s) G diag(s), so no gradient is read or written.
     """
-    if max_norm is None:
-        return torch.ones_like(norms_R)
     return (max_norm / (norms_R + NORM_FLOOR)).clamp(max=1)
 
 
