@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 
 __all__ = ["DoGEOptimizer", "DomainMixture", "LastStep", "Score", "__version__"]
 
-# Imported when they are asked for: the first use needs torch, which takes seconds, and the command
-# line shows weights and help without it.
+# Imported at first use: they need torch, which takes seconds to import, and the command line shows
+# weights and help without it.
 _HOMES = {
     "DoGEOptimizer": "doge_fast.optimizer",
     "DomainMixture": "doge_fast.mixture",

@@ -1,7 +1,6 @@
-"""Finds the folders that stand beside the package in a checkout and inside it in a wheel.
+"""Find the source folders of the kernels.
 
-A checkout has `kernels/` and `csrc/` next to `doge_fast/`; a wheel carries them as
-`doge_fast/_src/`. The first that holds both wins.
+A checkout has `kernels/` and `csrc/` next to `doge_fast/`; a wheel has both in `doge_fast/_src/`.
 """
 
 from pathlib import Path

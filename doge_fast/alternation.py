@@ -1,9 +1,9 @@
-"""How times are compared: in turns, in one process, with medians of ratios.
+"""Compare times in one process: alternated calls, and medians of ratios.
 
-A machine's speed drifts by tens of percent over minutes, so a single time says little. What is
-compared runs alternately, once a round; each round gives one ratio; the median of the ratios and
-their quartiles are reported. `doge-fast profile`, the measured bandwidth and all of `benchmarks`
-measure through here.
+A machine's speed drifts by tens of percent over minutes, so a single time says little. The calls
+to compare run alternately, once a round. Each round gives one ratio; the median and quartiles of
+the ratios are reported. `doge-fast profile`, the measured bandwidth and all of `benchmarks`
+use this module.
 """
 
 import gc
@@ -18,18 +18,18 @@ import torch
 Call = Callable[[], object]
 
 MIN_ROUNDS = 3
-# Calls of which the slowest says how long the host takes to queue one.
+# The host's time to queue a call is the longest of this many.
 HOST_SAMPLES = 3
-# How much longer than that the device sleeps: the host is not equally fast at every call, and a
-# sleep that is too long costs its own time and nothing else.
+# The device sleeps this many times as long, since the host's time varies; sleeping too long does
+# not change the measured time.
 HOST_MARGIN = 2.0
-# Of the sleep that says how fast a device counts: a millisecond or so, of which an event sees all.
+# Cycles of the sleep that measures a device's clock: about a millisecond.
 COUNTED_CYCLES = 2_000_000
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Paired times of a variant and what it is compared with."""
+    """Paired times of a variant and a baseline."""
 
     variant_ms: float
     """Median."""
@@ -45,7 +45,7 @@ class Ratio:
 
 
 class Clock:
-    """Time that a part of a benchmark may take; what it could not do by then is left out."""
+    """A time limit for a part of a benchmark."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = seconds
@@ -57,7 +57,7 @@ class Clock:
         return time.monotonic() - self._start
 
     def expired(self) -> bool:
-        """Whether nothing new should be begun."""
+        """Whether the time is over."""
         return self.spent >= self.seconds
 
 
@@ -88,16 +88,16 @@ def alternated(
     seconds: float = math.inf,
     hide_host: bool = False,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, all of them warm already.
+    """Milliseconds of each call in each round.
 
     Args:
-        calls: what runs once a round; who begins changes from round to round.
-        rounds: how many, if time allows.
-        device: whose queue is drained around each sample.
-        before: runs ahead of each sample and is not timed.
-        seconds: no round is begun after that, except the first `MIN_ROUNDS`.
-        hide_host: a GPU's time alone, as of an operator that is one of many in a queue; else what
-            the host takes to queue the work counts too, as it does in a step.
+        calls: warmed-up calls; each runs once a round, in an order that changes.
+        rounds: number of rounds, if time allows.
+        device: its queue is drained around each sample.
+        before: runs before each sample and is not timed.
+        seconds: no round begins after that, except the first `MIN_ROUNDS`.
+        hide_host: measure a GPU's time alone, as of an operator in a full queue. Otherwise the
+            host's time to queue the work counts too, as in a step.
     """
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -105,7 +105,7 @@ def alternated(
     if hide_host:
         cycles = {name: cycles_to_hide(call, device) for name, call in calls.items()}
     clock = Clock(seconds)
-    # A collection inside one sample would be charged to whoever runs then.
+    # A garbage collection would count for the call in which it happens.
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -131,14 +131,15 @@ def timed_ms(
 ) -> float:
     """Milliseconds of one call, the device's queue drained before and after.
 
-    On a GPU between events. An event that finds the queue empty happens at once, and what the host
-    then does until the first kernel is in the queue counts as time of the call: its checks, its
-    tables, its launches.
+    On a GPU the time is between two events. In an empty queue the first event happens at once, so
+    the host's work until the first kernel is queued counts too.
 
     Args:
-        before: runs ahead of the call and is not timed.
-        sleep_cycles: that a GPU sleeps ahead of the first event, as from `cycles_to_hide`: all of
-            the call is queued before it begins.
+        call: the call to time.
+        device: where it runs.
+        before: runs before the call and is not timed.
+        sleep_cycles: a GPU sleeps so long before the first event that the host can queue the whole
+            call meanwhile; see `cycles_to_hide`.
     """
     synchronize(device)
     if before is not None:
@@ -151,10 +152,10 @@ def timed_ms(
 
 
 def cycles_to_hide(call: Call, device: torch.device | str) -> int:
-    """How long a GPU must sleep for the host to queue all of a call meanwhile; 0 on a CPU.
+    """Clock cycles that a GPU must sleep while the host queues a call; 0 on a CPU.
 
-    The longest of a few calls as the host sees them, with a margin, in cycles of the clock as fast
-    as it runs now. A call that waits for the device takes longer still; that does no harm.
+    The longest of a few calls, timed on the host, with a margin. For a call that waits for the
+    device this is too long, which does no harm.
     """
     if torch.device(device).type != "cuda":
         return 0
@@ -169,7 +170,7 @@ def cycles_to_hide(call: Call, device: torch.device | str) -> int:
 
 
 def _cycles_per_ms(device: torch.device | str) -> float:
-    """Measured: what a driver says of clocks is not what they do, and they rise with work."""
+    # Measured: clocks rise with work, and the driver's figure is not the current one.
     sleeps_ms = [
         _between_events(lambda: torch.cuda._sleep(COUNTED_CYCLES), device)  # type: ignore[no-untyped-call]
         for _ in range(HOST_SAMPLES)
@@ -194,7 +195,7 @@ def _between_events(call: Call, device: torch.device | str, sleep_cycles: int = 
 def ratio_of(
     variant_ms: Sequence[float], baseline_ms: Sequence[float], scale: float = 1.0
 ) -> Ratio:
-    """Median and quartiles of `scale` times the ratios of two rows of times."""
+    """Median and quartiles of `scale` times the ratios of paired times."""
     ratios = [scale * a / b for a, b in zip(variant_ms, baseline_ms, strict=True)]
     low, high = quartiles(ratios)
     return Ratio(
@@ -208,15 +209,15 @@ def ratio_of(
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper."""
+    """The lower and the upper quartile."""
     if len(values) < 2:
         return values[0], values[0]
-    # Inclusive: with few values the other rule leaves their range.
+    # "inclusive": with few values the other method leaves their range.
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for the device; a CPU never lags."""
+    """Wait for a GPU's queue; nothing to do on a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Writing a file so that a reader sees the old one or the new one, and never half of one."""
+"""Write files so that a reader sees the old content or the new, never a part of it."""
 
 import os
 import secrets
@@ -8,21 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 
 _ENDING = ".writing"
-# What is older was left by a process that was killed.
+# Older temporary files were left by killed processes.
 _ABANDONED_SECONDS = 3600.0
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file beside `path`, on the disk, and rename it over `path`.
+    """Write a temporary file in the directory of `path`, sync it, and rename it to `path`.
 
-    The file's mode is that of any new file. A link at `path` is followed, as by `open`.
+    The file gets the mode of a new file. A link at `path` is followed, as by `open`.
 
     Args:
         path: in a directory that exists; a pipe or a device is written to directly.
         content: text is written as UTF-8.
 
     Raises:
-        OSError: it cannot be written; `path` is as it was.
+        OSError: the file cannot be written; `path` is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
@@ -32,7 +32,7 @@ def write(path: Path, content: str | bytes) -> None:
     _sweep(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_ENDING}")
     try:
-        # Exclusive: nobody can have put a link there.
+        # O_EXCL refuses a link that somebody has put there.
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
             file.write(data)
             file.flush()
@@ -42,14 +42,15 @@ def write(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             os.unlink(beside)
         if isinstance(error, OSError) and error.errno:
-            # Not the name of the file beside it, or none.
+            # Otherwise the message names the temporary file, or none.
             error.filename = str(path)
         raise
     keep_names(path.parent)
 
 
 def open_as_new(folder: Path) -> None:
-    """Give every file in a folder the mode that a new one has; safetensors' are their owner's."""
+    """Give every file in a folder the mode of a new file."""
+    # safetensors writes files that only their owner can read.
     probe = folder / f".{secrets.token_hex(8)}{_ENDING}"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
@@ -60,14 +61,14 @@ def open_as_new(folder: Path) -> None:
 
 
 def keep_names(directory: Path) -> None:
-    """Have the names in a directory survive a loss of power, where the system can."""
+    """Sync the names in a directory to disk, if the system can."""
     # Windows opens no directories, and some network file systems do not sync them.
     with suppress(OSError):
         keep(directory)
 
 
 def keep(path: Path) -> None:
-    """Have what a file or a directory holds survive a loss of power."""
+    """Sync a file or a directory to disk, so that it survives a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,9 +77,9 @@ def keep(path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left of this file."""
+    """Remove temporary files of `path` that killed processes have left."""
     start = f".{path.name}."
-    # Another process may sweep them too.
+    # OSError: another process may remove them at the same time.
     with suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
             if entry.name.startswith(start) and entry.name.endswith(_ENDING):

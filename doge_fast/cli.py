@@ -1,8 +1,8 @@
-"""The command line: parses, calls one stage, says in one sentence what is wrong.
+"""The command line: parse, call one stage, report an error in one sentence.
 
 Flags are the fields of the verb's dataclass in `pipeline/config`; their help is its docstrings.
-Stages are imported once one is chosen, so `--help` is quick and an installation without the
-pipeline's dependencies can say what it lacks.
+A stage is imported when its verb is called, so `--help` is quick and an installation without the
+pipeline's dependencies can say which are missing.
 """
 
 import difflib
@@ -27,24 +27,24 @@ from doge_fast.pipeline.config.ranges import check as check_ranges
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
-# Of packages that a verb imports when it is asked for more than usual.
+# {package: the extra that installs it}; for all others it is `pipeline`.
 _EXTRAS = {"lm_eval": "fewshot"}
 _RESUMES = "A training resumes from its last checkpoint with the same command."
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
 class Verb(NamedTuple):
-    """A word, or two, that the program is called with."""
+    """A subcommand of one or two words."""
 
     config: type
     run: Callable[[Any], list[str]]
     """Returns lines to print."""
     is_positional: bool = False
-    """Whether fields that must be given stand without a flag: they are what the verb is about."""
+    """Whether required fields are positional arguments."""
     loads: tuple[str, ...] = ("torch", "datasets", "transformers", "transformers.trainer")
-    """Packages that it needs and that take seconds to import."""
+    """Packages that the verb needs and that take seconds to import."""
     takes_ranks: bool = False
-    """Whether several processes of a launcher can share it."""
+    """Whether it may run in several processes of a launcher."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None: that of the process.
 
     Returns:
-        0; 2 where what was typed or given is wrong, 1 where the world is (a full disk, a damaged
-        file, another process, or what nobody foresaw), each with a sentence on stderr; 130 after
-        Ctrl-C, 143 after SIGTERM. With DOGE_FAST_TRACEBACK=1 in the environment an error shows
-        where it came from.
+        0; 2 if the arguments or the user's files are wrong; 1 for any other failure (a full disk,
+        a damaged file, another process, a bug); each with a sentence on stderr; 130 after Ctrl-C,
+        143 after SIGTERM. With DOGE_FAST_TRACEBACK=1 in the environment errors are raised, with
+        their traceback.
     """
     _log_visibly()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        # Not Exception: panics of libraries in Rust are none.
+        # Not Exception: panics of Rust libraries do not derive from it.
         if os.environ.get(TRACEBACK):
             raise
         return _refuse(*_ending(error, words, _directory_of(config)))
@@ -83,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ending(error: BaseException, words: list[str], directory: Path | None) -> failures.Ending:
-    """The exit code and the sentence of whatever a verb raised."""
     if isinstance(error, ModuleNotFoundError) and not _is_ours(error):
         extra = _EXTRAS.get(str(error.name), "pipeline")
         return failures.Ending(
@@ -94,14 +93,14 @@ def _ending(error: BaseException, words: list[str], directory: Path | None) -> f
     foreseen = failures.ending_of(error, directory)
     if foreseen is not None:
         return foreseen
-    # A directory that is no run yet stays empty, so that it can become one.
+    # No report into a directory that is not a run yet: it must stay empty to become one.
     is_run = directory is not None and os.path.exists(directory / "config.json")
     return failures.unforeseen(error, words, directory if is_run else None)
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends what is under way as Ctrl-C does, unless somebody else has a use for it."""
+    """Raise on SIGTERM, as on Ctrl-C, unless another handler is installed."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -114,11 +113,11 @@ def _terminable() -> Iterator[None]:
 
 
 def _log_visibly() -> None:
-    """What is logged goes to stderr, without characters that a terminal obeys."""
+    """Log to stderr, without control characters."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.addFilter(_make_visible)
-    # What all ranks of a run say, the first one says.
+    # Only the first rank logs what all ranks would.
     level = logging.INFO if ranks.is_first() else logging.ERROR
     logging.getLogger("doge_fast").setLevel(level)
 
@@ -129,11 +128,10 @@ def _make_visible(record: logging.LogRecord) -> bool:
 
 
 def _print(lines: Sequence[str]) -> int:
-    """The verb's answer, from the first rank."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         for line in lines if ranks.is_first() else ():
-            # What the terminal has no letters for is written as in Python, as on stderr.
+            # Characters outside the terminal's encoding become escapes, as on stderr.
             print(named.visible(line).encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
@@ -147,12 +145,12 @@ def _print(lines: Sequence[str]) -> int:
 
 
 def _mute() -> None:
-    """Closing our standard output at exit must not fail too."""
+    """Redirect standard output, so that closing it at exit does not fail too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overviews(words: list[str]) -> list[str]:
-    """Help, or the version, where that is what the words ask for."""
+    """Help, or the version, if the words ask for it."""
     if words in ([], ["-h"], ["--help"]):
         return [overview()]
     if words == ["--version"]:
@@ -162,14 +160,14 @@ def _overviews(words: list[str]) -> list[str]:
 
 
 def _configured(words: list[str]) -> Any:
-    """What a verb is told, every number in its range."""
+    """The verb's configuration, with checked ranges."""
     name, _ = _verb_of(words)
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
     try:
         config = parse(words)
     except BrokenPipeError:
-        # Of help: it is printed there, to a reader that has enough of it.
+        # parse() prints help, and its reader has closed the pipe.
         _mute()
         raise SystemExit(0) from None
     check_ranges(config)
@@ -177,7 +175,6 @@ def _configured(words: list[str]) -> Any:
 
 
 def _answer(config: Any, words: list[str]) -> list[str]:
-    """The verb's lines."""
     verb = VERBS[_verb_of(words)[0]]
     _load(verb.loads)
     if isinstance(config, configs.ExperimentConfig) and config.plan:
@@ -186,9 +183,9 @@ def _answer(config: Any, words: list[str]) -> list[str]:
 
 
 def _directory_of(config: Any) -> Path | None:
-    """The directory that a verb writes in, where it is there."""
+    """The directory that a verb writes in, if it exists."""
     out = getattr(config, "run", getattr(config, "out", None))
-    # Not Path's own, which raises where a name is too long.
+    # Not Path.is_dir, which raises if a name is too long.
     return out if out is not None and os.path.isdir(out) else None
 
 
@@ -206,10 +203,10 @@ def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
     if name not in VERBS:
         known = members or [each.split()[0] for each in VERBS]
         near = difflib.get_close_matches(name, known, n=1)
-        told = (
+        hint = (
             f"Did you mean {near[0]}?" if near else f"There are {', '.join(dict.fromkeys(known))}."
         )
-        raise ValueError(f"{name} is no verb. {told}")
+        raise ValueError(f"{name} is no verb. {hint}")
     return name, others[1:] if members else others
 
 
@@ -217,8 +214,7 @@ def parse(words: Sequence[str]) -> Any:
     """The dataclass of the verb that the words begin with, made from the words after it.
 
     Raises:
-        ValueError: there is no such verb, or the file that `--config` names is not what it should
-            be.
+        ValueError: there is no such verb, or the file of `--config` is malformed.
         SystemExit: help was asked for, or a flag is wrong.
     """
     from doge_fast.pipeline.config import flags
@@ -229,7 +225,7 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def overview(first: str = "") -> str:
-    """All verbs with a sentence each, or those that begin with a word."""
+    """A table of the verbs that begin with `first`, with a sentence each."""
     from doge_fast.pipeline.tables import table_of, text
 
     shown = {name: verb for name, verb in VERBS.items() if name.startswith(first)}
@@ -243,7 +239,7 @@ def overview(first: str = "") -> str:
 
 
 def _load(packages: Sequence[str]) -> None:
-    """Import what takes seconds; on a terminal something moves meanwhile."""
+    """Import slow packages, with a spinner on a terminal."""
     missing = [package for package in packages if package not in sys.modules]
     if missing:
         from rich.console import Console
@@ -255,7 +251,7 @@ def _load(packages: Sequence[str]) -> None:
 
 
 def _in(module: str, function: str) -> Callable[[Any], list[str]]:
-    """A verb that is a function of ours, imported when it is called."""
+    """A function of this package, imported when it is called."""
     return lambda config: getattr(import_module(f"doge_fast.{module}"), function)(config)
 
 
@@ -310,7 +306,7 @@ def _select(config: configs.SelectConfig) -> list[str]:
 def _evaluate(config: configs.EvaluateConfig) -> list[str]:
     if not config.perplexity and not config.tasks.tasks:
         raise ValueError("With --no-perplexity there is nothing to measure; name --tasks.")
-    # Both speak before either computes: what is wrong with a task need not wait.
+    # First, so that a mistake in the tasks is reported before anything is computed.
     if config.tasks.tasks:
         from doge_fast.pipeline import fewshot
 
@@ -358,7 +354,7 @@ def _profile(config: configs.ProfileConfig) -> list[str]:
 
 _WEIGHTS = "pipeline.weights.verbs"
 _RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
-# What verbs load that draw, and compute nothing.
+# Packages of verbs that draw and compute nothing.
 _DRAWS = ("matplotlib.figure",)
 VERBS: dict[str, Verb] = {
     "demo": Verb(configs.DemoConfig, _demo),
@@ -381,13 +377,13 @@ VERBS: dict[str, Verb] = {
 
 
 def _is_ours(error: ModuleNotFoundError) -> bool:
-    """A module of this package that is missing is a bug, not a missing extra."""
+    """Whether a module of this package is missing: a bug, not a missing extra."""
     return error.name is None or error.name.split(".")[0] == "doge_fast"
 
 
 def _refuse(code: int, sentence: str) -> int:
     where = "" if ranks.is_first() else f", rank {ranks.place()[0]}"
-    # A terminal that is gone reads nothing.
+    # The terminal may be closed.
     with suppress(OSError):
         print(f"doge-fast{where}: {named.visible(sentence)}", file=sys.stderr)
     return code

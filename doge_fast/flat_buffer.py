@@ -3,14 +3,12 @@
 The buffer is parameter-major: for each parameter one contiguous block of B rows, each as long
 as the parameter, padded with zeros to a multiple of 64 elements. A block is allocated when the
 first gradient of its parameter appears, so building the buffer costs nothing and a parameter
-that never sees a gradient never gets one. Beside its block a parameter has the combined
-gradient that becomes `p.grad`; it is kept from step to step, since fresh pages cost more than
-the arithmetic.
+without a gradient has no block. Beside its block a parameter has the combined gradient that
+becomes `p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
 
-On a CPU gradients arrive one parameter at a time, in the middle of a backward pass. They are
-collected until `PENDING_BYTES` of them wait and are then written in one call, which keeps the
-number of calls low without keeping a second copy of the gradient alive. Elsewhere those of all
-parameters arrive together, when a domain is left.
+On a CPU gradients arrive one parameter at a time, during the backward pass. They wait until they
+fill `PENDING_BYTES` and are then written in one call: few calls, and no second copy of the whole
+gradient. On a GPU the gradients of all parameters arrive together, when a domain is left.
 """
 
 import threading
@@ -30,7 +28,7 @@ from doge_fast.tracing import phase
 ALIGNMENT = 64
 # Rows a multiple of a page apart share their cache sets; the Gram matrix reads them side by side.
 PAGE_BYTES = 4096
-# On a CPU what waits should still be in the cache; elsewhere fewer launches count for more.
+# On a CPU waiting gradients should still be in the cache; on a GPU fewer launches matter more.
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
 
@@ -54,7 +52,7 @@ class Block:
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.param = param
         self.made_for = _place_of(param)
-        # Of the gradients that came last: the rows hold them.
+        # Dtype of the last gradient; the rows can hold it.
         self.grad_dtype = dtype
         self.rows_BN = _new_rows(param, num_rows, dtype)
         self.rows = self._shaped()
@@ -64,7 +62,7 @@ class Block:
         self.combined: Tensor | None = None
 
     def _shaped(self) -> Sequence[Tensor]:
-        # As gradients are: nothing has to be viewed otherwise when they come.
+        # In the shape of the gradients, so that none is reshaped when it comes.
         return self.rows_BN.view(len(self.rows_BN), *local_of(self.param).shape).unbind(0)
 
     def rows_not_written(self) -> list[Tensor]:
@@ -72,7 +70,7 @@ class Block:
         return [row for r, row in enumerate(self.rows) if not self.written >> r & 1]
 
     def remake(self, num_rows: int, dtype: torch.dtype) -> None:
-        """Have more rows, or wider ones, from now on; what is written stays."""
+        """Replace the rows by more, or wider, ones with the same values."""
         before = self.rows
         self.rows_BN = _new_rows(self.param, num_rows, dtype)
         self.rows = self._shaped()
@@ -86,16 +84,14 @@ class Block:
         return local_of(self.param).numel()
 
     def gradient(self) -> Tensor:
-        """Memory of the combined gradient: shape, strides and dtype of the parameter.
-
-        Fused optimizers walk parameter and gradient in memory order, so the strides must agree.
-        """
+        """Memory of the combined gradient, in the shape and dtype of the parameter."""
         if self.combined is None:
+            # With its strides too: fused optimizers walk both in memory order.
             self.combined = torch.empty_like(local_of(self.param), requires_grad=False)
         return self.combined
 
     def give(self, gradient: Tensor) -> None:
-        """Have `gradient` as the parameter's; a sharded parameter gets it as one that is."""
+        """Set `param.grad`; for a sharded parameter `gradient` is this rank's part."""
         param: Any = self.param
         if local_of(param) is not param:
             gradient = type(param.data).from_local(
@@ -109,14 +105,14 @@ class Block:
         param.grad = gradient
 
     def combined_as(self, values_N: Tensor) -> Tensor:
-        """The combined gradient, from memory that holds it: [numel] of the parameter's dtype."""
+        """The combined gradient, viewed in or copied from [numel] of the parameter's dtype."""
         if self.param.is_contiguous():
             self.combined = values_N.view(self.param.shape)
             return self.combined
         return self.gradient().copy_(values_N.view(self.param.shape))
 
     def has_moved(self) -> bool:
-        """Whether the parameter has another device, dtype or shape than when its rows were made."""
+        """Whether the parameter's device, dtype or shape has changed since its rows were made."""
         return _place_of(self.param) != self.made_for
 
 
@@ -128,7 +124,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(param: Any, grad: Any) -> Tensor:
-    """This rank's part of a gradient, cut as the parameter is."""
+    """This rank's part of a gradient, sharded as the parameter is."""
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_of(grad)
@@ -139,7 +135,7 @@ OUT_OF_MEMORY = (
     "buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, domain() for stacked(), "
     "or more ranks. docs/how-to/memory.md says what each changes."
 )
-"""Note on an error of an allocation that fails."""
+"""Note added to the error of a failed allocation."""
 
 
 def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -160,12 +156,11 @@ class FlatBuffer:
     """Rows of domain gradients, filled during backward passes and read by the operators.
 
     Args:
-        num_rows: that blocks have at least; B, one for each row of a step, in one
-            process.
-        dtype: of the rows; None: that of each gradient. Sums over micro-batches round to it.
+        num_rows: the number of rows that each block has at least; B in one process.
+        dtype: of the rows; None: the dtype of each gradient. Sums over micro-batches round to it.
 
     Raises:
-        ValueError: the dtype is not a floating one.
+        ValueError: the dtype is not a floating type.
     """
 
     def __init__(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
@@ -185,7 +180,7 @@ class FlatBuffer:
         self._pending_adds = False
         # Parameters, dtypes and number of rows of the last domain, and its blocks.
         self._found: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
-        # A model on several devices runs its backward pass on a thread for each.
+        # autograd runs the backward pass of each device on its own thread.
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, object]:
@@ -210,10 +205,10 @@ class FlatBuffer:
         )
 
     def receive_all(self, row: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """`receive` of each parameter and its gradient, written at once.
+        """`receive` all parameters and their gradients in one call.
 
         Raises:
-            RuntimeError: a gradient is sparse, or lives elsewhere than the block.
+            RuntimeError: a gradient is sparse, or a parameter has moved since its block was made.
         """
         with self._lock:
             self.flush()
@@ -232,7 +227,7 @@ class FlatBuffer:
                     fill(list(compress(grads, these)), list(compress(rows, these)), add=add)
 
     def _blocks_for(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Block]:
-        """The blocks of parameters, ready for these gradients: looked up once for all domains."""
+        # Looked up once for all domains of a step.
         known, was, blocks = self._found
         kind = dtypes, _ = list(map(_dtype_of, grads)), self.num_rows
         is_known = params is known or list(map(id, params)) == list(map(id, known))
@@ -248,11 +243,12 @@ class FlatBuffer:
         """Add `grad` to row `row` of `param`'s block; the first of a step replaces what was there.
 
         Raises:
-            RuntimeError: the gradient is sparse, or lives elsewhere than the block.
+            RuntimeError: the gradient is sparse, or the parameter has moved since its block was
+                made.
         """
         if grad.layout != torch.strided:
             raise _refusal_of_sparse(param, grad)
-        # Called for every parameter and domain of a step: no call from here that can be spared.
+        # Runs for every parameter and domain of a step, so it makes few calls.
         with self._lock:
             block = self._blocks.get(id(param))
             if (
@@ -282,19 +278,20 @@ class FlatBuffer:
     def slots(
         self, first_row: int, num_rows: int, param: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, bool]:
-        """Neighbouring rows of `param`'s block, to be written at once, and whether to add to them.
+        """Neighbouring rows of `param`'s block for the caller to write, and whether to add to them.
 
-        Rows of 16 bits hold a gradient that was computed in them, and become float32 when a
-        second one is to be added or one of float32 comes.
+        With a buffer dtype of None, rows of 16 bits become float32 when a second gradient is added
+        or a float32 gradient comes.
 
         Args:
-            first_row: of the domains.
-            num_rows: from there on.
-            param: whose gradients come.
-            dtype: in which they are computed.
+            first_row: the first row to write.
+            num_rows: the number of rows.
+            param: the parameter whose gradients come.
+            dtype: the dtype in which they are computed.
 
         Returns:
-            [num_rows, numel]; where some hold a gradient of this step, the others hold zeros.
+            [num_rows, numel] rows; and True if one of them holds a gradient of this step, in which
+            case the others hold zeros.
 
         Raises:
             RuntimeError: the parameter has moved since its block was made.
@@ -315,7 +312,7 @@ class FlatBuffer:
             return block.rows_BN[first_row : first_row + num_rows], adds
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the gradients that wait."""
         if self._grads:
             with phase("accumulate"):
                 accumulate(self._grads, self._rows, add=self._pending_adds)
@@ -329,11 +326,11 @@ class FlatBuffer:
         for block in self._blocks.values():
             block.written = 0
             block.is_pending = False
-        # Until the next step the model may move.
+        # The model may move before the next step.
         self._found = [], None, []
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.clear()
         self._blocks.clear()
 
@@ -344,19 +341,20 @@ class FlatBuffer:
         return block is not None and block.combined is grad
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
-        """Of each parameter's rows; None where no domain gave it a gradient in this step."""
+        """The dtype of each parameter's rows; None without a gradient in this step."""
         blocks = [self._blocks.get(id(param)) for param in params]
         return [b.rows_BN.dtype if b is not None and b.written else None for b in blocks]
 
     def touched(
         self, params: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] | None = None
     ) -> list[Block]:
-        """Blocks of those `params` that any domain gave a gradient in this step, rows complete.
+        """Blocks of the `params` with a gradient in this step; rows without one hold zeros.
 
         Args:
-            params: in whose order the blocks are.
-            dtypes: of their rows on all ranks; None where there is no gradient anywhere. Where
-                there is one elsewhere alone, the rows here are zeros. None: as `dtypes_of` says.
+            params: the parameters, in the order of the blocks.
+            dtypes: dtype of each parameter's rows over all ranks, None without a gradient on any.
+                A parameter with a gradient on other ranks only has rows of zeros here. None: one
+                process, `dtypes_of(params)`.
         """
         self.flush()
         if dtypes is None:
@@ -405,16 +403,19 @@ def _refusal_of_sparse(param: Tensor, grad: Tensor) -> RuntimeError:
 
 
 def weighted_gradients(blocks: Sequence[Block], coefficients_B: Tensor) -> list[Tensor]:
-    """sum_r c_r g_r for every block, in the memory that becomes `p.grad`; in the order of `blocks`.
+    """sum_r c_r g_r for every block, in the memory that becomes `p.grad`.
 
     Args:
-        blocks: whose rows are complete.
+        blocks: as `FlatBuffer.touched` returns them.
         coefficients_B: [B] float64; a row with coefficient zero is not read.
+
+    Returns:
+        One tensor of the parameter's local shape for each block.
     """
     gradients = [block.gradient() for block in blocks]
     outs = gradients
     if not all(map(Tensor.is_contiguous, gradients)):
-        # Rows are in the parameter's logical order; memory in another order is filled afterwards.
+        # Rows have logical order: a gradient with other strides is copied from a contiguous sum.
         outs = [g if g.is_contiguous() else g.new_empty(g.shape) for g in gradients]
     weighted_sum([block.rows_BN for block in blocks], coefficients_B, out=outs)
     for gradient, values in zip(gradients, outs, strict=True):

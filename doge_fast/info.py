@@ -1,4 +1,4 @@
-"""What this machine has: devices, the operators that run on them, and why others do not."""
+"""Describe this machine: devices, and which implementation of each operator runs on them."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from doge_fast.kernels.build import BuildError, cache_dir
 from doge_fast.kernels.dispatch import AUTO, OPERATORS, preference
 
 PACKAGES = ("doge-fast", "torch", "triton", "transformers")
-# Those that decide which operators run and how they are built.
+# Environment variables that decide which operators run and how they are built.
 VARIABLES = (
     "DOGE_FAST_BACKEND",
     "DOGE_FAST_CACHE",
@@ -36,16 +36,16 @@ VARIABLES = (
 def info() -> dict[str, Any]:
     """Versions, devices with the implementation of each operator, cache and environment.
 
-    Asking compiles what is missing, as the first use would. Works with torch alone.
+    Compiles operators that are not compiled yet, as their first use would. Needs only torch.
 
     Returns:
         Strings, numbers, None, lists and dictionaries only:
         versions: {package: version};
-        devices: of every device its `device`, `name`, `what` it is in words, `operators`
-        ({operator: {implementation, reason}}) and `implementations` ({name: why it cannot run,
-        None if it can});
-        cache: `path`, `files`, `bytes`, and `libraries`, the compiled ones among the files;
-        environment: the variables that are set and that decide what runs.
+        devices: for each its `device`, `name`, `what` (a description), `operators` ({operator:
+        {implementation, reason}}) and `implementations` ({name: why it cannot run, None if it
+        can});
+        cache: `path`, numbers of `files`, `bytes` and compiled `libraries`;
+        environment: the `VARIABLES` that are set.
     """
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -58,13 +58,13 @@ def info() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of doge_fast and of what it runs on."""
+    """{package: version} of doge_fast, its dependencies and Python."""
     packages = {name: _version(name) for name in PACKAGES}
     return packages | {"torch": torch.__version__, "python": platform.python_version()}
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name, as its maker gives it."""
+    """The device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 def text(machine: dict[str, Any]) -> str:
-    """What `info` returns, as lines for people."""
+    """What `info` returns, as readable lines."""
     lines = ["  ".join(f"{name} {number}" for name, number in machine["versions"].items())]
     for device in machine["devices"]:
         lines += ["", f"{device['name']} ({device['device']}): {device['what']}"]
@@ -152,8 +152,9 @@ def _cache() -> dict[str, Any]:
 
 
 def _size(file: Path) -> int | None:
-    """Bytes of a file; None if it is a folder, or was renamed since by a process that builds."""
+    """Bytes of a file; None for a folder or a file that is gone."""
     try:
+        # A process that builds renames its files meanwhile.
         return file.stat().st_size if file.is_file() else None
     except OSError:
         return None

@@ -1,8 +1,8 @@
 """Several torch optimizers that step one model, presented as one.
 
-torch.optim.Muon takes matrices alone, so its users step the rest of the model with AdamW. The
-parameter groups of all are concatenated, and a state_dict has torch's format, with the parameters
-counted through, so that schedulers and checkpoints see one optimizer.
+torch.optim.Muon takes only matrices, so its users step the rest of the model with AdamW. Their
+parameter groups are concatenated. The state_dict has torch's format and numbers the parameters of
+all optimizers consecutively, so schedulers and checkpoints see one optimizer.
 """
 
 import inspect
@@ -23,12 +23,11 @@ class JoinedOptimizer(Optimizer):
     """Several optimizers of disjoint parameters as one.
 
     Args:
-        optimizers: at least two; their groups stay their own and are looked up at each access,
-            since an optimizer's `load_state_dict` replaces them.
+        optimizers: at least two.
 
     Raises:
-        ValueError: a parameter is in two of them, or one keeps more in its state_dict than torch's
-            two keys.
+        ValueError: two of them share a parameter, or a state_dict has keys other than `state` and
+            `param_groups`.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -40,21 +39,23 @@ class JoinedOptimizer(Optimizer):
                     f"{type(optimizer).__name__} keeps {sorted(further)} in its state_dict, which "
                     "has no place in that of several optimizers. Wrap it alone."
                 )
-        # Of what all have: OneCycleLR asks here whether it may cycle momentum in every group.
+        # Only what all have: OneCycleLR looks here whether every group has momentum.
         first, *others = (optimizer.defaults for optimizer in self.optimizers)
         self.defaults = {
             name: value for name, value in first.items() if all(name in each for each in others)
         }
-        # super().__init__ would copy the parameter groups; this sets up what else it does.
+        # Not super().__init__, which would copy the parameter groups.
         self.__setstate__({})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, in a new list."""
+        """The groups of all optimizers, in a new list."""
+        # Looked up at each access: an optimizer's load_state_dict replaces its groups.
         groups = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # In the living groups too: a flattened checkpoint is taken apart by their keys.
+                # In the optimizer's own groups too: torch.distributed.checkpoint reads back only
+                # the keys that it finds there.
                 group[NAME] = type(optimizer).__name__
                 groups.append(group)
         return groups
@@ -66,7 +67,7 @@ class JoinedOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Any, Any]:
-        """The states of all; what is written goes to the parameter's optimizer."""
+        """The states of all optimizers; an item is written to its parameter's optimizer."""
         return _States(self.optimizers)
 
     @state.setter
@@ -76,10 +77,10 @@ class JoinedOptimizer(Optimizer):
             optimizer.state = defaultdict(dict, {param: state[param] for param in own})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each.
+        """Step each optimizer.
 
         Args:
-            closure: evaluates the loss; called once, before the first.
+            closure: evaluates the loss; called once, before the first optimizer steps.
         """
         loss = None
         if closure is not None:
@@ -90,28 +91,28 @@ class JoinedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of each."""
+        """Clear the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: none of the optimizers is named.
+        """Refuse: it is not known which optimizer should step the parameters.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            f"add_param_group() cannot tell which of {self.names} shall step the parameters. Call "
-            "it on that one itself; they count from the next step on."
+            f"add_param_group() cannot tell which of {self.names} should step the parameters. Call "
+            "it on that optimizer; the parameters count from the next step on."
         )
 
     @property
     def names(self) -> list[str]:
-        """The class name of each."""
+        """The optimizers' class names."""
         return [type(optimizer).__name__ for optimizer in self.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's format; parameters are counted through, and each group names its class."""
+        """In torch's format; each group names its optimizer's class."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -120,7 +121,7 @@ class JoinedOptimizer(Optimizer):
             theirs = optimizer.state_dict()
             numbers = range(sum(len(group["params"]) for group in theirs["param_groups"]))
             for key, value in theirs["state"].items():
-                # Some keep what belongs to no parameter; its owner is named.
+                # Some optimizers keep state that belongs to no parameter: its key gets their index.
                 state_dict["state"][start + key if key in numbers else (index, key)] = value
             for group in theirs["param_groups"]:
                 params = [start + number for number in group["params"]]
@@ -131,10 +132,10 @@ class JoinedOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each its part of what `state_dict()` has returned.
+        """Restore each optimizer from its part of the state_dict.
 
         Raises:
-            ValueError: it belongs to other optimizers, or to other parameter groups.
+            ValueError: other optimizers, or other parameter groups, wrote it.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -157,16 +158,15 @@ class JoinedOptimizer(Optimizer):
             post_hook(self)
 
     def _by_optimizer(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """Divide the groups of all among the optimizers, in order."""
         rest = iter(groups)
         return [list(islice(rest, len(each.param_groups))) for each in self.optimizers]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the hooks: as with any torch optimizer, they do not travel."""
+        """Everything but the hooks, which torch optimizers do not pickle either."""
         return {"optimizers": self.optimizers, "defaults": self.defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take `state`, and set up hooks, a step that runs them, and the modes that some have."""
+        """Set the attributes, and add hooks and the `train` and `eval` that the optimizers have."""
         for name, value in state.items():
             setattr(self, name, value)
         super().__setstate__({})
@@ -176,7 +176,7 @@ class JoinedOptimizer(Optimizer):
                 setattr(self, name, _all_of(found))
 
     def __repr__(self) -> str:
-        """Each of the optimizers."""
+        """The joined optimizers."""
         return f"{type(self).__name__}({', '.join(map(repr, self.optimizers))})"
 
 
@@ -188,7 +188,7 @@ class _States(MutableMapping[Any, Any]):
         self._owners = {id(p): each for each in optimizers for p in _params_of(each)}
 
     def _owner(self, key: Any) -> MutableMapping[Any, Any]:
-        """The state that holds a key: of a parameter, that of its optimizer."""
+        # A key that is no parameter goes to the first optimizer.
         return self._owners.get(id(key), self._optimizers[0]).state
 
     def __getitem__(self, key: Any) -> Any:
@@ -211,15 +211,15 @@ class _States(MutableMapping[Any, Any]):
 
 
 def step_with(optimizer: Optimizer, loss: Any) -> None:
-    """Step an optimizer at a loss that has been evaluated, which some ask for with a closure.
+    """Step an optimizer; if its step takes a closure, pass one that returns the known loss.
 
     Args:
-        optimizer: to step.
-        loss: that its gradients belong to; None: not known.
+        optimizer: the optimizer to step.
+        loss: the loss of its gradients; None: not known.
 
     Raises:
-        RuntimeError: the optimizer asks for the loss once it has moved the parameters or cleared
-            the gradients, as SAM does; the domain weights move once in a step.
+        RuntimeError: the optimizer calls the closure after it has moved the parameters or cleared
+            the gradients, as SAM does.
     """
     if loss is None or "closure" not in inspect.signature(optimizer.step).parameters:
         optimizer.step()
@@ -240,14 +240,14 @@ def step_with(optimizer: Optimizer, loss: Any) -> None:
 
 
 def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimizer) -> None:
-    """Refuse the parameter groups of a checkpoint that other optimizers have written.
+    """Refuse a checkpoint that other optimizers have written.
 
     Args:
-        groups: of the checkpoint. Those that several optimizers have written name their classes.
-        optimizer: that is to load them.
+        groups: the parameter groups of the checkpoint. Those of joined optimizers name their class.
+        optimizer: the optimizer that loads them.
 
     Raises:
-        ValueError: their classes, or for several optimizers their numbers of parameters, differ.
+        ValueError: the classes differ, or for joined optimizers the numbers of parameters.
     """
     saved = [(group.get(NAME), len(group["params"])) for group in groups]
     if isinstance(optimizer, JoinedOptimizer):
@@ -262,7 +262,7 @@ def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimiz
         raise ValueError(
             f"the parameter groups of the checkpoint are of {_in_words(saved)}; those of this "
             f"optimizer are of {_in_words(here)}. Wrap the optimizers that wrote it, in the same "
-            "order; load the checkpoint of a single one into that one, before it is wrapped."
+            "order. To load the checkpoint of a single optimizer, load it before wrapping."
         )
 
 
@@ -287,8 +287,6 @@ def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _all_of(methods: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """A function that calls all of them."""
-
     def call() -> None:
         for method in methods:
             method()

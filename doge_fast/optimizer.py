@@ -1,9 +1,9 @@
 """DoGEOptimizer: collect every domain's gradient, weigh the domains, step the wrapped optimizer.
 
-One step of Algorithm 1 (or 2) as three verbs: `domain(name)` routes what a backward pass produces
-into that domain's row of the flat buffer; `combine()` moves the domain weights by the Gram matrix
-of the rows and writes the weighted gradient into `p.grad`; `step()` lets the wrapped optimizer use
-it. All of it happens in `doge_fast.step.step`.
+One step of Algorithm 1 (or 2) in three verbs. `domain(name)` puts the gradients of a backward pass
+into that domain's row of the flat buffer. `combine()` moves the domain weights by the Gram matrix
+of the rows and writes the weighted gradient into `p.grad`. `step()` steps the wrapped optimizer.
+The work is done in `doge_fast.step.step`.
 """
 
 import os
@@ -32,16 +32,16 @@ from doge_fast.wrapper import OptimizerWrapper, checked_scaler
 
 
 class DomainState:
-    """The domain weights of an optimizer as a checkpoint of their own: torch's `Stateful`.
+    """The domain weights as a checkpoint of their own, with torch's `Stateful` protocol.
 
-    For `torch.distributed.checkpoint`, beside or in place of what the parameter groups carry::
+    For `torch.distributed.checkpoint`; the parameter groups carry the same numbers::
 
         dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
 
     Args:
-        weights: that are saved and restored.
-        step: under way, which loading begins anew.
-        is_mu_named: whether mu was asked for by name, and so is not taken from a checkpoint.
+        weights: the domain weights to save and restore.
+        step: the step under way; loading a checkpoint empties it.
+        is_mu_named: whether the user passed `mu`, which a checkpoint then does not replace.
     """
 
     def __init__(self, weights: DomainWeights, step: Step, *, is_mu_named: bool) -> None:
@@ -50,19 +50,19 @@ class DomainState:
         self._is_mu_named = is_mu_named
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and names: what `DoGEOptimizer.state_dict()` has under "doge"."""
+        """Tensors, numbers and names: the value of "doge" in `DoGEOptimizer.state_dict()`."""
         weights = self._weights
         return checkpoint.named(
             weights.state(), weights.objective, draws=self._step.subset.draws, mu=weights.rule.mu
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from there; the wrapped optimizer stays as it is.
+        """Restore the domain weights; the wrapped optimizer is left alone.
 
         Raises:
-            TypeError: it is no dict.
-            ValueError: it belongs to other domains, or to a later version.
-            RuntimeError: inside a domain.
+            TypeError: `state_dict` is no dict.
+            ValueError: it was saved for other domains or by a later version.
+            RuntimeError: called inside a domain.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check(state_dict, self._weights.objective)
@@ -83,54 +83,55 @@ class DoGEOptimizer(OptimizerWrapper):
     Every backward pass runs inside `domain(name)`. When each domain has been entered
     `micro_batches` times and the last one is left, the weighted gradient is in `p.grad`, where
     clipping, scalers and loggers look for it. `lr` is that of the first parameter group at this
-    step. Parameters that no domain touches keep `p.grad` None; where only some domains touch one,
-    the others count as zero. Sums over columns and domains are taken in float32 or better (float64
-    for a float64 model) and the K x K algebra in float64. Micro-batches of a domain add up in the
-    type of the rows: for many of them in 16 bits, set `buffer_dtype`.
+    step. A parameter that no domain touches keeps `p.grad` None; a domain that does not touch a
+    parameter counts as zero there. Sums over columns and domains are taken in float32 or better
+    (float64 for a float64 model), the K x K algebra in float64. Micro-batches of a domain add up in
+    the dtype of the rows: set `buffer_dtype` to add many of them in 16 bits.
 
     Args:
-        optimizer: of the proxy model; or several of disjoint parameters, as `[muon, adamw]`, which
-            then share one W over all parameters and one mixture. Schedulers may be given any of
-            them; groups are shared, and those of several stand one after another.
+        optimizer: of the proxy model; or several with disjoint parameters, as `[muon, adamw]`,
+            which then share one W over all parameters and one mixture. Parameter groups are shared
+            with them and concatenated, so a scheduler may take this optimizer or a wrapped one.
         domains: names of the training domains; their order is the order of `alpha`.
-        target: whose loss is to become small. "universal": all training domains, each with
-            weight one (Alg. 1). A name, several names (weight one each), or {name: weight >= 0}: a
-            name that is not in `domains` is a row that is measured and never trained on (Alg. 2,
-            held-out mixtures) and needs its own `with optimizer.domain(name)`.
+        target: the domains whose loss is minimised. "universal": all training domains, each
+            with weight one (Alg. 1). A name, several names (weight one each), or {name: weight >=
+            0}. A name outside `domains` is held out: measured and never trained on (Alg. 2). It
+            needs its own `with optimizer.domain(name)`.
         mu: > 0, Bregman coefficient; larger values move the weights more slowly. None:
-            `defaults.default_mu`, 20 lr (T + 1) / 2 for targets whose weights sum to T, of the
-            largest rate that the first group has noted. Checkpoints keep it.
-        score: "paper" (W), "published" (over the mean norm of the training rows, within [0, 5]) or
-            a `Score` of yours.
-        max_grad_norm: norm to which the combined gradient is cut; None leaves that to the loop.
-        domain_max_grad_norm: norm to which each domain's gradient is cut before it is scored and
-            combined. The default follows the published code (5.0 universal, else 1.0); None, with
-            a `mu` that is named, is the paper's text. Uncut, a few large gradients may decide all.
+            20 lr (T + 1) / 2, where lr is the first group's peak rate and T the sum of the target
+            weights (`defaults.default_mu`). Checkpoints keep it.
+        score: "paper" (W), "published" (W over the mean norm of the training rows, clipped to
+            [0, 5]) or a `Score` of yours.
+        max_grad_norm: norm to which the combined gradient is clipped; None: the loop clips.
+        domain_max_grad_norm: norm to which each domain's gradient is clipped before it is scored
+            and combined, as the published code does (it has 5.0 for universal targets). None: no
+            clipping, as in the paper; pass `mu` too. A few large gradients may then decide all.
         smoothing: in [0, 1); the weights become (1 - smoothing) alpha + smoothing / K each step.
-        selection: the parameters whose columns enter W, as tensors or, when `optimizer` was
-            built from `model.named_parameters()`, as names. Clipping sees all parameters.
-        buffer_dtype: of the stored domain gradients; None: that of each gradient.
+        selection: the parameters whose columns enter W: tensors, or names if `optimizer` was
+            built from `model.named_parameters()`. Clipping sees all parameters.
+        buffer_dtype: of the stored domain gradients; None: the dtype of each gradient.
         absent: what a step does about a domain that was not entered. "error": refuse. "keep":
-            its gradient is zero and its last score is used again; without a measured-only
-            target row that the objective needs, all scores are. A step with domains missing is
-            combined, not renormalised, by `combine()` or `step()`.
-        domains_per_step: S, the training domains of a step, drawn anew for each
+            its gradient is zero and its last score is used again; if a held-out target is absent,
+            all last scores are. Call `combine()` or `step()` to end such a step; the weights of
+            the domains that are present are not rescaled.
+        domains_per_step: S, the number of training domains drawn for each step
             (`domains_of_step`); None: all. Rows are (S + M) N elements. `doge_fast.weights.subset`
             says what is estimated.
-        seed: of the draws.
-        initial: {domain: weight} that the weights start from, of all `domains`, summing to one;
-            None: uniform. A weight of zero stays zero, unless `smoothing` lifts it.
+        seed: seed of the draws.
+        initial: {domain: weight} to start from, for all `domains`, summing to one; None: uniform.
+            A weight of zero stays zero, unless `smoothing` lifts it.
         micro_batches: times that each domain is entered in a step; its gradients add up. None:
-            any number, and `combine()` or, at the latest, `step()` ends the step.
-        scaler: the GradScaler of the losses, read when a step is combined; without it, and without
-            `combine(grad_scale=...)`, scores are its factor squared too large. Copy or pickle both.
-        process_group: the ranks that learn together; None: the default group once there is one, or
-            the mesh of DTensors.
+            any number; `combine()` or `step()` then ends the step.
+        scaler: the GradScaler of the losses, read when a step is combined. Without it, and without
+            `combine(grad_scale=...)`, scores are too large by the square of its scale. Copy or
+            pickle it together with the optimizer.
+        process_group: the ranks that learn together; None: the mesh of DTensors, else the default
+            group once there is one.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
             first group has no number for `lr`, or `scaler` is no GradScaler.
-        ValueError: an argument outside its range; the message says which and why.
+        ValueError: an argument is outside its range.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
     """
@@ -185,8 +186,6 @@ class DoGEOptimizer(OptimizerWrapper):
         )
         checkpoint.mark(self.param_groups)
 
-    # What is known of the run.
-
     @property
     def objective(self) -> Objective:
         """Which domains are trained on, and which are targets."""
@@ -209,7 +208,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
     @property
     def buffer(self) -> FlatBuffer:
-        """The rows of domain gradients, and what they cost."""
+        """The rows of domain gradients."""
         return self._step.buffer
 
     @property
@@ -219,12 +218,12 @@ class DoGEOptimizer(OptimizerWrapper):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Names of the R rows: training domains, then those that are only measured."""
+        """Names of the R rows: training domains, then held-out targets."""
         return self.objective.rows
 
     @property
     def domains_of_step(self) -> tuple[str, ...]:
-        """Names of the training domains of this step; a function of the seed and its number."""
+        """Names of the training domains of this step; `seed` and the step's number decide them."""
         return self._step.subset.domains
 
     @property
@@ -234,7 +233,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
     @property
     def alpha_mean(self) -> Tensor:
-        """[K] float64: their mean over the steps that were taken: stage one's result."""
+        """[K] float64: the mean of `alpha` over the steps taken; stage one's result."""
         return self._weights.read("alpha_mean")
 
     @property
@@ -242,14 +241,14 @@ class DoGEOptimizer(OptimizerWrapper):
         """The average domain weights by name. Waits for the device.
 
         Warns:
-            UserWarning: once, where the weights have collapsed or have not moved at all.
+            UserWarning: once, if the weights have collapsed or have not moved at all.
         """
         self._weights.warn_of_failure()
         return dict(zip(self.domains, self.alpha_mean.tolist(), strict=True))
 
     @property
     def last(self) -> LastStep | None:
-        """What `combine()` saw and did last; None before the first."""
+        """The record of the last `combine()`; None before the first."""
         return self._weights.last
 
     @property
@@ -273,20 +272,23 @@ class DoGEOptimizer(OptimizerWrapper):
         """Gradients that backward passes inside produce belong to domain `name`.
 
         A domain is entered `micro_batches` times in a step, and its gradients add up. When the
-        last one is left, `combine()` runs by itself. An exception inside drops all domains of
-        this step. Elsewhere than on a CPU `p.grad` is read when the domain is left: until then
-        leave it to autograd, in whose dtype several backward passes inside one `with` add up. Of
-        several ranks none knows when the last domain is left: `step()` or `combine()` combines.
+        last one is left, `combine()` runs by itself. Over several ranks it does not, since a rank
+        cannot see when the others are done: call `step()` or `combine()`. An exception inside drops
+        all domains of this step. On a GPU `p.grad` is read when the domain is left: do not touch
+        it before. Several backward passes inside one `with` add up there in the dtype of `p.grad`.
 
         Args:
             name: of a training domain or a target.
-            count: > 0; over ranks, a domain's gradient is the mean of the ranks that entered it,
-                weighted by their counts: of examples or tokens, say. Counts add up too.
+            count: > 0, for example a number of examples or tokens. Over ranks, a domain's gradient
+                is the mean over the ranks that entered it, weighted by their counts. The counts of
+                micro-batches add up.
 
         Raises:
-            ValueError: `name` is no domain or target, or none of this step's; or no such count.
-            RuntimeError: another domain is active; it has been entered often enough; `p.grad` still
-                holds a gradient; nothing received one inside; or the model reduces them over ranks.
+            ValueError: `name` is no domain or target, or not one of this step's; or `count` is not
+                positive and finite.
+            RuntimeError: another domain is active; this one has been entered `micro_batches` times;
+                `p.grad` still holds a gradient; no parameter received a gradient inside; or the
+                model reduces gradients over ranks.
         """
         with self._step.domain(name, count):
             yield
@@ -304,19 +306,18 @@ class DoGEOptimizer(OptimizerWrapper):
 
         The rows equal those of one `domain(name)` after another to rounding, and each domain
         counts as entered once. Modules without a rule (`doge_fast.stacked.layers`) run once per
-        domain inside. Dropout draws other masks than one domain after another would.
+        domain. Dropout draws other masks than one domain after another would.
 
         Args:
-            model: holds the parameters; examples are the first dimension of what its modules see.
-                What is as long there as the batch is taken for one entry per example: give what
-                all examples share (positions, a bias) with a first dimension of 1.
-            sizes: number of examples of each domain, in the order of this rank's batch; what
-                counts over ranks. A domain with none counts as absent.
+            model: holds the parameters. The first dimension of its modules' inputs is the batch.
+                Give an input that all examples share (positions, a bias) a first dimension of 1.
+            sizes: number of examples of each domain, in the order of this rank's batch. They are
+                also the counts of `domain`. A domain of size 0 is absent.
 
         Raises:
             ValueError: as `domain`; or a module couples examples (batch statistics).
-            RuntimeError: as `domain`; a module is handed something without the batch in front; or
-                a parameter got a gradient of the whole batch, past its module's forward.
+            RuntimeError: as `domain`; a module's input does not begin with the batch dimension; or
+                a parameter was used outside its module's forward, where domains are not separate.
         """
         with self._step.stacked(model, sizes):
             yield
@@ -325,32 +326,33 @@ class DoGEOptimizer(OptimizerWrapper):
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
         Runs by itself when the last domain of a step is left; another call then does nothing. With
-        `micro_batches=None`, or where domains are missing, `step()` calls it if the loop has not:
-        call it where something must see `p.grad` before. The domain weights move here, also where
-        the loop then leaves `step()` out.
+        `micro_batches=None`, or if domains are missing, `step()` calls it. Call it yourself if
+        something must see `p.grad` before that. The domain weights move here, even if the loop
+        then skips `step()`.
 
         Args:
             grad_scale: the factor that losses were multiplied by, as `GradScaler.get_scale()`;
-                None: that of `scaler`, or one. Weights and norms are those of the unscaled
+                None: that of `scaler`, else 1. Weights and norms are those of the unscaled
                 gradients; `p.grad` keeps the factor, so that `scaler.step` works as usual.
 
         Raises:
             ValueError: `grad_scale` is not positive and finite.
-            RuntimeError: a domain is missing and `absent` is "error"; inside a domain; called twice
-                in one step; something else has set a `p.grad`; or `grad_scale` comes too late.
+            RuntimeError: a domain is missing and `absent` is "error"; called inside a domain;
+                called twice in one step; something else has set a `p.grad`; or the last domain has
+                combined already, without `grad_scale`.
         """
         self._step.combine(grad_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer, after `combine()` where that has not run.
+        """Step the wrapped optimizer; run `combine()` first if it has not run.
 
         A gradient that is not finite skips the step: weights, parameters and the wrapped
-        optimizer's state stay, and `num_skipped` counts it. With no domain's gradient but a
-        `p.grad` that something else has set, this is the wrapped optimizer's own step.
+        optimizer's state do not change, and `num_skipped` counts the step. If no domain was entered
+        and something else has set `p.grad`, this is the wrapped optimizer's own step.
 
         Args:
-            closure: runs the domains and returns the loss; called once. A wrapped optimizer that
-                asks for the loss is handed it.
+            closure: runs the domains and returns the loss; called once. The loss is passed on to a
+                wrapped optimizer whose step takes a closure.
 
         Raises:
             RuntimeError: as `combine`; a backward pass has run outside any domain; a domain was
@@ -367,9 +369,9 @@ class DoGEOptimizer(OptimizerWrapper):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad` and drop what the domains have collected; `model.zero_grad()` keeps that.
+        """Clear `p.grad` and drop the collected gradients, which `model.zero_grad()` would keep.
 
-        Neither takes back what `combine()` did to the weights. Over ranks `p.grad` becomes None.
+        A step of the domain weights is not undone. Over data-parallel ranks `p.grad` becomes None.
         """
         self._step.refuse_inside_a_domain("zero_grad()")
         set_to_none = set_to_none or self._step.has_own_rows
@@ -380,31 +382,31 @@ class DoGEOptimizer(OptimizerWrapper):
         """Add parameters to the wrapped optimizer; they count from the next step on.
 
         Raises:
-            ValueError: several are wrapped. Add them to one of these itself.
+            ValueError: several optimizers are wrapped. Call `add_param_group` on one of them.
         """
         self.inner.add_param_group(param_group)
         checkpoint.mark(self.param_groups)
 
     def release(self) -> None:
-        """Take the hooks off the parameters and free the rows: the model trains on without domains.
+        """Remove the hooks and free the rows, so that the model can train on without domains.
 
-        The results stay readable. Entering a domain puts the hooks back.
+        The results stay readable. Entering a domain adds the hooks again.
         """
         self._step.release()
 
-    # State: the wrapped optimizer's, with ours under one more key.
+    # Checkpoints.
 
     @property
     def doge(self) -> DomainState:
-        """The domain weights as something to save by itself; see `DomainState`."""
+        """The domain weights as a checkpoint of their own; see `DomainState`."""
         return DomainState(self._weights, self._step, is_mu_named=self._is_mu_named)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict with one more key, "doge".
 
-        Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it; every
-        parameter group has the same numbers as a tuple (see `doge_fast.weights.checkpoint`). Save
-        between steps: rows are no part of it. Waits for the device.
+        Holds tensors, numbers and names only, so `torch.load(weights_only=True)` reads it. Every
+        parameter group holds the same numbers as a tuple (see `doge_fast.weights.checkpoint`). Save
+        between steps: collected gradients are not in it. Waits for the device.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -416,15 +418,15 @@ class DoGEOptimizer(OptimizerWrapper):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict()` stood, bit for bit.
+        """Restore what `state_dict()` saved; training continues bit for bit.
 
-        The key "doge" is read; where a carrier has dropped it, the parameter groups are. A
-        state_dict of the bare wrapped optimizer is accepted with a warning: the domain weights
-        then stay as they are. A `mu` that was named stays; one that was not is the checkpoint's.
+        Reads the key "doge", or the parameter groups if the checkpoint's format has dropped that
+        key. A state_dict of the bare wrapped optimizer is accepted with a warning; the domain
+        weights then do not change. `mu` is the checkpoint's, unless it was passed by name.
 
         Raises:
-            TypeError: it is no dict.
-            ValueError: it belongs to other domains, other optimizers, or to a later version.
+            TypeError: `state_dict` is no dict.
+            ValueError: it was saved for other domains, other optimizers, or by a later version.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check_is_dict(state_dict)

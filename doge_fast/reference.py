@@ -1,7 +1,7 @@
-"""The whole method, slow and in the open: one equation per line, float64 when given float64.
+"""The whole method, slow and plain: one equation per line, float64 when given float64.
 
-This file is the truth that tests and benchmarks compare against. It imports torch and
-nothing of ours on purpose: sharing code with what it checks would share the mistakes.
+Tests and benchmarks compare with this file. It imports only torch: code shared with what it checks
+would share the mistakes.
 
 Rows of `grads_RN` are domain gradients: the K training domains first, then M domains that
 are measured and never trained on (R = K + M).
@@ -20,13 +20,13 @@ def gram(grads_RN: Tensor) -> Tensor:
 
 
 def weighted_sum(grads_RN: Tensor, coefficients_R: Tensor) -> Tensor:
-    """sum_r c_r g_r, [N]; a row whose coefficient is zero is not looked at."""
+    """sum_r c_r g_r, [N]; a row with coefficient zero is not read."""
     used = coefficients_R != 0
     return coefficients_R[used].to(grads_RN.dtype) @ grads_RN[used]
 
 
 def accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> list[Tensor]:
-    """What each row holds afterwards: the gradient, or the row plus the gradient."""
+    """New values of the rows: the gradient, or the row plus the gradient."""
     return [
         (row.double() + grad.double() if add else grad.double()).to(row.dtype)
         for grad, row in zip(grads, rows, strict=True)
@@ -40,7 +40,7 @@ def segment_sum(terms_TD: Tensor, borders: Sequence[int]) -> Tensor:
 
 
 def clip_factors(norms_R: Tensor, max_norm: float | None) -> Tensor:
-    """s_i = min(1, c / (||g_i|| + 1e-6)), [R]: each domain's gradient cut to norm c."""
+    """s_i = min(1, c / (||g_i|| + 1e-6)), [R]: clips each domain's gradient to norm c."""
     if max_norm is None:
         return torch.ones_like(norms_R)
     return (max_norm / (norms_R + 1e-6)).clamp(max=1)
@@ -107,12 +107,12 @@ def step(
         mu: > 0, Bregman coefficient.
         selected_N: [N] bool; columns that enter W. None: all. Norms always see all columns.
         scale_by_mean_norm: the published code's scale.
-        bounds: the published code's cut of the scaled score.
-        domain_max_grad_norm: norm to which each row is cut before anything else.
+        bounds: to which the published code clips the scaled score.
+        domain_max_grad_norm: norm to which each row is clipped first.
         smoothing: mixture with uniform.
-        max_grad_norm: norm to which the combined gradient is cut.
-        present_R: [R] bool; rows of absent domains are zero and their score is carried.
-        last_gain_K: [K]; the scores to carry.
+        max_grad_norm: norm to which the combined gradient is clipped.
+        present_R: [R] bool; absent domains have rows of zeros and keep their last score.
+        last_gain_K: [K]; the last scores.
 
     Returns:
         alpha'_K [K], gradient_N [N], gain_K [K].

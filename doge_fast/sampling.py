@@ -1,4 +1,4 @@
-"""Which part of a batch each rank gets: whole domains where it can be."""
+"""Divide a batch over ranks so that each rank gets few domains."""
 
 from collections.abc import Mapping
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 def pieces(sizes: Mapping[str, int], rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     """The piece of a batch sorted by domain that a rank trains on.
 
-    The B examples are cut into `world_size` pieces, one after another and as equal as they can be,
-    so a rank has few domains and a domain is on few ranks: of K equal domains over n ranks there
-    are K + n - gcd(K, n) parts in all. What ranks send each other grows with that number.
+    The B examples are divided into n consecutive pieces, as equal as possible, so a rank has few
+    domains and a domain is on few ranks. K equal domains over n ranks give K + n - gcd(K, n) parts
+    in all; the traffic between ranks grows with that number.
 
     Args:
         sizes: examples of each domain, in the order of the batch.
@@ -16,8 +16,8 @@ def pieces(sizes: Mapping[str, int], rank: int, world_size: int) -> dict[str, tu
         world_size: number of ranks, n.
 
     Returns:
-        {domain: (first, last)}, the examples of the domain from `first` up to `last`, counted
-        within the domain; only domains of which the rank has any.
+        {domain: (first, last)} for the rank's domains: examples `first` up to `last` (excluded),
+        counted within the domain.
 
     Raises:
         ValueError: a size is negative, or there is no such rank.

@@ -1,14 +1,14 @@
-"""What a step costs on n ranks, on paper: memory, and bytes that are sent.
+"""Formulas for what a step costs on n ranks: memory, and bytes sent.
 
-Formulas and nothing else; docs/scale.md and the dry run of a stage show what they give. Each says
-which test holds it against what was counted. K is the number of rows of a step (with
-`domains_per_step` these domains alone, and the measured targets), N that of parameters.
+docs/scale.md and the dry run of a stage show their results. Each formula names the test that
+compares it with counted bytes. K is the number of rows of a step (with `domains_per_step`, of the
+drawn domains and the targets), N the number of parameters.
 """
 
 import math
 
 FLOAT32 = 4
-# Of an element of a Gram matrix.
+# Gram matrices are float64.
 FLOAT64 = 8
 # AdamW's two moments.
 MOMENTS = 2
@@ -20,9 +20,9 @@ def num_pieces(num_rows: int, num_ranks: int) -> int:
 
 
 def most_rows(num_rows: int, num_ranks: int) -> int:
-    """The most domains of which a rank has a piece.
+    """The largest number of domains with a piece on one rank.
 
-    Held by tests/method/test_scale.py against `sampling.pieces`.
+    Checked by tests/method/test_scale.py against `sampling.pieces`.
     """
     return max(
         -(-(rank + 1) * num_rows // num_ranks) - rank * num_rows // num_ranks
@@ -34,7 +34,7 @@ def most_rows(num_rows: int, num_ranks: int) -> int:
 
 
 def training_bytes(num_params: int, num_ranks: int = 1) -> dict[str, int]:
-    """What plain training keeps in float32, in shards of n ranks; 1 where each has all."""
+    """What plain training keeps in float32; `num_ranks` > 1 divides it into shards."""
     return {
         "parameters": FLOAT32 * num_params // num_ranks,
         "gradients": FLOAT32 * num_params // num_ranks,
@@ -45,27 +45,27 @@ def training_bytes(num_params: int, num_ranks: int = 1) -> dict[str, int]:
 def rows_bytes(num_params: int, num_rows: int, itemsize: int) -> int:
     """Stored gradients, without their padding.
 
-    Held by tests/integrations/test_traffic.py against the buffer, and by
+    Checked by tests/integrations/test_traffic.py against the buffer, and by
     tests/method/test_scale.py in one process.
     """
     return num_rows * num_params * itemsize
 
 
 def exchanged_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: int) -> int:
-    """What data parallelism holds while rows travel: what a rank sends, and what comes.
+    """What a data-parallel rank holds during the all-to-all: the rows sent and received.
 
-    Held by tests/integrations/test_traffic.py against the tensors that are exchanged.
+    Checked by tests/integrations/test_traffic.py against the tensors that are exchanged.
     """
     if num_ranks == 1:
         return 0
-    come = num_pieces(num_rows, num_ranks) * num_params // num_ranks
-    return rows_bytes(num_params, most_rows(num_rows, num_ranks), itemsize) + come * itemsize
+    received = num_pieces(num_rows, num_ranks) * num_params // num_ranks
+    return rows_bytes(num_params, most_rows(num_rows, num_ranks), itemsize) + received * itemsize
 
 
 def gathered_gram_bytes(num_rows: int, num_ranks: int) -> int:
-    """The Gram matrices of all ranks, which each rank adds up in their order.
+    """The Gram matrices of all ranks, which each rank gathers and adds.
 
-    Held by tests/integrations/test_traffic.py.
+    Checked by tests/integrations/test_traffic.py.
     """
     return num_ranks * FLOAT64 * num_rows**2 if num_ranks > 1 else 0
 
@@ -74,10 +74,10 @@ def gathered_gram_bytes(num_rows: int, num_ranks: int) -> int:
 
 
 def data_parallel_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: int) -> float:
-    """Pieces of rows to their columns' ranks, and the sums from there: on average of the ranks.
+    """The all-to-all of the rows, the all-gather of the sums and that of the Gram matrices.
 
-    (n - 1) / n N (F / n b + 4), b bytes of an element of the rows, and (n - 1) K^2 float64 of the
-    Gram matrices. Held by tests/integrations/test_traffic.py.
+    (n - 1) / n N (F / n b + 4) + 8 (n - 1) K^2, averaged over ranks; b is `itemsize`. Checked by
+    tests/integrations/test_traffic.py.
     """
     share = (num_ranks - 1) / num_ranks * num_params
     rows = num_pieces(num_rows, num_ranks) / num_ranks * itemsize
@@ -85,18 +85,18 @@ def data_parallel_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize
 
 
 def ddp_bytes(num_params: int, num_ranks: int) -> float:
-    """Of plain data parallelism: a reduce-scatter and an all-gather."""
+    """Plain data parallelism: a reduce-scatter and an all-gather."""
     return 2 * (num_ranks - 1) / num_ranks * num_params * FLOAT32
 
 
 def sharded_bytes(
     num_params: int, num_rows: int, num_ranks: int, passes: int, *, are_kept: bool
 ) -> float:
-    """Of FSDP2: (n - 1) / n N float32 for each gather of the parameters and each reduce-scatter.
+    """FSDP2: (n - 1) / n N float32 for each gather of the parameters and each reduce-scatter.
 
-    A pass gathers before forward and backward and reduces once; with parameters that are kept all
-    passes share one gather. A plain step is one pass that is not kept, and has no rows. Held by
-    tests/integrations/test_traffic.py.
+    A pass gathers before forward and before backward, and reduces once. If gathered parameters are
+    kept (`are_kept`), all passes share one gather. A plain step is one pass, not kept, without
+    rows. Checked by tests/integrations/test_traffic.py.
     """
     units = passes + 1 if are_kept else 3 * passes
     share = (num_ranks - 1) / num_ranks * num_params * FLOAT32

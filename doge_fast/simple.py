@@ -1,12 +1,12 @@
 """The whole method in plain torch, for one process: the place to start reading.
 
-Two levels take turns in each step. The inner one trains the proxy model on a weighted sum of
-domain gradients. The outer one learns these weights: a domain gets more weight the more a step on
-it lowers the losses that count. `DoGEOptimizer` computes the same numbers with fused kernels, and
-adds several processes, stacked passes, accumulation, mixed precision and checkpoints.
+A step works on two levels. The inner level trains the proxy model on a weighted sum of domain
+gradients. The outer level learns these weights: the more a step on a domain lowers the target
+losses, the more weight the domain gets. `DoGEOptimizer` computes the same numbers with fused
+kernels, and adds several processes, stacked passes, accumulation, mixed precision and checkpoints.
 
-The letters after a name are its axes: K training domains, R rows (the training domains, then those
-that are only measured), N elements of all parameters, one parameter after another.
+The letters after a name are its axes: K training domains, R rows (the training domains, then the
+held-out targets), N elements of all parameters, concatenated.
 
 Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2.
 """
@@ -30,14 +30,14 @@ class SimpleDoGE:
         doge.step()
 
     Args:
-        optimizer: of the proxy model. Schedulers take this one.
+        optimizer: of the proxy model. Pass it to schedulers.
         domains: names of the training domains.
         target: {name: tau >= 0}; the objective is the sum of tau times the loss of that domain. A
             name that is no training domain is measured and never trained on (Algorithm 2). None:
-            one for each training domain (Algorithm 1).
+            tau is 1 for each training domain (Algorithm 1).
         mu: > 0; larger values move the weights more slowly. None: 20 lr (T + 1) / 2, where T is
             the sum of the target's weights.
-        domain_max_grad_norm: norm to which each domain's gradient is clipped; None: as the paper.
+        domain_max_grad_norm: norm to which each domain's gradient is clipped; None: never.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class SimpleDoGE:
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """Move the domain weights, and the model with the new ones, as Algorithm 1 does."""
+        """Move the domain weights, then the model by the newly weighted gradient (Algorithm 1)."""
         if missing := [name for name in self.rows if name not in self._rows]:
             raise RuntimeError(f"step() needs a gradient of every domain; missing {missing}.")
         grads_RN = torch.stack([self._rows.pop(name) for name in self.rows])
         used, self._used = self._used, set()
-        # Sums in float32 or better, also of a model in 16 bits.
+        # A model in 16 bits too needs sums in float32.
         grads_RN = grads_RN.to(torch.promote_types(grads_RN.dtype, torch.float32))
         if self.domain_max_grad_norm is not None:
             norms_R1 = grads_RN.norm(dim=1, keepdim=True)
@@ -92,7 +92,7 @@ class SimpleDoGE:
         tau_R = grads_RN.new_tensor([self.tau.get(name, 0.0) for name in self.rows])
         gain_K = (grads_KN @ (tau_R @ grads_RN)).double().cpu()
         if not gain_K.isfinite().all():
-            return  # An overflow moves neither the weights nor the model.
+            return  # An overflow changes neither the weights nor the model.
 
         # alpha'_j = alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu), eq. (update_dw);
         # a softmax of logarithms does not overflow.
@@ -102,7 +102,7 @@ class SimpleDoGE:
         self.alpha_mean_K = self.alpha_mean_K + (self.alpha_K - self.alpha_mean_K) / self._num_steps
 
         # theta' = the optimizer's step with sum_j alpha'_j g_j. A parameter that no domain uses
-        # keeps no gradient: with one of zero it would be decayed.
+        # keeps p.grad None: with a gradient of zero, weight decay would still move it.
         params = self._params()
         gradient_N = self.alpha_K.to(grads_KN) @ grads_KN
         pieces = torch.split(gradient_N, [param.numel() for param in params])
@@ -113,7 +113,7 @@ class SimpleDoGE:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The result: the mean of alpha over the steps, Algorithm 1's last line."""
+        """The result: the mean of alpha over the steps (Algorithm 1, last line)."""
         return dict(zip(self.domains, self.alpha_mean_K.tolist(), strict=True))
 
     def _params(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What observers see of a step, its phases by name; and functions that compilers must not trace."""
+"""Named phases of a step for profilers; and functions that `torch.compile` must not trace."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,17 +16,17 @@ R = TypeVar("R")
 
 
 Ranges = Callable[[str], AbstractContextManager[object]]
-"""A phase's name -> what is entered when the phase begins and left when it ends."""
+"""From a phase's name to a context manager around the phase."""
 
-# The observer, where there is one. Of the whole process: backward passes run on threads of torch,
-# which know nothing of the caller's context variables.
+# One for the process: backward passes run on threads of torch, which do not see the caller's
+# context variables.
 _observer: Ranges | None = None
 
 
 def phase(name: str) -> AbstractContextManager[object]:
-    """A named part of a step, for the observer or else, as `doge_fast.NAME`, for torch's profiler.
+    """A named part of a step: for the observer, or as `doge_fast.NAME` for torch's profiler.
 
-    Costs nothing while nobody observes and no profiler runs.
+    Without either it costs two comparisons.
     """
     if _observer is not None:
         return _observer(name)
@@ -37,7 +37,7 @@ def phase(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def observed(ranges: Ranges) -> Iterator[None]:
-    """Tell `ranges` of every phase that runs inside the block, on whatever thread."""
+    """Enter `ranges(name)` around every phase inside the block, on all threads."""
     global _observer
     before, _observer = _observer, ranges
     try:
@@ -47,11 +47,9 @@ def observed(ranges: Ranges) -> Iterator[None]:
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep `torch.compile` out of a function: it runs on the host or calls opaque operators.
-
-    As `torch.compiler.disable`, which takes a second to import what it needs; here it does so when
-    the function is first called, and by then building any optimizer has.
-    """
+    """Keep `torch.compile` out of a function: it runs on the host or calls opaque operators."""
+    # torch.compiler.disable imports for a second, so it waits for the function's first call;
+    # building any torch optimizer has imported the same by then.
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)

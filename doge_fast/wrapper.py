@@ -1,7 +1,8 @@
-"""What every wrapper of a torch optimizer needs: groups and state that are shared, hooks, copies.
+"""The part of `DoGEOptimizer` that any wrapper of a torch optimizer needs.
 
-A wrapper is a `torch.optim.Optimizer` itself, so that schedulers, scalers and hosts accept it, and
-keeps nothing in the wrapped one's state, whose lazy initialisation that would break.
+A wrapper is a `torch.optim.Optimizer`, so schedulers, scalers and trainers accept it. It shares
+parameter groups and state with the wrapped optimizer. It keeps nothing of its own in that state:
+optimizers initialise a parameter's state when they find it empty.
 """
 
 import inspect
@@ -28,10 +29,7 @@ _HOOKS = tuple(
 
 
 class _Shared(Generic[T]):
-    """An attribute of the wrapped optimizer, not a copy.
-
-    Looked up each time, since the wrapped one's `load_state_dict` replaces it.
-    """
+    """An attribute that is the wrapped optimizer's own, not a copy of it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -39,6 +37,7 @@ class _Shared(Generic[T]):
     def __get__(self, wrapper: "OptimizerWrapper | None", owner: type) -> T:
         if wrapper is None:
             return self  # type: ignore[return-value]
+        # Looked up each time: the wrapped optimizer's load_state_dict replaces the object.
         value: T = getattr(wrapper.inner, self.name)
         return value
 
@@ -53,20 +52,20 @@ class OptimizerWrapper(Optimizer):
         optimizer: the wrapped one; several are joined (`doge_fast.joined`).
 
     Raises:
-        TypeError: one is not a torch optimizer, is a wrapper already, its step needs a closure
-            (LBFGS), or it has no state_dict (Lookahead).
-        ValueError: several of them have a parameter in common, or none is given.
+        TypeError: one is not a torch optimizer or is a wrapper already; its step needs a closure
+            (LBFGS); or its state_dict is not torch's (Lookahead).
+        ValueError: two of them share a parameter, or the list is empty.
     """
 
     param_groups: _Shared[list[dict[str, Any]]] = _Shared()
     state: _Shared[Any] = _Shared()
     defaults: _Shared[dict[str, Any]] = _Shared()
-    # A GradScaler then unscales p.grad itself, and leaves out step() on overflow.
+    # False: a GradScaler unscales p.grad itself and skips step() on overflow.
     _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         self._inner = _one_of(optimizer)
-        # super().__init__ would copy the parameter groups; what else it sets up follows here.
+        # Not super().__init__, which would copy the parameter groups.
         self._set_up()
 
     @property
@@ -75,31 +74,30 @@ class OptimizerWrapper(Optimizer):
         return self._inner
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the hooks: as with any torch optimizer, they do not travel."""
-        # Schedulers put a patched step on the instance; the class has the real one.
+        """Everything but the hooks, which torch optimizers do not pickle either."""
+        # Schedulers patch `step` on the instance; the class has the real one.
         left = ("step", *_HOOKS)
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take `state`, all or part of it."""
-        # By attribute: some hand an optimizer a new `state` and `param_groups` this way, which
-        # are the wrapped one's.
+        """Set the given attributes, all or some of them."""
+        # With setattr: some libraries replace `state` and `param_groups` this way, and both
+        # belong to the wrapped optimizer.
         for name, value in state.items():
             setattr(self, name, value)
         self._set_up()
 
     def _set_up(self) -> None:
-        """Give the instance hooks and a step that runs them; what is there stays."""
         for name in _HOOKS:
             if name not in self.__dict__:
                 setattr(self, name, OrderedDict())
         self._patch_step_function()
 
-    # Out of the checker's sight: it would take every name for one of the wrapper's.
+    # Hidden from the type checker, for which any name would then be an attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A public name that is the wrapped optimizer's alone, such as its modes."""
+            """A public name that only the wrapped optimizer has, such as `train` and `eval`."""
             inner = self.__dict__.get("_inner")
             if inner is not None and not name.startswith("_"):
                 for owner in (inner, *_each_of(inner)):
@@ -108,7 +106,8 @@ class OptimizerWrapper(Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Likewise: hosts hand an optimizer what its step reads, such as the latest loss."""
+            """Set a public name on the optimizer that has it."""
+            # Trainers set what the optimizer's step reads, such as the latest loss.
             inner = self.__dict__.get("_inner")
             is_ours = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
             others = () if is_ours or inner is None else _each_of(inner)
@@ -120,7 +119,7 @@ class OptimizerWrapper(Optimizer):
 
 
 def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """The optimizer that is wrapped, once what cannot be wrapped is refused."""
+    """The optimizer to wrap; several become one."""
     if isinstance(optimizer, Optimizer) or not isinstance(optimizer, list | tuple):
         return _checked(optimizer)
     if not optimizer:
@@ -130,7 +129,6 @@ def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
 
 
 def _checked(optimizer: object) -> Optimizer:
-    """The optimizer, once what cannot be wrapped is refused."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "DoGEOptimizer wraps a torch.optim.Optimizer, for example "
@@ -152,15 +150,14 @@ def _checked(optimizer: object) -> Optimizer:
         keys = set()
     if not keys >= {"state", "param_groups"}:
         raise TypeError(
-            f"{type(optimizer).__name__}.state_dict() has not the form of a torch optimizer's, "
-            "state and param_groups, as in wrappers of optimizers, so no checkpoint of it could be "
-            "written. Wrap the optimizer inside it."
+            f"{type(optimizer).__name__}.state_dict() lacks `state` or `param_groups`, so no "
+            "checkpoint of it could be written. If it wraps another optimizer, wrap that one."
         )
     return optimizer
 
 
 class SkipFlag:
-    """Where the host reads whether a step is skipped, without waiting for what is queued later."""
+    """Copies the skip flag of a step to the host, without waiting for work queued later."""
 
     def __init__(self) -> None:
         self._skipped: Tensor | None = None
@@ -170,20 +167,20 @@ class SkipFlag:
     def send(self, skipped: Tensor, inner: Optimizer) -> None:
         """Begin to copy the flag to the host, if `inner` needs it there.
 
-        Called as soon as the kernel that decides it is queued, so that the host waits for nothing
-        that is queued later.
+        Call it right after the kernel that decides the flag: what is queued later is not waited
+        for.
         """
         self._skipped = None
         is_on_gpu = skipped.device.type == "cuda" and not skips_on_the_device(inner)
         if is_on_gpu and not torch.cuda.is_current_stream_capturing():
-            # Into pinned memory, which torch takes for this.
+            # torch takes pinned memory for a non-blocking copy.
             self._on_host = skipped.to("cpu", non_blocking=True)
             self._arrival = torch.cuda.current_stream(skipped.device).record_event()
             self._skipped = skipped
 
     @outside_graphs
     def read(self, skipped: Tensor) -> bool:
-        """Wait for the flag, if it was sent for that alone, and read it."""
+        """Read the flag, waiting for its copy alone if it was sent."""
         if self._skipped is not skipped or self._arrival is None:
             return bool(skipped)
         self._arrival.synchronize()
@@ -191,12 +188,12 @@ class SkipFlag:
 
 
 def skips_on_the_device(inner: Optimizer) -> bool:
-    """Whether the wrapped optimizer leaves a step out by itself, as torch's fused ones do."""
+    """Whether the wrapped optimizer skips a step on the device, as torch's fused ones do."""
     return not _waiting_for_the_host(inner)
 
 
 def _waiting_for_the_host(inner: Optimizer) -> list[str]:
-    """The class names of those among the wrapped optimizers that cannot leave a step out."""
+    """Class names of the wrapped optimizers that cannot skip a step on the device."""
     return [
         type(each).__name__
         for each in _each_of(inner)
@@ -218,16 +215,15 @@ def step_unless(
 
     Args:
         skipped: bool scalar on any device.
-        found_inf: the same as float32, which fused optimizers take.
+        found_inf: the same as float32, for fused optimizers.
         inner: the wrapped optimizer.
-        flag: reads `skipped` where the host has to.
-        loss: for an optimizer that asks for it; None: not known.
+        flag: reads `skipped` on the host.
+        loss: for an optimizer whose step takes a closure; None: not known.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
     """
     if skips_on_the_device(inner) and skipped.device.type != "cpu":
-        # The host need not wait for the flag.
         fused: Sequence[Any] = _each_of(inner)
         for each in fused:
             each.grad_scale, each.found_inf = None, found_inf
@@ -247,10 +243,10 @@ def step_unless(
 
 
 def checked_scaler(scaler: object) -> GradScaler | None:
-    """The scaler that was given.
+    """The scaler.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a GradScaler.
     """
     if scaler is None or isinstance(scaler, GradScaler):
         return scaler
@@ -260,21 +256,22 @@ def checked_scaler(scaler: object) -> GradScaler | None:
 def loss_scale(
     grad_scale: float | Tensor | None, scaler: GradScaler | None, device: torch.device
 ) -> float | Tensor:
-    """What the losses of a step were multiplied by.
+    """The factor that multiplied the losses of a step.
 
     Args:
-        grad_scale: the loop's own number; a tensor is not looked at. None: ask the scaler.
-        scaler: None: nothing multiplies the losses.
-        device: where the scaler's factor is wanted.
+        grad_scale: the factor, if the loop knows it. A tensor is not checked: that would wait for
+            the device. None: the scaler's factor.
+        scaler: None: the factor is 1.
+        device: of the result, if it comes from the scaler.
 
     Raises:
-        ValueError: the loop's number is not positive and finite.
+        ValueError: `grad_scale` is not positive and finite.
     """
     if grad_scale is None and scaler is None:
         return 1.0
     if grad_scale is None:
         assert scaler is not None
-        # On the device: get_scale() would make the host wait for it.
+        # Not get_scale(), for which the host would wait.
         return scaler.scale(torch.ones((), device=device))
     if not isinstance(grad_scale, Tensor) and not (
         is_number(grad_scale) and 0 < grad_scale < float("inf")

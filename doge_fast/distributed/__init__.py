@@ -1,7 +1,8 @@
-"""What ranks exchange: the only package that calls torch.distributed.
+"""Communication between ranks: the only package that calls torch.distributed.
 
-A step talks to one `Exchange`. There are three kinds: one process; `ColumnExchange`, for models
-that are bare or in DistributedDataParallel; `ShardExchange`, for FSDP2 and tensor parallelism.
+A step uses one `Exchange`. There are three kinds: `Exchange` for one process; `ColumnExchange` for
+data parallelism, with or without DistributedDataParallel; `ShardExchange` for FSDP2 and tensor
+parallelism.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,10 @@ __all__ = [
 
 
 def exchange_of(ranks: Ranks, params: Sequence[Tensor]) -> Exchange:
-    """The kind of exchange that these parameters need; DTensors bring the ranks of their mesh.
+    """The exchange that these parameters need; that of DTensors is over the ranks of their mesh.
 
     Raises:
-        RuntimeError: some parameters are sharded and others are not, or over other processes.
+        RuntimeError: only some parameters are sharded, or over different meshes.
     """
     world = default_group()
     if world is None:

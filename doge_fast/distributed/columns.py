@@ -1,15 +1,14 @@
 """Data parallelism: a rank has whole gradients of some domains, and gets all rows of some columns.
 
-The Gram matrix needs all rows of a column side by side, and is a sum over columns. So an all-to-all
-sends each rank the columns of its shard, of all rows. The rank multiplies them there; the K x K
-partial results are gathered and added in the order of the ranks; each rank sums its columns with
-the new weights; an all-gather delivers the sums. With P pieces of rows over n ranks a rank sends
-(1 + P / n) (n - 1) / n N elements, where plain data parallelism sends 2 (n - 1) / n N.
+The Gram matrix is a sum over columns and needs all rows of a column on one rank. So an all-to-all
+sends each rank all rows of its shard of the columns. The rank computes the Gram matrix of its
+shard; these are gathered and added in the order of the ranks. With the new weights each rank sums
+the rows of its shard, and an all-gather delivers the sums. With P pieces of rows over n ranks a
+rank sends (1 + P / n) (n - 1) / n N elements; plain data parallelism sends 2 (n - 1) / n N.
 
-A domain that several ranks entered has a piece on each: its gradient is the mean of the pieces,
-weighted by their counts. All that follows is linear in the rows. So pieces stay rows of their own,
-and with A [B, P], the share of each piece in its row, the Gram matrix is A G_PP A^T and the
-coefficients of the pieces are A^T c.
+A domain that several ranks entered has one piece on each of them. Its gradient is the mean of the
+pieces, weighted by their counts. Pieces are not added up: with the share of each piece in its row,
+A [B, P], the Gram matrix is A G_PP A^T and the coefficients of the pieces are A^T c.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,14 +23,14 @@ from doge_fast.distributed.process_group import Agreement, Communicator, Report,
 from doge_fast.flat_buffer import Block
 from doge_fast.kernels import gram, weighted_sum
 
-# Shards begin on as many elements as rows of the flat buffer do.
+# Elements to which shards are aligned, as the rows of the flat buffer.
 ALIGNMENT = 64
-# Columns that are sent in one call; they exist twice meanwhile.
+# Columns sent in one call; sender and receiver each hold a copy meanwhile.
 BUCKET_COLUMNS = 1 << 24
 
 
 class Bucket(NamedTuple):
-    """Blocks that are sent together: their columns in one line, padded to n equal shards."""
+    """Blocks that are sent together: their columns concatenated, padded to n equal shards."""
 
     blocks: tuple[Block, ...]
     dtype: torch.dtype
@@ -40,7 +39,7 @@ class Bucket(NamedTuple):
     """Of a shard."""
 
     def shards(self, rows: Sequence[int], num_ranks: int) -> Tensor:
-        """[n, rows, columns of a shard]: a copy of rows, with zeros where they are not written."""
+        """[n, rows, columns of a shard]: a copy of the rows; zeros where none was written."""
         size = self.num_columns
         shards = self.blocks[0].rows_BN.new_zeros(num_ranks, len(rows), size, dtype=self.dtype)
         first = 0
@@ -66,16 +65,16 @@ class ColumnExchange(Exchange):
         self.num_ranks = communicator.num_ranks
         # [n, columns of a shard] of each bucket: memory of the sums, which p.grad views.
         self._sums: list[Tensor] = []
-        # Of this step's pieces: how many each rank has, the share of each in its row, and the rows
-        # of this rank's buffer that hold its own.
+        # Pieces of this step: the number on each rank, the share of each in its row, and the rows
+        # of this rank's buffer that hold this rank's pieces.
         self._pieces_n: list[int] = []
         self._shares_BP = torch.empty(0, 0)
         self._rows_here: list[int] = []
-        # In which the rows of each block are sent.
+        # The dtype in which each block's rows are sent.
         self._dtypes: list[torch.dtype] = []
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
-        """And note the pieces of this step; the first time, compare the parameters too."""
+        """As `Exchange.agree`; the first time, the parameters' values must be the same too."""
         values = [_checksum(param) for param in report.params] if report.is_first else None
         settings = {**report.settings, "the values of the parameters": values}
         counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
@@ -121,7 +120,7 @@ class ColumnExchange(Exchange):
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
         """An all-gather of the shards' weighted sums."""
         self._fit(columns)
-        # In place: a rank's shard lies where it belongs in the whole.
+        # A rank writes its shard at its place in the memory of all shards.
         mine = [whole_nC[self._ranks.rank] for whole_nC in self._sums]
         coefficients_P = self._shares_on(coefficients_B.device).T @ coefficients_B
         weighted_sum(columns.rows, coefficients_P, out=mine)
@@ -136,7 +135,7 @@ class ColumnExchange(Exchange):
                 block.give(block.combined_as(values_N))
 
     def fail(self) -> str:
-        """In the message that the others expect."""
+        """As `Exchange.fail`."""
         return self._ranks.fail()
 
     def release(self) -> None:
@@ -144,7 +143,7 @@ class ColumnExchange(Exchange):
         self._sums = []
 
     def _fit(self, columns: Columns) -> None:
-        """Have memory for the sums; it is kept while shapes, dtypes and devices stay the same."""
+        """Allocate memory for the sums, if shapes, dtypes or devices have changed."""
         likes = [blocks[0].param for blocks in columns.blocks]
         shapes = [(self.num_ranks, rows_PC.shape[1]) for rows_PC in columns.rows]
         kinds = [(p.dtype, p.device, shape) for p, shape in zip(likes, shapes, strict=True)]
@@ -162,7 +161,7 @@ class ColumnExchange(Exchange):
 
 
 def _shares_of(counts_nB: Tensor) -> Tensor:
-    """[B, P]: the share of each piece in its row; pieces are rank by rank, there row by row."""
+    """[B, P]: the share of each piece in its row; pieces are sorted by rank, then by row."""
     has_piece_nB = counts_nB > 0
     rows_P = has_piece_nB.nonzero()[:, 1]
     shares_BP = counts_nB.new_zeros(counts_nB.shape[1], len(rows_P))
@@ -173,7 +172,7 @@ def _shares_of(counts_nB: Tensor) -> Tensor:
 def _buckets_of(
     blocks: Sequence[Block], dtypes: Sequence[torch.dtype], num_ranks: int, apart: Collection[int]
 ) -> list[Bucket]:
-    """The blocks in groups of one device and dtypes, of about `BUCKET_COLUMNS` columns each."""
+    """Buckets of about `BUCKET_COLUMNS` columns, each of one device and one pair of dtypes."""
     groups: dict[tuple[bool, torch.device, torch.dtype, torch.dtype], list[list[Block]]] = {}
     for block, dtype in zip(blocks, dtypes, strict=True):
         is_apart = id(block.param) in apart
@@ -191,7 +190,7 @@ def _buckets_of(
 
 
 def _checksum(values: Tensor) -> int:
-    """A number for the bits of a tensor, whatever the order in which they are added."""
+    """The sum of a tensor's bits as integers, which does not depend on the order of addition."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.detach().contiguous().view(integers[values.itemsize])
     return int(bits.sum(dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""What a step asks of the ranks that share it: six methods, here as one process answers them."""
+"""The six methods by which a step communicates, implemented for one process."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from doge_fast.kernels import gram
 
 
 class Columns(NamedTuple):
-    """The columns that a rank computes with, and all rows of them."""
+    """All rows of the columns that this rank computes with."""
 
     blocks: Sequence[Sequence[Block]]
-    """Of each tensor of rows, the blocks whose columns it has."""
+    """For each tensor in `rows`, the blocks of its columns."""
     rows: Sequence[Tensor]
-    """[P, columns] each; P pieces of rows, which are the B rows except in `ColumnExchange`."""
+    """[P, columns] each. P pieces in `ColumnExchange`; otherwise the B rows."""
 
     def split(self, selected: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
         """The rows of the parameters with these ids, and those of the others."""
@@ -28,7 +28,7 @@ class Columns(NamedTuple):
 
 
 class Exchange:
-    """One process, which has all rows and all columns. Kinds of several ranks derive from it.
+    """One process, which has all rows and all columns; base class of the others.
 
     A step calls `agree`, `complete`, `gram` and `deliver`, in this order; or `fail`.
     """
@@ -37,18 +37,18 @@ class Exchange:
     has_shards = False
     """Whether parameters and gradients are DTensors."""
     has_own_rows = False
-    """Whether a rank has rows of its own domains alone, in order of entry."""
+    """Whether a rank has rows only for the domains that it entered, in order of entry."""
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
-        """What all ranks together have.
+        """Gather what all ranks have received.
 
         Args:
             rows: names of the rows of this step, the same on all ranks.
-            report: of this rank.
+            report: what this rank has received.
 
         Raises:
-            RuntimeError: ranks differ in what must be the same, or one has dropped its step; the
-                same sentence on all of them.
+            RuntimeError: ranks differ in a setting, or one has dropped its step. Raised on all
+                ranks, with the same message.
         """
         seen = frozenset(name for name, count in report.counts.items() if count > 0)
         return Agreement(seen, report.dtypes)
@@ -57,8 +57,8 @@ class Exchange:
         """All rows of this rank's columns.
 
         Args:
-            blocks: of all parameters that have a gradient on any rank.
-            apart: ids of parameters that share no tensor of rows with others.
+            blocks: the blocks of all parameters that have a gradient on any rank.
+            apart: ids of parameters whose columns must not share a tensor with others.
         """
         return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 
@@ -66,17 +66,17 @@ class Exchange:
         """[B, B] float64: the Gram matrix over the columns of all ranks.
 
         Args:
-            rows: at least one of the tensors that `complete` returned.
+            rows: some of the tensors that `complete` returned, at least one.
         """
         gram_BB: Tensor = gram(rows)
         return gram_BB
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
-        """Write sum_b c_b g_b into `p.grad` on all ranks, and the state of rank 0 into `state_S`.
+        """Write sum_b c_b g_b into `p.grad` on all ranks, and rank 0's state into `state_S`.
 
         Args:
             columns: what `complete` returned.
-            coefficients_B: [B] float64, of the rows.
+            coefficients_B: [B] float64, coefficients of the rows.
             state_S: the domain weights.
         """
         blocks = [block for (block,) in columns.blocks]
@@ -84,12 +84,12 @@ class Exchange:
             block.give(gradient)
 
     def fail(self) -> str:
-        """Say that this rank has dropped its step; the others raise in `agree`.
+        """Tell the other ranks that this one has dropped its step; they raise in `agree`.
 
         Returns:
-            A sentence that names the ranks that did not answer; empty where all did.
+            A sentence that names the ranks that did not answer; empty if all did.
         """
         return ""
 
     def release(self) -> None:
-        """Free the memory that is kept from step to step."""
+        """Free the memory kept from step to step."""

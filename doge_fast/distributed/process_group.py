@@ -1,4 +1,4 @@
-"""One process group: what its ranks gather in each step, and which of them is missing."""
+"""The collectives of a step in one process group, with errors that name missing ranks."""
 
 import hashlib
 import json
@@ -16,18 +16,19 @@ from torch.distributed import ProcessGroup
 
 from doge_fast.kernels.schema import STORAGE_DTYPES
 
-# Seconds to wait before missing ranks are named: one that is only slower gets there meanwhile.
+# Seconds to wait before missing ranks are named, so that a rank which is only slower is not.
 STRAGGLER_SECONDS = 2.0
-# Places for digests of settings: the message that says whether a rank has failed has one length.
+# Largest number of settings. A message is padded to it: a rank that fails sends one of the same
+# length without knowing the settings.
 MOST_SETTINGS = 12
 
-# all_gather_single from torch 2.13 on, which deprecates the other.
+# torch 2.13 introduced all_gather_single and deprecated all_gather_into_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that learn together, as a user names them.
+    """The processes that learn together, as the user gives them.
 
     Raises:
         ValueError: this process is not in `group`.
@@ -44,47 +45,47 @@ class Ranks:
             )
 
     def __deepcopy__(self, memo: object) -> "Ranks":
-        """The same processes."""
+        """The same object: a process group cannot be copied."""
         return self
 
 
 class Report(NamedTuple):
-    """What a rank has in the step that is combined."""
+    """What a rank has received in a step."""
 
     counts: Mapping[str, float]
-    """{row: count}; 0 for a row that was begun and not finished."""
+    """{domain: count}; 0 for a domain that was entered and not left."""
     order: Sequence[str]
-    """Names of rows in order of entry here; once for each entry."""
+    """Names of the domains in order of entry, one for each micro-batch."""
     params: Sequence[Tensor]
-    """That are trained."""
+    """The parameters that are trained."""
     dtypes: Sequence[torch.dtype | None]
-    """Of each parameter's rows; None where no domain here gave it a gradient."""
+    """The dtype of each parameter's rows; None without a gradient on this rank."""
     settings: Mapping[str, object]
-    """{name in a message: value}, JSON values that must be the same on all ranks."""
+    """{name for messages: JSON value that must be the same on all ranks}."""
     is_first: bool
-    """Whether these ranks have not agreed before."""
+    """Whether this is the ranks' first agreement."""
 
 
 class Agreement(NamedTuple):
-    """What all ranks together have."""
+    """What all ranks together have received in a step."""
 
     seen: frozenset[str]
-    """Rows that have a gradient on some rank."""
+    """Domains with a gradient on some rank."""
     dtypes: Sequence[torch.dtype | None]
-    """Of each parameter's rows; None where it has no gradient anywhere."""
+    """The dtype of each parameter's rows; None without a gradient on any rank."""
 
 
 class Communicator:
-    """The collectives of a process group that a step needs, with errors that name a lost rank.
+    """The collectives of a step, with errors that name a lost rank.
 
     Args:
-        group: of at least two ranks.
+        group: a process group of at least two ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.num_ranks, self.rank = group.size(), group.rank()
-        # Made in the first message, when all ranks are there: making it is a collective itself.
+        # Made with the first message, since making a group is a collective.
         self._cpu_group: ProcessGroup | None = None
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._num_messages = 0
@@ -112,7 +113,7 @@ class Communicator:
         return ""
 
     def _compare(self, settings: Mapping[str, object]) -> None:
-        """Raise RuntimeError, the same on all ranks, if one has failed or they differ."""
+        """Raise the same RuntimeError on all ranks if one has failed or a setting differs."""
         digests = [_digest(value) for value in settings.values()]
         assert len(digests) <= MOST_SETTINGS
         padding = [0.0] * (MOST_SETTINGS - len(digests))
@@ -128,7 +129,7 @@ class Communicator:
             refuse_difference(digests_n, name)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over ranks, added in their order: the same bits on every rank."""
+        """The sum over ranks, added in their order, so that all ranks get the same bits."""
         parts = part.new_empty(self.num_ranks, *part.shape)
         with self.naming_lost_ranks():
             all_gather(parts.view(-1), part.flatten(), group=self.group)
@@ -136,13 +137,13 @@ class Communicator:
         return total
 
     def broadcast(self, state_S: Tensor) -> None:
-        """Overwrite the domain weights by those of rank 0: machines may round differently."""
+        """Overwrite the domain weights by rank 0's, since machines may round differently."""
         with self.naming_lost_ranks():
             dist.broadcast(state_S, group=self.group, group_src=0)
 
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """Where a collective inside fails, raise RuntimeError with the rank that is missing."""
+        """If a collective inside fails, raise a RuntimeError that names the missing rank."""
         try:
             yield
         except RuntimeError as error:
@@ -153,20 +154,20 @@ class Communicator:
             ) from error
 
     def _gather(self, words: list[float]) -> Tensor:
-        """[n, words] float64 on the CPU, the numbers of every rank; equally many on all."""
+        """[n, words] float64 on the CPU: the numbers of every rank, all of one length."""
         mine = torch.tensor(words, dtype=torch.float64)
         messages = mine.new_empty(self.num_ranks * len(words))
         self._num_messages += 1
         with self.naming_lost_ranks():
             if self._cpu_group is None:
                 self._cpu_group = _cpu_group_of(self.group)
-            # Read by ranks that miss this one; nobody waits for it.
+            # For `_missing_ranks` on other ranks; setting it waits for none of them.
             self._store.set(self._key(self.rank), str(self._num_messages))
             all_gather(messages, mine, group=self._cpu_group)
         return messages.view(self.num_ranks, -1)
 
     def _missing_ranks(self) -> str:
-        """The ranks that have begun fewer messages than this one."""
+        """The ranks that have sent fewer messages than this one."""
         time.sleep(STRAGGLER_SECONDS)
         try:
             numbers = [
@@ -185,14 +186,14 @@ class Communicator:
 
 
 def default_group() -> ProcessGroup | None:
-    """The group of all processes; None where torch.distributed has none."""
+    """The default process group; None if torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def group_of(ranks: Sequence[int], like: ProcessGroup, backend: str | None = None) -> ProcessGroup:
-    """A new group of these ranks, all of which must call this, with the timeout of another one.
+    """A new group of these ranks, all of which must call this.
 
-    torch's own default is 30 minutes, whatever that of the default group is.
+    It has the timeout of the group `like`; `new_group` would use torch's default of 30 minutes.
     """
     options = like._get_backend(like._device_types[0]).options
     group = dist.new_group(
@@ -207,7 +208,7 @@ def group_of(ranks: Sequence[int], like: ProcessGroup, backend: str | None = Non
 
 
 def _cpu_group_of(group: ProcessGroup) -> ProcessGroup:
-    """The same ranks with a backend for CPU tensors: messages need not wait for the device."""
+    """The same ranks with a CPU backend, so that messages do not wait for the device."""
     config = str(dist.get_backend_config(group))
     if "cpu:" in config or config in ("gloo", "mpi"):
         return group
@@ -215,19 +216,19 @@ def _cpu_group_of(group: ProcessGroup) -> ProcessGroup:
 
 
 def _digest(value: object) -> float:
-    """A number for a value: 48 bits, which a float holds exactly."""
+    """A hash of a value: 48 bits, which a float holds exactly."""
     text = json.dumps(value, sort_keys=True, default=str)
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
 def _widest(codes: Sequence[int]) -> torch.dtype | None:
-    """The dtype that holds those of all ranks; None where no rank has one."""
+    """The dtype that can hold those of all ranks; None if no rank has one."""
     dtypes = [STORAGE_DTYPES[code - 1] for code in codes if code]
     return reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def refuse_difference(values: Sequence[float], what: str) -> None:
-    """Raise RuntimeError, the same on all ranks, unless every rank has the value of rank 0."""
+    """Raise the same RuntimeError on all ranks unless every rank has rank 0's value."""
     others = [rank for rank, value in enumerate(values) if value != values[0]]
     if others:
         raise RuntimeError(

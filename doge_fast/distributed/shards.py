@@ -1,6 +1,6 @@
 """FSDP2 and tensor parallelism: a rank has its shard of every domain's gradient.
 
-Rows, combined gradient and optimizer state stay in shards. Gram matrices of shards add up.
+Rows, combined gradient and optimizer state stay sharded. The Gram matrix is the sum over shards.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,11 +22,12 @@ class ShardExchange(Exchange):
     def __init__(self, communicator: Communicator) -> None:
         self._ranks = communicator
         self.num_ranks = communicator.num_ranks
-        # Ids of the tensors of rows that this rank adds to the Gram matrix.
+        # Ids of the tensors of rows that this rank adds to the Gram matrix; those of a replicated
+        # parameter are added by one rank only.
         self._counted: set[int] = set()
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
-        """And refuse ranks that have entered other domains, or in another order."""
+        """As `Exchange.agree`; also refuse ranks that differ in domains, order or counts."""
         settings = {**report.settings, "the order of their domains": report.order}
         counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
         for row, counts in enumerate(counts_nB.T.tolist()):
@@ -34,28 +35,28 @@ class ShardExchange(Exchange):
         return agreement
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
-        """Its shards as they are."""
+        """This rank's shards."""
         self._counted = {id(block.rows_BN) for block in blocks if _is_first_copy(block.param)}
         return super().complete(blocks, apart)
 
     def gram(self, rows: Sequence[Tensor]) -> Tensor:
-        """The sum over shards. What several ranks have a copy of counts once."""
+        """The sum over shards; replicated columns count once."""
         counted = [rows_BC for rows_BC in rows if id(rows_BC) in self._counted]
         zeros_BB = rows[0].new_zeros(len(rows[0]), len(rows[0]), dtype=torch.float64)
         return self._ranks.sum(super().gram(counted) if counted else zeros_BB)
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
-        """The weighted sums of its shards."""
+        """The weighted sums of this rank's shards."""
         self._ranks.broadcast(state_S)
         super().deliver(columns, coefficients_B, state_S)
 
     def fail(self) -> str:
-        """In the message that the others expect."""
+        """As `Exchange.fail`."""
         return self._ranks.fail()
 
 
 def _is_first_copy(param: Any) -> bool:
-    """Whether this rank is the first of those that have the same part of a DTensor."""
+    """Whether this rank is the first of the ranks that hold the same part of a DTensor."""
     coordinates = param.device_mesh.get_coordinate()
     return not any(
         placement.is_replicate() and place
@@ -64,12 +65,16 @@ def _is_first_copy(param: Any) -> bool:
 
 
 def ranks_of_mesh(params: Sequence[Any]) -> list[int]:
-    """The processes over which DTensors are sharded or replicated; RuntimeError if not one mesh."""
+    """The ranks of the mesh that all DTensors share.
+
+    Raises:
+        RuntimeError: they do not share one, or some are plain tensors.
+    """
     meshes: set[Any] = {getattr(param, "device_mesh", None) for param in params}
     if None not in meshes:
         ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
         placements = {placement for param in params for placement in param.placements}
-        # FSDP2 over tensor parallelism has a placement of its own, which is none of torch's shards.
+        # Not is_shard(): FSDP2 over tensor parallelism has a placement class of its own.
         if len(ranks) == 1 and not any(each.is_partial() for each in placements):
             return list(ranks.pop())
     raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What else reduces gradients over ranks, and is kept from it inside a domain."""
+"""Model wrappers that reduce gradients over ranks: switched off or refused inside a domain."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast.distributed.process_group import default_group
 
-# Classes that keep the gradients of what they wrap: starts of module and name, and what a message
-# calls them. A base class counts.
+# Wrappers that keep gradients in their own buffers: prefixes of module and class name, and the name
+# for messages. Base classes are compared too.
 _OWNERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "FSDP1"),
     ("deepspeed.", "DeepSpeedEngine", "DeepSpeed's engine"),
@@ -21,7 +21,7 @@ _OWNERS = (
 
 @cache
 def _owner(kind: type[nn.Module]) -> str | None:
-    """What a message calls a class that keeps gradients; None for others."""
+    """The name, for messages, of a wrapper that keeps gradients; None for other classes."""
     for base in kind.__mro__:
         for package, name, owner in _OWNERS:
             if base.__module__.startswith(package) and base.__name__.startswith(name):
@@ -37,7 +37,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def without_reduction() -> Iterator[None]:
-    """Have DistributedDataParallel leave the gradients of backward passes inside alone.
+    """Keep DistributedDataParallel from reducing the gradients of backward passes inside.
 
     Raises:
         RuntimeError: a model with `static_graph`, FSDP1, DeepSpeed's engine or one of Megatron's
@@ -65,7 +65,7 @@ def without_reduction() -> Iterator[None]:
             )
         before[module] = module.require_backward_grad_sync
         module.require_backward_grad_sync = False
-        # Else the first forward pass sends buffers, and a rank without a domain has none.
+        # Or the first forward pass would broadcast buffers, and a rank without a domain runs none.
         module.require_forward_param_sync = False
 
     handle = nn.modules.module.register_module_forward_pre_hook(switch_off)

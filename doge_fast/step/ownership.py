@@ -1,9 +1,8 @@
-"""Whose gradients a domain takes: two mistakes with several optimizers that no number shows.
+"""Two mistakes with several optimizers that would otherwise pass in silence.
 
-With two DoGEOptimizers inside one `with`, each learns a mixture of its own from its part of the
-gradient. With one of two optimizers wrapped, the other steps with the unweighted sum over domains.
-The first is refused; the second is warned of once, since a model of its own may be trained there
-on purpose.
+Two DoGEOptimizers inside one `with` each learn a mixture from a part of the gradient: refused. If
+only one of two optimizers is wrapped, the other steps with the unweighted sum over domains: warned
+of once, since it may train another model on purpose.
 """
 
 import gc
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 from doge_fast.tracing import outside_graphs
 
 NUM_NAMED = 3
-# Modules whose frames lie between a loop and the warning.
+# Modules whose frames lie between the user's loop and the warning.
 _IS_BETWEEN = re.compile(r"(doge_fast|torch|contextlib)\b").match
 
 
 class _Open(threading.local):
-    """Who has a domain open on this thread. Two threads may train two models."""
+    """The owner of the domain that is open on this thread. Two threads may train two models."""
 
     owner: object | None = None
 
@@ -36,19 +35,19 @@ def refuse_second(owner: object) -> None:
     """Refuse a domain inside a domain of another DoGEOptimizer.
 
     Raises:
-        RuntimeError: another one than `owner` has a domain open on this thread.
+        RuntimeError: an optimizer other than `owner` has a domain open on this thread.
     """
     if _open.owner is not None and _open.owner is not owner:
         raise RuntimeError(
-            "a domain of another DoGEOptimizer is open, and each of two would learn a mixture of "
-            "its own from a part of the gradient. Pass both optimizers to one: "
+            "a domain of another DoGEOptimizer is open; the two would learn separate mixtures, "
+            "each from a part of the gradient. Pass both optimizers to one: "
             "DoGEOptimizer([muon, adamw], domains=...)."
         )
 
 
 @contextmanager
 def opened(owner: object) -> Iterator[None]:
-    """Have a domain open; see `refuse_second`."""
+    """Mark `owner` as having a domain open, for `refuse_second`."""
     _open.owner = owner
     try:
         yield
@@ -57,7 +56,7 @@ def opened(owner: object) -> Iterator[None]:
 
 
 class OwnershipCheck:
-    """Warns once of parameters that a domain gives a gradient and no wrapped optimizer owns."""
+    """Warns once of parameters that receive a gradient and that no wrapped optimizer owns."""
 
     def __init__(self) -> None:
         self._is_done = False
@@ -66,11 +65,11 @@ class OwnershipCheck:
     def watching(
         self, groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None
     ) -> Iterator[None]:
-        """Look for them around the first domain.
+        """Check the first domain, whose backward pass runs inside.
 
         Args:
-            groups: of the wrapped optimizer.
-            model: that the domain trains; None: every module that has one of the parameters.
+            groups: the parameter groups of the wrapped optimizer.
+            model: the model that the domain trains; None: every module with one of the parameters.
 
         Warns:
             UserWarning: parameters without an owner have received a gradient inside.
@@ -88,13 +87,13 @@ class OwnershipCheck:
 def _unowned(
     groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None
 ) -> dict[str, Tensor]:
-    """Parameters without a gradient that an owned one's module trains and no group has, by name."""
+    """{name: parameter} of trained parameters that no group has and that have no gradient yet."""
     owned = {id(param) for group in groups for param in group["params"]}
     found: dict[int, tuple[str, Tensor]] = {}
     for module in _modules_with(owned) if model is None else [model]:
         for name, param in module.named_parameters():
             if param.requires_grad and param.grad is None and id(param) not in owned:
-                # The longest name is that in the whole model.
+                # A submodule gives a shorter name than the whole model.
                 known = found.get(id(param))
                 if known is None or len(known[0]) < len(name):
                     found[id(param)] = name, param
@@ -102,12 +101,10 @@ def _unowned(
 
 
 def _modules_with(owned: set[int]) -> Iterable[nn.Module]:
-    """The modules that are alive and have one of these parameters, by themselves or below.
-
-    Nothing else leads from a parameter to its model: a hook on the forward of all modules would,
-    and would have compiled models compiled again.
-    """
-    # By type: some objects answer `isinstance` by doing what they stand for.
+    """All living modules that have one of these parameters, directly or in a submodule."""
+    # The garbage collector knows all modules. A hook on every forward would find them too, but
+    # compiled models would be compiled again.
+    # Not isinstance, on which lazy proxies import what they stand for.
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     return [
         module for module in modules if any(id(param) in owned for param in module.parameters())

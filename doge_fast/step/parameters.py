@@ -1,12 +1,12 @@
 """The parameters that the wrapped optimizer trains: groups, names, selection, gradient hooks.
 
-Groups are looked up when a step begins, since hosts replace them: `load_state_dict` of a torch
-optimizer puts a new list in their place, and freezing a layer is one assignment.
+Groups are looked up when a step begins, since they change: a torch optimizer's `load_state_dict`
+replaces the list, and a layer may be frozen.
 
-On a CPU a hook hands each gradient on the moment autograd has finished it, while it is in the
-cache. Elsewhere that would be a call of Python for each parameter and domain, longer than what a
-GPU computes meanwhile: there the hook is the `append` of a deque of length one, which runs no
-Python, and notes that gradients have come. They stay in `p.grad` until `take` collects them all.
+On a CPU a hook passes each gradient on as soon as autograd has finished it, while it is in the
+cache. On a GPU one Python call for each parameter and domain would take longer than the device's
+work. There the hook is the `append` of a deque of length one, which runs no Python and notes only
+that a gradient has come. Gradients stay in `p.grad` until `take` collects them all.
 """
 
 import weakref
@@ -24,22 +24,22 @@ from doge_fast.weights.reweight import LastStep
 
 Receive = Callable[[Tensor], None]
 
-# Whether the gradient of a parameter is taken from it in the middle of a backward pass.
+# Whether a parameter's gradient is taken during the backward pass.
 takes_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
 _grad_of: Callable[[Tensor], Any] = attrgetter("grad")
 
 
 class TrackedParameters:
-    """Parameters of an optimizer that require a gradient, and the hooks that see it.
+    """Parameters of an optimizer that require a gradient, and the hooks on them.
 
     Args:
-        optimizer: the wrapped one.
+        optimizer: the wrapped optimizer.
         selection: the parameters whose columns enter W, as tensors or as names; None: all.
 
     Raises:
         TypeError: the first group has no number for `lr`.
         ValueError: no parameter requires a gradient, one is complex, or the selection names
-            something else.
+            something that is not trained.
     """
 
     def __init__(
@@ -47,25 +47,25 @@ class TrackedParameters:
     ) -> None:
         self._optimizer = optimizer
         self._check_lr()
-        # By id, with the parameter: while it is held here, no new one gets its id.
+        # {id: (parameter, hook)}; holding the parameter keeps its id unique.
         self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
-        # Of those that have a hook, by id: whether it takes their gradients at once.
+        # {id of a parameter with a hook: whether the hook takes the gradient at once}
         self._takes_at_once: dict[int, bool] = {}
         self._start_noting()
         self.receive: Receive | None = None
-        """Called with each tracked parameter on a CPU that autograd has given a gradient."""
+        """Called with each tracked parameter on a CPU when its gradient is complete."""
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check_params()
         self._selected = (
             None if selection is None else resolve(selection, self.params, self._by_name())
         )
-        # By name where there is one: a host may put others in the place of the tensors.
+        # By name where there is one, since the tensors may be replaced, as by fully_shard().
         names = {id(param): name for name, param in self._by_name().items()}
         self._selection = [names.get(id(param), param) for param in self._selected or ()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the hooks, which do not travel."""
+        """Everything but the hooks, which cannot be pickled."""
         left = ("_hooks", "_takes_at_once", "_noted", "note", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
@@ -79,7 +79,7 @@ class TrackedParameters:
     def _start_noting(self) -> None:
         self._noted: deque[Tensor] = deque(maxlen=1)
         self.note: Receive = self._noted.append
-        """Notes that a parameter has a gradient in `p.grad` that is nobody's yet."""
+        """Notes that a gradient is in `p.grad`."""
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -94,15 +94,13 @@ class TrackedParameters:
 
     @property
     def peak_lr(self) -> float:
-        """The largest that a scheduler has noted in the first group, else `lr`.
-
-        OneCycleLR notes its lowest rate as `initial_lr`.
-        """
+        """The largest learning rate that a scheduler has noted in the first group, else `lr`."""
         group = self.groups[0]
+        # OneCycleLR notes its lowest rate as `initial_lr`, its peak as `max_lr`.
         return max(float(group.get(name, 0)) for name in ("lr", "initial_lr", "max_lr"))
 
     def refuse_other_lr(self, last: LastStep | None) -> None:
-        """Raise RuntimeError if the learning rate is not the one that the weights moved by."""
+        """Raise RuntimeError if the learning rate has changed since the weights moved by it."""
         lr = self.lr
         used = lr if last is None else last.lr
         is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
@@ -114,11 +112,11 @@ class TrackedParameters:
             )
 
     def scan(self) -> list[Tensor]:
-        """Look the parameters up afresh, and keep a hook on each and on no other."""
+        """Look the parameters up again, and keep a hook on each of them only."""
         self.params = self.look_up()
         at_once = {id(param): takes_at_once(param) for param in self.params}
         if at_once != self._takes_at_once:
-            # A model may move after its optimizer was built.
+            # A parameter that has moved to another device needs the other kind of hook.
             for key, known in self._takes_at_once.items():
                 if at_once.get(key) is not known:
                     self._hooks.pop(key)[1].remove()
@@ -137,7 +135,7 @@ class TrackedParameters:
         return bool(self._noted)
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that have a gradient in `p.grad`, and these, which leave it."""
+        """Take all gradients out of `p.grad`: their parameters, and the gradients."""
         self.forget()
         params, grads = self.params, list(map(_grad_of, self.params))
         have_one = [grad is not None for grad in grads]
@@ -148,11 +146,11 @@ class TrackedParameters:
         return params, grads
 
     def forget(self) -> None:
-        """Note nothing of what has come so far."""
+        """Forget that gradients have come."""
         self._noted.clear()
 
     def release(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         _remove(self._hooks)
         self._takes_at_once = {}
         self.forget()
@@ -162,7 +160,7 @@ class TrackedParameters:
         return None if self._selected is None else {id(param) for param in self._selected}
 
     def name_of(self, param: Tensor) -> str:
-        """The name that a message gives a parameter."""
+        """A parameter's name for a message."""
         for name, known in self._by_name().items():
             if known is param:
                 return f"the parameter {name}"
@@ -173,7 +171,7 @@ class TrackedParameters:
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def _by_name(self) -> dict[str, Tensor]:
-        """The parameters whose groups hold their names."""
+        """{name: parameter} of the groups that hold names."""
         return {
             name: param
             for group in self.groups
@@ -232,8 +230,8 @@ def resolve(
 
     Args:
         selection: parameters, or their names.
-        params: those that are trained.
-        by_name: the ones among them, and others, that have a name.
+        params: the parameters that are trained.
+        by_name: {name: parameter}; may hold some that are not trained.
 
     Raises:
         ValueError: it is empty or names something that is not trained.
@@ -264,7 +262,7 @@ def resolve(
 
 
 def _hooks_of(parameters: TrackedParameters) -> dict[int, tuple[Tensor, Any]]:
-    """A dict of hooks that are removed when `parameters` goes."""
+    """A new dict of hooks, which are removed when `parameters` is collected."""
     hooks: dict[int, tuple[Tensor, Any]] = {}
     weakref.finalize(parameters, _remove, hooks).atexit = False
     return hooks

@@ -5,14 +5,14 @@ and combined once the weighted gradient is in `p.grad`::
 
     empty -> open -> collected -> open -> collected -> ... -> combined -> empty
 
-While a domain is open, a hook on each parameter takes the gradient the moment autograd has
-finished it and adds it to the domain's row of the flat buffer, so that `p.grad` stays None.
-Elsewhere than on a CPU gradients stay in `p.grad` until the domain is left, and go to the buffer in
-one call. Outside a domain `p.grad` is left alone; the next `domain()` or `step()` refuses what a
-backward pass has put there.
+While a domain is open on a CPU, a hook on each parameter takes its gradient as soon as autograd has
+finished it and adds it to the domain's row of the flat buffer, so `p.grad` stays None. On a GPU
+gradients stay in `p.grad` until the domain is left, and then go to the buffer in one call. Outside
+a domain `p.grad` is not touched; the next `domain()` or `step()` refuses a gradient that a backward
+pass has left there.
 
-Over ranks each has domains of its own, and none knows what another has entered until they gather
-it, once, when the step is combined.
+Each data-parallel rank has its own domains. It learns what the others have entered when the step
+is combined, from one gather.
 """
 
 import enum
@@ -62,7 +62,7 @@ WAY_ON = ". Call optimizer.zero_grad() and run the domains of this step again."
 
 
 class StepState(enum.Enum):
-    """Where a step stands."""
+    """States of a step, in order."""
 
     EMPTY = enum.auto()
     OPEN = enum.auto()
@@ -75,36 +75,36 @@ class OpenDomain:
     """The domain that is open, or the domains of a stacked pass."""
 
     counts: Mapping[str, float]
-    """By domain; what weighs this rank's gradient in the mean over ranks."""
+    """{domain: weight of this rank's gradient in the mean over ranks}."""
     row: int | None
-    """Of the buffer; None in a stacked pass, whose modules write the rows themselves."""
+    """Row of the buffer; None in a stacked pass, whose modules write the rows themselves."""
     has_received: bool = False
 
     def row_for(self, param: Tensor, parameters: TrackedParameters) -> int:
-        """The row of what autograd has put into `param.grad`."""
+        """The row for the gradient that autograd has put into `param.grad`."""
         if self.row is None:
             raise RuntimeError(
-                f"{parameters.name_of(param)} received a gradient of the whole batch: it is used "
-                "outside of the forward of the module that owns it, where domains are not "
-                "separate. Run one domain after another, with optimizer.domain(name)."
+                f"{parameters.name_of(param)} received a gradient of the whole batch, since it is "
+                "used outside its own module's forward, where domains are not separate. Run one "
+                "domain after another, with optimizer.domain(name)."
             )
         return self.row
 
 
 @dataclass
 class Received:
-    """What the domains of a step have brought to this rank so far."""
+    """What this rank has received in this step so far."""
 
     order: list[str] = field(default_factory=list)
-    """Names, in the order in which they were entered; once for each micro-batch."""
+    """Names of the domains in order of entry, one for each micro-batch."""
     times: Counter[str] = field(default_factory=Counter)
-    """By domain, how often it has been left."""
+    """{domain: how often it has been left}."""
     counts: dict[str, float] = field(default_factory=dict)
-    """By domain, its weight in the mean over ranks; 0 until it has been left. The order of the keys
-    is that of this rank's rows, where it has its own.
+    """{domain: weight in the mean over ranks}; 0 until it has been left. A data-parallel rank's
+    rows have the order of the keys.
     """
     is_dropped: bool = False
-    """An exception inside a domain has dropped what there was."""
+    """Whether an exception inside a domain has dropped the gradients."""
 
 
 class Step:
@@ -112,17 +112,17 @@ class Step:
 
     Args:
         inner: the wrapped optimizer.
-        parameters: those that it trains.
+        parameters: the parameters that it trains.
         weights: the domain weights, which the step moves.
         subset: the domains of a step and their rows.
-        buffer_dtype: of the rows; None: that of each gradient.
-        absent: "error" or "keep": what becomes of a step without some domain.
+        buffer_dtype: of the rows; None: the dtype of each gradient.
+        absent: what to do about a domain that was not entered, "error" or "keep".
         micro_batches: times that each domain is entered in a step; None: any number.
-        scaler: of the losses.
-        ranks: that learn together.
+        scaler: the GradScaler of the losses.
+        ranks: the ranks that learn together.
 
     Raises:
-        ValueError: an argument outside its range.
+        ValueError: `absent` or `micro_batches` is outside its range.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class Step:
         self._start()
 
     def _start(self) -> None:
-        """An empty step, without other ranks."""
         self._exchange: Exchange | None = None
         # The default group and the kinds of parameters that the exchange was made for.
         self._made_for: object = None
@@ -170,7 +169,7 @@ class Step:
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
-        # `p.grad` holds the zeros of zero_grad(set_to_none=False).
+        # Whether `p.grad` holds the zeros of zero_grad(set_to_none=False).
         self._are_zeros_left = False
         self.parameters.receive = _receiver(weakref.ref(self))
         self._hook()
@@ -181,17 +180,17 @@ class Step:
     )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is kept between steps: a copy starts empty, and other processes may use it."""
+        """The parts that last from step to step: a copy starts with an empty step."""
         return {name: getattr(self, name) for name in self._LASTING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """An empty step that receives the gradients of the parameters again."""
+        """Start an empty step, with hooks on the parameters again."""
         self.__dict__.update(state)
         self._start()
 
     @outside_graphs
     def _hook(self) -> list[Tensor]:
-        """The parameters that are trained now, each with a hook that calls `receive`."""
+        """The parameters that are trained now, each with a hook."""
         return self.parameters.scan()
 
     # A domain.
@@ -211,7 +210,7 @@ class Step:
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
-        """One backward pass inside gives every domain of a batch sorted by domain its gradient."""
+        """One backward pass inside, on a batch sorted by domain, gives each domain its gradient."""
         with self._entering():
             sizes_here = sizes_of(sizes)
             self._enter(tuple(sizes_here))
@@ -229,7 +228,7 @@ class Step:
         self._combine_if_complete()
 
     def _entering(self) -> AbstractContextManager[None]:
-        """The block in which a domain is entered; inside another one, that one's block fails."""
+        # Inside an open domain, the block of that domain tells the other ranks.
         return nullcontext() if self._open is not None else self._failure_reaches_all_ranks()
 
     def _stacked_model_of(self, model: nn.Module) -> StackedModel:
@@ -248,8 +247,8 @@ class Step:
         self.refuse_stray()
         if self.state is StepState.COMBINED:
             self._refuse_uncleared()
-            # Cleared without a step, as a scaler does on overflow. The loop has read the domains
-            # of this step, so they stay.
+            # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
+            # stays: the loop has read `domains_of_step`.
             self._clear_rows()
         if self.state is StepState.EMPTY:
             self._begin()
@@ -263,7 +262,7 @@ class Step:
         self._received.order.extend(names)
 
     def _begin(self) -> None:
-        # First: a host may have put shards in their place.
+        # First, since fully_shard() may have replaced the parameters by shards.
         params = self._hook()
         self._settle_exchange()
         for param in params:
@@ -278,7 +277,6 @@ class Step:
         self._are_zeros_left = False
 
     def _row_of(self, name: str) -> int:
-        """The row of this rank's buffer that is the domain's."""
         self._received.counts.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
             return self.subset.slot_of(name)
@@ -319,7 +317,7 @@ class Step:
             return
         grad, param.grad = param.grad, None
         if grad is None:
-            # Its module has written the rows by itself.
+            # In a stacked pass its module has written the rows.
             return
         if self.exchange.has_shards:
             grad = local_gradient(param, grad)
@@ -343,8 +341,7 @@ class Step:
     def _is_complete(self) -> bool:
         """Whether every domain has been entered as often as `micro_batches` says.
 
-        Never where ranks have domains of their own: one that has entered all of its own must not
-        combine while others go on.
+        Never on a data-parallel rank: the other ranks may still be inside their domains.
         """
         if self.micro_batches is None or not self._received.times or self.exchange.has_own_rows:
             return False
@@ -356,7 +353,7 @@ class Step:
                 self._combine(None)
 
     def combine(self, grad_scale: float | Tensor | None) -> None:
-        """As `DoGEOptimizer.combine`; nothing to do where the last domain has combined."""
+        """As `DoGEOptimizer.combine`; does nothing if the last domain has combined."""
         self.refuse_inside_a_domain("combine() and step()")
         if self.state is not StepState.COMBINED or not self._is_complete:
             self._combine(grad_scale)
@@ -379,7 +376,7 @@ class Step:
         selected = self.parameters.selected_ids()
         lr = self.parameters.lr
 
-        # Complete over ranks: which rows there are, and all of them for this rank's columns.
+        # Complete over ranks: agree on the rows, and get all of them for this rank's columns.
         with self._failure_reaches_all_ranks():
             params = self._params_to_combine()
             scale = loss_scale(grad_scale, self._scaler, self.parameters.params[0].device)
@@ -402,16 +399,16 @@ class Step:
         self._flag.send(last.skipped, self._inner)
 
         with phase("weighted_sum"):
-            # Into `p.grad`, on all ranks.
+            # The sum goes into `p.grad` on all ranks.
             self.exchange.deliver(columns, last.coefficients, self._weights.shared_state)
 
         self._weights.last = last
         self.state = StepState.COMBINED
-        # The wrapped optimizer may have been given a state dict of ours.
+        # The user may have loaded a state_dict of ours into the wrapped optimizer.
         checkpoint.mark(self.parameters.groups)
 
     def _params_to_combine(self) -> list[Tensor]:
-        """The parameters that are trained, if the step may be combined."""
+        """The parameters to combine; refuses a step that may not be combined."""
         if self.state is StepState.COMBINED:
             raise RuntimeError("combine() has been called in this step; call step() next.")
         self.refuse_stray()
@@ -420,16 +417,16 @@ class Step:
         if self._received.counts and given is not None:
             raise RuntimeError(
                 f"{self.parameters.name_of(given)} has a p.grad from outside the domains, which "
-                "would be used unweighted or be replaced. Run that backward pass inside a domain "
-                "as well, or take a step with it before the domains of this step."
+                "would be used unweighted or be replaced. Run that backward pass inside a domain, "
+                "or take a step with it before the domains of this step."
             )
         if self._received.is_dropped and self.exchange.num_ranks > 1:
-            # Where domains are missing, this rank would raise alone.
+            # Before the ranks agree: _refuse_missing would raise on this rank alone.
             raise RuntimeError(DROPPED + WAY_ON)
         return params
 
     def _agree(self, params: list[Tensor], scale: float | Tensor) -> Agreement:
-        """What all ranks together have, if it makes a step."""
+        """What all ranks together have; refuses a step without some domain."""
         exchange = self.exchange
         report = Report(
             counts=self._received.counts,
@@ -445,7 +442,7 @@ class Step:
         return agreement
 
     def _settings(self, params: Sequence[Tensor], scale: float | Tensor) -> dict[str, object]:
-        """What must be the same on all ranks, by the name that a message gives it."""
+        """{name for messages: value that must be the same on all ranks}."""
         selected = self.parameters.selected_ids()
         return {
             **self._weights.settings(with_values=not self._has_agreed),
@@ -462,15 +459,15 @@ class Step:
     def is_of_others(self) -> bool:
         """Whether `step()` should run the wrapped optimizer alone, on gradients of no domain.
 
-        Code that saves checkpoints has an optimizer make its state by a step on zeros at learning
-        rate zero, also between two domains.
+        torch.distributed.checkpoint makes an optimizer create its state by a step on zero
+        gradients at learning rate zero, even between two domains.
         """
         self.refuse_inside_a_domain("combine() and step()")
         with self._failure_reaches_all_ranks():
             self.refuse_stray()
             if self.state is StepState.COMBINED:
                 return False
-            # One that is on a device is not looked at: the host would wait for it.
+            # A rate on a device counts as not zero: reading it would wait for the device.
             has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
             if has_rate and (self.state is StepState.COLLECTED or self._received.is_dropped):
                 return False
@@ -478,10 +475,10 @@ class Step:
             return not all(map(self.buffer.is_combined, given))
 
     def finish(self, loss: Any) -> None:
-        """Combine what has not been, and step the wrapped optimizer unless the step is skipped.
+        """Combine unless that is done; step the wrapped optimizer unless the step is skipped.
 
         Args:
-            loss: of the step, for an optimizer that asks for it; None: not known.
+            loss: of the step, for an optimizer whose step takes a closure; None: not known.
         """
         if self.state is not StepState.COMBINED:
             self._refuse_partial()
@@ -512,7 +509,7 @@ class Step:
         self._received = Received()
 
     def release(self) -> None:
-        """Take the hooks off the parameters and give the buffer's memory back."""
+        """Remove the hooks and free the buffer's memory."""
         self.refuse_inside_a_domain("release()")
         self.clear()
         self.buffer.release()
@@ -522,12 +519,11 @@ class Step:
 
     @contextmanager
     def _dropped_on_failure(self) -> Iterator[None]:
-        """Drop what has been collected if the block raises."""
         try:
             yield
         except BaseException:
             if self.parameters.has_noted:
-                # Backward passes inside the domain have left them.
+                # Clear `p.grad` of what backward passes inside the domain have left.
                 self.parameters.take()
             self.clear()
             self._received.is_dropped = True
@@ -537,31 +533,31 @@ class Step:
 
     @property
     def exchange(self) -> Exchange:
-        """Between the ranks."""
+        """The exchange between ranks."""
         if self._exchange is None:
             self._settle_exchange()
         assert self._exchange is not None
         return self._exchange
 
     def _settle_exchange(self) -> None:
-        """Look who the ranks are, when a step begins: a group, or shards, may be new."""
-        # Before the first step a host may have replaced the parameters that are known.
+        """Make the exchange anew if the process group or the kind of parameters has changed."""
+        # Before the first step a trainer may have replaced the parameters found at construction.
         params = self.parameters.look_up() if self._exchange is None else self.parameters.params
         made_for = default_group(), frozenset(map(type, params))
         if self._exchange is None or self._made_for != made_for:
             self._exchange, self._made_for = exchange_of(self._ranks, params), made_for
             self._has_agreed = False
-            # Of its own domains alone, where a rank has whole gradients.
+            # A data-parallel rank adds a row for each domain that it enters.
             self.buffer.num_rows = 0 if self._exchange.has_own_rows else self.subset.num_rows
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether this is one of several ranks with domains of their own, as far as is known."""
+        """Whether this is a data-parallel rank; False before the first exchange is made."""
         return self._exchange is not None and self._exchange.has_own_rows
 
     @contextmanager
     def _failure_reaches_all_ranks(self) -> Iterator[None]:
-        """Have the other ranks raise too if the block does: they would wait for this one."""
+        """If the block raises, make the other ranks raise too: they would wait for this one."""
         try:
             yield
         except Exception as error:
@@ -583,7 +579,7 @@ class Step:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
         if not self.parameters.has_noted:
             return
-        # There, `p.grad` may be the open domain's.
+        # Inside a domain, `p.grad` may belong to that domain.
         self.refuse_inside_a_domain("combine() and step()")
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
@@ -595,7 +591,6 @@ class Step:
         self.parameters.forget()
 
     def _check_name(self, name: str) -> None:
-        """Refuse a domain that is not one of this step's."""
         if self.subset.holds(name):
             return
         if name in self.subset.all_rows:
@@ -634,15 +629,15 @@ class Step:
             )
 
     def _refuse_reduced(self) -> None:
-        """Refuse gradients that something between ranks has put back behind our hooks."""
+        """Refuse gradients that a wrapper has reduced and put back after our hooks ran."""
         if self.exchange.num_ranks > 1 and any(
             param.grad is not None for param in self.parameters.params
         ):
             raise RuntimeError(
-                "something has set p.grad inside a domain, as wrappers do that reduce gradients "
-                "over ranks themselves: torch's replicate(), and DistributedDataParallel if its "
-                "forward pass ran before the domain. Run forward and backward inside the domain, "
-                "on a model in DistributedDataParallel or in no wrapper."
+                "something has set p.grad inside a domain. torch's replicate() does, and so does "
+                "DistributedDataParallel if its forward pass ran before the domain. Run forward "
+                "and backward inside the domain, on a model in DistributedDataParallel or in no "
+                "wrapper."
             )
 
     def _refuse_partial(self) -> None:
@@ -670,7 +665,7 @@ class Step:
 
 
 def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
-    """A hook that does not keep its step, and so the buffer, alive."""
+    """A hook that calls `receive` of a step, without keeping the step and its buffer alive."""
 
     def on_gradient(param: Tensor) -> None:
         step = ref()
@@ -684,10 +679,10 @@ def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
 def _gram_matrices(
     columns: Columns, exchange: Exchange, selected: Collection[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """[B, B] over the columns that enter W, and over all columns; one tensor where they agree.
+    """Gram matrices [B, B] over the columns that enter W and over all columns.
 
-    A Gram matrix is a sum over columns. Those outside the selection are read as well: a domain is
-    clipped, and a step skipped, by the norm over all of them.
+    One tensor if these are the same columns. The columns outside the selection are needed too:
+    clipping and skipping go by the norm over all columns.
     """
     if selected is None:
         gram_BB = exchange.gram(columns.rows)
@@ -703,18 +698,17 @@ def _gram_matrices(
 
 
 def _refuse_division(name: str, micro_batches: int | None) -> None:
-    """Refuse losses that accelerate divides by another number of micro-batches than ours.
-
-    In the middle of an accumulation; the gradients would be the wrong size without a word.
-    """
+    """Refuse losses that accelerate divides by another number of micro-batches than ours."""
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or micro_batches is None:
         return
-    # One for all Accelerators of the process.
-    host = accelerate.GradientState()
-    if not host.sync_gradients and host.num_steps not in (1, micro_batches):
+    # Shared by all Accelerators of the process.
+    accumulation = accelerate.GradientState()
+    # sync_gradients is False in the middle of an accumulation.
+    if not accumulation.sync_gradients and accumulation.num_steps not in (1, micro_batches):
         raise RuntimeError(
-            f"accelerate divides losses by gradient_accumulation_steps={host.num_steps}, and "
+            "accelerate divides losses by "
+            f"gradient_accumulation_steps={accumulation.num_steps}, and "
             f"domain {name!r} is entered micro_batches={micro_batches} times in a step: "
             "its gradient would be the wrong size. Enter every domain inside each "
             "`accelerator.accumulate`, and give both numbers the same value."
@@ -724,13 +718,13 @@ def _refuse_division(name: str, micro_batches: int | None) -> None:
 def _nothing_received(opened: OpenDomain) -> str:
     if opened.row is None:
         return (
-            "no parameter of the optimizer received a gradient inside stacked(). Run the forward "
-            "and loss.backward() inside it, on the model that it was given."
+            "no parameter of the optimizer received a gradient inside stacked(). Run forward and "
+            "loss.backward() inside it, on the model passed to stacked()."
         )
     return (
         "no parameter of the optimizer received a gradient inside "
         f"domain({next(iter(opened.counts))!r}). "
-        "Run loss.backward() inside it. If you did, the model's parameters were replaced after "
-        "the optimizer was built: build it from the model's present ones; or another "
-        "DoGEOptimizer on the same parameters, inside a domain of its own, has taken the gradient."
+        "Run loss.backward() inside it. If you did, either the model's parameters were replaced "
+        "after the optimizer was built, so build it again; or another DoGEOptimizer on the same "
+        "parameters has taken the gradient inside a domain of its own."
     )

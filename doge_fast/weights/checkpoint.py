@@ -1,14 +1,14 @@
-"""What a checkpoint keeps of the domain weights, in two forms, since some formats drop one of them.
+"""The domain weights in a checkpoint, in two forms, since some formats drop one of them.
 
-As a dict of tensors and names it stands under a key of its own in the optimizer's state dict.
-torch.distributed.checkpoint and what is built on it carry nothing of an optimizer but `state` and
-`param_groups`, so the same numbers stand in every parameter group once more, as one tuple of
-floats: version, fingerprint of the names, number of the draw, the parts one after another, mu.
-Where both are there the dict is read: its parts are named, and people may edit it.
+The first form is a dict of tensors and names, under a key of its own in the optimizer's state dict.
+torch.distributed.checkpoint, and what is built on it, saves only `state` and `param_groups` of an
+optimizer. So every parameter group holds the same numbers again as a tuple of floats: version,
+fingerprint of the names, number of the draw, the vectors and counts, mu. If a checkpoint has both
+forms the dict is read, since its parts are named and a user may edit them.
 
-The groups of a living optimizer hold an empty tuple in that place. It has to be there, since a
-flattened state dict is taken apart by the keys of the living groups; and it has to be empty, since
-the weights are on the device and a copy would be out of date after one step.
+The groups of a live optimizer hold an empty tuple under that key. The key is needed because
+torch.distributed.checkpoint reads back only the keys that it finds there. The tuple is empty
+because the weights are on the device, and a copy would be out of date after one step.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ VERSION = 2
 
 _VECTORS = ("alpha", "alpha_mean", "gain")
 _COUNTS = ("num_steps", "num_skipped")
-# What earlier versions wrote behind these: weights of targets that moved, and running norms of a
-# score that was removed; [R] each.
+# Vectors [R] that earlier versions appended: moving target weights, and the running norms of a
+# score; both methods were removed.
 _REMOVED = ("tau", "norms")
 
 
 def named(
     parts: Mapping[str, Tensor], objective: Objective, *, draws: int, mu: float | None
 ) -> dict[str, Any]:
-    """The dict: tensors, numbers and names only, so that `weights_only=True` reads it.
+    """The dict of a checkpoint: tensors, numbers and names, which `weights_only=True` can read.
 
     Args:
-        parts: as `DomainWeights.state`: vectors [K] float64 and counts.
-        objective: whose names go with them.
+        parts: what `DomainWeights.state` returns: vectors [K] float64 and counts.
+        objective: gives the names of domains and rows.
         draws: number of the draw, `Subset.draws`.
         mu: the Bregman coefficient; None: not known.
     """
@@ -57,22 +57,21 @@ def named(
 
 
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
-    """The tuple of what `named` gave; [6 + 3 K] floats. Waits for the device."""
-    # One vector, so that the device is waited for once.
+    """The tuple of a checkpoint: 6 + 3 K floats, from the dict of `named`. Waits for the device."""
+    # One vector, to wait for the device only once.
     values_S = torch.cat([state[name].double().view(-1) for name in (*_VECTORS, *_COUNTS)])
     head = (state["version"], fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
 
 def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
-    """What `named` gave, from its tuple; tensors on the CPU.
+    """The dict of `named` from its tuple; tensors on the CPU.
 
     Raises:
-        ValueError: it was written by a later version, for other names, or by a removed method.
+        ValueError: a later version or a removed method wrote it, or it is for other names.
     """
     _check_version(values[0])
     head, numbers = values[:3], values[3:]
-    # Version 1 had no mu.
     mu = numbers[-1:] if values[0] > 1 else ()
     numbers = numbers[: len(numbers) - len(mu)]
     num_domains, num_rows = len(objective.domains), len(objective.rows)
@@ -94,13 +93,13 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
 
 
 def fingerprint(objective: Objective) -> float:
-    """A number for the names in their order: 48 bits, which a float holds exactly."""
+    """A hash of the names in their order: 48 bits, which a float holds exactly."""
     names = json.dumps([objective.domains, objective.rows])
     return float(int.from_bytes(hashlib.sha256(names.encode()).digest()[:6], "big"))
 
 
 def mark(groups: list[dict[str, Any]]) -> None:
-    """Give every group of a living optimizer the weights' place, empty."""
+    """Give every group of a live optimizer the key of the weights, with an empty tuple."""
     for group in groups:
         group[KEY] = ()
 
@@ -108,10 +107,10 @@ def mark(groups: list[dict[str, Any]]) -> None:
 def put_into(
     state_dict: dict[str, Any], ours: dict[str, Any], objective: Objective
 ) -> dict[str, Any]:
-    """An optimizer's state dict with `ours`, as `named` gave it, in both forms."""
+    """An optimizer's state dict with the dict `ours` of `named`, in both forms."""
     values = packed(ours, objective)
     groups = [group | {KEY: values} for group in state_dict["param_groups"]]
-    # For who reads the file: eta, the rate of the first group, by which the weights move.
+    # Only for readers of the file: the rate of the first group, by which the weights move.
     eta = float(groups[0]["lr"])
     return state_dict | {"param_groups": groups, KEY: ours | {"lr": eta}}
 
@@ -122,12 +121,12 @@ def taken_from(
     """Take the domain weights out of an optimizer's state dict.
 
     Returns:
-        What `named` gave, None where there is none; and the wrapped optimizer's state dict,
-        in whose groups the tuple still is.
+        The dict of `named`, or None if there is none; and the wrapped optimizer's state dict, whose
+        groups still hold the tuple.
 
     Raises:
-        TypeError: it is no dict.
-        ValueError: it belongs to other domains or a later version; or the groups differ.
+        TypeError: `state_dict` is no dict.
+        ValueError: it is for other domains or of a later version; or its groups differ.
     """
     check_is_dict(state_dict)
     rest = dict(state_dict)
@@ -147,7 +146,7 @@ def taken_from(
 
 
 def warn_of_none() -> None:
-    """Warn the caller of `load_state_dict` of a state dict that `taken_from` found nothing in."""
+    """Warn the caller of `load_state_dict` that the state dict has no domain weights."""
     warnings.warn(
         "the checkpoint holds the wrapped optimizer's state and no domain weights; they stay as "
         "they are. If this is intended, load it before wrapping the optimizer.",
@@ -158,16 +157,16 @@ def warn_of_none() -> None:
 def check_is_dict(state_dict: object) -> None:
     """Raise TypeError unless it is a mapping."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"load_state_dict() takes what state_dict() gave; got {state_dict!r}.")
+        raise TypeError(f"load_state_dict() needs what state_dict() returned; got {state_dict!r}.")
 
 
 def check(ours: Mapping[str, Any], objective: Objective) -> None:
-    """Refuse a state of other names, or values that a run cannot produce.
+    """Refuse a dict with other names, or with values that a run cannot produce.
 
     Raises:
-        TypeError: it is no dict.
-        ValueError: a later version, a removed method, other domains or rows, missing parts, weights
-            off the simplex or scores that are not finite.
+        TypeError: `ours` is no dict.
+        ValueError: a later version or a removed method wrote it; it is for other domains or rows;
+            parts are missing; weights are off the simplex; or a score is not finite.
     """
     check_is_dict(ours)
     if "version" not in ours:
@@ -179,7 +178,7 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
         )
     for name in ("version", "draws"):
         value = ours.get(name, 0)
-        # No tensor, which would name another draw.
+        # Not a tensor: a draw's number is part of a random key as text.
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         _require(is_integer and value >= 0, name, "a count", value)
     _check_version(ours["version"])
@@ -216,13 +215,12 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
 def _require(is_right: bool, name: str, rule: str, value: object) -> None:
     if not is_right:
         raise ValueError(
-            f"the checkpoint's {name} must be {rule}; it is {value!r}. Load what state_dict() gave "
-            "of a run that did not diverge."
+            f"the checkpoint's {name} must be {rule}; it is {value!r}. Load what state_dict() "
+            "returned in a run that did not diverge."
         )
 
 
 def _check_version(version: float) -> None:
-    """Refuse what a later version has written."""
     if version > VERSION:
         raise ValueError(
             f"the checkpoint's DoGE state has version {version:g}; this library reads "

@@ -1,21 +1,20 @@
-"""What holds where a user names nothing, of the optimizer, the trainer and the command line."""
+"""Defaults that the optimizer, the trainer integration and the command line share."""
 
 DOMAIN_MAX_GRAD_NORM = 1.0
-"""Norm to which each domain's gradient is clipped where nothing else is asked for."""
+"""Default norm to which each domain's gradient is clipped."""
 
 
 def default_mu(learning_rate: float, sum_of_targets: float) -> float:
-    """The Bregman coefficient where none is named: 20 lr (T + 1) / 2.
+    """The default Bregman coefficient, 20 lr (T + 1) / 2.
 
-    The weights' logarithms move by lr W / mu, so mu follows the peak learning rate; 20 times it is
-    0.01 at the paper's 5e-4, which is what the published code takes towards its held-out mix. W is
-    a sum over targets and spreads with them: where their weights sum to T, mu is (T + 1) / 2 times
-    as much, four times for all of seven domains at once
-    (docs/evidence-tables.md).
+    The weights' logarithms move by lr W / mu, so mu is proportional to the peak learning rate. For
+    one target, 20 lr is 0.01 at the paper's 5e-4: the published code's value for its held-out mix.
+    W is a sum over targets, so mu grows with the sum T of their weights: for the universal target
+    of seven domains it is four times as large (docs/evidence-tables.md).
 
     Args:
-        learning_rate: > 0, the peak one of the proxy.
-        sum_of_targets: T > 0; K for all domains at once.
+        learning_rate: > 0, the proxy's peak learning rate.
+        sum_of_targets: T > 0; K for the universal target.
 
     Raises:
         ValueError: the learning rate is not positive and finite.

@@ -1,7 +1,7 @@
-"""Whose loss is to become small: the rows there are, and how much each counts.
+"""The objective: a weighted sum of target losses, over training domains and held-out targets.
 
-Training domains come first and span the simplex; after them stand rows that are measured and
-never trained on. A target of the training domains alone adds no row.
+The K training domains are the first rows and span the simplex. Then come M rows that are measured
+and never trained on, one for each target outside the training domains.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +21,9 @@ class Objective:
 
     Args:
         domains: the K training domains, in the order of the simplex.
-        rows: these, then the M that are only measured.
+        rows: the training domains, then the M held-out targets.
         tau: [R] weights >= 0, one per row.
-        is_universal: tau is one on every training domain and was not named one by one
-            (Algorithm 1).
+        is_universal: whether the target was given as "universal" (Algorithm 1).
     """
 
     domains: tuple[str, ...]
@@ -39,10 +38,10 @@ class Objective:
         Args:
             domains: distinct non-empty names, at least one.
             target: "universal": every training domain, weight one. A name, several names (weight
-                one each) or {name: weight >= 0}; names outside `domains` become measured-only rows.
+                one each) or {name: weight >= 0}; names outside `domains` become held-out rows.
 
         Raises:
-            ValueError: the names or weights are not such; the message says which.
+            ValueError: a name or weight is not allowed.
         """
         names = _checked_domains(domains)
         tau = _checked_target(target, names)
@@ -66,7 +65,7 @@ class Objective:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The targets that a score needs: the measured ones; without any, one of the others."""
+        """Targets whose gradients a score needs: all held-out ones, or else one of these."""
         weighed = self._weighed()
         return tuple(name for name in self.measured if name in weighed) or tuple(weighed)
 

@@ -1,14 +1,14 @@
-"""What earlier versions wrote into checkpoints and weights.json, and this one refuses to read."""
+"""The refusal of checkpoints and weights.json files that removed methods have written."""
 
 LAST_WITH_IT = "before-the-card"
-"""The git tag of the last commit that has all of it."""
+"""The git tag of the last commit with the removed methods."""
 
 
 def refusal(what: str) -> str:
-    """The sentences that refuse a file because of what is removed.
+    """The message that refuses a file of a removed method.
 
     Args:
-        what: the subject, up to a verb: where it was found and its name.
+        what: the subject of the sentence: the place in the file and the name found there.
     """
     return (
         f"{what} belongs to a method that was removed. Learn new weights, or read it with the "

@@ -1,12 +1,12 @@
 """The K x K step: from the Gram matrices of a step to new domain weights, as one operator.
 
-Axis letters: K training domains, R rows of the objective (these K, then M measured targets), B rows
-of the buffer. B is R unless a step has S of the K training domains; then it is S + M.
+Axis letters: K training domains, R rows of the objective (the K domains, then M held-out targets),
+B rows of the buffer. B = R, or S + M if a step has S of the K training domains.
 
-A launch for each small operation would take longer than the step. So `reweight` is one launch: on a
-GPU `reweight_triton`, elsewhere, and with a score that the kernel does not know, the plain torch
-below, which is the truth. What a step reads and writes is packed into a few vectors, since a launch
-passes addresses; named tuples are views of their parts.
+One launch for each small operation would cost more than their arithmetic. So on a GPU `reweight` is
+one launch of `reweight_triton`. On a CPU, and for a score that the kernel does not know, it is the
+plain torch below, with which the kernel is compared. Settings, state and results are packed into
+one vector each, for few kernel arguments; named tuples view their parts.
 """
 
 import importlib
@@ -23,14 +23,14 @@ from doge_fast.weights.scores import NAMED_SCORES, PAPER, Score
 
 
 class StepSettings(NamedTuple):
-    """The numbers of a step: `settings_C`, [6] float64."""
+    """The settings of a step: `settings_C`, [6] float64."""
 
     lr: float | Tensor
     """eta of this step."""
     mu: float | Tensor
     """> 0, Bregman coefficient."""
     grad_scale: float | Tensor = 1.0
-    """What the losses were multiplied by."""
+    """The factor that multiplied the losses."""
     domain_max_grad_norm: float | Tensor = math.inf
     """Norm to which each row is clipped."""
     max_grad_norm: float | Tensor = math.inf
@@ -40,39 +40,39 @@ class StepSettings(NamedTuple):
 
 
 class WeightsState(NamedTuple):
-    """What lasts from step to step: `state_S`, [3 K + 2] float64."""
+    """The state that a step updates: `state_S`, [3 K + 2] float64."""
 
     alpha: Tensor
     """[K] domain weights."""
     alpha_mean: Tensor
-    """[K] their mean over the steps that were taken."""
+    """[K] their mean over the steps taken."""
     gain: Tensor
     """[K] the last score of each domain."""
     num_steps: Tensor
     """Scalar; steps that moved the weights."""
     num_skipped: Tensor
-    """Scalar; steps skipped because something was not finite."""
+    """Scalar; steps skipped because a norm or a weight was not finite."""
 
 
 _NUM_VECTORS, _NUM_COUNTS = 3, 2
 
 
 class LastStep(NamedTuple):
-    """What a step saw and did; tensors on the device, read by whoever logs them.
+    """The record of a step; tensors on the device.
 
-    Gradients are in unscaled units and, except for `grad_norms`, after per-domain clipping. `gram`
-    and `grad_norms` have the rows of `optimizer.rows`: training domains, then measured targets;
-    zeros for those that the step does not have.
+    Values are those of unscaled gradients, after per-domain clipping (`grad_norms`: before). `gram`
+    and `grad_norms` have the rows of `optimizer.rows`: training domains, then held-out targets;
+    absent rows are zero.
     """
 
     gram: Tensor
     """[R, R] inner products over the columns that enter W."""
     coefficients: Tensor
-    """[B] of the buffer's rows in the weighted sum; NaN to skip."""
+    """[B] coefficients of the buffer's rows in the weighted sum; NaN if skipped."""
     grad_norms: Tensor
     """[R] norms of the rows before any clipping, over all columns."""
     gain: Tensor
-    """[K] the scores that moved the weights: W, or what another score makes of it."""
+    """[K] the scores that moved the weights; W for the score "paper"."""
     influence: Tensor
     """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
     difficulty: Tensor
@@ -82,15 +82,15 @@ class LastStep(NamedTuple):
     combined_norm: Tensor
     """Scalar: norm of the combined gradient before the global clip."""
     skipped: Tensor
-    """Bool scalar: something was not finite, the state stays."""
+    """Bool scalar: a norm or a weight was not finite, so the state did not change."""
     found_inf: Tensor
-    """Float32 scalar: one if skipped, as fused optimizers take it."""
+    """`skipped` as a float32 scalar, for fused optimizers."""
     lr: float | Tensor | None = None
-    """eta of this step, as the optimizer had it; None: not said."""
+    """eta of this step, as in the parameter group; None: not known."""
 
 
 def new_state(alpha_K: Tensor) -> Tensor:
-    """[3 K + 2]: weights `alpha_K`, which are their own mean; no score, no step yet."""
+    """[3 K + 2]: `alpha_K` as weights and as their mean; zero scores and counts."""
     rest = torch.zeros(len(alpha_K) + _NUM_COUNTS, dtype=alpha_K.dtype, device=alpha_K.device)
     return torch.cat([alpha_K, alpha_K, rest])
 
@@ -117,36 +117,36 @@ def reweight(
     score: Score = PAPER,
     implementation: str | None = None,
 ) -> LastStep:
-    """Move the domain weights one step; in one launch for the scores that the kernel knows.
+    """Move the domain weights one step, in one launch for `PAPER` and `PUBLISHED`.
 
     s_r       =  min(1, domain_max_grad_norm / (||g_r|| + 1e-6))
     W_j       =  sum_r p_jr s_j G_jr s_r tau_r,   then the score of W
     alpha'_j  =  alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu)
     c_j       =  K / S alpha'_j s_j min(1, max_grad_norm / ||sum_i K / S alpha'_i s_i g_i||)
 
-    With S of the K training domains in a step, p_jr = (K - 1) / (S - 1) makes up for the pairs of
-    training domains that the step does not have; it is 1 elsewhere. (1e-6 is added to the last norm
+    p_jr = (K - 1) / (S - 1) for two different training domains if a step has S of the K; otherwise
+    it is 1. It makes up for the pairs that the step does not have. (1e-6 is added to the last norm
     too.)
 
-    Weights, their mean, the scores and the counts in `state_S` move in place, unless a norm or a
-    weight is not finite: then only the count of skipped steps does and the coefficients are NaN.
-    Arithmetic is float64. Nothing is read on the host. A domain that is absent keeps the score in
-    the state, and all domains do where a target's row is absent.
+    Weights, their mean, scores and counts in `state_S` are updated in place. If a norm or a weight
+    is not finite, only the count of skipped steps is, and the coefficients are NaN. Arithmetic is
+    float64. Nothing is read on the host. An absent domain keeps its last score; if a held-out
+    target with tau > 0 is absent, all domains do.
 
     Args:
         gram_BB: [B, B] float64, inner products of the scaled gradients over the columns that enter
             W; the drawn training domains are the first S rows.
-        full_BB: the same over all columns, for norms and clipping; may be the same tensor.
-        state_S: [3 K + 2] float64, as `new_state` makes it.
-        tau_R: [R] float64 >= 0, the objective.
-        slot_R: [R] int32: the row of the buffer that each row has; -1: not drawn, or absent.
-        settings_C: [6] float64, as `StepSettings` names them. Their ranges are not checked here.
-        score: `PAPER`, `PUBLISHED`, or another, which runs in plain torch on any device.
-        implementation: "torch" or "triton"; None leaves it to the dispatcher.
+        full_BB: [B, B] float64, over all columns, for norms and clipping; may be `gram_BB`.
+        state_S: [3 K + 2] float64, made by `new_state`.
+        tau_R: [R] float64 >= 0, the target weights.
+        slot_R: [R] int32: index of each row in the buffer; -1: not drawn, or absent.
+        settings_C: [6] float64, the fields of `StepSettings`. Their ranges are not checked.
+        score: any other than `PAPER` and `PUBLISHED` runs in plain torch on any device.
+        implementation: "torch" or "triton"; None: the dispatcher chooses.
 
     Raises:
-        ValueError: a tensor of another shape, dtype or device.
-        RuntimeError: the forced implementation cannot run.
+        ValueError: a tensor has another shape, dtype or device.
+        RuntimeError: the requested implementation cannot run.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
@@ -157,9 +157,6 @@ def reweight(
         check_arguments(*tensors)
         outputs = in_torch(*tensors, score)
     return _step_views(*outputs, num_rows=len(tau_R), num_slots=len(gram_BB))
-
-
-# The truth.
 
 
 def in_torch(
@@ -174,7 +171,7 @@ def in_torch(
     """The step in plain torch: some fifty small operations, on any device.
 
     Returns:
-        The values that `LastStep` views, whether the step is skipped as bool, and as float32.
+        The [V] values that `LastStep` views, and `skipped` and `found_inf`.
     """
     num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
     num_drawn = num_slots - (num_rows - num_domains)
@@ -190,7 +187,7 @@ def in_torch(
     estimate_RR = _with_all_pairs(clipped_RR, num_domains, num_drawn)
     raw_K = scores.gain(estimate_RR, tau_R, num_domains)
     difficulty_K = scores.difficulty(estimate_RR, tau_R, num_domains)
-    # Where a target row is absent, every W lacks a term.
+    # Without a target's row every W lacks a term.
     has_targets = (present_R | (tau_R == 0))[num_domains:].all()
     score_K = scores.score_of(score).gain(estimate_RR, tau_R, present_K)
     gain_K = torch.where(present_K & has_targets, score_K, state.gain)
@@ -201,12 +198,12 @@ def in_torch(
     share = num_drawn / num_domains
     coefficients_R[:num_domains] = alpha_K * clip_R[:num_domains] * present_K / share
     combined_norm = scores.combined_norm(full_RR, coefficients_R)
-    # The weights too: a learning rate of NaN spoils them though every gradient is finite.
+    # Check the weights too: a learning rate of NaN spoils them although all norms are finite.
     finite = norms_R.isfinite().all() & alpha_K.isfinite().all()
     # NaN, so that a scaler or a clipping loop sees the overflow too.
     factor = torch.where(finite, 1.0, torch.nan).to(coefficients_R)
     factor = factor * scores.clip_factors(combined_norm, settings.max_grad_norm)
-    # A row of the buffer that no row has, since its domain is absent, counts nothing.
+    # A row of the buffer whose domain is absent gets coefficient zero.
     is_at_BR = slot_R == torch.arange(num_slots, device=slot_R.device)[:, None]
     coefficients_B = is_at_BR.to(coefficients_R) @ coefficients_R
 
@@ -231,13 +228,13 @@ def in_torch(
 
 
 def _scatter(matrix_BB: Tensor, slot_R: Tensor, present_R: Tensor) -> Tensor:
-    """[R, R] of the buffer's [B, B]; zeros for rows that are absent."""
+    """[R, R] from the buffer's [B, B]; zeros for absent rows."""
     index_R = slot_R.clamp(min=0).long()
     return torch.where(present_R[:, None] & present_R, matrix_BB[index_R][:, index_R], 0.0)
 
 
 def _with_all_pairs(gram_RR: Tensor, num_domains: int, num_drawn: int) -> Tensor:
-    """The Gram matrix that W is estimated from: pairs of training domains count for all."""
+    """The Gram matrix times p (see `reweight`): the pairs in the step stand for all pairs."""
     factor_RR = torch.ones_like(gram_RR)
     if 1 < num_drawn < num_domains:
         factor_RR[:num_domains, :num_domains] = (num_domains - 1) / (num_drawn - 1)
@@ -245,18 +242,9 @@ def _with_all_pairs(gram_RR: Tensor, num_domains: int, num_drawn: int) -> Tensor
     return gram_RR * factor_RR
 
 
-# Its layout, and the operator.
-
-
-def num_values(num_rows: int, num_slots: int, num_domains: int) -> int:
-    """V = R^2 + B + R + 4 K + 1."""
-    return num_rows * num_rows + num_slots + num_rows + 4 * num_domains + 1
-
-
 def _step_views(
     values_V: Tensor, skipped: Tensor, found_inf: Tensor, *, num_rows: int, num_slots: int
 ) -> LastStep:
-    """The parts of a step's values, by name."""
     sizes = [num_rows**2, num_slots, num_rows]
     sizes += [len(values_V) - sum(sizes) - 1, 1]
     gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)
@@ -276,8 +264,9 @@ def _step_views(
 
 
 def empty_outputs(gram_BB: Tensor, state_S: Tensor, tau_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty results: [V] float64, a bool and a float32 scalar."""
-    size = num_values(len(tau_R), len(gram_BB), num_domains_of(state_S))
+    """Empty results: [V] float64, a bool and a float32 scalar; V = R^2 + B + R + 4 K + 1."""
+    num_rows = len(tau_R)
+    size = num_rows**2 + len(gram_BB) + num_rows + 4 * num_domains_of(state_S) + 1
     return (
         gram_BB.new_empty(size),
         gram_BB.new_empty((), dtype=torch.bool),
@@ -328,7 +317,7 @@ def check_arguments(
 
 
 def _in_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # Triton is a large import, made where it runs.
+    # Imported at first use, since Triton is large and may be missing.
     module = importlib.import_module("doge_fast.weights.reweight_triton")
     outputs: tuple[Tensor, Tensor, Tensor] = module.reweight(*arguments)
     return outputs

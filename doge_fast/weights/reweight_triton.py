@@ -1,9 +1,9 @@
-"""The K x K step on a GPU, through Triton: one program, whatever the number of rows.
+"""The K x K step on a GPU, in Triton: one program for any number of rows.
 
-It computes clipping factors, W, score, mirror step, averages, combined norm and overflow flag, and
-commits the new state. Reads two B x B matrices of float64 (one twice), writes one of R x R. The
-square passes through in slabs of BLOCK_R rows; vectors that later slabs need stand in the values
-that are written anyway, behind a barrier.
+Computes clipping factors, W, score, mirror step, averages, combined norm and overflow flag, and
+updates the state. Reads two B x B matrices of float64 (one of them twice), writes one of R x R. The
+matrices are processed in slabs of BLOCK_R rows. Vectors that later slabs need are stored in the
+output and loaded from there after a barrier.
 """
 
 # Triton's own compiler types device code.
@@ -17,13 +17,13 @@ from doge_fast.kernels.triton_support import on_device
 from doge_fast.weights import scores
 from doge_fast.weights.reweight import StepSettings, empty_outputs, num_domains_of
 
-# Float64 elements of a slab of rows; 128 threads then hold 32 each, 64 registers.
+# Float64 elements of a slab; 128 threads then hold 32 each, in 64 registers.
 SLAB = 4096
 NUM_WARPS = 4
 NORM_FLOOR = tl.constexpr(scores.NORM_FLOOR)
 LOW, HIGH = map(tl.constexpr, scores.PUBLISHED_BOUNDS)
-# Where the settings stand. In memory, since arguments of a launch would be rounded to float32; they
-# are loaded where they are used, since held in registers they would spill.
+# Places of the settings in `settings_C`. They are in memory, since Triton rounds float arguments to
+# float32, and each is loaded where it is used, since in registers they would spill.
 _ORDER = StepSettings._fields.index
 LR = tl.constexpr(_ORDER("lr"))
 MU = tl.constexpr(_ORDER("mu"))
@@ -42,7 +42,7 @@ def reweight(
     settings_C: Tensor,
     score: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `doge_fast.weights.reweight.in_torch`, for a score that has a name."""
+    """As `doge_fast.weights.reweight.in_torch`, for "paper" and "published"."""
     outputs = empty_outputs(gram_BB, state_S, tau_R)
     constants = constants_of(len(tau_R), num_domains_of(state_S), len(gram_BB), score)
     with on_device(gram_BB.device):
@@ -72,7 +72,7 @@ def constants_of(
 
 @triton.jit
 def clip_factor(norm, max_norm):
-    """min(1, max_norm / (norm + 1e-6)); a NaN stays one."""
+    """min(1, max_norm / (norm + 1e-6)); NaN for a norm of NaN."""
     factor = max_norm / (norm + NORM_FLOOR)
     return tl.where(factor > 1, 1.0, factor)
 
@@ -101,7 +101,7 @@ def reweight_once(
     PADDED_R: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """state moves; values, skipped and found_inf are written."""
+    """Update `state`; write `values`, `skipped` and `found_inf`."""
     coefficients = values + R * R
     norms = coefficients + B
     gains = norms + R
@@ -112,7 +112,7 @@ def reweight_once(
 
     scale = tl.load(settings + GRAD_SCALE)
     unit = 1 / (scale * scale)
-    # [PADDED_R]; what is past R or K is masked wherever it would count
+    # [PADDED_R]; elements past R or K are masked where they would count
     r = tl.arange(0, PADDED_R)
     is_row = r < R
     is_domain = r < K
@@ -138,7 +138,7 @@ def reweight_once(
         square = tl.load(gram + slots, mask=is_there, other=0.0) * unit
         square = clip_i[:, None] * square * clip_R[None, :]
         tl.store(values + entries, square, mask=is_entry)
-        # Pairs of training domains that the step has count for all pairs.
+        # The pairs of training domains in the step stand for all pairs.
         if NUM_DRAWN > 1:
             is_pair = (i[:, None] < K) & is_domain[None, :] & (i[:, None] != r[None, :])
             square = tl.where(is_pair, square * ((K - 1) / (NUM_DRAWN - 1)), square)
@@ -159,7 +159,7 @@ def reweight_once(
         score_K = score_K / (total / count.to(tl.float64) + NORM_FLOOR)
         score_K = tl.where(score_K < LOW, LOW, score_K)
         score_K = tl.where(score_K > HIGH, HIGH, score_K)
-    # Where a target row is absent, every W lacks a term.
+    # Without a target's row every W lacks a term.
     is_missing = is_row & (r >= K) & (present_R == 0) & (tau_R != 0)
     is_whole = tl.max(is_missing.to(tl.int32), axis=0) == 0
     carried_K = tl.load(state + 2 * K + r, mask=is_domain, other=0.0)
@@ -176,14 +176,14 @@ def reweight_once(
     smoothing = tl.load(settings + SMOOTHING)
     moved_K = (1 - smoothing) * moved_K + smoothing * (1.0 / K)
 
-    # Every thread has read what stands there.
+    # All threads have loaded W from `gains`, which is overwritten now.
     tl.debug_barrier()
     tl.store(gains + r, gain_K, mask=is_domain)
     weighs = is_domain & present_R
-    # K / S: the domains that the step has stand for all.
+    # K / S: the domains in the step stand for all.
     coefficients_R = tl.where(weighs, moved_K * clip_R / (NUM_DRAWN / K), 0.0)
     squared_norm = tl.sum(squares_R, axis=0) * 0.0
-    # Until the weights come to stand there.
+    # Scratch: the weights overwrite these at the end.
     tl.store(alphas + r, coefficients_R, mask=is_domain)
     tl.debug_barrier()
     for first in range(0, R, BLOCK_R):
@@ -206,7 +206,7 @@ def reweight_once(
     factor = clip_factor(combined_norm, tl.load(settings + TOTAL_MAX))
     # NaN, so that a scaler or a clipping loop sees the overflow too.
     factor = tl.where(is_taken, factor, float("nan"))
-    # A row of the buffer that no row has, since its domain is absent, counts nothing.
+    # A row of the buffer whose domain is absent gets coefficient zero.
     tl.store(coefficients + r, 0.0 * factor, mask=r < B)
     tl.debug_barrier()
     tl.store(coefficients + slot_R, coefficients_R * factor, mask=present_R)

@@ -1,8 +1,7 @@
 """From a Gram matrix to W and to the scores that move the domain weights.
 
-Once all inner products of the gradients are known, nothing here touches memory of the size of
-the model again. Rows are the K training domains, then M domains that are measured and never
-trained on; R = K + M. All tensors are float64 and stay on the device they came on.
+Nothing here reads memory of the size of the model. Rows are the K training domains, then M held-out
+targets; R = K + M. All tensors are float64; results are on the device of the inputs.
 """
 
 from abc import ABC, abstractmethod
@@ -11,36 +10,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by.
+# Added to norms before dividing, as in torch.nn.utils.clip_grad_norm_.
 NORM_FLOOR = 1e-6
-# Of the published code's score.
+# To which the published code clips its score.
 PUBLISHED_BOUNDS = (0.0, 5.0)
 
 
 @dataclass(frozen=True)
 class Score(ABC):
-    """How the domain weights are scored: one method from a Gram matrix to a number for each domain.
+    """A score: one method from a Gram matrix to a number for each domain.
 
-    `PAPER` and `PUBLISHED` run in one launch on a GPU; a subclass of yours runs in plain torch, on
-    the device. Make it a frozen dataclass if it has parameters: ranks compare them.
+    `PAPER` and `PUBLISHED` run in one launch on a GPU. A subclass of yours runs in plain torch on
+    the device. If it has parameters make it a frozen dataclass, so that ranks can compare them.
     """
 
     @property
     def name(self) -> str:
-        """What weights.json says."""
+        """The score's name in weights.json."""
         return repr(self)
 
     @abstractmethod
     def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
-        """[K] the scores, larger for domains that should get more. Nothing may be read on the host.
+        """[K] the scores, larger for domains that should get more weight.
+
+        Nothing may be read on the host.
 
         Args:
             gram_RR: [R, R] inner products of the gradients, after per-domain clipping; zeros for
-                those that are absent. Where a step has a few of many domains, products of two
-                training domains are larger, in the place of those that it does not have.
+                absent rows. If a step has a few of many domains, products of two training domains
+                are scaled up for the missing pairs (p in `reweight`).
             tau_R: [R] >= 0; the objective is sum_r tau_r l_r.
-            present_K: [K] bool; training domains with a gradient. What is said of others is not
-                used: they keep their last score.
+            present_K: [K] bool; training domains with a gradient. The others keep their last
+                score, whatever is returned for them.
         """
 
 
@@ -62,8 +63,8 @@ class Paper(Score):
 class Published(Score):
     """W over the mean norm of the training domains' gradients, within [0, 5].
 
-    Follows the published code, not the paper: scores become linear, not quadratic, in the scale of
-    the gradients, and anti-aligned domains count as orthogonal ones.
+    Follows the published code, not the paper. Scores are linear in the scale of the gradients, not
+    quadratic, and negative scores become zero.
     """
 
     name = "published"
@@ -81,10 +82,10 @@ NAMED_SCORES: dict[str, Score] = {score.name: score for score in (PAPER, PUBLISH
 
 
 def score_of(score: str | Score) -> Score:
-    """The score that "paper" or "published" names, or the one given.
+    """The score named "paper" or "published", or a `Score` itself.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: `score` is neither.
     """
     if isinstance(score, Score):
         return score
@@ -108,28 +109,25 @@ def gain(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
 
 
 def difficulty(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
-    """tau_j ||g_j||^2, [K]: the part of W_j that domain j owes to itself, eq. (ge-decompose)."""
+    """tau_j ||g_j||^2, [K]: the term of W_j with domain j's own gradient, eq. (ge-decompose)."""
     return (tau_R * gram_RR.diagonal())[:num_domains]
 
 
-def clip_factors(norms_R: Tensor, max_norm: float | Tensor | None) -> Tensor:
-    """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones when `max_norm` is None or infinite.
+def clip_factors(norms_R: Tensor, max_norm: float | Tensor) -> Tensor:
+    """s_r = min(1, c / (||g_r|| + 1e-6)), [R]; ones if `max_norm` is infinite.
 
-    Clipping every row to norm c turns the Gram matrix into diag(s) G diag(s), so no gradient has
-    to be touched.
+    The Gram matrix of clipped rows is diag(s) G diag(s), so no gradient is read or written.
     """
-    if max_norm is None:
-        return torch.ones_like(norms_R)
     return (max_norm / (norms_R + NORM_FLOOR)).clamp(max=1)
 
 
 def combined_norm(gram_RR: Tensor, coefficients_R: Tensor) -> Tensor:
-    """|| sum_r c_r g_r || = sqrt(c^T G c), scalar: known before the sum is formed."""
+    """|| sum_r c_r g_r || = sqrt(c^T G c), scalar, without forming the sum."""
     return (coefficients_R @ gram_RR @ coefficients_R).clamp(min=0).sqrt()
 
 
 def cosine(gram_RR: Tensor) -> Tensor:
-    """G_ij / (||g_i|| ||g_j||), [R, R]: the affinity of domains (fig. dw_ood); 0 in zero rows."""
+    """G_ij / (||g_i|| ||g_j||), [R, R]: the affinity of domains (fig. dw_ood); 0 for zero rows."""
     norms_R = gram_RR.diagonal().clamp(min=0).sqrt()
     inverse_R = torch.where(norms_R > 0, 1 / norms_R, 0.0)
     return gram_RR * inverse_R[:, None] * inverse_R

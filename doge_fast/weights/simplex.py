@@ -34,7 +34,7 @@ def mirror_step(
         gain_K: [K], same dtype; loss decrease per unit of `lr`.
         lr: >= 0; this step's learning rate (a warm-up may start at 0).
         mu: > 0; Bregman coefficient. The limit of large `mu` is "do not move".
-            A tensor, for either, is not checked, so that it may live on a device.
+            If `lr` or `mu` is a tensor it is not checked: that would wait for its device.
 
     Returns:
         [K], same dtype; sums to 1 within K ulp.
@@ -61,7 +61,7 @@ def smooth(alpha_K: Tensor, smoothing: float | Tensor) -> Tensor:
 
     Args:
         alpha_K: [K] floating, on the simplex.
-        smoothing: eps. A tensor is not checked, so that it may live on a device.
+        smoothing: eps. A tensor is not checked: that would wait for its device.
 
     Raises:
         ValueError: `smoothing` outside [0, 1) or NaN.
@@ -74,7 +74,7 @@ def smooth(alpha_K: Tensor, smoothing: float | Tensor) -> Tensor:
 
 
 def running_mean(mean_K: Tensor, alpha_K: Tensor, count: float | Tensor) -> Tensor:
-    """Mean of `count` points, the last of which is `alpha_K` and the others have mean `mean_K`.
+    """Mean of `count` points: `alpha_K` and `count` - 1 points of mean `mean_K`.
 
     Source: DoGE, Algorithm 1, last line: alpha_bar = (1/T) sum_t alpha^(t).
     """
@@ -82,7 +82,7 @@ def running_mean(mean_K: Tensor, alpha_K: Tensor, count: float | Tensor) -> Tens
 
 
 def effective_domains(alpha_K: Tensor) -> Tensor:
-    """exp(H(alpha)), scalar between 1 (one domain takes all) and K (uniform)."""
+    """exp(H(alpha)), scalar between 1 (one domain has all the weight) and K (uniform)."""
     entropy: Tensor = torch.special.entr(alpha_K).sum()
     return entropy.exp()
 
@@ -106,13 +106,13 @@ def check_smoothing(smoothing: float) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether an argument is a number, or a tensor of one; True and False are none."""
+    """Whether `value` is a number or a tensor of one element; a bool is not."""
     is_one = isinstance(value, SupportsFloat) and not isinstance(value, bool)
     return is_one and math.prod(getattr(value, "shape", ())) == 1
 
 
 def is_integer(value: object) -> bool:
-    """Whether an argument is an integer; True and False are none."""
+    """Whether `value` is an integer; a bool is not."""
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -1,7 +1,7 @@
 """The domain weights of a run: the rule by which they move, and the tensors that hold them.
 
-The arithmetic of a step is `reweight`. Its settings are kept on the device, so that a step copies
-nothing there; so is the state that it moves.
+`reweight` does the arithmetic of a step. Its settings and its state stay on the device, so that a
+step copies nothing there.
 """
 
 import math
@@ -26,7 +26,7 @@ from doge_fast.weights.reweight import (
 )
 from doge_fast.weights.scores import PAPER, Score
 
-# Share of the domains beyond the first that are in use, under which a run has collapsed.
+# A run has collapsed if fewer than 1 + COLLAPSED (K - 1) domains are in effective use.
 COLLAPSED = 0.1
 
 COUNTS = ("num_steps", "num_skipped")
@@ -37,11 +37,11 @@ _SUM_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How domain weights move: the parts of Algorithms 1 and 2 that do not change over a run.
+    """How domain weights move: the settings of Algorithms 1 and 2, constant over a run.
 
     Args:
         mu: > 0, Bregman coefficient.
-        score: the paper's W or another.
+        score: what moves the weights; `PAPER` is W.
         domain_max_grad_norm: > 0, norm to which every row is clipped first; None: not clipped.
         max_grad_norm: > 0, norm to which the combined gradient is clipped; None: not clipped.
         smoothing: in [0, 1), mixture with uniform.
@@ -69,19 +69,19 @@ class UpdateRule:
 
 
 class DomainWeights:
-    """The domain weights of a run: where they are, their mean, and the step that moves them.
+    """The domain weights of a run, their mean, and the step that moves them.
 
-    Their memory stays where it is from step to step, so that a step can be captured in a CUDA
-    graph; what is read from here is a copy. Nothing waits for the device.
+    They keep their memory from step to step, so a step can be captured in a CUDA graph. Methods
+    return copies. Nothing waits for the device, unless a docstring says so.
 
     Args:
-        objective: the domains and what counts.
-        rule: how they move.
-        device: where they start; they follow the gradients.
-        initial: {domain: weight} that they start from; None: uniform, as Algorithm 1 does.
+        objective: the domains and the targets.
+        rule: how the weights move.
+        device: of the first weights; they follow the gradients to another.
+        initial: {domain: weight} to start from; None: uniform, as in Algorithm 1.
 
     Raises:
-        ValueError: `initial` is not weights of exactly these domains.
+        ValueError: `initial` does not have a weight for exactly these domains.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class DomainWeights:
         self.objective = objective
         self.rule = rule
         self.last: LastStep | None = None
-        """What the last step saw and did."""
+        """The record of the last step."""
         self._start_K = _start(objective.domains, initial)
         self._warned: set[str] = set()
         self._state_S: Tensor = new_state(self._start_K.to(device))
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
-        # From a checkpoint, and no step has moved the state since.
+        # Whether the state is a checkpoint's: loaded, and not moved since.
         self._are_loaded = False
         self._slot_R = KeptVector(len(objective.rows), torch.int32)
         self._settings_C = KeptVector(len(StepSettings._fields), torch.float64)
@@ -111,12 +111,12 @@ class DomainWeights:
         return view.clone()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all parts; counts as int64."""
+        """Copies of all parts of the state; counts as int64."""
         parts = {name: self.read(name) for name in WeightsState._fields}
         return parts | {name: parts[name].long() for name in COUNTS}
 
     def record(self) -> dict[str, Any]:
-        """What weights.json says of them (docs/weights.md). Waits for the device."""
+        """The record for weights.json (docs/weights.md). Waits for the device."""
         values = (self.read(name).tolist() for name in ("alpha_mean", "alpha"))
         columns = zip(self.objective.domains, *values, strict=True)
         return {
@@ -130,11 +130,11 @@ class DomainWeights:
         }
 
     def settings(self, *, with_values: bool) -> dict[str, object]:
-        """What must be the same on all ranks, by the name that a message gives it.
+        """{name for messages: value that must be the same on all ranks}.
 
         Args:
-            with_values: whether the ranks have not had the weights from each other yet. Reading
-                them waits for the device.
+            with_values: whether to include the weights; reading them waits for the device. Needed
+                until rank 0 has broadcast them once.
         """
         return {
             "the domains or the target": [self.objective.domains, self.objective.target],
@@ -145,7 +145,7 @@ class DomainWeights:
         }
 
     def load(self, parts: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` gave."""
+        """Restore what `state` returned."""
         self._are_loaded = True
         for name, view in state_views(self._state_S)._asdict().items():
             view.copy_(parts[name])
@@ -163,12 +163,12 @@ class DomainWeights:
         """One K x K step: lines 7 and 8 of Algorithm 1.
 
         Args:
-            gram_BB: [B, B] inner products over the columns that enter W, of scaled gradients.
-            full_BB: the same over all columns; may be the same tensor.
-            rows_B: names of the rows of the buffer, which these are of.
+            gram_BB: [B, B] inner products of scaled gradients over the columns that enter W.
+            full_BB: [B, B] over all columns; may be `gram_BB`.
+            rows_B: names of the rows of the buffer.
             present: names of the rows that have a gradient.
             lr: eta of this step.
-            grad_scale: what the losses were multiplied by.
+            grad_scale: the factor that multiplied the losses.
 
         Raises:
             ValueError: `lr` < 0 or NaN.
@@ -176,7 +176,7 @@ class DomainWeights:
         rule, device = self.rule, gram_BB.device
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
-        # The weights follow the gradients: the model may have moved since they were made.
+        # The model may have moved to another device since they were made.
         self._state_S, self._tau_R = self._state_S.to(device), self._tau_R.to(device)
         self._are_loaded = False
         slots = {name: slot for slot, name in enumerate(rows_B) if name in present}
@@ -205,7 +205,10 @@ class DomainWeights:
         self.rule = replace(self.rule, mu=mu)
 
     def warn_of_failure(self) -> None:
-        """Warn, once each, of weights that never had a score or have collapsed; waits for them."""
+        """Warn, once each, if all scores are zero or the weights have collapsed.
+
+        Waits for the device.
+        """
         state = state_views(self._state_S.cpu())
         for kind, message in (("unmoved", self._unmoved(state)), ("few", self._collapsed(state))):
             if message and kind not in self._warned:
@@ -220,8 +223,8 @@ class DomainWeights:
         return (
             f"the domain weights have learned nothing in {count} steps: every score is zero. A "
             f"score needs the gradient of the target {list(self.objective.needed)} in the same "
-            "step. Run the target's backward pass inside optimizer.domain(name), or name in "
-            "target= a domain that comes."
+            "step. Run the target's backward pass inside optimizer.domain(name), or pass as "
+            "target= a domain that the loop runs."
         )
 
     def _collapsed(self, state: WeightsState) -> str | None:
@@ -236,30 +239,30 @@ class DomainWeights:
         return (
             f"the domain weights have collapsed: {num_effective:.2f} of {len(names)} domains are "
             f"in use after {int(state.num_steps)} steps, most of it {largest!r}. Pass a larger mu "
-            f"(it is {self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} where it is "
-            "off, or smoothing=0.1."
+            f"(it is {self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} if it is "
+            "None, or smoothing=0.1."
         )
 
     @property
     def shared_state(self) -> Tensor:
-        """The state itself, no copy: for ranks that take over that of another."""
+        """The state itself, not a copy: the exchange overwrites it by rank 0's."""
         return self._state_S
 
 
 class KeptVector:
-    """A vector on a device, at one address for as long as it is there.
+    """A vector at a fixed address on its device; `write` changes only the elements that differ.
 
-    A kernel writes each entry that changes: a copy from the host would wait for the device, and
-    new memory would leave a CUDA graph that was captured with the old.
+    One kernel writes each of them: a copy from the host would wait for the device. New memory would
+    not be seen by a captured CUDA graph.
     """
 
     def __init__(self, length: int, dtype: torch.dtype) -> None:
         self._vector = torch.empty(length, dtype=dtype)
-        # What was last written into each entry; None: not known on the host.
+        # The last value written to each element; None: not known on the host.
         self._known: list[float | None] = [None] * length
 
     def write(self, values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-        """The vector, with these values."""
+        """The vector, holding these values."""
         if self._vector.device != device:
             self._vector = torch.empty_like(self._vector, device=device)
             self._known = [None] * len(values)
@@ -274,7 +277,7 @@ class KeptVector:
 
 
 def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:
-    """[K] float64 on the simplex: where the weights start."""
+    """[K] float64 on the simplex: the first weights."""
     if initial is None:
         return simplex.uniform(len(domains))
     if not isinstance(initial, Mapping):

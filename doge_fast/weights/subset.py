@@ -1,18 +1,17 @@
 """Which domains a step has: all of them, or a few of many, drawn anew for each step.
 
-With S of K training domains in a step, S drawn uniformly without replacement, each is there with
-probability S / K and each pair with S (S - 1) / (K (K - 1)). What is estimated, without bias over
-the draws at given parameters and weights, per-domain and global clipping aside:
+S of the K training domains are drawn uniformly without replacement. A domain is in the step with
+probability S / K, a pair with probability S (S - 1) / (K (K - 1)). At given parameters and weights,
+and without clipping, these estimates are unbiased over the draws:
 
     W_j   of a domain in the step:  tau_j ||g_j||^2
               + (K - 1) / (S - 1) sum over its other training domains i of  tau_i <g_j, g_i>
               + sum over the measured targets r of  tau_r <g_j, g_r>
     sum_j alpha_j g_j:              K / S  sum over the step's domains j of  alpha_j g_j
 
-Both factors are applied by `doge_fast.weights.reweight`. Domains outside the step keep the score
-they last had, and all K weights move; so they follow a score that is up to some K / S steps old
-(the published code's partial update). The softmax of unbiased scores is not unbiased itself; the
-variance of both estimates falls with S.
+`doge_fast.weights.reweight` applies both factors. A domain outside the step keeps its last score,
+which is about K / S steps old, and all K weights move (the published code's partial update).
+The softmax of unbiased scores is not unbiased. The variance of both estimates falls with S.
 """
 
 import random
@@ -22,16 +21,16 @@ from doge_fast.weights.simplex import is_integer
 
 
 class Subset:
-    """The domains of a step and the rows of the buffer that they have.
+    """The domains of a step, and the buffer's row of each.
 
     Args:
-        objective: all domains.
-        num_domains: S, training domains of a step; None: all.
-        seed: of the draws.
+        objective: the training domains and the targets.
+        num_domains: S, the number of training domains of a step; None: all.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: S is not in [2, K], nor is it 1 where training domains are no targets; or the
-            seed is negative; or either is no integer.
+        ValueError: S is no integer in [2, K] (in [1, K] if no training domain is a target); or the
+            seed is no integer >= 0.
     """
 
     def __init__(self, objective: Objective, num_domains: int | None, seed: int) -> None:
@@ -43,11 +42,11 @@ class Subset:
         self.draw(0)
 
     def draw(self, number: int) -> None:
-        """Take the subset of draw `number`, a function of it and of the seed."""
+        """Take the subset of draw `number`."""
         self.draws = number
         names = self._objective.domains
         if self._num_domains < len(names):
-            # Keyed by both, so that draw t needs none of those before it.
+            # Keyed by seed and number, so that draw t does not depend on the draws before.
             generator = random.Random(f"{self._seed} {number}")
             chosen = generator.sample(range(len(names)), self._num_domains)
             names = tuple(names[index] for index in sorted(chosen))
@@ -59,25 +58,24 @@ class Subset:
 
     @property
     def all_rows(self) -> tuple[str, ...]:
-        """Names of all rows, those of other steps too."""
+        """Names of the rows of all steps."""
         return self._objective.rows
 
     @property
     def num_rows(self) -> int:
-        """Rows of the buffer that a step needs: S + M."""
+        """The number of rows of the buffer: S + M."""
         return len(self.rows)
 
     def holds(self, name: str) -> bool:
-        """Whether a row of the step is `name`'s."""
+        """Whether `name` has a row in this step."""
         return name in self._slots
 
     def slot_of(self, name: str) -> int:
-        """The row of the buffer with that name, one of `rows`."""
+        """The row of the buffer of `name`, one of `rows`."""
         return self._slots[name]
 
 
 def _checked_number(objective: Objective, num_domains: int | None) -> int:
-    """S, which is K where None was asked for."""
     names = objective.domains
     if num_domains is None or num_domains == len(names):
         return len(names)

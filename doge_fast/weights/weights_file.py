@@ -1,7 +1,7 @@
-"""Writing weights.json, and JSON files in general, so that a reader never sees half of one.
+"""Write weights.json and other JSON files, whole or not at all.
 
-The optimizer, which needs torch alone, and every stage of the pipeline write through here;
-docs/weights.md describes the file.
+The optimizer and all stages of the pipeline write through this module, which needs only torch.
+docs/weights.md describes weights.json.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def write(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
 def plain(value: Any) -> Any:
     """`value` as JSON holds it: dataclasses, paths, arrays and tensors become plain values.
 
-    Non-finite numbers become None, for JSON has no word for them.
+    Non-finite numbers become None: JSON has no literal for them.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
@@ -52,7 +52,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write `value` (see `plain`) as JSON, whole or not at all.
 
     Raises:
-        ValueError: a text in it is none, as a file's name of other bytes than UTF-8's is none.
+        ValueError: a string cannot be written as UTF-8, as a file name with other bytes.
     """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     try:
@@ -60,6 +60,6 @@ def write_json(path: Path, value: Any) -> None:
     except UnicodeEncodeError as error:
         line = text.split("\n")[text.count("\n", 0, error.start)].strip()
         raise ValueError(
-            f"{path} must be in UTF-8, and its line {line!a} would not be. Rename what it names."
+            f"{path} must be in UTF-8, and its line {line!a} cannot be. Rename what it names."
         ) from None
     atomic_file.write(path, data)

@@ -64,7 +64,7 @@ def test_clip_factors_make_the_gram_matrix_of_clipped_rows() -> None:
     ours = factors_R[:, None] * gram_RR * factors_R
     torch.testing.assert_close(ours, clipped_RN @ clipped_RN.T, rtol=1e-12, atol=1e-12)
     norms_R = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
-    assert torch.equal(scores.clip_factors(norms_R, None), torch.ones_like(norms_R))
+    assert torch.equal(scores.clip_factors(norms_R, math.inf), torch.ones_like(norms_R))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
