@@ -28,6 +28,18 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices, and everything else."""
+    params = list(model.parameters())
+    return [p for p in params if p.ndim == 2], [p for p in params if p.ndim < 2]
+
+
+def pair(model: nn.Module) -> list[Optimizer]:
+    """SGD for matrices, AdamW for the rest."""
+    matrices, others = divided(model)
+    return [torch.optim.SGD(matrices, lr=0.05, momentum=0.9), torch.optim.AdamW(others, lr=0.02)]
+
+
 def wrapped(
     inner: Callable[[nn.Module], Optimizer | Sequence[Optimizer]] = adamw,
     model: nn.Module | None = None,

@@ -166,31 +166,3 @@ def test_dropout_draws_the_masks_of_the_whole_batch(kind: str) -> None:
     for name, rows_RN in rows.items():
         torch.testing.assert_close(rows_RN.sum(0), plain[name].flatten(), rtol=1e-10, atol=1e-13)
     assert any(not torch.allclose(rows[name], undropped[name], rtol=0.01) for name in rows)
-
-
-def test_under_a_grad_scaler_weights_are_those_without() -> None:
-    """A power of two rounds nothing; an overflow skips the step and halves the scale."""
-    alphas = []
-    for scale in (1.0, 2.0**8):
-        model = tiny("gpt2").float()
-        optimizer = optimizer_of(model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        inputs, labels_BL = batch(padded=False)
-        for _ in range(3):
-            with optimizer.stacked(model, SIZES):
-                scaler.scale(losses_of(model, inputs, labels_BL).sum()).backward()
-            optimizer.combine(grad_scale=scaler.get_scale())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        alphas.append(optimizer.alpha)
-        assert optimizer.num_steps == 3
-    assert torch.equal(*alphas)
-    with optimizer.stacked(model, SIZES):
-        (scaler.scale(losses_of(model, inputs, labels_BL).sum()) * torch.inf).backward()
-    optimizer.combine(grad_scale=scaler.get_scale())
-    scaler.step(optimizer)
-    scaler.update()
-    assert optimizer.num_skipped == 1
-    assert scaler.get_scale() == 2.0**7
-    assert torch.equal(optimizer.alpha, alphas[1])

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from doge_fast import DoGEOptimizer
 from tests.integrations.small import (
-    AS_IN_THE_PAPER,
     assert_same,
     collect,
     everything,
@@ -29,10 +27,8 @@ from tests.packages import installed
 
 Build = Callable[[nn.Module], Optimizer]
 
-# Takes sparse gradients only.
-SPARSE = {torch.optim.SparseAdam}
-# Evaluates the loss by itself.
-CLOSURES = {torch.optim.LBFGS}
+# The first takes sparse gradients only, the other evaluates the loss by itself.
+REFUSED = {torch.optim.SparseAdam, torch.optim.LBFGS}
 # Takes matrices only.
 MATRICES = {torch.optim.Muon}
 
@@ -42,14 +38,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def kinds() -> Iterator[tuple[type[Optimizer], dict[str, Any]]]:
     """Every optimizer of torch, in each of its implementations that a CPU has."""
     for found in vars(torch.optim).values():
-        if not inspect.isclass(found) or not issubclass(found, Optimizer) or found is Optimizer:
-            continue
-        if found in SPARSE | CLOSURES:
-            continue
-        arguments = inspect.signature(found).parameters
-        yield found, {}
-        for name in ("foreach", "fused"):
-            if name in arguments:
+        is_one = inspect.isclass(found) and issubclass(found, Optimizer)
+        if is_one and found is not Optimizer and found not in REFUSED:
+            yield found, {}
+            for name in sorted({"foreach", "fused"} & inspect.signature(found).parameters.keys()):
                 yield found, {name: True}
 
 
@@ -89,25 +81,13 @@ def test_optimizers_of_torch(kind: type[Optimizer], options: dict[str, Any]) -> 
     )
 
 
-@pytest.mark.parametrize("kind", CLOSURES)
-def test_one_that_evaluates_the_loss_itself_is_refused(kind: type[Optimizer]) -> None:
+def test_what_takes_no_single_dense_gradient_says_so() -> None:
     with pytest.raises(TypeError, match="evaluates the loss several times in a step"):
-        wrapped(lambda model: kind(model.parameters()))
-
-
-@pytest.mark.parametrize("kind", SPARSE)
-def test_one_for_sparse_gradients_says_so_itself(kind: type[Optimizer]) -> None:
-    model, optimizer = wrapped(lambda model: kind(model.parameters()))
+        wrapped(lambda model: torch.optim.LBFGS(model.parameters()))
+    model, optimizer = wrapped(lambda model: torch.optim.SparseAdam(model.parameters()))
     collect(model, optimizer, 0)
     with pytest.raises(RuntimeError, match="does not support dense gradients"):
         optimizer.step()
-
-
-def ready(optimizer: Any) -> Any:
-    """Schedule-free ones step in training mode only."""
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return optimizer
 
 
 SCHEDULE_FREE = ["SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree"]
@@ -117,25 +97,14 @@ SCHEDULE_FREE = ["SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree"]
 @pytest.mark.parametrize("foreach", [False, True])
 def test_schedule_free(kind: str, foreach: bool) -> None:
     found = getattr(installed("schedulefree"), kind)
-    assert_wrappable(
-        lambda model: ready(found(model.parameters(), lr=0.05, foreach=foreach)), small_model
-    )
 
+    def build(model: nn.Module) -> Optimizer:
+        optimizer = found(model.parameters(), lr=0.05, foreach=foreach)
+        # They step in training mode only.
+        optimizer.train()
+        return optimizer
 
-def test_modes_are_the_wrapped_optimizers() -> None:
-    """Hosts switch an optimizer with its model, and ask whether it can be switched."""
-    assert not hasattr(wrapped()[1], "train")
-    found = installed("schedulefree").AdamWScheduleFree
-    model, optimizer = wrapped(lambda model: found(model.parameters(), lr=0.05))
-    optimizer.train()
-    train(model, optimizer, range(3))
-    trained = [param.detach().clone() for param in model.parameters()]
-    optimizer.eval()
-    assert not torch.equal(model[0].weight, trained[0])
-    assert not optimizer.inner.param_groups[0]["train_mode"]
-    optimizer.train()
-    for one, other in zip(model.parameters(), trained, strict=True):
-        torch.testing.assert_close(one, other)
+    assert_wrappable(build, small_model)
 
 
 # Blocks of these are quantised from 4096 elements on.
@@ -163,15 +132,3 @@ def test_bitsandbytes(kind: str) -> None:
     except NotImplementedError as error:
         pytest.skip(f"bitsandbytes has no {kind} for a CPU: {error}")
     assert_wrappable(lambda model: found(model.parameters(), lr=0.01), large_model)
-
-
-def test_different_optimizers_move_the_weights_alike() -> None:
-    """Before the first step W is that of the gradients, whoever uses them."""
-    alphas = []
-    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop):
-        model = small_model()
-        optimizer = DoGEOptimizer(kind(model.parameters(), lr=0.01), **AS_IN_THE_PAPER)
-        train(model, optimizer, [0])
-        alphas.append(optimizer.alpha)
-    assert_same(alphas[:1] * 2, alphas[1:])
-    assert alphas[0].max() > 1 / 3

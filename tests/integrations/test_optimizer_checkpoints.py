@@ -33,6 +33,7 @@ from tests.integrations.small import (
     adamw,
     assert_same,
     collect,
+    divided,
     everything,
     sgd,
     small_model,
@@ -69,15 +70,24 @@ def stateless(model: nn.Module) -> torch.optim.Optimizer:
 
 def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Matrices, and the rest."""
-    matrices = [param for param in model.parameters() if param.ndim == 2]
-    others = [param for param in model.parameters() if param.ndim < 2]
+    matrices, others = divided(model)
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
+
+
+def added() -> Pair:
+    """A group that came later: loaders take a flattened state apart by the keys of the groups."""
+    model = small_model()
+    inner = torch.optim.AdamW(model[0].parameters(), lr=0.05)
+    optimizer = DoGEOptimizer(inner, **AS_IN_THE_PAPER, absent="keep")
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    return model, optimizer
 
 
 RUNS: dict[str, Build] = {
     "several": lambda: wrapped(muon_and_adamw, absent="keep"),
     "adamw": lambda: wrapped(adamw, absent="keep"),
     "groups": lambda: wrapped(groups, target={"a": 1.0, "far": 2.0}, absent="keep"),
+    "added": added,
     "draws": lambda: wrapped(adamw, domains_per_step=2, absent="keep"),
     "momentum": lambda: wrapped(sgd, absent="keep"),
     "stateless": lambda: wrapped(stateless, absent="keep"),
@@ -191,23 +201,6 @@ def test_a_resumed_run_is_the_run(route: str, run: str, tmp_path: Path) -> None:
     assert all(group["doge"] == () for pair in (old, new) for group in pair[1].param_groups)
 
 
-def test_a_group_added_later_travels_flattened() -> None:
-    """Loaders take a flattened state apart by the keys of the groups that live."""
-    states, pairs = [], []
-    for _ in range(2):
-        model = small_model()
-        inner = torch.optim.AdamW(model[0].parameters(), lr=0.05)
-        optimizer = DoGEOptimizer(inner, **AS_IN_THE_PAPER)
-        optimizer.add_param_group({"params": list(model[2].parameters())})
-        pairs.append((model, optimizer))
-        if not states:
-            train(model, optimizer, range(3))
-            states += copy.deepcopy(get_state_dict(model, optimizer, options=FLAT))
-    assert {len(states[1][f"param_groups.{name}.doge"]) for name in ("0.bias", "2.weight")} == {15}
-    set_state_dict(*pairs[1], model_state_dict=states[0], optim_state_dict=states[1], options=FLAT)
-    assert_same(everything(*pairs[1]), everything(*pairs[0]))
-
-
 def check_accelerate(path: str) -> None:
     """Through save_state and load_state; prepare() itself passes the state through once."""
     accelerator = Accelerator(cpu=True)
@@ -239,32 +232,27 @@ def test_accelerate_saves_and_loads(tmp_path: Path) -> None:
     isolated(check_accelerate, str(tmp_path))
 
 
-def test_making_a_state_to_load_into_moves_nothing() -> None:
-    """torch.distributed.checkpoint has an optimizer without state step on zeros at rate zero."""
-    model, optimizer = wrapped()
-    before = everything(model, optimizer)
-    get_optimizer_state_dict(model, optimizer)
-    assert optimizer.state
-    after = [*model.parameters(), *everything(model, optimizer)[-6:]]
-    assert_same(after, before)
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    assert (optimizer.num_steps, optimizer.num_skipped) == (0, 0)
-
-
 @pytest.mark.parametrize("inner", [adamw, stateless])
-def test_saving_in_the_middle_of_a_step_takes_no_step(inner: Any) -> None:
-    """What the domains have collected goes, and the next step says so."""
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_saving_takes_no_step(inner: Any, is_begun: bool) -> None:
+    """torch.distributed.checkpoint has an optimizer without state step on zeros at rate zero.
+
+    What the domains have collected goes, and the next step says so.
+    """
     model, optimizer = wrapped(inner, micro_batches=None)
-    collect(model, optimizer, 0)
-    before = [*everything(model, wrapped(inner)[1])]
+    # Parameters and domain weights.
+    before = everything(model, optimizer)
+    if is_begun:
+        collect(model, optimizer, 0)
     get_optimizer_state_dict(model, optimizer)
     assert (optimizer.num_steps, optimizer.num_skipped) == (0, 0)
     assert optimizer.param_groups[0]["lr"] == 0.05
-    assert_same([*model.parameters(), optimizer.alpha], before[:4] + before[-6:-5])
-    with pytest.raises(RuntimeError, match="missing"):
-        optimizer.step()
-    collect(model, optimizer, 0)
-    optimizer.step()
+    after = everything(model, optimizer)
+    assert_same(after[:4] + after[-6:], before[:4] + before[-6:])
+    if is_begun:
+        with pytest.raises(RuntimeError, match="missing"):
+            optimizer.step()
+    train(model, optimizer, [0])
     assert optimizer.num_steps == 1
 
 
@@ -286,35 +274,31 @@ def test_a_plain_checkpoint_leaves_the_weights_and_says_so() -> None:
     assert optimizer.inner.state_dict()["param_groups"][0]["doge"] == ()
 
 
-@pytest.mark.parametrize("options", [NESTED, FLAT], ids=["nested", "flattened"])
-def test_a_plain_checkpoint_is_loaded_before_wrapping(options: StateDictOptions) -> None:
-    """A flattened one cannot be loaded later: the wrapper's groups ask for their weights."""
-    plain_model = small_model()
-    plain = adamw(plain_model)
-    train_plainly(plain_model, plain, range(3))
-    state = copy.deepcopy(get_optimizer_state_dict(plain_model, plain, options=options))
-    model = small_model()
-    inner = adamw(model)
-    set_optimizer_state_dict(model, inner, state, options=options)
-    optimizer = DoGEOptimizer(inner, **(AS_IN_THE_PAPER | {"domains": ["a"]}))
-    model.load_state_dict(plain_model.state_dict())
-    train(model, optimizer, [3])
-    train_plainly(plain_model, plain, [3])
-    assert_same(model.parameters(), plain_model.parameters())
-
-
 @pytest.mark.parametrize("options", [None, NESTED, FLAT], ids=["torch", "nested", "flattened"])
-def test_the_wrappers_checkpoint_goes_back_into_a_plain_optimizer(options: Any) -> None:
-    model, optimizer = wrapped(domains=["a"])
-    train(model, optimizer, range(3))
-    plain_model = small_model()
-    plain_model.load_state_dict(model.state_dict())
-    plain = adamw(plain_model)
-    if options is None:
-        plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+@pytest.mark.parametrize("is_from_wrapper", [False, True], ids=["from plain", "from the wrapper"])
+def test_plain_training_and_the_wrapper_read_each_others_checkpoints(
+    is_from_wrapper: bool, options: StateDictOptions | None
+) -> None:
+    """That of plain training before wrapping: a flattened one cannot be loaded later."""
+
+    def carry(model: nn.Module, optimizer: Any, other_model: nn.Module, other: Any) -> None:
+        other_model.load_state_dict(model.state_dict())
+        if options is None:
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+            set_optimizer_state_dict(other_model, other, state, options=options)
+
+    model, plain_model = small_model(), small_model()
+    inner, plain = adamw(model), adamw(plain_model)
+    if is_from_wrapper:
+        optimizer = wrapped(lambda _: inner, model, domains=["a"])[1]
+        train(model, optimizer, range(3))
+        carry(model, optimizer, plain_model, plain)
     else:
-        state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-        set_optimizer_state_dict(plain_model, plain, state, options=options)
+        train_plainly(plain_model, plain, range(3))
+        carry(plain_model, plain, model, inner)
+        optimizer = wrapped(lambda _: inner, model, domains=["a"])[1]
     train(model, optimizer, [3])
     train_plainly(plain_model, plain, [3])
     assert_same(model.parameters(), plain_model.parameters())
@@ -323,54 +307,17 @@ def test_the_wrappers_checkpoint_goes_back_into_a_plain_optimizer(options: Any) 
 # What is refused, part by part, stands in tests/method/test_checkpoint.py.
 
 
-def trained_state(*, named: bool = True) -> dict[str, Any]:
+def test_refused_numbers_in_the_groups_change_nothing() -> None:
     model, optimizer = wrapped()
     train(model, optimizer, range(3))
     state = optimizer.state_dict()
-    if not named:
-        del state["doge"]
-    return state
-
-
-def test_numbers_in_the_groups_are_plain_and_exact() -> None:
-    state = trained_state()
-    values = state["param_groups"][0]["doge"]
-    assert type(values) is tuple
-    assert {type(value) for value in values} == {float}
-    assert list(values[3:6]) == state["doge"]["alpha"].tolist()
-    assert values[12:] == (3.0, 0.0, 30.0)
-
-
-@pytest.mark.parametrize(
-    ("other", "spoilt", "message"),
-    [
-        ({}, {0: 3.0}, "has version 3"),
-        ({}, {3: float("nan")}, "weights that sum to one"),
-        ({"domains": ["a", "c", "b"]}, {}, "weights of other domains or another target"),
-        ({"domains": ["a", "b"]}, {}, "weights of other domains or another target"),
-        ({"target": "far"}, {}, "weights of other domains or another target"),
-    ],
-)
-def test_refused_numbers_in_the_groups_change_nothing(
-    other: dict[str, Any], spoilt: dict[int, float], message: str
-) -> None:
-    state = trained_state(named=False)
-    for group in state["param_groups"]:
-        group["doge"] = tuple(spoilt.get(i, value) for i, value in enumerate(group["doge"]))
-    model, optimizer = wrapped(**other)
-    before = everything(model, optimizer)
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
-    assert_same(everything(model, optimizer), before)
-
-
-def test_the_entry_by_itself_is_checked() -> None:
-    _, optimizer = wrapped()
-    state = optimizer.doge.state_dict()
-    _, other = wrapped(domains=["a", "c", "b"])
-    with pytest.raises(ValueError, match=r"has the domains \['a', 'b', 'c'\]"):
-        other.doge.load_state_dict(state)
-    assert isinstance(optimizer.doge, dcp.stateful.Stateful)
+    del state["doge"]
+    for others in ({"domains": ["a", "c", "b"]}, {"domains": ["a", "b"]}, {"target": "far"}):
+        model, optimizer = wrapped(**others)
+        before = everything(model, optimizer)
+        with pytest.raises(ValueError, match="other domains or another target"):
+            optimizer.load_state_dict(state)
+        assert_same(everything(model, optimizer), before)
 
 
 def test_a_state_dict_is_a_copy() -> None:

@@ -25,13 +25,13 @@ from torch.utils.data import DataLoader
 from doge_fast import DoGEOptimizer
 from tests.integrations.isolated import isolated
 from tests.integrations.small import (
-    AS_IN_THE_PAPER,
     DOMAINS,
     adamw,
     assert_same,
     collect,
     everything,
     loss_of,
+    pair,
     sgd,
     small_model,
     train,
@@ -223,36 +223,32 @@ def test_accelerate(given: str, micro: int, clip: float | None) -> None:
     isolated(check_accelerate, given, micro, clip)
 
 
-def round_by_round(num_steps: int, micro: int | None, *, ends_with_loader: bool) -> DoGEOptimizer:
-    """A loader for each domain, and one micro-batch of each in an accumulation of accelerate's."""
-    plugin = GradientAccumulationPlugin(num_steps=num_steps, sync_with_dataloader=ends_with_loader)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    model, doge = wrapped(sgd, micro_batches=micro)
-    model, optimizer = accelerator.prepare(model, doge)
-    # Each of three batches: they end in the middle of steps.
-    loaders = [accelerator.prepare(DataLoader(range(3), batch_size=1)) for _ in DOMAINS]
-    batches = [itertools.chain.from_iterable(itertools.repeat(loader)) for loader in loaders]
-    for part in range(4 * num_steps):
-        with accelerator.accumulate(model):
-            for row, name in enumerate(DOMAINS):
-                next(batches[row])
-                with doge.domain(name):
-                    accelerator.backward(loss_of(model, part, row))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert doge.num_steps == 4
-    return doge
-
-
 def check_loaders() -> None:
-    """As the page on accelerate has it: a plain loop's scores and weights."""
+    """As the page on accelerate has it: a loader for each domain, and a plain loop's weights."""
     micro = 2
-    _, plain = by_hand(range(4), sgd, micro=micro)
-    found = round_by_round(micro, micro, ends_with_loader=False)
-    torch.testing.assert_close(found.last.gain, plain.last.gain)
-    torch.testing.assert_close(found.alpha_mean, plain.alpha_mean)
-    with pytest.raises(RuntimeError, match=r"step\(\) needs"):
-        round_by_round(micro, micro, ends_with_loader=True)
+    for ends_with_loader in (False, True):
+        plugin = GradientAccumulationPlugin(micro, sync_with_dataloader=ends_with_loader)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        model, doge = wrapped(sgd, micro_batches=micro)
+        model, optimizer = accelerator.prepare(model, doge)
+        # Each of three batches: they end in the middle of steps.
+        loaders = [accelerator.prepare(DataLoader(range(3), batch_size=1)) for _ in DOMAINS]
+        batches = [itertools.chain.from_iterable(itertools.repeat(each)) for each in loaders]
+        refused = pytest.raises(RuntimeError, match=r"step\(\) needs")
+        with refused if ends_with_loader else nullcontext():
+            for part in range(4 * micro):
+                with accelerator.accumulate(model):
+                    for row, name in enumerate(DOMAINS):
+                        next(batches[row])
+                        with doge.domain(name):
+                            accelerator.backward(loss_of(model, part, row))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if not ends_with_loader:
+            _, plain = by_hand(range(4), sgd, micro=micro)
+            assert doge.num_steps == 4
+            torch.testing.assert_close(doge.last.gain, plain.last.gain)
+            torch.testing.assert_close(doge.alpha_mean, plain.alpha_mean)
 
 
 def check_division() -> None:
@@ -275,11 +271,6 @@ def check_division() -> None:
         loss_of(model, 0, 0).backward()
 
 
-@pytest.mark.parametrize("check", [check_loaders, check_division])
-def test_accelerate_with_loaders_of_domains(check: Callable[[], None]) -> None:
-    isolated(check)
-
-
 def check_accelerate_scaler() -> None:
     """Its scaler is handed the wrapper, and a closure of None."""
     accelerator = Accelerator(cpu=True)
@@ -288,7 +279,6 @@ def check_accelerate_scaler() -> None:
     scheduler = lr_scheduler.LambdaLR(doge, halved)
     model, optimizer, scheduler = accelerator.prepare(model, doge, scheduler)
     for step in (0, 1, -1, 2, 3):
-        before = everything(model, doge)[: -len(doge.doge.state_dict())]
         for row, name in enumerate(DOMAINS):
             with doge.domain(name):
                 factor = float("inf") if step < 0 and name == "b" else 1.0
@@ -297,9 +287,6 @@ def check_accelerate_scaler() -> None:
         scheduler.step()
         optimizer.zero_grad()
         assert accelerator.optimizer_step_was_skipped == (step < 0)
-        assert doge.num_skipped == (step in (-1, 2, 3))
-        if step < 0:
-            assert_same(everything(model, doge)[: len(before)], before)
     assert accelerator.scaler.get_scale() == 2.0**11
     expected = with_rate(*by_hand(range(4), micro=1))
     # What is expected has skipped no step.
@@ -307,21 +294,22 @@ def check_accelerate_scaler() -> None:
     assert_same(with_rate(model, doge), expected)
 
 
-def test_accelerate_with_a_scaler() -> None:
-    isolated(check_accelerate_scaler)
+@pytest.mark.parametrize("check", [check_loaders, check_division, check_accelerate_scaler])
+def test_accelerate_with_loaders_of_domains_and_with_a_scaler(check: Callable[[], None]) -> None:
+    isolated(check)
 
 
 # Hooks.
 
 
-def test_every_hook_of_a_torch_optimizer_runs() -> None:
+def test_every_hook_of_a_torch_optimizer_runs_and_a_profile_names_the_steps() -> None:
+    """Hooks of the wrapped optimizers: test_several_optimizers."""
     model, optimizer = wrapped()
     seen: list[str] = []
 
     def note(what: str) -> Callable[..., None]:
         def hook(found: Optimizer, *args: Any) -> None:
-            assert found is optimizer
-            seen.append(what)
+            seen.append(what if found is optimizer else f"{what} of {type(found).__name__}")
 
         return hook
 
@@ -333,12 +321,23 @@ def test_every_hook_of_a_torch_optimizer_runs() -> None:
         optimizer.register_state_dict_post_hook(note("after state")),
         optimizer.register_load_state_dict_pre_hook(note("before load")),
         optimizer.register_load_state_dict_post_hook(note("after load")),
+        register_optimizer_step_pre_hook(note("before any")),
+        register_optimizer_step_post_hook(note("after any")),
     ]
-    train(model, optimizer, [0])
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(model, optimizer, [0])
+    finally:
+        for handle in handles[-2:]:
+            handle.remove()
     optimizer.load_state_dict(optimizer.state_dict())
-    expected = ["before step", "after step", "first before state", "before state", "after state"]
+    expected = ["before any", "before step", "before any of AdamW", "after any of AdamW"]
+    expected += ["after step", "after any", "first before state", "before state", "after state"]
     expected += ["before load", "after load"]
     assert seen == expected
+    names = [event.name for event in profile.events()]
+    assert names.count("Optimizer.step#DoGEOptimizer.step") == 1
+    assert names.count("Optimizer.step#AdamW.step") == 1
     for handle in handles:
         handle.remove()
     train(model, optimizer, [1])
@@ -368,49 +367,18 @@ def test_hooks_may_change_what_passes() -> None:
     assert state.keys() == before.keys()
 
 
-def test_hooks_of_both_optimizers_run_and_a_profile_names_their_steps() -> None:
-    model, optimizer = wrapped()
-    inner, seen = optimizer.inner, []
-    inner.register_step_post_hook(lambda *_: seen.append("step"))
-    inner.register_state_dict_post_hook(lambda *_: seen.append("state"))
-    inner.register_load_state_dict_post_hook(lambda *_: seen.append("load"))
-    handles = [
-        register_optimizer_step_pre_hook(lambda o, args, kw: seen.append(("before", o))),
-        register_optimizer_step_post_hook(lambda o, args, kw: seen.append(("after", o))),
-    ]
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            train(model, optimizer, [0])
-    finally:
-        for handle in handles:
-            handle.remove()
-    optimizer.load_state_dict(optimizer.state_dict())
-    global_hooks = [("before", optimizer), ("before", inner), ("after", inner)]
-    assert [each for each in seen if each in global_hooks] == global_hooks
-    assert seen[-3:] == [("after", optimizer), "state", "load"]
-    assert seen.count("step") == 1
-    names = [event.name for event in profile.events()]
-    assert names.count("Optimizer.step#DoGEOptimizer.step") == 1
-    assert names.count("Optimizer.step#AdamW.step") == 1
-
-
 # Parameter groups.
 
 
 @pytest.mark.parametrize("through", ["wrapper", "inner"])
-def test_a_group_added_later_is_trained_scheduled_and_saved(through: str) -> None:
+def test_a_group_added_later_is_trained_and_scheduled(through: str) -> None:
+    """And saved: a run of test_optimizer_checkpoints."""
     model = small_model()
     first, last = model[0], model[2]
-
-    def build() -> DoGEOptimizer:
-        return DoGEOptimizer(torch.optim.AdamW(first.parameters(), lr=0.05), domains=DOMAINS)
-
-    optimizer = build()
-    for param in last.parameters():
-        param.requires_grad_(False)
+    optimizer = DoGEOptimizer(torch.optim.AdamW(first.parameters(), lr=0.05), domains=DOMAINS)
+    last.requires_grad_(False)
     train(model, optimizer, [0])
-    for param in last.parameters():
-        param.requires_grad_(True)
+    last.requires_grad_(True)
     adder = optimizer if through == "wrapper" else optimizer.inner
     adder.add_param_group({"params": list(last.parameters()), "lr": 0.01})
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -419,12 +387,8 @@ def test_a_group_added_later_is_trained_scheduled_and_saved(through: str) -> Non
     scheduler.step()
     assert not torch.equal(last.weight, before)
     assert [group["lr"] for group in optimizer.inner.param_groups] == [0.025, 0.005]
-    state = optimizer.state_dict()
-    assert len({group["doge"] for group in state["param_groups"]}) == 1
-    resumed = build()
-    resumed.add_param_group({"params": list(last.parameters())})
-    resumed.load_state_dict(state)
-    assert_same(everything(model, resumed), everything(model, optimizer))
+    groups = optimizer.state_dict()["param_groups"]
+    assert len({group["doge"] for group in groups}) == 1
 
 
 def test_a_parameter_put_in_the_place_of_another_is_heard() -> None:
@@ -498,29 +462,32 @@ def test_copies_leave_the_class_whole() -> None:
     isolated(check_copies, pickle.dumps((model, optimizer)))
 
 
-def test_setstate_hands_on_what_is_the_wrapped_optimizers() -> None:
-    """The way some loaders give an optimizer its groups."""
-    _, optimizer = wrapped()
-    groups = [dict(group, lr=0.5) for group in optimizer.param_groups]
-    optimizer.__setstate__({"state": {}, "param_groups": groups})
-    assert optimizer.inner.param_groups is groups
-    assert optimizer.inner.state == {}
-    assert "state" not in vars(optimizer)
-
-
 # Loss scaling.
 
-IMPLEMENTATIONS = {"plain": {"foreach": False}, "foreach": {"foreach": True}}
-IMPLEMENTATIONS["fused"] = {"fused": True}
+INNER: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": partial(adamw, foreach=False),
+    "foreach": partial(adamw, foreach=True),
+    "fused": partial(adamw, fused=True),
+    "named": lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.05),
+    "pair": pair,
+}
 
 
 def scaled_step(
-    model: nn.Module, optimizer: DoGEOptimizer, scaler: Any, step: int, way: str, spoilt: str = ""
+    model: nn.Module,
+    optimizer: DoGEOptimizer,
+    scaler: Any,
+    step: int,
+    way: str,
+    *,
+    spoilt: bool = False,
 ) -> None:
     for row, name in enumerate(optimizer.rows):
-        with optimizer.domain(name):
-            factor = float("inf") if name == spoilt else 1.0
-            scaler.scale(loss_of(model, step, row) * factor).backward()
+        is_measured = name not in optimizer.domains
+        if is_measured or name in optimizer.domains_of_step:
+            with optimizer.domain(name):
+                loss = loss_of(model, step, row) * (float("inf") if spoilt else 1.0)
+                scaler.scale(loss).backward()
     if way == "combined":
         optimizer.combine(grad_scale=scaler.get_scale())
     if way == "unscaled":
@@ -537,114 +504,68 @@ def reads_factor(scaler: Any, way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["direct", "combined", "unscaled"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_scaler_changes_nothing_and_skips_what_overflows(implementation: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in INNER),
+        ("plain", {"domains_per_step": 2, "target": {"a": 1.0, "b": 1.0, "far": 1.0}}),
+        ("plain", {"max_grad_norm": 0.01}),
+        ("named", {"domain_max_grad_norm": 0.02, "selection": ["0.weight"]}),
+    ],
+    ids=[*INNER, "drawn", "clipped", "selected"],
+)
+def test_a_scaler_changes_nothing_and_skips_what_overflows(
+    name: str, options: dict[str, Any], way: str
+) -> None:
     """Bit for bit, since the scale is a power of two; weights are frozen on the skipped step."""
-    options = IMPLEMENTATIONS[implementation]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    model, optimizer = wrapped(lambda model: adamw(model, **options), **reads_factor(scaler, way))
-    twin, plain = wrapped(lambda model: adamw(model, **options))
+    model, optimizer = wrapped(INNER[name], **options, **reads_factor(scaler, way))
+    twin, plain = wrapped(INNER[name], **options)
     for step in range(4):
-        if step == 2:
-            before = everything(model, optimizer)
-            scaled_step(model, optimizer, scaler, 99, way, spoilt="b")
-            after = everything(model, optimizer)
-            # The last two: steps skipped, and the number of the draw.
-            assert_same(after[:-2], before[:-2])
-            assert scaler.get_scale() == 2.0**9
-            assert optimizer.num_skipped == 1
         scaled_step(model, optimizer, scaler, step, way)
         collect(twin, plain, step)
         if way == "unscaled":
             nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
         plain.step()
         plain.zero_grad()
-    assert_same(everything(model, optimizer)[:-2], everything(twin, plain)[:-2])
+    assert_same(everything(model, optimizer), everything(twin, plain))
+    before = everything(model, optimizer)
+    scaled_step(model, optimizer, scaler, 99, way, spoilt=True)
+    # The last two: steps skipped, and the number of the draw.
+    assert_same(everything(model, optimizer)[:-2], before[:-2])
+    assert scaler.get_scale() == 2.0**9
+    scaled_step(model, optimizer, scaler, 4, way)
+    assert (optimizer.num_steps, optimizer.num_skipped) == (5, 1)
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("norms", [{}, {"max_grad_norm": 0.01}, {"domain_max_grad_norm": 0.02}])
-@pytest.mark.parametrize("selected", [False, True])
-def test_a_scale_without_combine_is_that_of_combine(norms: Any, selected: bool) -> None:
-    """To rounding, at a scale that is no power of two; with clipping and with a selection."""
-    found = []
-    for way in ("direct", "combined"):
-        model = small_model()
-        inner = torch.optim.AdamW(model.named_parameters(), lr=0.05)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
-        optimizer = DoGEOptimizer(
-            inner,
-            selection=["0.weight"] if selected else None,
-            **(AS_IN_THE_PAPER | {"mu": 0.01} | norms | reads_factor(scaler, way)),
-        )
-        for step in range(3):
-            scaled_step(model, optimizer, scaler, step, way)
-        # Overflow in columns that are not selected.
-        handle = model[2].bias.register_hook(lambda grad: grad * float("nan"))
-        scaled_step(model, optimizer, scaler, 3, way)
-        handle.remove()
-        assert (optimizer.num_steps, optimizer.num_skipped) == (3, 1)
-        scaled_step(model, optimizer, scaler, 4, way)
-        found.append([*model.parameters(), optimizer.alpha])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-
-
-def test_a_scaler_of_drawn_domains() -> None:
-    """Bit for bit; an overflow skips the step and draws anew."""
-    options: Any = {"domains_per_step": 2, "target": {"a": 1.0, "b": 1.0, "far": 1.0}}
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    model, optimizer = wrapped(**options, scaler=scaler)
-    twin, plain = wrapped(**options)
-
-    def scaled(step: int, factor: float) -> None:
-        for row, name in enumerate(optimizer.rows):
-            if name == "far" or name in optimizer.domains_of_step:
-                with optimizer.domain(name):
-                    scaler.scale(loss_of(model, step, row) * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    for step in range(4):
-        scaled(step, 1.0)
-        train(twin, plain, [step])
-    assert_same(everything(model, optimizer), everything(twin, plain))
-    scaled(4, float("inf"))
-    scaled(4, 1.0)
-    assert (optimizer.num_steps, optimizer.num_skipped) == (5, 1)
-
-
 def test_looking_at_the_scalers_flag_leaves_a_step_as_it_was() -> None:
-    """As debuggers do, which read every attribute."""
-    model, optimizer = wrapped()
-    twin, plain = wrapped()
-    for step in range(2):
-        assert not optimizer._step_supports_amp_scaling
-        with optimizer.domain("a"):
-            loss_of(model, step, 0).backward()
-        assert not optimizer._step_supports_amp_scaling
-        for row, name in ((1, "b"), (2, "c")):
-            with optimizer.domain(name):
-                loss_of(model, step, row).backward()
-        assert not optimizer._step_supports_amp_scaling
-        if step:
-            optimizer.combine()
+    """As debuggers do, which read every attribute; the second scaler is off and has no factor."""
+    for options in ({}, {"scaler": torch.amp.GradScaler("cpu", enabled=False)}):
+        model, optimizer = wrapped(**options)
+        twin, plain = wrapped()
+        for step in range(2):
             assert not optimizer._step_supports_amp_scaling
-        optimizer.step()
-        optimizer.zero_grad()
-    train(twin, plain, range(2))
-    assert_same(everything(model, optimizer), everything(twin, plain))
+            for row, name in enumerate(DOMAINS):
+                with optimizer.domain(name):
+                    loss_of(model, step, row).backward()
+                assert not optimizer._step_supports_amp_scaling
+            if step:
+                optimizer.combine()
+                assert not optimizer._step_supports_amp_scaling
+            optimizer.step()
+            optimizer.zero_grad()
+        train(twin, plain, range(2))
+        assert_same(everything(model, optimizer), everything(twin, plain))
 
 
 def test_what_a_scaler_cannot_do_is_no_silent_step() -> None:
     """Unscaling before combining, a missing domain: no inf check, so no step."""
-    for micro_batches, names in ((None, DOMAINS), (1, "a")):
+    for micro_batches, absent in ((None, ""), (1, "bc")):
         model, optimizer = wrapped(micro_batches=micro_batches)
         scaler = torch.amp.GradScaler("cpu")
-        for row, name in enumerate(names):
-            with optimizer.domain(name):
-                scaler.scale(loss_of(model, 0, row)).backward()
+        scaler.scale(torch.ones(()))
+        collect(model, optimizer, 0, absent=absent)
         before = everything(model, optimizer)
         if micro_batches is None:
             scaler.unscale_(optimizer)
@@ -652,16 +573,6 @@ def test_what_a_scaler_cannot_do_is_no_silent_step() -> None:
             scaler.step(optimizer)
         optimizer.zero_grad()
         assert_same(everything(model, optimizer), before)
-
-
-def test_a_scaler_that_is_off_has_no_factor() -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    model, optimizer = wrapped(scaler=scaler)
-    twin, plain = wrapped()
-    train(twin, plain, [0])
-    collect(model, optimizer, 0)
-    scaler.step(optimizer)
-    assert_same(everything(model, optimizer), everything(twin, plain))
 
 
 # Closures and compilers.
@@ -760,27 +671,3 @@ def test_a_stand_in_is_entered_as_the_optimizer() -> None:
         train(twin, plain, [step])
     stand_in.load_state_dict(stand_in.state_dict())
     assert_same(everything(model, stand_in), everything(twin, plain))
-
-
-def test_a_foreign_gradient_on_what_a_domain_touched_is_not_lost_silently() -> None:
-    model, optimizer = wrapped(micro_batches=None)
-    collect(model, optimizer, 0)
-    before = everything(model, optimizer)
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    with pytest.raises(RuntimeError, match=r"has a p\.grad from outside the domains"):
-        optimizer.step()
-    assert_same(everything(model, optimizer), before)
-    optimizer.zero_grad()
-    train(model, optimizer, [0])
-    assert optimizer.num_steps == 1
-
-
-def test_stepping_the_wrapper_whose_domains_did_not_run() -> None:
-    """As after the cell of a notebook that builds the optimizer has run twice."""
-    model, old = wrapped(micro_batches=None)
-    _, new = wrapped(adamw, model)
-    collect(model, old, 0)
-    with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'c'\]"):
-        new.step()
-    old.step()
-    assert (old.num_steps, new.num_steps) == (1, 0)

@@ -48,19 +48,13 @@ Kind = Callable[[nn.Module], list[Optimizer]]
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices, and everything else."""
-    params = list(model.parameters())
-    return [p for p in params if p.ndim == 2], [p for p in params if p.ndim < 2]
-
-
 def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
-    matrices, others = divided(model)
+    matrices, others = small.divided(model)
     return [torch.optim.Muon(matrices, lr=0.005), torch.optim.AdamW(others, lr=0.002)]
 
 
 def sgd_and_adamw(model: nn.Module) -> list[Optimizer]:
-    matrices, others = divided(model)
+    matrices, others = small.divided(model)
     groups = [{"params": others[:2]}, {"params": others[2:], "lr": 0.001}]
     return [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(groups, lr=0.002)]
 
@@ -140,55 +134,55 @@ def trained(kind: str, wrap: Wrap, mode: str) -> tuple[Tensor, ...]:
     return values(model), optimizer.alpha, optimizer.alpha_mean
 
 
-def assert_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    # The weights have left uniform.
-    assert (expected[1] - 1 / len(SIZES)).abs().max() > 1e-2
-    for value, truth in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, truth, rtol=0, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["sequential", "stacked"])
-def test_one_process_equals_plain_autograd(kind: str, mode: str) -> None:
-    assert_equal(trained(kind, bare, mode), plainly(kind))
-
-
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("Muon, AdamW", "stacked"), ("SGD, AdamW", "sequential")]
+    ("num_ranks", "wrap", "mode"),
+    [
+        (1, bare, "sequential"),
+        (1, bare, "stacked"),
+        (2, ddp, "stacked"),
+        (2, sharded, "sequential"),
+    ],
 )
-def test_ranks_equal_plain_autograd(ranks: Ranks, kind: str, mode: str) -> None:
-    for found in ranks.run(2, trained, kind, ddp, mode):
-        assert_equal(found, plainly(kind))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shards_equal_plain_autograd(ranks: Ranks, kind: str) -> None:
+def test_several_optimizers_equal_plain_autograd(
+    ranks: Ranks, kind: str, num_ranks: int, wrap: Wrap, mode: str
+) -> None:
     # Muon's products are in bfloat16, and those of shards have rounding of their own.
-    expected = ranks.run(2, plainly, kind, sharded)
-    for found, truth in zip(
-        ranks.run(2, trained, kind, sharded, "sequential"), expected, strict=True
+    truths = ranks.run(num_ranks, plainly, kind, sharded if wrap is sharded else bare)
+    for found, expected in zip(
+        ranks.run(num_ranks, trained, kind, wrap, mode), truths, strict=True
     ):
-        assert_equal(found, truth)
+        # The weights have left uniform.
+        assert (expected[1] - 1 / len(SIZES)).abs().max() > 1e-2
+        for value, truth in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, truth, rtol=0, atol=TOLERANCE)
 
 
-# What stands around a step.
+# What stands around a step; `small.pair` takes other ways through test_optimizer_contract too.
 
 
-def pair(model: nn.Module) -> list[Optimizer]:
-    """Of the small model: SGD for matrices, AdamW for the rest."""
-    matrices, others = divided(model)
-    return [
-        torch.optim.SGD(matrices, lr=0.05, momentum=0.9),
-        torch.optim.AdamW(others, lr=0.02),
-    ]
+def kind_of(kind: type[Optimizer], is_one_of_two: bool) -> Callable[[nn.Module], Any]:
+    """Of an optimizer alone, or of one for the vectors behind an SGD for the matrices."""
+
+    def build(model: nn.Module) -> Any:
+        if not is_one_of_two:
+            return kind(model.parameters(), lr=0.1)
+        matrices, others = small.divided(model)
+        return [torch.optim.SGD(matrices, lr=0.1), kind(others, lr=0.1)]
+
+    return build
+
+
+def last_of(optimizer: DoGEOptimizer) -> Any:
+    return getattr(optimizer.inner, "optimizers", [optimizer.inner])[-1]
 
 
 def sgd_twice(model: nn.Module) -> list[Optimizer]:
-    return [torch.optim.SGD(params, lr=0.1) for params in divided(model)]
+    return [torch.optim.SGD(params, lr=0.1) for params in small.divided(model)]
 
 
 def test_groups_and_state_are_those_of_the_optimizers() -> None:
-    model, optimizer = small.wrapped(pair)
+    model, optimizer = small.wrapped(small.pair)
     sgd, adamw = optimizer.inner.optimizers
     assert [id(group) for group in optimizer.param_groups] == [
         id(group) for group in (*sgd.param_groups, *adamw.param_groups)
@@ -215,64 +209,35 @@ def test_groups_and_state_are_those_of_the_optimizers() -> None:
 
 
 def test_eta_is_the_rate_of_the_first_group() -> None:
-    model, optimizer = small.wrapped(pair)
-    assert optimizer.mu == 30.0
-    assert DoGEOptimizer(pair(small.small_model()), domains=["a", "b"]).mu == 20 * 0.05 * 3 / 2
+    model, optimizer = small.wrapped(small.pair, mu=None, domains=["a", "b"])
+    assert optimizer.mu == 20 * 0.05 * 3 / 2
     small.train(model, optimizer, [0])
-    assert optimizer.last is not None
-    assert optimizer.last.lr == 0.05
-    assert optimizer.state_dict()["doge"]["lr"] == 0.05
-
-
-def per_step(model: nn.Module, optimizer: DoGEOptimizer, schedulers: list[Any]) -> list[Tensor]:
-    for step in range(6):
-        small.train(model, optimizer, [step])
-        for scheduler in schedulers:
-            scheduler.step()
-    rates = [torch.tensor(group["lr"]) for group in optimizer.param_groups]
-    return [*small.everything(model, optimizer), *rates]
+    assert optimizer.last.lr == optimizer.state_dict()["doge"]["lr"] == 0.05
 
 
 def test_schedulers_take_the_wrapper_the_joined_one_or_each() -> None:
     found = []
     for given in ("wrapper", "joined", "each"):
-        model, optimizer = small.wrapped(pair)
+        model, optimizer = small.wrapped(small.pair)
         owners: list[Optimizer] = {
             "wrapper": [optimizer],
             "joined": [optimizer.inner],
             "each": [*optimizer.inner.optimizers],
         }[given]
         schedulers = [lr_scheduler.LambdaLR(each, lambda step: 0.5**step) for each in owners]
-        found.append(per_step(model, optimizer, schedulers))
-    assert found[0][-2:] == [torch.tensor(0.05 / 64), torch.tensor(0.02 / 64)]
+        for step in range(6):
+            small.train(model, optimizer, [step])
+            for scheduler in schedulers:
+                scheduler.step()
+        rates = [torch.tensor(group["lr"]) for group in optimizer.param_groups]
+        assert rates == [torch.tensor(0.05 / 64), torch.tensor(0.02 / 64)]
+        found.append(small.everything(model, optimizer))
     small.assert_same(found[0], found[1])
     small.assert_same(found[0], found[2])
-
-
-def test_one_cycle_says_that_not_all_have_a_momentum() -> None:
-    optimizer = small.wrapped(pair)[1]
+    # Not all have a momentum.
     with pytest.raises(ValueError, match="momentum"):
         lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
-
-
-def test_an_overflow_is_skipped_by_both() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    model, optimizer = small.wrapped(pair, scaler=scaler)
-    plain_model, plain = small.wrapped(pair)
-    small.train(plain_model, plain, [0, 2])
-    for step in (0, 1, 2):
-        for row, name in enumerate(small.DOMAINS):
-            with optimizer.domain(name):
-                factor = float("inf") if (step, name) == (1, "b") else 1.0
-                scaler.scale(small.loss_of(model, step, row) * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert optimizer.num_skipped == 1
-    for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-    torch.testing.assert_close(optimizer.alpha, plain.alpha)
 
 
 def test_steps_that_are_compiled_one_by_one() -> None:
@@ -289,7 +254,7 @@ def test_steps_that_are_compiled_one_by_one() -> None:
 
 
 def test_hooks_of_all_of_them_run() -> None:
-    model, optimizer = small.wrapped(pair)
+    model, optimizer = small.wrapped(small.pair)
     seen: list[str] = []
     for each in (optimizer, optimizer.inner, *optimizer.inner.optimizers):
         name = type(each).__name__
@@ -302,32 +267,32 @@ def test_hooks_of_all_of_them_run() -> None:
     assert seen == [f"{what} {name}" for what in ("step", "save", "load") for name in order]
 
 
-def test_modes_reach_those_that_have_them() -> None:
-    class Averaging(torch.optim.SGD):
-        mode = "none"
+class Averaging(torch.optim.SGD):
+    """As schedule-free ones: hosts ask whether there are modes, and set them."""
 
-        def train(self) -> None:
-            self.mode = "train"
+    mode = "none"
 
-        def eval(self) -> None:
-            self.mode = "eval"
+    def train(self) -> None:
+        self.mode = "train"
 
-    def build(model: nn.Module) -> list[Optimizer]:
-        matrices, others = divided(model)
-        return [torch.optim.SGD(matrices, lr=0.1), Averaging(others, lr=0.1)]
+    def eval(self) -> None:
+        self.mode = "eval"
 
-    assert not hasattr(small.wrapped(pair)[1], "train")
-    optimizer = small.wrapped(build)[1]
+
+@pytest.mark.parametrize("is_one_of_two", [False, True])
+def test_modes_reach_those_that_have_them(is_one_of_two: bool) -> None:
+    assert not hasattr(small.wrapped(kind_of(torch.optim.SGD, is_one_of_two))[1], "train")
+    optimizer = small.wrapped(kind_of(Averaging, is_one_of_two))[1]
     for _ in range(2):
         optimizer.eval()
-        assert optimizer.inner.optimizers[1].mode == "eval"
+        assert last_of(optimizer).mode == "eval"
         optimizer.train()
-        assert optimizer.inner.optimizers[1].mode == "train"
+        assert last_of(optimizer).mode == "train"
         optimizer.__setstate__({})
 
 
 def test_groups_are_added_to_one_of_them() -> None:
-    model, optimizer = small.wrapped(pair)
+    model, optimizer = small.wrapped(small.pair)
     more = nn.Linear(2, 2, bias=False)
     with pytest.raises(ValueError, match="AdamW"):
         optimizer.add_param_group({"params": [more.weight]})
@@ -345,11 +310,14 @@ def test_groups_are_added_to_one_of_them() -> None:
 @pytest.mark.parametrize(
     ("saved", "into"),
     [
-        (pair, sgd_twice),
-        (pair, lambda model: pair(model)[::-1]),
-        (pair, small.sgd),
-        (small.sgd, pair),
-        (pair, lambda model: [*pair(model), torch.optim.AdamW([nn.Parameter(torch.ones(2))])]),
+        (small.pair, sgd_twice),
+        (small.pair, lambda model: small.pair(model)[::-1]),
+        (small.pair, small.sgd),
+        (small.sgd, small.pair),
+        (
+            small.pair,
+            lambda model: [*small.pair(model), torch.optim.AdamW([nn.Parameter(torch.ones(2))])],
+        ),
     ],
     ids=["other classes", "other order", "one", "of one", "more"],
 )
@@ -363,29 +331,25 @@ def test_a_checkpoint_of_other_optimizers_is_refused(saved: Any, into: Any) -> N
 
 
 def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer() -> None:
-    optimizer = small.wrapped(sgd_twice)[1]
-    first, second = optimizer.inner.optimizers
-    first.state["count"], second.state["count"] = 1, 2
-    again = small.wrapped(sgd_twice)[1]
+    optimizer, again = (small.wrapped(sgd_twice)[1] for _ in range(2))
+    for count, each in enumerate(optimizer.inner.optimizers):
+        each.state["count"] = count
     again.load_state_dict(optimizer.state_dict())
-    assert [each.state["count"] for each in again.inner.optimizers] == [1, 2]
+    assert [each.state["count"] for each in again.inner.optimizers] == [0, 1]
 
 
-def test_a_parameter_has_one_owner() -> None:
+def test_which_lists_are_wrapped() -> None:
     model = small.small_model()
-    both = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model[0].parameters())]
-    with pytest.raises(ValueError, match="AdamW"):
-        DoGEOptimizer(both, domains=["a", "b"])
-
-
-def test_lists_of_one_and_of_none() -> None:
-    sgd = small.sgd(small.small_model())
-    assert DoGEOptimizer([sgd], domains=["a", "b"]).inner is sgd
+    sgd, one = small.sgd(model), {"domains": ["a"]}
+    assert DoGEOptimizer([sgd], **one).inner is sgd
     with pytest.raises(ValueError, match="empty"):
-        DoGEOptimizer([], domains=["a", "b"])
-    for wrong in (3, DoGEOptimizer(sgd, domains=["a", "b"])):
+        DoGEOptimizer([], **one)
+    # A parameter has one owner.
+    with pytest.raises(ValueError, match="AdamW"):
+        DoGEOptimizer([sgd, torch.optim.AdamW(model[0].parameters())], **one)
+    for wrong in (3, DoGEOptimizer(sgd, **one)):
         with pytest.raises(TypeError, match="DoGEOptimizer"):
-            DoGEOptimizer([sgd, wrong], domains=["a", "b"])
+            DoGEOptimizer([sgd, wrong], **one)
 
 
 def test_one_optimizer_that_steps_all_kinds_is_wrapped_as_it_is() -> None:
@@ -399,7 +363,7 @@ def test_one_optimizer_that_steps_all_kinds_is_wrapped_as_it_is() -> None:
                     param.data.sub_(group["lr"] * change)
 
     def one(model: nn.Module) -> Optimizer:
-        matrices, others = divided(model)
+        matrices, others = small.divided(model)
         groups = [{"params": matrices, "is_matrix": True}, {"params": others, "is_matrix": False}]
         return SignsAndGradients(groups, {"lr": 0.05})
 
@@ -438,27 +402,18 @@ class Sharpness(torch.optim.SGD):
 
 @pytest.mark.parametrize("is_one_of_two", [False, True])
 def test_the_loss_is_handed_to_who_asks_for_it(is_one_of_two: bool) -> None:
-    def build(kind: type[torch.optim.SGD]) -> Callable[[nn.Module], Any]:
-        def of(model: nn.Module) -> Any:
-            matrices, others = divided(model)
-            if is_one_of_two:
-                return [torch.optim.SGD(matrices, lr=0.1), kind(others, lr=0.1)]
-            return kind(model.parameters(), lr=0.1)
-
-        return of
-
     def closure() -> Tensor:
         small.collect(model, optimizer, 0)
         return torch.tensor(3.0)
 
-    model, optimizer = small.wrapped(build(AsksForTheLoss))
-    twin, plain = small.wrapped(build(torch.optim.SGD))
+    model, optimizer = small.wrapped(kind_of(AsksForTheLoss, is_one_of_two))
+    twin, plain = small.wrapped(kind_of(torch.optim.SGD, is_one_of_two))
     assert optimizer.step(closure) == 3.0
-    assert getattr(optimizer.inner, "optimizers", [optimizer.inner])[-1].seen == 3.0
+    assert last_of(optimizer).seen == 3.0
     small.train(twin, plain, [0])
     small.assert_same(model.parameters(), twin.parameters())
 
-    model, optimizer = small.wrapped(build(Sharpness))
+    model, optimizer = small.wrapped(kind_of(Sharpness, is_one_of_two))
     with pytest.raises(RuntimeError, match="Sharpness"):
         optimizer.step(closure)
 
@@ -489,11 +444,8 @@ class ReadsTheLatestLoss(torch.optim.SGD):
 
 @pytest.mark.parametrize("is_one_of_two", [False, True])
 def test_names_of_the_wrapped_optimizer_are_forwarded(is_one_of_two: bool) -> None:
-    model = small.small_model()
-    matrices, others = divided(model)
-    inner = ReadsTheLatestLoss(others, lr=0.1)
-    both = [torch.optim.SGD(matrices, lr=0.1), inner]
-    optimizer: Any = DoGEOptimizer(both if is_one_of_two else inner, domains=["a", "b"])
+    optimizer: Any = small.wrapped(kind_of(ReadsTheLatestLoss, is_one_of_two))[1]
+    inner = last_of(optimizer)
     optimizer.latest_loss = 3.0
     assert inner.latest_loss == optimizer.latest_loss == 3.0
     # Nobody's, and the wrapper's own.

@@ -99,6 +99,9 @@ def trained(
     options: Mapping[str, Any],
     how: str = "",
     deal: Deal = whole_pieces,
+    steps: range = range(STEPS),
+    load: Callable[[nn.Module, DoGEOptimizer], None] | None = None,
+    save: Callable[[nn.Module, DoGEOptimizer], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The parameters, the average weights and the last norm after some steps.
 
@@ -110,6 +113,8 @@ def trained(
         how: "halves": in two micro-batches; "scaled": with a GradScaler; "overflow": and the last
             rank's examples of the second step are not numbers; "absent": the second step has no c.
         deal: the examples among the ranks.
+        steps: the part of a run.
+        load, save: what is done before and after them.
     """
     rank, num_ranks = 0, 1
     if torch.distributed.is_initialized():
@@ -124,7 +129,9 @@ def trained(
     inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     optimizer = DoGEOptimizer(inner, **arguments)
     num_parts = 2 if how == "halves" else 1
-    for step in range(STEPS):
+    if load is not None:
+        load(model, optimizer)
+    for step in steps:
         here = [name for name in sizes if name in optimizer.domains_of_step]
         here += [name for name in sizes if name not in optimizer.domains]
         if how == "absent" and step == 1:
@@ -146,6 +153,8 @@ def trained(
         else:
             optimizer.step()
         optimizer.zero_grad()
+    if save is not None:
+        save(model, optimizer)
     assert optimizer.last is not None
     assert optimizer.num_skipped == (how == "overflow")
     return values(model), optimizer.alpha_mean, optimizer.last.combined_norm
@@ -179,12 +188,6 @@ def run(
             scaler.scale(share * losses(model(rows), name).mean()).backward()
 
 
-@pytest.mark.parametrize("wrap", [compiled_ddp, checkpointed_ddp])
-@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_other_forms_of_the_model(ranks: Ranks, is_stacked: bool, wrap: Wrap) -> None:
-    check(ranks, 2, wrap, UNEQUAL, is_stacked, {})
-
-
 EQUAL = {"a": 4, "b": 4}
 UNEQUAL = {"a": 5, "b": 1, "c": 2, "d": 4}
 
@@ -209,24 +212,6 @@ def check(
             assert torch.equal(value, first)
 
 
-@pytest.mark.parametrize("wrap", [bare, ddp, ddp_views, ddp_unused])
-@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-@pytest.mark.parametrize(
-    ("num_ranks", "sizes"),
-    [(2, EQUAL), (2, UNEQUAL), (3, {"a": 4, "b": 4, "c": 4}), (4, {"a": 1, "b": 9})],
-    ids=str,
-)
-def test_ranks_train_what_one_process_trains(
-    ranks: Ranks, num_ranks: int, sizes: Sizes, is_stacked: bool, wrap: Wrap
-) -> None:
-    # Two domains that are cut to one norm never move.
-    check(ranks, num_ranks, wrap, sizes, is_stacked, {"domain_max_grad_norm": None})
-
-
-def test_a_rank_without_a_domain_waits_for_no_buffers(ranks: Ranks) -> None:
-    check(ranks, 4, ddp_with_buffers, {"a": 1, "b": 2}, False, {})
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "clips": {"max_grad_norm": 0.5, "domain_max_grad_norm": 0.3},
     "no clips": {"domain_max_grad_norm": None},
@@ -244,12 +229,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_what_composes(ranks: Ranks, is_stacked: bool, name: str) -> None:
-    check(ranks, 3, ddp, UNEQUAL, is_stacked, OPTIONS[name])
-
-
 LOOPS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "halves": ({"a": 8, "b": 4, "c": 4, "d": 8}, {"micro_batches": 2}),
     "scaled": (UNEQUAL, {"max_grad_norm": 0.5}),
@@ -258,11 +237,37 @@ LOOPS: dict[str, tuple[Sizes, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", LOOPS)
+# Two domains that are cut to one norm never move.
+UNCUT = {"domain_max_grad_norm": None}
+FORMS = [
+    *((2, form, UNEQUAL, {}, "") for form in (compiled_ddp, checkpointed_ddp)),
+    # A rank without a domain waits for no buffers.
+    (4, ddp_with_buffers, {"a": 1, "b": 2}, UNCUT, ""),
+    *(
+        (num_ranks, form, sizes, UNCUT, "")
+        for num_ranks, sizes in (
+            *((2, EQUAL), (2, UNEQUAL)),
+            *((3, {"a": 4, "b": 4, "c": 4}), (4, {"a": 1, "b": 9})),
+        )
+        for form in (bare, ddp, ddp_views, ddp_unused)
+    ),
+    *((3, ddp, UNEQUAL, options, "") for options in OPTIONS.values()),
+    *((2, ddp, sizes, options, how) for how, (sizes, options) in LOOPS.items()),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "wrap", "sizes", "options", "how"), FORMS)
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_loops_compose(ranks: Ranks, is_stacked: bool, how: str) -> None:
-    sizes, options = LOOPS[how]
-    check(ranks, 2, ddp, sizes, is_stacked, options, how)
+def test_ranks_train_what_one_process_trains(
+    ranks: Ranks,
+    num_ranks: int,
+    wrap: Wrap,
+    sizes: Sizes,
+    options: dict[str, Any],
+    how: str,
+    is_stacked: bool,
+) -> None:
+    check(ranks, num_ranks, wrap, sizes, is_stacked, options, how)
 
 
 def steered() -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """FSDP2: rows and weighted gradient in shards, and what one process trains."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,13 +14,13 @@ from torch.distributed.tensor import Shard
 
 from doge_fast import DoGEOptimizer
 from doge_fast.step import parameters
-from tests.grids import grid
 from tests.integrations.test_ranks_that_differ import raised
 from tests.integrations.test_several_processes import (
     LOOPS,
     OPTIONS,
     UNEQUAL,
     Checkpointed,
+    Sizes,
     Wrap,
     bare,
     check,
@@ -98,43 +97,42 @@ def lower(model: nn.Module) -> nn.Module:
     return sharded(model, mp_policy=policy)
 
 
+CLIPS, TWO, MORE = OPTIONS["clips"], {"micro_batches": 2}, pytest.mark.exhaustive
+FORMS = [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed, replicated]
+SOME = ("targets", "selection, uncut")
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "wrap", "name"),
+    ("num_ranks", "wrap", "sizes", "options", "how"),
     [
-        *grid(
-            *([2], [sharded], ["as it comes", *OPTIONS]),
-            some=lambda *case: case[2] in ("as it comes", "selection, uncut", "targets"),
+        pytest.param(2, sharded, SIZES, {}, "", id="as it comes"),
+        *(
+            pytest.param(
+                2, sharded, SIZES, options, "", id=name, marks=() if name in SOME else MORE
+            )
+            for name, options in OPTIONS.items()
         ),
-        *grid(
-            *([4], [sharded, copies_of_shards], ["clips", "selection, uncut"]),
-            some=lambda *case: case[1:] == (copies_of_shards, "clips"),
+        pytest.param(4, copies_of_shards, SIZES, CLIPS, "", id="copies"),
+        *(
+            pytest.param(4, form, SIZES, OPTIONS[name], "", id=f"4, {name}", marks=MORE)
+            for form, name in (
+                (sharded, "clips"),
+                (sharded, "selection, uncut"),
+                (copies_of_shards, "selection, uncut"),
+            )
         ),
+        *(pytest.param(2, sharded, TWICE, LOOPS[how][1], how, id=how) for how in LOOPS),
+        *(pytest.param(2, form, SIZES, CLIPS, "", id=form.__name__) for form in FORMS),
+        pytest.param(2, sharded, SIZES, {"buffer_dtype": torch.bfloat16}, "", id="bfloat16"),
     ],
 )
 def test_shards_train_what_one_process_trains(
-    ranks: Ranks, num_ranks: int, wrap: Wrap, name: str
+    ranks: Ranks, num_ranks: int, wrap: Wrap, sizes: Sizes, options: dict[str, Any], how: str
 ) -> None:
-    check(ranks, num_ranks, wrap, SIZES, False, OPTIONS.get(name, {}), "", shares)
-
-
-@pytest.mark.parametrize("how", LOOPS)
-def test_loops_compose(ranks: Ranks, how: str) -> None:
-    check(ranks, 2, sharded, TWICE, False, LOOPS[how][1], how, shares)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed, replicated],
-)
-def test_other_forms_of_the_model(ranks: Ranks, wrap: Wrap) -> None:
-    check(ranks, 2, wrap, SIZES, False, OPTIONS["clips"], "", shares)
-
-
-def test_rows_of_fewer_bits(ranks: Ranks) -> None:
-    """Rows are rounded after the reduction, so shards round as one process does."""
-    options = {"buffer_dtype": torch.bfloat16}
-    # Plain torch multiplies such rows in float32; rows that are rounded twice are 1e-4 off.
-    check(ranks, 2, sharded, SIZES, False, options, "", shares, atol=1e-7)
+    # Rows are rounded after the reduction, so shards round as one process does. Plain torch
+    # multiplies rows of bfloat16 in float32; rows that are rounded twice are 1e-4 off.
+    atol = 1e-7 if options.get("buffer_dtype") == torch.bfloat16 else 1e-12
+    check(ranks, num_ranks, wrap, sizes, False, options, how, shares, atol=atol)
 
 
 def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks) -> None:
@@ -147,69 +145,37 @@ def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks) -> None:
         assert not torch.equal(value, expected)
 
 
-def built(model: nn.Module, **options: Any) -> DoGEOptimizer:
-    arguments = {"domains": ["a", "b"], "mu": 5.0, "micro_batches": None} | options
-    return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
-
-
-def enter(model: nn.Module, optimizer: DoGEOptimizer, name: str, **options: Any) -> None:
-    with optimizer.domain(name, **options):
-        losses(model(examples(name, 0, 4)), name).mean().backward()
-
-
-def other_counts() -> str:
-    model = sharded(small_model())
-    optimizer = built(model)
-
-    def step() -> None:
-        for name in ("a", "b"):
-            enter(model, optimizer, name, count=1 + dist.get_rank())
-        optimizer.step()
-
-    return raised(step)
-
-
-def other_domains() -> str:
-    model = sharded(small_model())
-    optimizer = built(model)
-
-    def step() -> None:
-        for name in ("a", "b") if dist.get_rank() else ("b", "a"):
-            enter(model, optimizer, name)
-        optimizer.step()
-
-    return raised(step)
-
-
-def some_left_out() -> str:
+def refused(what: str) -> str:
     model = small_model()
-    fully_shard(model[0])
-    optimizer = built(model)
-    return raised(lambda: enter(model, optimizer, "a"))
+    if what == "all":
+        fully_shard(model[0])
+    else:
+        sharded(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], mu=5.0, micro_batches=None)
+    rank = dist.get_rank()
+    count = 1 + rank if what == "count" else 1
+
+    def step() -> None:
+        for name in "ba" if what == "order" and rank else "ab":
+            with optimizer.domain(name, count=count):
+                losses(model(examples(name, 0, 4)), name).mean().backward()
+        optimizer.step()
+
+    return raised(step)
 
 
-@pytest.mark.parametrize(
-    ("work", "said"),
-    [
-        (other_counts, "the ranks differ in how often or with which count they entered 'a'"),
-        (other_domains, "the ranks differ in the order of their domains"),
-        (some_left_out, "the optimizer's parameters must all be sharded or replicated"),
-    ],
-)
-def test_what_shards_refuse(ranks: Ranks, work: Callable[[], str], said: str) -> None:
-    answers = ranks.run(2, work)
-    assert answers[0].startswith(said)
-    assert len(set(answers)) == 1
+@pytest.mark.parametrize("what", ["count", "order", "all"])
+def test_what_shards_refuse(ranks: Ranks, what: str) -> None:
+    one, other = ranks.run(2, refused, what)
+    assert what in one
+    assert one == other
 
 
 def trained_off_the_cpu(*given: Any) -> tuple[torch.Tensor, ...]:
     """`trained` where gradients are taken when a domain is left, as on GPUs; on CPU memory."""
     with mock.patch.object(parameters, "takes_at_once", return_value=False):
         return trained(*given)
-
-
-CLIPS, TWO = OPTIONS["clips"], {"micro_batches": 2}
-MORE = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """What ranks send and hold in a step, counted at the collectives: the formulas of `scale`."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,18 +15,6 @@ from doge_fast.distributed.process_group import Communicator
 from doge_fast.sampling import pieces
 from tests.integrations.test_several_processes import values
 from tests.ranks import Ranks
-
-
-@contextmanager
-def replaced(place: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """`place.name` is what `wrap` makes of it."""
-    before = getattr(place, name)
-    setattr(place, name, wrap(before))
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
-
 
 # A multiple of 64 columns for 2, 3 and 4 ranks: nothing is padded.
 WIDTH = 96
@@ -46,36 +31,27 @@ def data_parallel_steps(num_domains: int, dtype: torch.dtype) -> tuple[list[Coun
         torch.optim.SGD(model.parameters(), lr=0.1), domains=names, mu=1.0, buffer_dtype=dtype
     )
     found: Counter[str] = Counter()
+    exchange, gather, add = dist.all_to_all_single, columns.all_gather, Communicator.sum
 
-    def counting_rows(all_to_all: Any) -> Any:
-        def count(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
-            found["sent"] += here.nbytes - here.itemsize * splits[1][rank]
-            found["exchanged"] += here.nbytes + there.nbytes
-            return all_to_all(there, here, *splits, **options)
+    def count_rows(there: Tensor, here: Tensor, *splits: Any, **options: Any) -> Any:
+        found["sent"] += here.nbytes - here.itemsize * splits[1][rank]
+        found["exchanged"] += here.nbytes + there.nbytes
+        return exchange(there, here, *splits, **options)
 
-        return count
+    def count_sums(there: Tensor, here: Tensor, **options: Any) -> Any:
+        found["sent"] += here.nbytes * (num_ranks - 1)
+        return gather(there, here, **options)
 
-    def counting_sums(all_gather: Any) -> Any:
-        def count(there: Tensor, here: Tensor, **options: Any) -> Any:
-            found["sent"] += here.nbytes * (num_ranks - 1)
-            return all_gather(there, here, **options)
-
-        return count
-
-    def counting_gram(add: Any) -> Any:
-        def count(ranks: Communicator, part: Tensor) -> Tensor:
-            found["sent"] += part.nbytes * (num_ranks - 1)
-            found["gram"] += part.nbytes * num_ranks
-            return add(ranks, part)
-
-        return count
+    def count_gram(ranks: Communicator, part: Tensor) -> Tensor:
+        found["sent"] += part.nbytes * (num_ranks - 1)
+        found["gram"] += part.nbytes * num_ranks
+        return add(ranks, part)
 
     steps = []
-    with (
-        replaced(dist, "all_to_all_single", counting_rows),
-        replaced(columns, "all_gather", counting_sums),
-        replaced(Communicator, "sum", counting_gram),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", count_rows)
+        patch.setattr(columns, "all_gather", count_sums)
+        patch.setattr(Communicator, "sum", count_gram)
         for _ in range(2):
             found.clear()
             for name, (first, last) in pieces(dict.fromkeys(names, 12), rank, num_ranks).items():
@@ -125,64 +101,45 @@ OF_SHARDS = {
 }
 BATCH, STEPS = 8, 3
 
-Loop = Callable[[nn.Module, DoGEOptimizer, dict[str, Tensor]], None]
+
+def counted(sent: list[float], name: str, collective: Any) -> Any:
+    """The collective; it appends how many elements this rank sends."""
+
+    def count(*tensors: Tensor, **options: Any) -> Any:
+        given = options.get("input", options.get("input_tensor"))
+        given = tensors[1] if given is None else given
+        sent.append(OF_SHARDS[name](dist.get_world_size()) * given.numel())
+        return collective(*tensors, **options)
+
+    return count
 
 
-@contextmanager
-def counted(sent: list[float]) -> Iterator[None]:
-    """Append how many elements this rank sends in each collective."""
+def run(model: Any, optimizer: DoGEOptimizer, batch: dict[str, Tensor], how: str) -> None:
+    """This rank's share of every domain.
 
-    def counting(name: str, collective: Any) -> Any:
-        def count(*tensors: Tensor, **options: Any) -> Any:
-            given = options.get("input", options.get("input_tensor"))
-            given = tensors[1] if given is None else given
-            sent.append(OF_SHARDS[name](dist.get_world_size()) * given.numel())
-            return collective(*tensors, **options)
-
-        return count
-
-    with ExitStack() as stack:
-        for name in filter(partial(hasattr, dist), OF_SHARDS):
-            stack.enter_context(replaced(dist, name, partial(counting, name)))
-        yield
-
-
-def mine(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's equal share of every domain."""
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return {name: x.chunk(num_ranks)[rank] for name, x in batch.items()}
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - x.sin()).square().mean()
-
-
-def one_after_another(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]) -> None:
-    for name, x in mine(batch).items():
+    Args:
+        model: in shards, or whole in one process.
+        optimizer: its.
+        batch: of all ranks.
+        how: "kept": parameters stay until the last pass; "in parts": two backward passes for a
+            domain, reduced together.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    num_parts = 2 if how == "in parts" else 1
+    if how == "kept" and num_ranks > 1:
+        model.set_reshard_after_forward(False)
+    for name, x in batch.items():
+        here = x.chunk(num_ranks)[dist.get_rank() if num_ranks > 1 else 0]
+        if how == "kept" and num_ranks > 1:
+            model.set_reshard_after_backward(name == list(batch)[-1])
         with optimizer.domain(name):
-            loss_of(model, x).backward()
+            for number, part in enumerate(here.chunk(num_parts), 1):
+                if num_ranks > 1:
+                    model.set_requires_gradient_sync(number == num_parts)
+                ((model(part) - part.sin()).square().mean() / num_parts).backward()
 
 
-def with_kept_parameters(
-    model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]
-) -> None:
-    model.set_reshard_after_forward(False)
-    for name, x in mine(batch).items():
-        model.set_reshard_after_backward(name == list(batch)[-1])
-        with optimizer.domain(name):
-            loss_of(model, x).backward()
-
-
-def in_parts(model: nn.Module, optimizer: DoGEOptimizer, batch: dict[str, Tensor]) -> None:
-    """Two backward passes for a domain, reduced together."""
-    for name, x in mine(batch).items():
-        with optimizer.domain(name):
-            for number, part in enumerate(x.chunk(2)):
-                model.set_requires_gradient_sync(number == 1)
-                (loss_of(model, part) / 2).backward()
-
-
-def trained(loop: Loop, num_domains: int) -> tuple[Tensor, Tensor, float, int]:
+def trained(how: str, num_domains: int) -> tuple[Tensor, Tensor, float, int]:
     """The parameters, the weights, elements that a rank sends in a step, and bytes of its rows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double()
@@ -199,8 +156,10 @@ def trained(loop: Loop, num_domains: int) -> tuple[Tensor, Tensor, float, int]:
             name: row + torch.randn(BATCH, 16, generator=generator, dtype=torch.float64)
             for row, name in enumerate(names)
         }
-        with counted(sent):
-            loop(model, optimizer, batch)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in OF_SHARDS if hasattr(dist, name)]:
+                patch.setattr(dist, name, counted(sent, name, getattr(dist, name)))
+            run(model, optimizer, batch, how)
         optimizer.step()
         optimizer.zero_grad()
     num_bytes = optimizer.buffer.num_bytes
@@ -208,27 +167,26 @@ def trained(loop: Loop, num_domains: int) -> tuple[Tensor, Tensor, float, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_domains", "loop", "units"),
+    ("num_ranks", "num_domains", "how", "units"),
     [
-        (2, 3, one_after_another, 9),
-        (2, 3, with_kept_parameters, 4),
-        pytest.param(4, 2, with_kept_parameters, 3, marks=pytest.mark.exhaustive),
+        (2, 3, "", 9),
+        (2, 3, "kept", 4),
+        pytest.param(4, 2, "kept", 3, marks=pytest.mark.exhaustive),
         # Parameters are gathered for each backward pass: (2 * 2 + 1) * 2.
-        (2, 2, in_parts, 10),
+        (2, 2, "in parts", 10),
     ],
 )
 def test_shards_send_and_hold_what_is_said(
-    ranks: Ranks, num_ranks: int, num_domains: int, loop: Loop, units: int
+    ranks: Ranks, num_ranks: int, num_domains: int, how: str, units: int
 ) -> None:
-    theta_N, alpha_K, _, _ = trained(one_after_another, num_domains)
+    theta_N, alpha_K, _, _ = trained("", num_domains)
     assert alpha_K.max() - alpha_K.min() > 1e-5
     unit = (num_ranks - 1) / num_ranks * len(theta_N)
-    if loop is not in_parts:
-        are_kept = loop is with_kept_parameters
-        said = scale.sharded_bytes(len(theta_N), 0, num_ranks, num_domains, are_kept=are_kept)
+    if how != "in parts":
+        said = scale.sharded_bytes(len(theta_N), 0, num_ranks, num_domains, are_kept=how == "kept")
         assert said == pytest.approx(units * unit * scale.FLOAT32)
     own = scale.rows_bytes(len(theta_N), num_domains, 8) / num_ranks
-    answers = ranks.run(num_ranks, trained, loop, num_domains)
+    answers = ranks.run(num_ranks, trained, how, num_domains)
     for theirs_N, weights_K, sent, rows in answers:
         torch.testing.assert_close(theirs_N, theta_N, rtol=0, atol=1e-12)
         torch.testing.assert_close(weights_K, alpha_K, rtol=0, atol=1e-12)
