@@ -70,7 +70,7 @@ class Mutant:
 
 
 def path_of(module: str) -> Path:
-    """The source file of a module of `mutants.toml`."""
+    """The source file of a module of `mutants.toml`, "stacked/losses" for example."""
     return ROOT / "doge_fast" / f"{module}.py"
 
 
@@ -225,7 +225,7 @@ class _Running:
     def start(cls, mutant: Mutant, workspace: Path, allowed_s: float) -> "_Running":
         place = workspace / "doge_fast" / f"{mutant.module}.py"
         place.write_text(mutant.source, "utf-8")
-        for stale in place.parent.glob(f"__pycache__/{mutant.module}.*"):
+        for stale in place.parent.glob(f"__pycache__/{place.stem}.*"):
             stale.unlink()
         process = FORK.Process(target=_run, args=(mutant.module, workspace))
         process.start()
@@ -237,7 +237,8 @@ class _Running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
-        shutil.copy2(path_of(self.mutant.module), self.workspace / "doge_fast")
+        module = self.mutant.module
+        shutil.copy2(path_of(module), self.workspace / "doge_fast" / f"{module}.py")
 
 
 def outcomes(

@@ -12,8 +12,10 @@ from tests.mutants import TABLE, mutants_of, path_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = {
-    *("simplex", "scores", "reweight", "objective", "combining", "step", "flat_buffer"),
-    *("optimizer", "checkpoint", "parameters", "state", "entries"),
+    *("flat_buffer", "optimizer", "joined", "distributed/columns"),
+    *(f"step/{name}" for name in ("step", "parameters", "ownership")),
+    *(f"weights/{name}" for name in ("simplex", "scores", "objective", "reweight")),
+    *(f"weights/{name}" for name in ("state", "checkpoint", "subset")),
 }
 
 
@@ -36,10 +38,10 @@ def test_equivalents_have_a_reason_and_stand_in_the_source() -> None:
 
 
 def test_mutants_are_the_same_each_time_and_differ_from_the_source() -> None:
-    number, first = mutants_of("simplex", 12)
-    assert (number, first) == mutants_of("simplex", 12)
+    number, first = mutants_of("weights/simplex", 12)
+    assert (number, first) == mutants_of("weights/simplex", 12)
     assert number > 100
-    source = path_of("simplex").read_text("utf-8")
+    source = path_of("weights/simplex").read_text("utf-8")
     assert all(mutant.source != source and mutant.line > 1 for mutant in first)
     assert len({mutant.source for mutant in first}) == len(first)
     assert not any("Raises:" in mutant.old for mutant in first)
@@ -51,7 +53,7 @@ def test_mutants_are_the_same_each_time_and_differ_from_the_source() -> None:
 )
 def test_a_change_that_matters_is_killed(changed: str, found: str) -> None:
     """And where nothing is changed, nothing is."""
-    words = ["-m", "tests.mutants", "simplex", "--only", changed, "--show", "--jobs", "1"]
+    words = ["-m", "tests.mutants", "weights/simplex", "--only", changed, "--show", "--jobs", "1"]
     ended = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
@@ -63,4 +65,4 @@ def test_a_change_that_matters_is_killed(changed: str, found: str) -> None:
     assert ("killed: " in ended.stdout) == bool(found), ended.stdout + ended.stderr
     # The same lines have a device, whose absence means the CPU that the tests run on.
     assert found or "survived: " not in ended.stdout
-    assert re.search(r"^simplex +\d+", ended.stdout, re.MULTILINE)
+    assert re.search(r"^weights/simplex +\d+", ended.stdout, re.MULTILINE)
