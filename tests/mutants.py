@@ -70,7 +70,7 @@ class Mutant:
 
 
 def path_of(module: str) -> Path:
-    """The source file of a module of `mutants.toml`, "stacked/stacked" for example."""
+    """The source file of a module of `mutants.toml`, "stacked/losses" for example."""
     return ROOT / "doge_fast" / f"{module}.py"
 
 

@@ -121,6 +121,8 @@ def test_a_weight_may_be_zero_and_not_less() -> None:
     [
         ({"alpha": torch.tensor([0.5, 0.25, 0.25])}, "alpha must be 2 weights"),
         ({"alpha_mean": torch.tensor([[0.5, 0.5]])}, "alpha_mean must be 2 weights"),
+        ({"alpha": [0.5, 0.5]}, "alpha must be a tensor"),
+        ({"num_skipped": 3}, "num_skipped must be a tensor; it is 3"),
         ({"gain": torch.zeros(3)}, r"gain must be 2 finite scores; it is \[0.0, 0.0, 0.0\]"),
         ({"gain": torch.tensor([0.0, math.nan])}, "gain must be 2 finite scores"),
         ({"version": 3}, "has version 3; this library reads up to 2"),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from doge_fast import reference
-from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.weights import state
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
 from doge_fast.weights.reweight import LastStep
@@ -112,12 +111,12 @@ def test_few_of_many_domains_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("initial", "message"),
     [
-        ({"a": 0.5, "b": 0.5}, r"for each of \['a', 'b', 'c'\] and no other; it lacks \['c'\]"),
-        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"lacks \[\] and has \['d'\] besides"),
-        ({"a": 0.5, "b": 0.3, "c": 0.1}, "sum to 1 .* got .*'c': 0.1}. Divide each by the sum"),
+        ({"a": 0.5, "b": 0.5}, r"lacks \['c'\]"),
+        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"has \['d'\] besides"),
+        ({"a": 0.5, "b": 0.3, "c": 0.1}, "sum to 1 .* got .*'c': 0.1}"),
         ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0; 'b' has -0.5"),
         ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0; 'b' has '0.5'"),
-        ([0.2, 0.3, 0.5], r"a dict {domain: weight} of \['a', 'b', 'c'\]; got \[0.2, 0.3, 0.5\]"),
+        ([0.2, 0.3, 0.5], "a dict {domain: weight}"),
         ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
         ({"a": math.inf, "b": 0.0, "c": 0.0}, "weights >= 0 that sum to 1"),
         ({"a": 0.5, "b": 0.5, "c": 1.1e-5}, r"sum to 1 \(within 1e-05\)"),
@@ -132,28 +131,6 @@ def test_a_start_is_on_the_simplex_of_these_domains(initial: Any, message: str) 
 def test_a_printed_start_is_made_to_sum_to_one(error: float) -> None:
     weights = weights_of(initial={"a": 0.5, "b": 0.5 + error})
     assert weights.read("alpha").sum().item() == pytest.approx(1, abs=1e-15)
-
-
-def test_a_checkpoint_of_a_given_start_is_read() -> None:
-    """Before any step and after one."""
-    weight = torch.ones(2, requires_grad=True)
-
-    def fresh(start: dict[str, float] | None) -> DoGEOptimizer:
-        inner = torch.optim.SGD([weight], lr=0.1)
-        return DoGEOptimizer(inner, domains=["a", "b", "c"], initial=start)
-
-    optimizer = fresh({"a": 0.0, "b": 0.25, "c": 0.75})
-    for has_stepped in (False, True):
-        if has_stepped:
-            for scale, name in enumerate(optimizer.domains, start=1):
-                with optimizer.domain(name):
-                    (scale * weight).sum().backward()
-            optimizer.step()
-        other = fresh(None)
-        other.load_state_dict(optimizer.state_dict())
-        assert torch.equal(other.alpha, optimizer.alpha)
-        assert optimizer.alpha[0] == 0
-        other.release()
 
 
 def test_rates_may_live_on_the_device() -> None:

@@ -19,47 +19,58 @@ def grad(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
-def test_rows_hold_what_was_received() -> None:
+def test_rows_hold_the_sums_of_what_was_received() -> None:
     params = [param(3, 5), param(7), param(())]
     buffer = FlatBuffer(3)
-    for row in range(3):
-        for i, p in enumerate(params):
-            buffer.receive(row, p, grad(p, 10 * row + i))
-    for i, (p, block) in enumerate(zip(params, buffer.touched(params), strict=True)):
-        assert block.param is p
-        for row in range(3):
-            assert torch.equal(block.rows_BN[row], grad(p, 10 * row + i).flatten())
-
-
-def test_rows_are_aligned_and_padded_with_zeros() -> None:
-    p = param(5, 13)
-    buffer = FlatBuffer(2)
-    buffer.receive(0, p, grad(p, 0))
-    (block,) = buffer.touched([p])
-    assert block.rows_BN.stride() == (128, 1)
-    memory = block.rows_BN.as_strided((2, 128), (128, 1))
-    assert (memory[:, 65:] == 0).all()
-    assert buffer.num_bytes == 2 * 128 * 4
-
-
-def test_rows_do_not_lie_pages_apart() -> None:
-    p = param(1024)
-    buffer = FlatBuffer(2)
-    buffer.receive(0, p, grad(p, 0))
-    (block,) = buffer.touched([p])
-    assert block.rows_BN.stride() == (1024 + 64, 1)
-
-
-def test_first_write_replaces_and_the_next_adds() -> None:
-    p = param(4)
-    buffer = FlatBuffer(1)
-    for _ in range(2):
-        for seed in (1, 2, 3):
-            buffer.receive(0, p, grad(p, seed))
-        (block,) = buffer.touched([p])
-        expected = grad(p, 1) + grad(p, 2) + grad(p, 3)
-        torch.testing.assert_close(block.rows_BN[0], expected)
+    for step in range(2):
+        sums = [torch.zeros(3, p.numel()) for p in params]
+        # The last domain comes once, the others twice.
+        for row in (0, 1, 2, 0, 1):
+            for p, sum_RN in zip(params, sums, strict=True):
+                new = grad(p, int(sum_RN.any()) + 10 * row + 100 * step)
+                buffer.receive(row, p, new)
+                sum_RN[row] += new.flatten()
+        blocks = buffer.touched(params)
+        assert [block.param for block in blocks] == params
+        for block, sum_RN in zip(blocks, sums, strict=True):
+            torch.testing.assert_close(block.rows_BN, sum_RN)
         buffer.clear()
+
+
+# A line of 64 elements; one more where rows would lie pages apart.
+@pytest.mark.parametrize(
+    ("columns", "stride", "dtype"),
+    [
+        (65, 128, torch.float32),
+        (64, 64, torch.float64),
+        (1, 64, torch.bfloat16),
+        (1024, 1024 + 64, torch.float32),
+    ],
+)
+def test_rows_are_aligned_and_padded_with_zeros(
+    columns: int, stride: int, dtype: torch.dtype
+) -> None:
+    p = param(columns, dtype=dtype)
+    buffer = FlatBuffer(2)
+    buffer.receive(0, p, grad(p, 0))
+    (block,) = buffer.touched([p])
+    assert block.num_columns == columns
+    assert block.rows_BN.stride() == (stride, 1)
+    memory = block.rows_BN.as_strided((2, stride), (stride, 1))
+    assert (memory[:, columns:] == 0).all()
+    assert buffer.num_bytes == 2 * stride * dtype.itemsize
+
+
+def test_a_copy_is_an_empty_buffer_of_the_same_kind_and_so_is_a_released_one() -> None:
+    p = param(3)
+    buffer = FlatBuffer(4, torch.float64)
+    buffer.receive(0, p, grad(p, 0))
+    copied = copy.deepcopy(buffer)
+    buffer.release()
+    for each in (copied, buffer):
+        assert (each.num_rows, each.dtype, each.blocks) == (4, torch.float64, [])
+        assert each.num_bytes == 0
+        assert each.touched([p]) == []
 
 
 def test_rows_of_domains_that_stayed_away_are_zero() -> None:
@@ -77,31 +88,6 @@ def test_rows_of_domains_that_stayed_away_are_zero() -> None:
     assert torch.equal(block.rows_BN[1], grad(p, 2))
 
 
-def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def counted(grads: list[Tensor], rows: list[Tensor], *, add: bool) -> None:
-        calls.append(len(grads))
-        for g, r in zip(grads, rows, strict=True):
-            r.add_(g) if add else r.copy_(g)
-
-    monkeypatch.setattr(flat_buffer, "accumulate", counted)
-    small = [param(1000) for _ in range(300)]
-    buffer = FlatBuffer(1)
-    for p in small:
-        buffer.receive(0, p, grad(p, 0))
-    assert len(calls) == 1
-    assert calls[0] == -(-flat_buffer.PENDING_BYTES["cpu"] // 4000)
-    buffer.flush()
-    assert sum(calls) == 300
-    # The same row twice among what waits: the first must be written before the second is added.
-    buffer.receive(0, small[0], grad(small[0], 1))
-    buffer.receive(0, small[0], grad(small[0], 2))
-    buffer.flush()
-    expected = grad(small[0], 0) + grad(small[0], 1) + grad(small[0], 2)
-    torch.testing.assert_close(buffer.touched(small[:1])[0].rows_BN[0], expected)
-
-
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of what is written at once, from now on."""
     calls: list[int] = []
@@ -113,6 +99,23 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(flat_buffer, "accumulate", counted)
     return calls
+
+
+def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = writes(monkeypatch)
+    small = [param(1000) for _ in range(300)]
+    buffer = FlatBuffer(1)
+    for p in small:
+        buffer.receive(0, p, grad(p, 0))
+    assert calls == [-(-flat_buffer.PENDING_BYTES["cpu"] // 4000)]
+    buffer.flush()
+    assert sum(calls) == 300
+    # The same row twice among what waits: the first must be written before the second is added.
+    buffer.receive(0, small[0], grad(small[0], 1))
+    buffer.receive(0, small[0], grad(small[0], 2))
+    buffer.flush()
+    expected = grad(small[0], 0) + grad(small[0], 1) + grad(small[0], 2)
+    torch.testing.assert_close(buffer.touched(small[:1])[0].rows_BN[0], expected)
 
 
 def test_exactly_as_many_bytes_as_may_wait_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,27 +278,24 @@ def test_all_at_once_is_one_after_another(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(blocks[1].rows_BN, torch.stack([torch.zeros(4), both]))
 
 
-def test_dtypes_are_those_of_rows_with_a_gradient() -> None:
-    p, without, later = param(3), param(3), param(3)
-    buffer = FlatBuffer(1, torch.float64)
+def test_rows_have_the_dtypes_of_all_ranks_and_are_zeros_where_another_alone_has_one() -> None:
+    here, there, later = param(3), param(2), param(3)
+    buffer = FlatBuffer(2)
     buffer.receive(0, later, grad(later, 0))
     buffer.clear()
-    buffer.receive(0, p, grad(p, 0))
-    assert buffer.dtypes_of([p, without, later]) == [torch.float64, None, None]
-    (block,) = buffer.touched([p, without], [torch.float64, None])
-    assert block.param is p
-    with pytest.raises(ValueError, match="zip"):
-        buffer.touched([p], [])
-
-
-def test_where_another_rank_alone_has_a_gradient_the_rows_are_zeros() -> None:
-    here, there = param(3), param(2)
-    buffer = FlatBuffer(2)
     buffer.receive(0, here, grad(here, 0))
-    blocks = buffer.touched([here, there], [torch.float64, torch.float32])
+    assert buffer.dtypes_of([here, there, later]) == [torch.float32, None, None]
+    blocks = buffer.touched([here, there, later], [torch.float64, torch.float32, None])
+    assert [block.param for block in blocks] == [here, there]
     assert [block.rows_BN.dtype for block in blocks] == [torch.float64, torch.float32]
     assert torch.equal(blocks[0].rows_BN[0], grad(here, 0).double())
     assert (blocks[1].rows_BN == 0).all()
+    with pytest.raises(ValueError, match="zip"):
+        buffer.touched([here], [])
+    # The one that was asked for, where there is one.
+    wide = FlatBuffer(1, torch.float64)
+    wide.receive(0, here, grad(here, 0))
+    assert wide.dtypes_of([here]) == [torch.float64]
 
 
 def test_a_parameter_that_has_moved_is_refused_by_everything() -> None:
@@ -354,74 +354,6 @@ def test_gradients_in_the_memory_order_of_their_parameters() -> None:
     assert given.shape == (2, 3)
     assert given.data_ptr() == six_N.data_ptr()
     assert buffer.blocks[1].combined is given
-
-
-def test_sizes_are_counted_with_their_padding() -> None:
-    one, other = param(65), param(64, dtype=torch.float64)
-    buffer = FlatBuffer(3)
-    for p in (one, other):
-        buffer.receive(0, p, grad(p, 0))
-    assert buffer.num_bytes == 3 * 128 * 4 + 3 * 64 * 8
-    assert [block.num_columns for block in buffer.blocks] == [65, 64]
-
-
-def test_a_copy_is_an_empty_buffer_of_the_same_kind() -> None:
-    p = param(3)
-    buffer = FlatBuffer(4, torch.float64)
-    buffer.receive(0, p, grad(p, 0))
-    other = copy.deepcopy(buffer)
-    assert (other.num_rows, other.dtype, other.blocks) == (4, torch.float64, [])
-
-
-def test_sparse_gradients_are_refused_one_by_one_and_all_at_once() -> None:
-    p = param(2, 3)
-    sparse = torch.ones(2, 3).to_sparse()
-    said = r"a parameter of shape \[2, 3\] got one of layout torch.sparse_coo"
-    for use in (
-        lambda buffer: buffer.receive(0, p, sparse),
-        lambda buffer: buffer.receive_all(0, [p], [sparse]),
-    ):
-        buffer = FlatBuffer(1)
-        with pytest.raises(RuntimeError, match=said):
-            use(buffer)
-        assert buffer.blocks == []
-
-
-def test_transposed_gradients_land_in_the_parameters_order() -> None:
-    p = param(3, 5)
-    buffer = FlatBuffer(1)
-    transposed = torch.randn(5, 3).T
-    buffer.receive(0, p, transposed)
-    (block,) = buffer.touched([p])
-    assert torch.equal(block.rows_BN[0].view(3, 5), transposed)
-
-
-def test_combined_gradient_keeps_its_memory_and_dtype() -> None:
-    p = param(9, dtype=torch.bfloat16)
-    buffer = FlatBuffer(2, dtype=torch.float32)
-    coefficients_R = torch.tensor([0.25, 0.5], dtype=torch.float64)
-    addresses = set()
-    for step in range(2):
-        buffer.receive(0, p, grad(p, step))
-        buffer.receive(1, p, grad(p, step + 5))
-        blocks = buffer.touched([p])
-        (combined,) = weighted_gradients(blocks, coefficients_R)
-        expected = 0.25 * grad(p, step).float() + 0.5 * grad(p, step + 5).float()
-        assert torch.equal(combined, expected.to(torch.bfloat16))
-        p.grad = combined
-        assert buffer.is_combined(p)
-        addresses.add(combined.data_ptr())
-        buffer.clear()
-    assert len(addresses) == 1
-
-
-def test_release_gives_memory_back() -> None:
-    p = param(100)
-    buffer = FlatBuffer(2)
-    buffer.receive(0, p, grad(p, 0))
-    buffer.release()
-    assert buffer.num_bytes == 0
-    assert buffer.touched([p]) == []
 
 
 def test_an_allocation_that_fails_says_what_would_need_less() -> None:

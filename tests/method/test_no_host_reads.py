@@ -94,22 +94,18 @@ def test_several_optimizers_that_are_fused_need_no_value() -> None:
 
 
 @pytest.mark.parametrize("kinds", [(FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD)])
-def test_one_of_several_that_is_not_fused_needs_the_flag(
+def test_where_one_optimizer_is_not_fused_one_flag_is_read(
     kinds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RuntimeError, match="meta tensor"):
-        run(halves(*kinds))
+    """The check above sees a read: this one asks whether the step is skipped."""
+    for build in (torch.optim.SGD, halves(*kinds)):
+        with pytest.raises(RuntimeError, match="meta tensor"):
+            run(build)
     inner = JoinedOptimizer([kind([torch.zeros(1, requires_grad=True)], lr=0.1) for kind in kinds])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     skipped: Any = FlagOfAGpu(False, [])
     with pytest.raises(RuntimeError, match="; SGD needs"):
         step_unless(skipped, torch.zeros(()), inner, SkipFlag())
-
-
-def test_without_a_fused_optimizer_one_flag_is_read() -> None:
-    """The check above sees a read: this one asks whether the step is skipped."""
-    with pytest.raises(RuntimeError, match="meta tensor"):
-        run(torch.optim.SGD)
 
 
 def test_the_addresses_of_the_state_stay() -> None:
@@ -207,17 +203,16 @@ class TestSkipFlag:
         assert sent.read(skipped)  # type: ignore[arg-type]
         assert queue == ["event", "wait for everything"]
 
-    def test_an_optimizer_that_skips_on_the_device_is_sent_nothing(self, queue: list[str]) -> None:
-        fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        SkipFlag().send(FlagOfAGpu(True, queue), fused)  # type: ignore[arg-type]
-        assert queue == []
-
-    def test_a_capture_sends_nothing(
+    def test_nothing_is_sent_that_nobody_reads(
         self,
         queue: list[str],
         inner: torch.optim.Optimizer,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        """To an optimizer that skips on the device, and in a capture."""
+        fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        SkipFlag().send(FlagOfAGpu(True, queue), fused)  # type: ignore[arg-type]
+        assert queue == []
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         SkipFlag().send(FlagOfAGpu(True, queue), inner)  # type: ignore[arg-type]
         assert queue == []

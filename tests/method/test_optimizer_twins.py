@@ -135,7 +135,6 @@ SOME = (
     "universal",
     "mix",
     "several_targets",
-    "published_parts",
     "published_all",
     "accumulation",
     "selection_clipped_rows",

@@ -1,23 +1,29 @@
-"""Which domains of a step have been entered, how often, and what is said of those that were not."""
+"""The states of a step, what each of them refuses, and what stays as it was after a refusal."""
 
 import math
 import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
 from doge_fast.step.step import StepState
 from doge_fast.wrapper import checked_scaler, loss_scale
 
+pytestmark = pytest.mark.usefixtures("taken")
 
-def made(**options: Any) -> tuple[Tensor, DoGEOptimizer]:
+
+def made(model: nn.Module | None = None, **options: Any) -> tuple[Any, DoGEOptimizer]:
+    """A weight, or the model that is given, and its optimizer."""
     weight = torch.tensor([1.0, 2.0], requires_grad=True)
-    inner = torch.optim.SGD([weight], lr=0.1)
+    params = [weight] if model is None else model.parameters()
     arguments = {"domains": ["a", "b", "c"], "mu": 1.0, "domain_max_grad_norm": None}
-    return weight, DoGEOptimizer(inner, **(arguments | options))
+    inner = torch.optim.SGD(params, lr=0.1)
+    return model or weight, DoGEOptimizer(inner, **(arguments | options))
 
 
 def enter(weight: Tensor, optimizer: DoGEOptimizer, names: str) -> None:
@@ -26,155 +32,25 @@ def enter(weight: Tensor, optimizer: DoGEOptimizer, names: str) -> None:
             ((ord(name) - 96) * weight.square().sum()).backward()
 
 
-@pytest.mark.parametrize("absent", ["error", "keep"])
-@pytest.mark.parametrize("ends", ["step", "combine"])
-def test_a_step_of_no_domain_is_refused(absent: Any, ends: str) -> None:
-    """Also where absent domains are kept: nothing says where to step."""
-    weight, optimizer = made(absent=absent)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'c'\] of \['a', 'b', 'c'\]"):
-            getattr(optimizer, ends)()
-        optimizer.zero_grad()
-    assert optimizer.num_steps == 0
-    # The step after it is whole.
-    enter(weight, optimizer, "abc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
+def refused(words: str, error: type[Exception] = RuntimeError) -> Any:
+    return pytest.raises(error, match=words)
 
 
-def test_absent_domains_are_kept_where_one_has_come() -> None:
-    weight, optimizer = made(absent="keep")
-    enter(weight, optimizer, "b")
-    optimizer.step()
-    assert optimizer.num_steps == 1
-    weight, optimizer = made(absent="error")
-    enter(weight, optimizer, "b")
-    with pytest.raises(RuntimeError, match=r"missing \['a', 'c'\] of"):
-        optimizer.combine()
-
-
-@pytest.mark.parametrize("absent", ["error", "keep"])
-def test_a_dropped_step_is_no_absence(absent: Any) -> None:
-    weight, optimizer = made(absent=absent)
-    enter(weight, optimizer, "a")
-    with pytest.raises(ZeroDivisionError), optimizer.domain("b"):
-        raise ZeroDivisionError
-    enter(weight, optimizer, "c")
-    said = r"dropped this step's gradients; missing \['a', 'b'\]\. Call optimizer\.zero_grad\(\)"
-    with pytest.raises(RuntimeError, match=said):
-        optimizer.step()
+def assert_steps(weight: Tensor, optimizer: DoGEOptimizer, number: int = 1) -> None:
+    """A whole step can be taken, and is the `number`th."""
     optimizer.zero_grad()
-    enter(weight, optimizer, "abc")
+    enter(weight, optimizer, "abc" * (optimizer.micro_batches or 1))
     optimizer.step()
-    assert optimizer.num_steps == 1
-
-
-@pytest.mark.parametrize("count", [0, -1.0, math.inf, math.nan, True, "1", None])
-def test_what_counts_is_positive_and_finite(count: Any) -> None:
-    _, optimizer = made()
-    said = f"count must be positive and finite; domain 'a' has {count!r}"
-    with pytest.raises(ValueError, match=said), optimizer.domain("a", count):
-        pass
-
-
-def test_in_one_process_counts_change_nothing() -> None:
-    after = []
-    for count in (1.0, 5e-324, 1e300):
-        weight, optimizer = made()
-        for name in "abc":
-            with optimizer.domain(name, count if name == "b" else 1.0):
-                weight.square().sum().backward()
-        optimizer.step()
-        after.append(weight.detach().clone())
-    assert torch.equal(after[0], after[1])
-    assert torch.equal(after[0], after[2])
-
-
-@pytest.mark.parametrize(
-    ("micro_batches", "ready"), [(1, [False, False, True]), (None, [False, False, False])]
-)
-def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(
-    micro_batches: int | None, ready: list[bool]
-) -> None:
-    weight, optimizer = made(micro_batches=micro_batches)
-    assert optimizer.micro_batches == micro_batches
-    found = []
-    for name in "abc":
-        enter(weight, optimizer, name)
-        found.append(weight.grad is not None)
-    assert found == ready
-    optimizer.step()
-    assert optimizer.num_steps == 1
-
-
-def test_domains_may_be_entered_in_any_order_and_often() -> None:
-    weight, optimizer = made(micro_batches=2)
-    enter(weight, optimizer, "abbcc")
-    assert weight.grad is None
-    with pytest.raises(RuntimeError, match=r"'b' has been entered micro_batches=2 times in this"):
-        enter(weight, optimizer, "b")
-    enter(weight, optimizer, "a")
-    assert weight.grad is not None
-    # And anew after the step.
-    optimizer.step()
-    optimizer.zero_grad()
-    enter(weight, optimizer, "aabbcc")
-    optimizer.step()
-    assert optimizer.num_steps == 2
-
-
-def test_a_step_that_is_cut_short_is_refused_or_kept() -> None:
-    weight, optimizer = made(micro_batches=2)
-    enter(weight, optimizer, "aabc")
-    said = r"every domain micro_batches=2 times; \['b', 'c'\] were entered less often"
-    with pytest.raises(RuntimeError, match=said):
-        optimizer.step()
-    optimizer.combine()
-    optimizer.step()
-    assert optimizer.num_steps == 1
-    weight, optimizer = made(micro_batches=2, absent="keep")
-    enter(weight, optimizer, "aabc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
-    # Any number has no "less often".
-    weight, optimizer = made(micro_batches=None)
-    enter(weight, optimizer, "aabc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
-
-
-def test_a_copy_has_entered_nothing() -> None:
-    weight, optimizer = made()
-    enter(weight, optimizer, "ab")
-    other: DoGEOptimizer = pickle.loads(pickle.dumps(optimizer))
-    with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'c'\]"):
-        other.step()
-    enter(weight, optimizer, "c")
-    optimizer.step()
-    assert optimizer.num_steps == 1
-
-
-def test_a_released_optimizer_begins_anew() -> None:
-    weight, optimizer = made()
-    enter(weight, optimizer, "ab")
-    optimizer.release()
-    assert optimizer.buffer.blocks == []
-    weight.sum().backward()
-    assert weight.grad is not None
-    weight.grad = None
-    enter(weight, optimizer, "abc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
-
-
-# The states of a step, and what is refused in each.
+    assert optimizer.num_steps == number
 
 
 def test_states_follow_each_other() -> None:
     weight, optimizer = made()
     step = optimizer._step
     assert step.state is StepState.EMPTY
-    enter(weight, optimizer, "a")
+    with optimizer.domain("a"):
+        assert step.state is StepState.OPEN
+        weight.sum().backward()
     assert step.state is StepState.COLLECTED
     with pytest.raises(ZeroDivisionError), optimizer.domain("b"):
         raise ZeroDivisionError
@@ -194,192 +70,82 @@ def test_states_follow_each_other() -> None:
     assert step.state is StepState.COLLECTED
 
 
-def test_a_domain_after_combining_is_refused_until_the_gradient_is_cleared() -> None:
-    weight, optimizer = made(micro_batches=None)
-    enter(weight, optimizer, "abc")
-    optimizer.combine()
-    with pytest.raises(RuntimeError, match=r"combine\(\) has been called in this step, so its"):
-        enter(weight, optimizer, "a")
-    # As a scaler's update does where it has skipped.
-    weight.grad = None
-    enter(weight, optimizer, "abc")
-    optimizer.step()
-    assert optimizer.num_steps == 2
+# Which domains have been entered, and how often.
 
 
-def test_a_gradient_that_is_left_is_refused_unless_it_is_zeros() -> None:
-    weight, optimizer = made()
-    weight.grad = torch.ones(2)
-    with pytest.raises(RuntimeError, match=r"still holds a gradient from before this domain"):
-        enter(weight, optimizer, "a")
-    optimizer.zero_grad(set_to_none=False)
-    enter(weight, optimizer, "abc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
+@pytest.mark.parametrize(
+    ("absent", "entered", "missing"),
+    [
+        ("error", "ac", r"\['b'\]"),
+        ("error", "b", r"\['a', 'c'\]"),
+        ("error", "", r"\['a', 'b', 'c'\]"),
+        # Also where absent domains are kept: nothing says where to step.
+        ("keep", "", r"\['a', 'b', 'c'\]"),
+    ],
+)
+@pytest.mark.parametrize("ends", ["step", "combine"])
+def test_a_step_without_some_domain_is_refused_and_moves_nothing(
+    absent: Any, entered: str, missing: str, ends: str
+) -> None:
+    weight, optimizer = made(absent=absent)
+    enter(weight, optimizer, entered)
+    for _ in range(2):
+        with refused(f"missing {missing} of"):
+            getattr(optimizer, ends)()
+    assert weight.tolist() == [1.0, 2.0]
+    assert optimizer.alpha.tolist() == [1 / 3] * 3
+    assert optimizer.num_steps == 0
+    assert_steps(weight, optimizer)
 
 
-def test_a_gradient_that_no_domain_gave_is_refused_by_name() -> None:
-    weight, other = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
-    inner = torch.optim.SGD([("one", weight), ("other", other)], lr=0.1)
-    optimizer = DoGEOptimizer(inner, domains=["a", "b"], mu=1.0)
+@pytest.mark.parametrize("absent", ["error", "keep"])
+def test_an_exception_inside_a_domain_drops_the_step(absent: Any) -> None:
+    """It is no absence: what the step has lost must be run again."""
+    weight, optimizer = made(absent=absent)
     enter(weight, optimizer, "a")
-    other.grad = torch.ones(3)
-    with pytest.raises(
-        RuntimeError, match=r"the parameter other has a p\.grad from outside the domains"
-    ):
-        enter(weight, optimizer, "b")
+
+    def fail() -> None:
+        with optimizer.domain("b"):
+            weight.sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert weight.grad is None
+    enter(weight, optimizer, "c")
+    with refused(r"dropped .* missing \['a', 'b'\].*zero_grad"):
+        optimizer.step()
+    assert_steps(weight, optimizer)
 
 
-def test_a_frozen_rate_of_zero_steps_the_wrapped_optimizer_between_domains() -> None:
-    """As code does that saves checkpoints."""
-    weight, optimizer = made()
-    enter(weight, optimizer, "a")
-    weight.grad = torch.zeros(2)
-    optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1
-    weight.grad = None
-    enter(weight, optimizer, "bc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
+def test_an_error_in_combining_drops_the_step() -> None:
+    layers = nn.ModuleDict({"used": nn.Linear(2, 1), "not": nn.Linear(2, 1)})
+    model, optimizer = made(layers, selection=[layers["not"].weight])
+    for _ in range(2):
+        for name in "abc":
+            fails = refused("no selected parameter") if name == "c" else nullcontext()
+            with fails, optimizer.domain(name):
+                model["used"](torch.ones(1, 2)).sum().backward()
 
 
-def test_names_are_known_or_listed() -> None:
-    _, optimizer = made(target={"far": 1.0})
-    said = r"unknown domain 'z'; the optimizer knows \['a', 'b', 'c', 'far'\]\. Name it in domains="
-    with pytest.raises(ValueError, match=said), optimizer.domain("z"):
+@pytest.mark.parametrize("count", [0, -1.0, math.inf, math.nan, True, "1", None])
+def test_what_counts_is_positive_and_finite(count: Any) -> None:
+    _, optimizer = made()
+    with refused(f"count .* domain 'a' has {count!r}", ValueError), optimizer.domain("a", count):
         pass
 
 
-# Factors of losses.
-
-
-def test_the_factor_is_the_loops_or_the_scalers_or_one() -> None:
-    cpu = torch.device("cpu")
-    assert loss_scale(None, None, cpu) == 1.0
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    assert checked_scaler(scaler) is scaler
-    assert checked_scaler(None) is None
-    with pytest.raises(TypeError, match=r"must be a torch\.amp\.GradScaler or None; got 8\.0"):
-        checked_scaler(8.0)
-    assert float(loss_scale(None, scaler, cpu)) == 8.0
-    assert loss_scale(2.0, scaler, cpu) == 2.0
-    # A tensor is not looked at.
-    given = torch.tensor(-1.0)
-    assert loss_scale(given, None, cpu) is given
-    for wrong in (0.0, -1.0, math.inf, math.nan, True, "2"):
-        with pytest.raises(ValueError, match=f"must be positive and finite; got {wrong!r}"):
-            loss_scale(wrong, None, cpu)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("most", [None, 0.25])
-def test_a_selection_cuts_the_whole_gradient_afterwards(most: float | None) -> None:
-    """The norm is that of all columns; the weights moved by those that were selected."""
-    one, other = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
-    inner = torch.optim.SGD([one, other], lr=0.1)
-    optimizer = DoGEOptimizer(
-        inner,
-        domains=["a", "b"],
-        mu=1.0,
-        selection=[one],
-        domain_max_grad_norm=None,
-        max_grad_norm=most,
-    )
-    for factor, name in ((1.0, "a"), (3.0, "b")):
-        with optimizer.domain(name):
-            (factor * one.sum() + factor * 10 * other.sum()).backward()
-    last = optimizer.last
-    assert last is not None
-    # Of one, 2 columns: G = 2 [[1, 3], [3, 9]], W = G (1, 1).
-    torch.testing.assert_close(last.gain, torch.tensor([8.0, 24.0], dtype=torch.float64))
-    a, b = optimizer.alpha.tolist()
-    torch.testing.assert_close(
-        optimizer.alpha,
-        torch.softmax(torch.tensor([0.8, 2.4], dtype=torch.float64), 0),
-        rtol=1e-9,
-        atol=0,
-    )
-    norm = math.sqrt(302) * (a + 3 * b)
-    assert last.combined_norm.item() == pytest.approx(norm, rel=1e-5)
-    length = math.hypot(*one.grad.tolist(), *other.grad.tolist())  # type: ignore[union-attr]
-    assert length == pytest.approx(norm if most is None else most, rel=1e-5)
-    assert not last.skipped
-    assert last.found_inf == 0
-    assert last.found_inf.dtype == torch.float32
-
-
-def test_an_overflow_outside_the_selection_takes_the_move_back() -> None:
-    one, other = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
-    inner = torch.optim.SGD([one, other], lr=0.1)
-    optimizer = DoGEOptimizer(
-        inner, domains=["a", "b"], mu=1.0, selection=[one], domain_max_grad_norm=None
-    )
-    for factor, name in ((1.0, "a"), (math.inf, "b")):
-        with optimizer.domain(name):
-            (one.sum() + factor * other.sum()).backward()
-    last = optimizer.last
-    assert last is not None
-    assert bool(last.skipped)
-    assert last.found_inf == 1
-    assert last.alpha.tolist() == optimizer.alpha.tolist() == [0.5, 0.5]
-    optimizer.step()
-    assert (optimizer.num_steps, optimizer.num_skipped) == (0, 1)
-    assert one.tolist() == [1.0, 1.0]
-
-
-def test_selected_columns_are_scored_and_all_are_cut() -> None:
-    """With a cut of each domain's gradient: by its norm over all columns."""
-    one, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    optimizer = DoGEOptimizer(
-        torch.optim.SGD([one, other], lr=0.1),
-        domains=["a", "b"],
-        mu=1.0,
-        selection=[one],
-        domain_max_grad_norm=1.0,
-    )
-    for name in "ab":
-        with optimizer.domain(name):
-            (3 * one + 4 * other).sum().backward()
-    last = optimizer.last
-    assert last is not None
-    torch.testing.assert_close(last.grad_norms, torch.tensor([5.0, 5.0]).double())
-    # Cut to length 1 the selected column is 0.6: W = 0.36 + 0.36.
-    torch.testing.assert_close(last.gain, torch.tensor([0.72, 0.72]).double(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(one.grad, torch.tensor([0.6]), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("selects", [False, True])
-@pytest.mark.parametrize("value", [1.0, math.inf])
-def test_whether_a_step_is_skipped_is_sent_once_and_when_it_is_settled(
-    selects: bool, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the columns outside the selection alone overflow."""
-    one, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    inner = torch.optim.SGD([one, other], lr=0.1)
-    chosen = [one] if selects else None
-    optimizer = DoGEOptimizer(
-        inner, domains=["a", "b"], mu=1.0, selection=chosen, domain_max_grad_norm=None
-    )
-    sent: list[bool] = []
-    monkeypatch.setattr(
-        optimizer._step._flag, "send", lambda skipped, inner: sent.append(bool(skipped))
-    )
-    exchange = optimizer._step.exchange
-    asked: dict[str, tuple[Any, ...]] = {}
-    for verb in ("complete", "deliver"):
-        real = getattr(exchange, verb)
-        monkeypatch.setattr(
-            exchange,
-            verb,
-            lambda *words, verb=verb, real=real: asked.update({verb: words}) or real(*words),
-        )
-    for name in "ab":
-        with optimizer.domain(name):
-            (one + value * other).sum().backward()
-    assert sent == [value == math.inf]
-    # What ranks would be told.
-    assert asked["complete"][1] == ({id(one)} if selects else ())
-    assert asked["deliver"][2] is optimizer._weights.shared_state
+def test_in_one_process_counts_change_nothing() -> None:
+    after = []
+    for count in (1.0, 5e-324, 1e300):
+        weight, optimizer = made()
+        for name in "abc":
+            with optimizer.domain(name, count if name == "b" else 1.0):
+                weight.square().sum().backward()
+        optimizer.step()
+        after.append(weight.detach().clone())
+    assert torch.equal(after[0], after[1])
+    assert torch.equal(after[0], after[2])
 
 
 def test_what_counts_over_ranks_is_the_sum_over_micro_batches(
@@ -399,6 +165,186 @@ def test_what_counts_over_ranks_is_the_sum_over_micro_batches(
     assert report.order == ["a", "b", "a", "c", "b", "c"]
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, None])
+def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(
+    micro_batches: int | None,
+) -> None:
+    """In any order, and anew after the step."""
+    weight, optimizer = made(micro_batches=micro_batches)
+    assert optimizer.micro_batches == micro_batches
+    for step, order in enumerate(("abc", "cba") if micro_batches == 1 else ("abbcca", "aabbcc")):
+        enter(weight, optimizer, order[:-1])
+        assert weight.grad is None
+        if micro_batches:
+            with refused(f"'b' has been entered micro_batches={micro_batches} times"):
+                enter(weight, optimizer, "b")
+        enter(weight, optimizer, order[-1])
+        assert (weight.grad is not None) == (micro_batches is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.num_steps == step + 1
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_micro_batches_is_a_number(count: Any) -> None:
+    with refused("micro_batches must be .* at least 1, or None", ValueError):
+        made(micro_batches=count)
+
+
+def test_a_step_that_is_cut_short_is_refused_or_kept() -> None:
+    weight, optimizer = made(micro_batches=2)
+    enter(weight, optimizer, "aabc")
+    with refused(r"micro_batches=2 times; \['b', 'c'\] were"):
+        optimizer.step()
+    optimizer.combine()
+    optimizer.step()
+    assert optimizer.num_steps == 1
+    # Any number has no "less often".
+    for options in ({"micro_batches": 2, "absent": "keep"}, {"micro_batches": None}):
+        weight, optimizer = made(**options)
+        enter(weight, optimizer, "aabc")
+        optimizer.step()
+        assert optimizer.num_steps == 1
+
+
+def test_a_copy_has_entered_nothing() -> None:
+    weight, optimizer = made()
+    enter(weight, optimizer, "ab")
+    other: DoGEOptimizer = pickle.loads(pickle.dumps(optimizer))
+    with refused(r"missing \['a', 'b', 'c'\]"):
+        other.step()
+    enter(weight, optimizer, "c")
+    optimizer.step()
+    assert optimizer.num_steps == 1
+
+
+def test_names_are_known_or_listed() -> None:
+    _, optimizer = made(target={"far": 1.0})
+    said = r"unknown domain 'z'; .* \['a', 'b', 'c', 'far'\]"
+    with refused(said, ValueError), optimizer.domain("z"):
+        pass
+
+
+# Inside a domain.
+
+
+def test_a_domain_inside_a_domain_is_refused() -> None:
+    _, optimizer = made()
+    with refused(r"entered inside domain\('a'\)"), optimizer.domain("a"), optimizer.domain("b"):
+        pass
+
+
+@pytest.mark.parametrize("what", ["step", "combine", "zero_grad", "release", "load_state_dict"])
+def test_what_is_refused_inside_a_domain(what: str) -> None:
+    weight, optimizer = made()
+    arguments = [optimizer.state_dict()] if what == "load_state_dict" else []
+    with optimizer.domain("a"):
+        weight.sum().backward()
+        with refused(rf"{what}\(\).* must be called outside domain.*'a' is active"):
+            getattr(optimizer, what)(*arguments)
+
+
+def test_a_domain_needs_a_backward_pass() -> None:
+    _, optimizer = made()
+    with refused(r"received a gradient inside domain\('a'\)"), optimizer.domain("a"):
+        pass
+
+
+def test_parameters_replaced_after_construction() -> None:
+    model, optimizer = made(nn.Linear(3, 1, bias=False))
+    model.weight = nn.Parameter(torch.ones(1, 3))
+    with refused("parameters were replaced"), optimizer.domain("a"):
+        model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("change", [Tensor.double, Tensor.t])
+def test_a_model_may_change_until_its_first_gradient(change: Callable[[Tensor], Tensor]) -> None:
+    weight, optimizer = made()
+    weight.data = torch.ones(2, 3).half()
+    assert_steps(weight, optimizer)
+    optimizer.zero_grad()
+    weight.data = change(weight.data)
+    with refused("moved or cast"), optimizer.domain("a"):
+        weight.sum().backward()
+
+
+def test_sparse_gradients_are_refused_before_a_row_is_made() -> None:
+    model, optimizer = made(nn.Embedding(5, 2, sparse=True))
+    with refused("must be dense"), optimizer.domain("a"):
+        model(torch.tensor([1, 2])).sum().backward()
+    assert optimizer.buffer.blocks == []
+    assert model.weight.grad is None
+    # And after dense ones.
+    model, optimizer = made(nn.Embedding(5, 2))
+    with optimizer.domain("a"):
+        model(torch.tensor([1, 2])).sum().backward()
+    model.sparse = True
+    with pytest.raises((RuntimeError, ValueError), match="sparse"), optimizer.domain("b"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+# Gradients of no domain.
+
+
+def test_a_backward_pass_outside_any_domain_is_refused() -> None:
+    weight, optimizer = made()
+    weight.sum().backward()
+    for refuses in (optimizer.step, optimizer.domain("a").__enter__):
+        with refused("ran outside any domain"):
+            refuses()
+    # Nor is one added to the combined gradient.
+    optimizer.zero_grad()
+    enter(weight, optimizer, "abc")
+    alpha = optimizer.alpha
+    weight.sum().backward()
+    with refused("ran outside any domain"):
+        optimizer.step()
+    assert weight.tolist() == [1.0, 2.0]
+    assert torch.equal(optimizer.alpha, alpha)
+    assert_steps(weight, optimizer, 2)
+
+
+def test_after_a_release_the_model_trains_as_without_domains() -> None:
+    weight, optimizer = made()
+    enter(weight, optimizer, "ab")
+    optimizer.release()
+    assert optimizer.buffer.blocks == []
+    for _ in range(3):
+        weight.sum().backward()
+        assert weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weight.tolist() == pytest.approx([0.7, 1.7])
+    assert optimizer.num_steps == 0
+    assert_steps(weight, optimizer)
+
+
+def test_after_combining_a_domain_waits_until_the_gradient_is_cleared() -> None:
+    weight, optimizer = made(micro_batches=None)
+    enter(weight, optimizer, "abc")
+    optimizer.combine()
+    with refused("call step"):
+        optimizer.combine()
+    with refused(r"combine\(\) has been called in this step"):
+        enter(weight, optimizer, "a")
+    # As a scaler's update does where it has skipped.
+    weight.grad = None
+    enter(weight, optimizer, "abc")
+    optimizer.step()
+    assert optimizer.num_steps == 2
+
+
+def test_a_gradient_that_is_left_is_refused_unless_it_is_zeros() -> None:
+    weight, optimizer = made()
+    weight.grad = torch.ones(2)
+    with refused("still holds a gradient from before this domain"):
+        enter(weight, optimizer, "a")
+    optimizer.zero_grad(set_to_none=False)
+    enter(weight, optimizer, "abc")
+    optimizer.step()
+    assert optimizer.num_steps == 1
+
+
 def test_zeros_of_a_parameter_that_no_domain_touches_are_no_gradient() -> None:
     one, other = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
     optimizer = DoGEOptimizer(torch.optim.SGD([one, other], lr=0.1), domains=["a", "b"], mu=1.0)
@@ -411,3 +357,80 @@ def test_zeros_of_a_parameter_that_no_domain_touches_are_no_gradient() -> None:
         assert (other.grad is not None) == bool(uses_other)
         optimizer.zero_grad(set_to_none=False)
     assert optimizer.num_steps == 2
+
+
+def test_a_parameter_unfrozen_within_a_step_counts_from_the_next_on() -> None:
+    model, optimizer = made(nn.Linear(2, 1).double(), micro_batches=None)
+    model.bias.requires_grad_(False)
+    x = torch.ones(1, 2).double()
+    for name in "abc":
+        with optimizer.domain(name):
+            model(x).sum().backward()
+        model.bias.requires_grad_(True)
+    with refused(r"\[1\] has a p.grad from outside the domains"):
+        optimizer.combine()
+    optimizer.zero_grad()
+    for name in "abc":
+        with optimizer.domain(name):
+            model(x).sum().backward()
+    optimizer.combine()
+    torch.testing.assert_close(model.bias.grad, optimizer.alpha.sum()[None])
+
+
+def test_a_rate_of_zero_steps_the_wrapped_optimizer_between_domains() -> None:
+    """As code does that saves checkpoints."""
+    weight, optimizer = made()
+    enter(weight, optimizer, "a")
+    weight.grad = torch.zeros(2)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    weight.grad = None
+    enter(weight, optimizer, "bc")
+    optimizer.step()
+    assert optimizer.num_steps == 1
+
+
+def test_of_two_wrappers_that_take_turns_the_one_in_use_listens() -> None:
+    weight, old = made()
+    new = DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b", "c"])
+    for optimizer in (new, old, new):
+        enter(weight, optimizer, "abc")
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (new.num_steps, old.num_steps) == (2, 1)
+
+
+# Factors of losses.
+
+
+def test_the_factor_is_the_loops_or_the_scalers_or_one() -> None:
+    cpu = torch.device("cpu")
+    assert loss_scale(None, None, cpu) == 1.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert checked_scaler(scaler) is scaler
+    assert checked_scaler(None) is None
+    with refused("GradScaler or None; got 8", TypeError):
+        made(scaler=8.0)
+    factor = loss_scale(None, scaler, cpu)
+    assert isinstance(factor, Tensor)
+    assert factor == 8.0
+    # It lies on the device of the parameters.
+    far = loss_scale(None, torch.amp.GradScaler("cpu"), torch.device("meta"))
+    assert isinstance(far, Tensor)
+    assert far.is_meta
+    assert loss_scale(2.0, scaler, cpu) == 2.0
+    # A tensor is not looked at.
+    given = torch.tensor(-1.0)
+    assert loss_scale(given, None, cpu) is given
+    for wrong in (0.0, -1.0, math.inf, math.nan, True, "2"):
+        with refused(f"positive and finite; got {wrong!r}", ValueError):
+            loss_scale(wrong, None, cpu)  # type: ignore[arg-type]
+
+
+def test_a_factor_that_comes_too_late() -> None:
+    weight, optimizer = made()
+    enter(weight, optimizer, "abc")
+    optimizer.combine()
+    with refused("without this grad_scale"):
+        optimizer.combine(grad_scale=8.0)

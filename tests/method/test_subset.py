@@ -29,9 +29,14 @@ def optimizer_of(model: nn.Module, names: list[str] = NAMES, **options: Any) -> 
     return DoGEOptimizer(inner, domains=names, **(usual | options))
 
 
-def loss_of(model: nn.Module, name: str) -> Tensor:
+def batch_of(name: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(int(name[1:]))
     x, y = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator)
+    return x, y
+
+
+def loss_of(model: nn.Module, name: str) -> Tensor:
+    x, y = batch_of(name)
     loss: Tensor = (model(x) - y).square().mean()
     return loss
 
@@ -46,6 +51,7 @@ def run_step(optimizer: DoGEOptimizer, model: nn.Module, targets: tuple[str, ...
         with optimizer.domain(name):
             loss_of(model, name).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_draws_are_a_function_of_seed_and_number_and_even() -> None:
@@ -95,20 +101,13 @@ def test_domains_outside_the_step_keep_their_score() -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     run_step(optimizer, model)
-    before, first = optimizer.last, set(optimizer.domains_of_step)
-    optimizer.zero_grad()
-    while set(optimizer.domains_of_step) == first:
+    for _ in range(4):
+        before, drawn = optimizer.last, set(optimizer.domains_of_step)
         run_step(optimizer, model)
-        before = optimizer.last
-        optimizer.zero_grad()
-    drawn = set(optimizer.domains_of_step)
-    run_step(optimizer, model)
-    assert before is not None
-    assert optimizer.last is not None
-    for j, name in enumerate(NAMES):
-        is_kept = bool(optimizer.last.gain[j] == before.gain[j])
-        assert is_kept == (name not in drawn)
-    assert optimizer.num_steps > 1
+        assert before is not None
+        assert optimizer.last is not None
+        is_new_K = optimizer.last.gain != before.gain
+        assert {name for name, is_new in zip(NAMES, is_new_K, strict=True) if is_new} == drawn
     assert float(optimizer.alpha.sum()) == pytest.approx(1)
 
 
@@ -120,7 +119,6 @@ def test_all_domains_in_every_step_is_the_ordinary_optimizer() -> None:
         assert optimizer.domains_of_step == tuple(NAMES)
         for _ in range(5):
             run_step(optimizer, model)
-            optimizer.zero_grad()
         alphas.append(optimizer.alpha)
     assert torch.equal(*alphas)
 
@@ -130,13 +128,11 @@ def test_a_run_goes_on_with_the_draws_it_would_have_had() -> None:
     optimizer = optimizer_of(model)
     for _ in range(4):
         run_step(optimizer, model)
-        optimizer.zero_grad()
     state, parameters = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     expected = []
     for _ in range(6):
         expected.append(optimizer.domains_of_step)
         run_step(optimizer, model)
-        optimizer.zero_grad()
     other = model_of(seed=1)
     other.load_state_dict(parameters)
     resumed = optimizer_of(other)
@@ -145,7 +141,6 @@ def test_a_run_goes_on_with_the_draws_it_would_have_had() -> None:
     for _ in range(6):
         found.append(resumed.domains_of_step)
         run_step(resumed, other)
-        resumed.zero_grad()
     assert found == expected
     assert torch.equal(resumed.alpha, optimizer.alpha)
     assert torch.equal(other.weight, model.weight)
@@ -176,7 +171,6 @@ def test_memory_is_that_of_the_domains_in_the_step() -> None:
     optimizer = optimizer_of(model, names, domains_per_step=8, target={"d512": 1.0})
     for _ in range(3):
         run_step(optimizer, model, ("d512",))
-        optimizer.zero_grad()
     padded = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in model.parameters()]
     assert optimizer.buffer.num_bytes == 9 * 8 * sum(padded)
     assert optimizer.last is not None
@@ -193,47 +187,27 @@ def test_stacked_batches_hold_the_domains_of_the_step() -> None:
         optimizer = optimizer_of(model)
         for _ in range(5):
             names = optimizer.domains_of_step
-            if is_stacked:
-                pairs = [batch_of(name) for name in names]
-                x = torch.cat([x for x, _ in pairs])
-                sizes = {name: 8 * (name in names) for name in NAMES}
-                with optimizer.stacked(model, sizes):
-                    parts = model(x).split(8)
-                    torch.stack(
-                        [
-                            (part - y).square().mean()
-                            for part, (_, y) in zip(parts, pairs, strict=True)
-                        ]
-                    ).sum().backward()
-                optimizer.step()
-            else:
+            if not is_stacked:
                 run_step(optimizer, model)
+                continue
+            x_Be, y_Be = map(torch.cat, zip(*map(batch_of, names), strict=True))
+            with optimizer.stacked(model, {name: 8 * (name in names) for name in NAMES}):
+                squares_Be = (model(x_Be) - y_Be).square()
+                (squares_Be.sum() / (8 * WIDTH)).backward()
+            optimizer.step()
             optimizer.zero_grad()
         alphas.append(optimizer.alpha)
     torch.testing.assert_close(*alphas, rtol=1e-13, atol=0)
-
-
-def batch_of(name: str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(int(name[1:]))
-    x, y = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator)
-    return x, y
 
 
 def test_a_domain_that_was_not_drawn_is_refused() -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     left_out = next(name for name in NAMES if name not in optimizer.domains_of_step)
-    with (
-        pytest.raises(ValueError, match=f"{left_out}.* is not one of this step's"),
-        optimizer.domain(left_out),
-    ):
-        pass
     sizes = {left_out: 2, optimizer.domains_of_step[0]: 1}
-    with (
-        pytest.raises(ValueError, match=f"{left_out}.* is not one of this step's"),
-        optimizer.stacked(model, sizes),
-    ):
-        pass
+    for entered in (optimizer.domain(left_out), optimizer.stacked(model, sizes)):
+        with pytest.raises(ValueError, match=f"{left_out}.* is not one of this step's"), entered:
+            pass
     with pytest.raises(RuntimeError, match="missing"):
         optimizer.step()
 
@@ -241,15 +215,15 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"domains_per_step": 0}, "between 2 and the 5 training domains; got 0"),
+        ({"domains_per_step": 0}, "between 2 and the 5"),
         ({"domains_per_step": 1}, "got 1. With one domain alone"),
-        ({"domains_per_step": 6}, "between 2 and the 5 training domains; got 6"),
+        ({"domains_per_step": 6}, "between 2 and the 5"),
         ({"domains_per_step": 0, "target": "far"}, "between 1 and the 5"),
-        ({"domains_per_step": "2"}, "an integer between 2 and the 5 training domains; got '2'"),
-        ({"domains_per_step": 2.0}, "got 2.0"),
-        ({"seed": -1}, "seed must be an integer, at least 0; got -1"),
-        ({"seed": "x"}, "at least 0; got 'x'"),
-        ({"seed": 1.5, "domains_per_step": None}, "at least 0; got 1.5"),
+        ({"domains_per_step": "2"}, "an integer .* got '2'"),
+        ({"domains_per_step": 2.0}, "an integer .* got 2.0"),
+        ({"seed": -1}, "seed must be an integer, at least 0"),
+        ({"seed": "x"}, "at least 0"),
+        ({"seed": 1.5, "domains_per_step": None}, "at least 0"),
     ],
     ids=str,
 )
@@ -263,7 +237,6 @@ def test_one_domain_at_a_time_is_enough_for_a_measured_target() -> None:
     optimizer = optimizer_of(model, domains_per_step=1, target={"d7": 1.0})
     for _ in range(3):
         run_step(optimizer, model, ("d7",))
-        optimizer.zero_grad()
     assert optimizer.num_steps == 3
 
 
@@ -274,7 +247,6 @@ def test_a_checkpoint_of_a_version_without_draws_starts_at_the_first() -> None:
     del state["doge"]["draws"]
     first = optimizer.domains_of_step
     run_step(optimizer, model)
-    optimizer.zero_grad()
     assert optimizer.domains_of_step != first
     optimizer.load_state_dict(state)
     assert optimizer.domains_of_step == first

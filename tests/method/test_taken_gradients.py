@@ -1,11 +1,10 @@
 """Where a gradient is taken when its domain is left, and not in the middle of a backward pass."""
 
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.host_calls import Counts
@@ -37,15 +36,7 @@ def test_no_function_runs_for_each_parameter() -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_on_a_cpu_gradients_are_taken_one_by_one() -> None:
-    params = biases(2, "cpu")
-    optimizer = optimizer_of(params)
-    with optimizer.domain("a"):
-        params[0].sum().backward()
-        assert params[0].grad is None
-
-
-def test_a_model_on_a_cpu_and_elsewhere() -> None:
+def test_on_a_cpu_gradients_are_taken_one_by_one_and_elsewhere_together() -> None:
     near, far = biases(2, "cpu"), biases(2, "meta")
     optimizer = optimizer_of(nn.ModuleList([near, far]))
     for name in "ab":
@@ -91,136 +82,65 @@ def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.usefixtures("left")
-class TestWhenTheDomainIsLeft:
-    """On CPU memory, whose values can be looked at."""
-
-    @pytest.fixture
-    def left(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
-
-    def test_backward_passes_inside_one_domain_add_up_in_the_parameters_dtype(self) -> None:
-        param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-        optimizer = optimizer_of(nn.ParameterList([param]), buffer_dtype=torch.float32)
-        with optimizer.domain("a"):
-            for factor in (256.0, 1.0):
-                (factor * param).sum().backward()
+def test_backward_passes_inside_one_domain_add_up_in_the_parameters_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of several domain blocks in the buffer's."""
+    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+    param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = optimizer_of(nn.ParameterList([param]), buffer_dtype=torch.float32)
+    with optimizer.domain("a"):
         for factor in (256.0, 1.0):
-            with optimizer.domain("b"):
-                (factor * param).sum().backward()
-        (block,) = optimizer.buffer.blocks
-        # 257 is no bfloat16.
-        assert block.rows_BN.flatten().tolist() == [256.0, 257.0]
+            (factor * param).sum().backward()
+    for factor in (256.0, 1.0):
+        with optimizer.domain("b"):
+            (factor * param).sum().backward()
+    (block,) = optimizer.buffer.blocks
+    assert block.rows_BN.flatten().tolist() == [256.0, 257.0]
 
-    def test_an_exception_leaves_no_gradient(self) -> None:
-        model = tied_transformer()
-        optimizer = optimizer_of(model)
 
-        def fail() -> None:
-            with optimizer.domain("a"):
-                model(domain_tokens(0, 0)).backward()
-                raise KeyError
+@pytest.mark.usefixtures("taken")
+def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch() -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4, bias=False)})
+    optimizer = optimizer_of(model)
 
-        with pytest.raises(KeyError):
-            fail()
-        assert all(param.grad is None for param in model.parameters())
-        for row, name in enumerate("ab"):
-            with optimizer.domain(name):
-                model(domain_tokens(row, 0)).backward()
-        optimizer.step()
-
-    def test_a_backward_pass_after_combining_is_seen(self) -> None:
-        """It adds to `p.grad`, which by then is the weighted gradient."""
-        model = tied_transformer()
-        optimizer = optimizer_of(model)
-        for row, name in enumerate("ab"):
-            with optimizer.domain(name):
-                model(domain_tokens(row, 0)).backward()
-        optimizer.combine()
-        model(domain_tokens(0, 1)).backward()
-        with pytest.raises(RuntimeError, match="a backward pass ran outside any domain"):
-            optimizer.step()
-
-    def test_a_gradient_of_the_whole_batch_names_its_parameter(self) -> None:
-        model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4, bias=False)})
-        optimizer = optimizer_of(model)
-        sizes = {"a": 2, "b": 2}
-
-        def run() -> None:
-            with optimizer.stacked(model, sizes):
-                hidden = model["layer"](torch.randn(4, 4))
-                # Past the forward of the module that owns the weight.
-                (hidden @ model["other"].weight).square().sum().backward()
-
-        with pytest.raises(
-            RuntimeError, match=r"other\.weight received a gradient of the whole batch"
-        ):
-            run()
-        assert all(param.grad is None for param in model.parameters())
-
-    def test_a_stacked_pass_leaves_no_gradient(self) -> None:
-        model = nn.Linear(4, 4)
-        optimizer = optimizer_of(model)
+    def run(*, is_outside: bool) -> None:
         with optimizer.stacked(model, {"a": 2, "b": 2}):
-            model(torch.randn(4, 4)).square().sum().backward()
-            assert model.weight.grad is None
-        optimizer.step()
+            hidden = model["layer"](torch.randn(4, 4))
+            # Past the forward of the module that owns the weight.
+            outputs = hidden @ model["other"].weight if is_outside else hidden
+            outputs.square().sum().backward()
+            assert model["layer"].weight.grad is None
 
-    def test_sparse_gradients_are_refused_before_a_row_is_made(self) -> None:
-        model = nn.Embedding(5, 2, sparse=True)
-        optimizer = optimizer_of(model)
-        with (
-            pytest.raises(RuntimeError, match="must be dense"),
-            optimizer.domain("a"),
-        ):
-            model(torch.tensor([1, 2])).sum().backward()
-        assert not optimizer.buffer.blocks
-        assert model.weight.grad is None
+    with pytest.raises(RuntimeError, match=r"other\.weight received a gradient of the whole batch"):
+        run(is_outside=True)
+    assert all(param.grad is None for param in model.parameters())
+    run(is_outside=False)
+    optimizer.step()
 
-    def test_a_domain_that_comes_again_with_other_parameters(self) -> None:
-        params = biases(3, "cpu")
-        optimizer = optimizer_of(params)
-        for first, name in ((0, "a"), (1, "a"), (2, "b")):
-            with optimizer.domain(name):
-                sum(param.sum() for param in params[first : first + 2]).backward()
-        rows = [block.rows_BN.tolist() for block in optimizer.buffer.touched(list(params))]
-        one, two, none = [1.0] * 3, [2.0] * 3, [0.0] * 3
-        assert rows == [[one, none], [two, none], [one, one]]
 
-    def test_gradients_of_any_strides(self) -> None:
-        weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
-        optimizer = optimizer_of(nn.ParameterList([weight]))
-        factor = torch.randn(4, 3, 2, 2)
-        for name in "ab":
-            with optimizer.domain(name):
-                (factor * weight).sum().backward()
-                assert not weight.grad.is_contiguous()
-        (block,) = optimizer.buffer.blocks
-        assert all(torch.equal(row, factor) for row in block.rows)
+@pytest.mark.usefixtures("taken")
+def test_a_domain_that_comes_again_with_other_parameters() -> None:
+    params = biases(3, "cpu")
+    optimizer = optimizer_of(params)
+    for first, name in ((0, "a"), (1, "a"), (2, "b")):
+        with optimizer.domain(name):
+            sum(param.sum() for param in params[first : first + 2]).backward()
+    rows = [block.rows_BN.tolist() for block in optimizer.buffer.touched(list(params))]
+    one, two, none = [1.0] * 3, [2.0] * 3, [0.0] * 3
+    assert rows == [[one, none], [two, none], [one, one]]
 
-    def test_sparse_gradients_are_refused_after_dense_ones_too(self) -> None:
-        model = nn.Embedding(5, 2)
-        optimizer = optimizer_of(model)
-        with optimizer.domain("a"):
-            model(torch.tensor([1, 2])).sum().backward()
-        model.sparse = True
-        with pytest.raises(ValueError, match="turn off sparse=True"), optimizer.domain("b"):
-            model(torch.tensor([1, 2])).sum().backward()
 
-    @pytest.mark.parametrize("change", [torch.Tensor.double, torch.Tensor.t])
-    def test_a_model_that_changes_between_steps_is_refused(
-        self, change: Callable[[Tensor], Tensor]
-    ) -> None:
-        param = nn.Parameter(torch.ones(2, 3))
-        optimizer = optimizer_of(nn.ParameterList([param]))
-        for name in "ab":
-            with optimizer.domain(name):
-                param.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        param.data = change(param.data)
-        with pytest.raises(RuntimeError, match="was moved or cast"), optimizer.domain("a"):
-            param.sum().backward()
+@pytest.mark.usefixtures("taken")
+def test_gradients_of_any_strides() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = optimizer_of(nn.ParameterList([weight]))
+    factor = torch.randn(4, 3, 2, 2)
+    for name in "ab":
+        with optimizer.domain(name):
+            (factor * weight).sum().backward()
+    (block,) = optimizer.buffer.touched([weight])
+    assert all(torch.equal(row, factor) for row in block.rows)
 
 
 def test_what_has_no_memory_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
