@@ -18,15 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
+from tests.integrations.test_transformers import arguments, tiny_model
 from tests.ranks import Ranks, as_launched
 
 DOMAINS = ("ab", "cd", "ef")
@@ -77,20 +72,18 @@ class Batches(IterableDataset[Any]):
 
 
 def small_model(kind: str = "gpt2") -> nn.Module:
+    if kind == "gpt2":
+        return tiny_model(num_layers=1).double()
     torch.manual_seed(0)
-    if kind == "llama":
-        # Has buffers, which DistributedDataParallel sends in a forward pass.
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-        return LlamaForCausalLM(config).double()
-    sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_layer": 1, "n_head": 2, "n_embd": 16}
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drops)).double()
+    # Has buffers, which DistributedDataParallel sends in a forward pass.
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return LlamaForCausalLM(config).double()
 
 
 def in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -101,25 +94,21 @@ def in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
     return total / num_items_in_batch
 
 
-def arguments(
+def arguments_of_ranks(
     folder: str, batch: int, num_micro: int, config: dict[str, Any] | None, **more: Any
 ) -> TrainingArguments:
     """Of a run of ranks, with an fsdp config unless it is None."""
     as_launched()
-    args = TrainingArguments(
-        output_dir=folder,
+    args = arguments(
+        Path(folder),
         per_device_train_batch_size=batch // torch.distributed.get_world_size() // num_micro,
         gradient_accumulation_steps=num_micro,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
-        max_grad_norm=0.5,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
+        logging_strategy="steps",
         logging_steps=1,
         save_steps=BEGUN,
         include_num_input_tokens_seen="all",
-        dataloader_pin_memory=False,
         fsdp=None if config is None else True,
         fsdp_config=config,
         **more,
@@ -165,7 +154,7 @@ def trained(
     dataset = data_of(data, rows, num_lengths=1 if how == "means" else LENGTH - 2)
     trainer = DoGETrainer(
         model=small_model("llama" if how == "llama" else "gpt2"),
-        args=arguments(
+        args=arguments_of_ranks(
             folder,
             EVEN_BATCH if data == "even" else BATCH,
             2 if how in ("halves", "means") else 1,
@@ -223,100 +212,60 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "data", "mode", "how"),
+    ("num_ranks", "data", "mode", "how", "config"),
     [
-        (2, "mapping", "sequential", ""),
-        (2, "batches", "stacked", ""),
-        pytest.param(3, "column", "sequential", "halves", marks=EXHAUSTIVE),
-        pytest.param(3, "mapping", "sequential", "target", marks=EXHAUSTIVE),
-        pytest.param(2, "mapping", "stacked", "drawn", marks=EXHAUSTIVE),
-        pytest.param(3, "mapping", "stacked", "means", marks=EXHAUSTIVE),
-        pytest.param(4, "batches", "sequential", "llama", marks=EXHAUSTIVE),
+        (2, "mapping", "sequential", "", None),
+        (2, "batches", "stacked", "", None),
+        pytest.param(3, "column", "sequential", "halves", None, marks=EXHAUSTIVE),
+        pytest.param(3, "mapping", "sequential", "target", None, marks=EXHAUSTIVE),
+        pytest.param(2, "mapping", "stacked", "drawn", None, marks=EXHAUSTIVE),
+        pytest.param(3, "mapping", "stacked", "means", None, marks=EXHAUSTIVE),
+        pytest.param(4, "batches", "sequential", "llama", None, marks=EXHAUSTIVE),
+        *(
+            pytest.param(num_ranks, "even", "auto", how, config, marks=EXHAUSTIVE)
+            for num_ranks, how, config in (
+                (2, "", {}),
+                (3, "", {"reshard_after_forward": False}),
+                (2, "halves", {"reshard_after_forward": False}),
+                (2, "target", {}),
+                (2, "drawn", {}),
+                (2, "", {"transformer_layer_cls_to_wrap": "GPT2Block"}),
+            )
+        ),
     ],
 )
 def test_ranks_train_what_one_process_trains(
-    ranks: Ranks, tmp_path: Path, num_ranks: int, data: str, mode: str, how: str
+    ranks: Ranks,
+    tmp_path: Path,
+    num_ranks: int,
+    data: str,
+    mode: str,
+    how: str,
+    config: dict[str, Any] | None,
 ) -> None:
     # The layers of Llama compute in float32.
     exactly = 1e-6 if how == "llama" else 1e-12
     (alone,) = ranks.run(1, trained, data, mode, how, str(tmp_path))
-    together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path))
+    together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path), config)
     assert len(alone.log) == STEPS
-    check(together, alone, exactly=exactly)
-
-
-def by_itself(folder: str) -> str:
-    """What is said where each process would train all by itself."""
-    as_launched()
-    # Without `use_cpu`, on a machine without GPUs.
-    arguments = TrainingArguments(output_dir=folder, report_to="none")
-    assert arguments.world_size == 1
-    with pytest.raises(RuntimeError) as refused:
-        DoGETrainer(model=small_model(), args=arguments, domains=DOMAINS)
-    return str(refused.value)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Trainer joins the processes")
-def test_processes_that_do_not_know_of_each_other_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks.run(2, by_itself, str(tmp_path)):
-        assert "a separate model in each of the 2 processes" in said
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_a_run_resumes_with_another_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, before: int, after: int
-) -> None:
-    work = ("mapping", "sequential")
-    (alone,) = ranks.run(1, trained, *work, "", str(tmp_path / "alone"))
-    ranks.run(before, trained, *work, "begun", str(tmp_path / "run"))
-    written = sorted(path.name for path in (tmp_path / "run").rglob("*.safetensors"))
-    assert written == ["model.safetensors"]
-    together = ranks.run(after, trained, *work, "resumed", str(tmp_path / "run"))
-    check(together, alone._replace(log=together[0].log))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("num_ranks", "how", "config"),
-    [
-        (2, "", {}),
-        (3, "", {"reshard_after_forward": False}),
-        (2, "halves", {"reshard_after_forward": False}),
-        (2, "target", {}),
-        (2, "drawn", {}),
-        (2, "", {"transformer_layer_cls_to_wrap": "GPT2Block"}),
-    ],
-)
-def test_shards_train_what_one_process_trains(
-    ranks: Ranks, tmp_path: Path, num_ranks: int, how: str, config: dict[str, Any]
-) -> None:
-    work = ("even", "auto", how, str(tmp_path))
-    (alone,) = ranks.run(1, trained, *work)
-    check(ranks.run(num_ranks, trained, *work, config), alone, is_in_shards=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("kind", "after"), [("FULL_STATE_DICT", 3), ("FULL_STATE_DICT", 2), ("SHARDED_STATE_DICT", 2)]
-)
-def test_a_run_in_shards_resumes(ranks: Ranks, tmp_path: Path, kind: str, after: int) -> None:
-    config, work = {"state_dict_type": kind}, ("even", "auto")
-    (alone,) = ranks.run(1, trained, *work, "", str(tmp_path / "alone"))
-    ranks.run(2, trained, *work, "begun", str(tmp_path / "run"), config)
-    together = ranks.run(after, trained, *work, "resumed", str(tmp_path / "run"), config)
-    check(together, alone._replace(log=together[0].log), is_in_shards=True)
+    check(together, alone, exactly=exactly, is_in_shards=config is not None)
 
 
 def refused(folder: str, what: str) -> str:
-    """What is said where a model is in shards."""
+    """What is said; but for "alone" the model is in shards."""
+    as_launched()
     number = 25 if what == "last" else 24
     data = {name: datasets.Dataset.from_list(examples(name, number)) for name in DOMAINS}
+    if what == "alone":
+        # Without `use_cpu`, on a machine without GPUs: each process would train all by itself.
+        args = TrainingArguments(output_dir=folder, report_to="none")
+        assert args.world_size == 1
+    else:
+        args = arguments_of_ranks(folder, EVEN_BATCH, 1, {}, max_steps=2)
     with pytest.raises((RuntimeError, ValueError)) as error:
         DoGETrainer(
             model=small_model(),
-            args=arguments(folder, EVEN_BATCH, 1, {}, max_steps=2),
+            args=args,
             train_dataset=Batches() if what == "few" else data,
             domains=DOMAINS,
             mode="stacked" if what == "stacked" else "auto",
@@ -326,15 +275,51 @@ def refused(folder: str, what: str) -> str:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("what", "sentence"),
+    ("what", "said"),
     [
+        pytest.param(
+            *("alone", "a separate model in each of the 2 processes"),
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="on GPUs Trainer joins the processes"
+            ),
+        ),
         ("stacked", "fsdp"),
         ("last", "got {'the last batch of an epoch': 1}"),
         ("few", "got {'ab': 1, 'cd': 1, 'ef': 1}"),
     ],
 )
-def test_what_shards_do_not_allow_is_said_on_all_ranks(
-    ranks: Ranks, tmp_path: Path, what: str, sentence: str
+def test_what_ranks_do_not_allow_is_said_on_all(
+    ranks: Ranks, tmp_path: Path, what: str, said: str
 ) -> None:
-    for said in ranks.run(2, refused, str(tmp_path), what):
-        assert sentence in said
+    for sentence in ranks.run(2, refused, str(tmp_path), what):
+        assert said in sentence
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("before", "after", "data", "config"),
+    [
+        (2, 3, "mapping", None),
+        (3, 1, "mapping", None),
+        (2, 3, "even", {"state_dict_type": "FULL_STATE_DICT"}),
+        (2, 2, "even", {"state_dict_type": "FULL_STATE_DICT"}),
+        (2, 2, "even", {"state_dict_type": "SHARDED_STATE_DICT"}),
+    ],
+)
+def test_a_run_resumes_with_another_number_of_ranks(
+    ranks: Ranks,
+    tmp_path: Path,
+    before: int,
+    after: int,
+    data: str,
+    config: dict[str, Any] | None,
+) -> None:
+    work = (data, "sequential" if config is None else "auto")
+    (alone,) = ranks.run(1, trained, *work, "", str(tmp_path / "alone"))
+    ranks.run(before, trained, *work, "begun", str(tmp_path / "run"), config)
+    if config is None:
+        written = sorted(path.name for path in (tmp_path / "run").rglob("*.safetensors"))
+        assert written == ["model.safetensors"]
+    together = ranks.run(after, trained, *work, "resumed", str(tmp_path / "run"), config)
+    logged = alone._replace(log=together[0].log)
+    check(together, logged, is_in_shards=config is not None)

@@ -3,19 +3,21 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from inspect import signature
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     get_scheduler,
 )
@@ -29,6 +31,8 @@ from doge_fast.optimizer import DoGEOptimizer
 DOMAINS = ["ab", "cd", "ef"]
 VOCAB = 48
 LENGTH = 12
+
+EXHAUSTIVE = pytest.mark.exhaustive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,21 +66,30 @@ def batch_of(step: int, names: list[str], rows: int = 4) -> dict[str, dict[str, 
 
 
 class Batches(IterableDataset[Any]):
-    """Batch t is a function of t."""
+    """Batch t is a function of t.
 
-    def __init__(self, names: list[str], start: int = 0, micro: int = 1) -> None:
-        self.names, self.start, self.micro = names, start, micro
+    Args:
+        names: of the rows.
+        start: the first t.
+        micro: micro-batches that a batch is cut into.
+        is_masked: some of the first row's tokens are no targets, more in the first micro-batch.
+    """
+
+    def __init__(
+        self, names: list[str] = DOMAINS, start: int = 0, micro: int = 1, *, is_masked: bool = False
+    ) -> None:
+        self.names, self.start, self.micro, self.is_masked = names, start, micro, is_masked
 
     def __iter__(self) -> Iterator[Any]:
-        step = self.start
-        while True:
+        for step in count(self.start):
+            batch = batch_of(step, self.names)
+            if self.is_masked:
+                batch[self.names[0]]["labels"][:3, 2:] = -100
             for part in range(self.micro):
-                batch = batch_of(step, self.names)
                 yield {
                     name: {key: rows.chunk(self.micro)[part] for key, rows in domain.items()}
                     for name, domain in batch.items()
                 }
-            step += 1
 
 
 def arguments(out: Path, **changes: Any) -> TrainingArguments:
@@ -98,25 +111,33 @@ def arguments(out: Path, **changes: Any) -> TrainingArguments:
 
 
 AS_IN_THE_PAPER: dict[str, Any] = {"mu": 0.005, "domain_max_grad_norm": None}
+OF_TRAINERS = {*signature(DoGETrainer).parameters, *signature(Trainer).parameters}
 
 
-def trainer_for(out: Path, *, names: list[str] = DOMAINS, **changes: Any) -> DoGETrainer:
-    doge: dict[str, Any] = {
-        "domains": names,
-        **AS_IN_THE_PAPER,
-        "mode": changes.pop("mode", "sequential"),
-    }
-    start = changes.pop("start", 0)
-    micro = changes.get("gradient_accumulation_steps", 1)
-    passed = ("target", "selection", "domains_per_step")
-    doge |= {key: changes.pop(key) for key in passed if key in changes}
-    rows = changes.pop("rows", names)
-    return DoGETrainer(
-        model=tiny_model(num_layers=changes.pop("num_layers", 2)),
-        args=arguments(out, **changes),
-        train_dataset=Batches(rows, start, micro),
-        **doge,
-    )
+def trainer_for(
+    out: Path,
+    data: Any = None,
+    *,
+    kind: type[DoGETrainer] = DoGETrainer,
+    doge: dict[str, Any] = AS_IN_THE_PAPER,
+    **changes: Any,
+) -> DoGETrainer:
+    """A trainer of a small model.
+
+    Args:
+        out: of the run.
+        data: `Batches` of the domains unless given.
+        kind: of the trainer.
+        doge: options of the weights; none where a DoGEOptimizer is ready.
+        changes: what DoGETrainer or TrainingArguments take.
+    """
+    given = {name: changes.pop(name) for name in OF_TRAINERS & changes.keys()}
+    options: dict[str, Any] = {"domains": DOMAINS, "mode": "sequential"} | doge | given
+    if "model_init" not in options:
+        options.setdefault("model", tiny_model())
+    if data is None:
+        data = Batches(options["domains"], micro=changes.get("gradient_accumulation_steps", 1))
+    return kind(args=arguments(out, **changes), train_dataset=data, **options)
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
@@ -140,20 +161,30 @@ def by_hand(model: GPT2LMHeadModel, args: TrainingArguments, **doge: Any) -> DoG
     return optimizer
 
 
+SELECTED = "transformer.h.0.mlp.c_fc.weight"
+
+
 @pytest.mark.parametrize(
-    ("target", "rows"),
+    ("target", "rows", "selection"),
     [
-        ("universal", DOMAINS),
-        ({"far": 1.0}, [*DOMAINS, "far"]),
-        pytest.param({"ef": 0.5, "far": 2.0}, None, marks=pytest.mark.exhaustive),
+        ("universal", DOMAINS, None),
+        ({"far": 1.0}, [*DOMAINS, "far"], None),
+        ("universal", DOMAINS, SELECTED),
+        pytest.param({"ef": 0.5, "far": 2.0}, [*DOMAINS, "far"], None, marks=EXHAUSTIVE),
     ],
-    ids=["universal", "held-out", "several"],
+    ids=["universal", "held-out", "selected", "several"],
 )
-def test_is_the_loop_written_by_hand(tmp_path: Path, target: Any, rows: list[str] | None) -> None:
-    trainer = trainer_for(tmp_path, target=target, rows=rows or [*DOMAINS, "far"])
+def test_is_the_loop_written_by_hand(
+    tmp_path: Path, target: Any, rows: list[str], selection: str | None
+) -> None:
+    names = None if selection is None else [selection]
+    trainer = trainer_for(tmp_path, Batches(rows), target=target, selection=names)
     trainer.train()
     model = tiny_model()
-    optimizer = by_hand(model, arguments(tmp_path), domains=DOMAINS, target=target)
+    selected = None if selection is None else [model.get_parameter(selection)]
+    optimizer = by_hand(
+        model, arguments(tmp_path), domains=DOMAINS, target=target, selection=selected
+    )
     assert torch.equal(trainer.doge.alpha, optimizer.alpha)
     assert torch.equal(trainer.doge.alpha_mean, optimizer.alpha_mean)
     assert torch.equal(parameters(trainer.model), parameters(model))
@@ -162,7 +193,7 @@ def test_is_the_loop_written_by_hand(tmp_path: Path, target: Any, rows: list[str
 
 
 def test_one_domain_is_plain_training(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, names=["ab"])
+    trainer = trainer_for(tmp_path, domains=["ab"])
     trainer.train()
     model = tiny_model()
     rows = torch.cat([tokens(step, 0) for step in range(6)])
@@ -182,16 +213,30 @@ def test_one_domain_is_plain_training(tmp_path: Path) -> None:
     assert trainer.weights == {"ab": 1.0}
 
 
-@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_one_pass_for_all_domains_learns_the_same(tmp_path: Path, micro: int) -> None:
-    """To float32's rounding, and what six steps of AdamW make of it."""
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("drawn", [None, 2])
+def test_one_pass_for_all_domains_learns_the_same(
+    tmp_path: Path, micro: int, drawn: int | None
+) -> None:
+    """To float32's rounding, and what six steps of AdamW make of it; logs say of whom."""
     both = {}
     for mode in ("sequential", "stacked", "auto"):
-        trainer = trainer_for(
-            tmp_path / mode, mode=mode, max_grad_norm=0.0, gradient_accumulation_steps=micro
+        trainer = both[mode] = trainer_for(
+            tmp_path / mode,
+            mode=mode,
+            domains_per_step=drawn,
+            max_grad_norm=0.0,
+            gradient_accumulation_steps=micro,
+            logging_strategy="steps",
+            logging_steps=1,
         )
         trainer.train()
-        both[mode] = trainer
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        logged = [{name for name in DOMAINS if line.get(f"loss/{name}", 0) > 0} for line in lines]
+        assert [len(names) for names in logged] == 6 * [drawn or 3]
+        assert set.union(*logged) == set(DOMAINS)
+        assert [lines[-1][f"alpha/{name}"] for name in DOMAINS] == trainer.doge.alpha.tolist()
+        assert {name: lines[-1][f"alpha_mean/{name}"] for name in DOMAINS} == trainer.weights
     assert torch.equal(both["auto"].doge.alpha, both["stacked"].doge.alpha)
     assert not torch.equal(both["sequential"].doge.alpha, both["stacked"].doge.alpha)
     ours, theirs = both["stacked"], both["sequential"]
@@ -202,7 +247,7 @@ def test_one_pass_for_all_domains_learns_the_same(tmp_path: Path, micro: int) ->
 
 
 @pytest.mark.parametrize(
-    "bf16", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["float32", "bfloat16"]
+    "bf16", [False, pytest.param(True, marks=EXHAUSTIVE)], ids=["float32", "bfloat16"]
 )
 def test_many_logits_come_one_domain_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
@@ -226,34 +271,6 @@ def test_many_logits_come_one_domain_at_a_time(
     monkeypatch.setattr(trainer.model.config, "model_type", "gemma2")
     trainer.training_step(trainer.model, batch_of(0, DOMAINS))
     assert len(called) == 6
-
-
-@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_step_may_have_a_few_of_the_domains(tmp_path: Path, micro: int) -> None:
-    trainers = []
-    for mode in ("sequential", "stacked"):
-        trainer = trainer_for(
-            tmp_path / mode,
-            mode=mode,
-            domains_per_step=2,
-            max_grad_norm=0.0,
-            gradient_accumulation_steps=micro,
-            logging_strategy="steps",
-            logging_steps=1,
-        )
-        trainer.train()
-        trainers.append(trainer)
-        logged = [
-            {name for name in DOMAINS if f"loss/{name}" in line}
-            for line in trainer.state.log_history
-            if "loss" in line
-        ]
-        assert len(logged) == 6
-        assert all(len(names) == 2 for names in logged)
-        assert set.union(*logged) == set(DOMAINS)
-    sequential, stacked = trainers
-    torch.testing.assert_close(stacked.doge.alpha, sequential.doge.alpha, rtol=1e-5, atol=0)
-    assert stacked.doge.num_steps == 6
 
 
 def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
@@ -289,76 +306,57 @@ def without_labels(batch: Any) -> Any:
     return batch | {"ab": {"input_ids": batch["ab"]["input_ids"]}}
 
 
+class OwnLoss(DoGETrainer):
+    """Of a user's."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "kind", "message"),
     [
-        (shorter, r"sequences of one length; got \[\(5,\), \(12,\)\]"),
-        (with_images, "got input_ids, labels, pixel_values"),
-        (without_labels, "some domain lacks them"),
+        (shorter, DoGETrainer, r"sequences of one length; got \[\(5,\), \(12,\)\]"),
+        (with_images, DoGETrainer, "got input_ids, labels, pixel_values"),
+        (without_labels, DoGETrainer, "some domain lacks them"),
+        (dict, OwnLoss, "the model's own loss, and another is set"),
     ],
-    ids=["lengths", "images", "labels"],
+    ids=["lengths", "images", "labels", "loss"],
 )
 def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(
-    change: Callable[[Any], Any], message: str, tmp_path: Path
+    change: Callable[[Any], Any], kind: type[DoGETrainer], message: str, tmp_path: Path
 ) -> None:
     inputs = change(batch_of(0, DOMAINS))
-    assert not stackable(trainer_for(tmp_path, mode="auto"), inputs)
+    assert not stackable(trainer_for(tmp_path, kind=kind, mode="auto"), inputs)
     with pytest.raises(ValueError, match=message):
-        stackable(trainer_for(tmp_path, mode="stacked"), inputs)
-
-
-def test_a_loss_of_ones_own_runs_in_turn(tmp_path: Path) -> None:
-    class Mine(DoGETrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    options: dict[str, Any] = {
-        "model": tiny_model(),
-        "args": arguments(tmp_path),
-        "domains": DOMAINS,
-    }
-    assert not stackable(Mine(**options), batch_of(0, DOMAINS))
-    with pytest.raises(ValueError, match="the model's own loss, and another is set"):
-        stackable(Mine(**options, mode="stacked"), batch_of(0, DOMAINS))
+        stackable(trainer_for(tmp_path, kind=kind, mode="stacked"), inputs)
 
 
 def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
-    whole = trainer_for(tmp_path)
-    parts = trainer_for(tmp_path, gradient_accumulation_steps=2)
+    """A domain's loss is its mean over the tokens of the whole step, however they are cut."""
+    whole, parts = (
+        trainer_for(
+            tmp_path,
+            Batches(micro=micro, is_masked=True),
+            gradient_accumulation_steps=micro,
+            logging_strategy="steps",
+            logging_steps=1,
+        )
+        for micro in (1, 2)
+    )
     whole.train()
     parts.train()
     torch.testing.assert_close(parts.doge.alpha, whole.doge.alpha, rtol=1e-5, atol=0)
     for name in DOMAINS:
         torch.testing.assert_close(parts.domain_losses[name], whole.domain_losses[name])
     torch.testing.assert_close(parameters(parts.model), parameters(whole.model))
-
-
-def test_a_domain_loss_is_its_mean_over_tokens_whatever_the_micro_batches_hold(
-    tmp_path: Path,
-) -> None:
-    """Masked targets fall unevenly on the micro-batches; the mean is over the whole step."""
-    batch = batch_of(0, DOMAINS)
-    batch["ab"]["labels"][:3, 2:] = -100
-
-    class Uneven(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                for rows in (slice(0, 2), slice(2, 4)):
-                    yield {
-                        name: {key: value[rows] for key, value in domain.items()}
-                        for name, domain in batch.items()
-                    }
-
-    trainer = trainer_for(tmp_path, gradient_accumulation_steps=2, max_steps=1)
-    trainer.train_dataset = Uneven()
-    trainer.train()
-    expected = tiny_model()(**batch["ab"]).loss
-    torch.testing.assert_close(trainer.domain_losses["ab"], expected.detach())
+    expected = tiny_model()(**next(iter(Batches(is_masked=True)))["ab"]).loss.detach()
+    assert parts.state.log_history[0]["loss/ab"] == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("micro", "replays"),
-    [(1, True), (1, False), pytest.param(2, False, marks=pytest.mark.exhaustive)],
+    [(1, True), (1, False), pytest.param(2, False, marks=EXHAUSTIVE)],
 )
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int, replays: bool) -> None:
     """Trainer replays the data; a stream that begins where the run stopped needs no replay."""
@@ -369,20 +367,11 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int, repl
     whole = trainer_for(tmp_path / "whole", **changes)
     whole.train()
     trainer_for(tmp_path / "cut", **changes, save_strategy="steps", save_steps=4).train()
-    resumed = trainer_for(tmp_path / "cut", **changes, start=0 if replays else 4)
+    data = Batches(start=0 if replays else 4, micro=micro)
+    resumed = trainer_for(tmp_path / "cut", data, **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
     assert torch.equal(parameters(resumed.model), parameters(whole.model))
     assert torch.equal(resumed.doge.alpha_mean, whole.doge.alpha_mean)
-
-
-def test_trains_under_bfloat16_autocast(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, bf16=True)
-    trainer.train()
-    exact = trainer_for(tmp_path)
-    exact.train()
-    assert not torch.equal(parameters(trainer.model), parameters(exact.model))
-    # Eight bits of mantissa in every product.
-    torch.testing.assert_close(trainer.doge.alpha, exact.doge.alpha, rtol=2**-5, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
@@ -399,27 +388,6 @@ def test_a_loss_scale_changes_no_weight(tmp_path: Path, mode: str) -> None:
         assert torch.equal(parameters(scaled.model), parameters(plain.model))
 
 
-def test_logs_carry_losses_and_weights_by_domain(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, logging_strategy="steps", logging_steps=3)
-    trainer.train()
-    last = trainer.state.log_history[-2]
-    assert [last[f"alpha/{name}"] for name in DOMAINS] == trainer.doge.alpha.tolist()
-    assert {f"alpha_mean/{name}": weight for name, weight in trainer.weights.items()}.items() <= (
-        last.items()
-    )
-    assert all(last[f"loss/{name}"] > 0 for name in DOMAINS)
-
-
-def test_selection_by_name_restricts_the_columns(tmp_path: Path) -> None:
-    everything = trainer_for(tmp_path, max_steps=2)
-    some = trainer_for(tmp_path, max_steps=2, selection=["transformer.h.0.mlp.c_fc.weight"])
-    everything.train()
-    some.train()
-    assert some.doge.last is not None
-    assert everything.doge.last is not None
-    assert (some.doge.last.gram.diagonal() < everything.doge.last.gram.diagonal()).all()
-
-
 def test_datasets_by_domain_are_collated_by_domain(tmp_path: Path) -> None:
     def rows(domain: int, count: int) -> datasets.Dataset:
         ids = tokens(0, domain, count).tolist()
@@ -427,11 +395,13 @@ def test_datasets_by_domain_are_collated_by_domain(tmp_path: Path) -> None:
             {"input_ids": ids, "labels": ids, "note": ["not for the model"] * count}
         )
 
-    trainer = DoGETrainer(
-        model=tiny_model(),
-        args=arguments(tmp_path, per_device_train_batch_size=2, max_steps=-1, num_train_epochs=1),
-        train_dataset={"ab": rows(0, 8), "cd": rows(1, 3)},
+    trainer = trainer_for(
+        tmp_path,
+        {"ab": rows(0, 8), "cd": rows(1, 3)},
         domains=["ab", "cd"],
+        per_device_train_batch_size=2,
+        max_steps=-1,
+        num_train_epochs=1,
     )
     batch = next(iter(trainer.get_train_dataloader()))
     assert {name: set(domain) for name, domain in batch.items()} == {
@@ -501,10 +471,16 @@ def test_train_can_be_called_again_and_without_clipping(tmp_path: Path) -> None:
     assert trainer.doge.rule.max_grad_norm is None
 
 
+class _Flat(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield batch_of(0, ["ab"])["ab"]
+
+
 @pytest.mark.parametrize(
     ("changes", "data", "error", "message"),
     [
-        ({}, None, ValueError, r"batches by domain.*got \['input_ids', 'labels'\]"),
+        ({}, _Flat(), ValueError, r"batches by domain.*got \['input_ids', 'labels'\]"),
         ({}, {"ab": [1], "cd": [], "ef": []}, ValueError, "at least one example for every domain"),
         (
             {"train_sampling_strategy": "group_by_length"},
@@ -519,10 +495,8 @@ def test_train_can_be_called_again_and_without_clipping(tmp_path: Path) -> None:
 def test_data_that_is_refused(
     tmp_path: Path, changes: Any, data: Any, error: type[Exception], message: str
 ) -> None:
-    trainer = trainer_for(tmp_path, **changes)
-    trainer.train_dataset = _Flat() if data is None else data
     with pytest.raises(error, match=message):
-        trainer.train()
+        trainer_for(tmp_path, data, **changes).train()
 
 
 def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
@@ -547,12 +521,6 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=message):
             trainer.check_host()
         setattr(trainer, host_of, False)
-
-
-class _Flat(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield batch_of(0, ["ab"])["ab"]
 
 
 # Scripts as most users have them: one data set, with a column that names an example's domain.
@@ -584,33 +552,22 @@ class Examples(Dataset[Any]):
         return self.rows[index]
 
 
-def mixed_trainer(out: Path, dataset: Any, **changes: Any) -> DoGETrainer:
-    doge = {key: changes.pop(key) for key in ("target", "domain_column") if key in changes}
-    options: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-        "train_sampling_strategy": "sequential",
-    }
-    return DoGETrainer(
-        model=tiny_model(),
-        args=arguments(out, **(options | changes)),
-        train_dataset=dataset,
-        domains=changes.get("domains", DOMAINS),
-        **doge,
-    )
-
-
+IN_TURN: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 4,
+    "train_sampling_strategy": "sequential",
+}
 COUNTS = {"ab": 8, "cd": 5, "ef": 6}
 
 
 def test_a_mixed_dataset_is_split_by_its_column(tmp_path: Path) -> None:
     dataset = mixed(COUNTS, note="not for the model")
     by_domain = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
-    apart = mixed_trainer(tmp_path, by_domain)
+    apart = trainer_for(tmp_path, by_domain, **IN_TURN)
     apart.train()
     labelled = dataset.cast_column("domain", datasets.ClassLabel(names=DOMAINS))
     for given in (dataset, labelled, Examples(dataset), dataset.with_format("torch")):
-        trainer = mixed_trainer(tmp_path, given)
+        trainer = trainer_for(tmp_path, given, **IN_TURN)
         trainer.train()
         assert torch.equal(trainer.doge.alpha_mean, apart.doge.alpha_mean)
         assert torch.equal(parameters(trainer.model), parameters(apart.model))
@@ -620,7 +577,7 @@ def test_a_mixed_dataset_is_split_by_its_column(tmp_path: Path) -> None:
 def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
     dataset = mixed(COUNTS | {"far": 4}).rename_column("domain", "source")
     for columns in (True, False):
-        trainer = mixed_trainer(
+        trainer = trainer_for(
             tmp_path,
             dataset,
             target="far",
@@ -631,15 +588,15 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
         assert list(batch) == [*DOMAINS, "far"]
         assert all(set(rows) == {"input_ids", "labels"} for rows in batch.values())
     with pytest.raises(ValueError, match=r"it lacks \[\] and names \['far'\] besides"):
-        mixed_trainer(tmp_path, dataset, domain_column="source").train()
+        trainer_for(tmp_path, dataset, domain_column="source").train()
     with pytest.raises(ValueError, match=r"it lacks \['dutch'\] and names \['far'\] besides"):
-        mixed_trainer(tmp_path, dataset, domain_column="source", target="dutch").train()
+        trainer_for(tmp_path, dataset, domain_column="source", target="dutch").train()
 
 
 def test_a_mixed_stream_is_grouped_as_it_comes(tmp_path: Path) -> None:
     dataset = mixed(COUNTS)
     stream = dataset.to_iterable_dataset(num_shards=1)
-    trainer = mixed_trainer(tmp_path, stream, max_steps=2)
+    trainer = trainer_for(tmp_path, stream, **(IN_TURN | {"max_steps": 2}))
     seen = list(trainer.get_train_dataloader())
     assert len(seen) == min(COUNTS.values()) // 2
     for name in COUNTS:
@@ -654,7 +611,7 @@ def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
     dataset = mixed(COUNTS)
     apart = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
-    trainer = mixed_trainer(tmp_path, streams, max_steps=2)
+    trainer = trainer_for(tmp_path, streams, **(IN_TURN | {"max_steps": 2}))
     seen = list(trainer.get_train_dataloader())
     # The longest has eight; the others start again.
     assert len(seen) == 4
@@ -664,13 +621,13 @@ def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.doge.num_steps == 2
     with pytest.raises(ValueError, match=r"got streams for \['ab'\] of \['ab', 'cd', 'ef'\]"):
-        mixed_trainer(tmp_path, apart | {"ab": streams["ab"]}).train()
+        trainer_for(tmp_path, apart | {"ab": streams["ab"]}).train()
     empty = {**streams, "cd": streams["cd"].filter(lambda row: False)}
     with pytest.raises(ValueError, match="the stream of 'cd' holds no example for this loader"):
-        mixed_trainer(tmp_path, empty).train()
+        trainer_for(tmp_path, empty).train()
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=EXHAUSTIVE)])
 def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, workers: int) -> None:
     seen: list[list[Any]] = []
 
@@ -684,16 +641,12 @@ def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, worke
     shuffled = {n: rows.to_iterable_dataset().shuffle(seed=3) for n, rows in apart.items()}
     for stream in (dataset.to_iterable_dataset().shuffle(seed=3), shuffled):
         seen.clear()
-        Seeing(
-            model=tiny_model(),
-            args=arguments(
-                tmp_path,
-                per_device_train_batch_size=2,
-                max_steps=6,
-                dataloader_num_workers=workers,
-            ),
-            train_dataset=stream,
-            domains=DOMAINS,
+        trainer_for(
+            tmp_path,
+            stream,
+            kind=Seeing,
+            per_device_train_batch_size=2,
+            dataloader_num_workers=workers,
         ).train()
         passes = [[row for batch in seen[i : i + 3] for row in batch] for i in (0, 3)]
         assert passes[0] != passes[1]
@@ -728,35 +681,29 @@ def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         assert all(set(example) == {"input_ids"} for example in examples)
-        longest = max(len(example["input_ids"]) for example in examples)
-        ids = torch.zeros(len(examples), longest, dtype=torch.long)
-        labels = torch.full_like(ids, -100)
-        for row, example in enumerate(examples):
-            tokens_L = torch.as_tensor(example["input_ids"])
-            ids[row, : len(tokens_L)] = labels[row, : len(tokens_L)] = tokens_L
+        parts = [torch.as_tensor(example["input_ids"]) for example in examples]
+        ids, labels = (pad_sequence(parts, True, value) for value in (0, -100))
         return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
 
     ragged = mixed(COUNTS).map(
         lambda row, index: {"input_ids": row["input_ids"][: 6 + index % 7]}, with_indices=True
     )
-    trainer = DoGETrainer(
+    trainer = trainer_for(
+        tmp_path,
+        ragged.remove_columns("labels"),
         model_init=lambda: tiny_model(),
-        args=arguments(tmp_path, per_device_train_batch_size=3, max_steps=2),
-        train_dataset=ragged.remove_columns("labels"),
         data_collator=collate,
-        domains=DOMAINS,
+        **(IN_TURN | {"max_steps": 1}),
     )
     batch = next(iter(trainer.get_train_dataloader()))["ab"]
     trainer.train()
-    assert trainer.doge.num_steps == 2
     # The mean over the tokens that are there, one after another.
     model, losses = tiny_model(), []
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         short = ids[: int((labels != -100).sum())][None]
         losses += [model(short).logits[0, :-1].log_softmax(-1).gather(1, short[0, 1:, None])]
-    _, counts = trainer.get_batch_samples(iter([{"ab": batch}]), 1, torch.device("cpu"))
-    loss = trainer.compute_loss(model, batch, num_items_in_batch=counts["ab"])
-    torch.testing.assert_close(loss, -torch.cat(losses).mean())
+    expected = -torch.cat(losses).mean().detach()
+    torch.testing.assert_close(trainer.domain_losses["ab"], expected)
 
 
 # What else Trainer's arguments ask for.
@@ -782,50 +729,39 @@ def test_the_cache_is_emptied_as_often_as_asked(
     assert steps == [0, 2, 4]
 
 
+# The limit of the arguments is 0.5.
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("of the trainer", 0.5), ("ready", 0.25), ("left to the loop", 0.5)]
+)
 def test_the_combined_gradient_is_clipped_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, limit: float
 ) -> None:
-    """By the trainer's optimizer, by one of the user's, or by the loop."""
-    norms: dict[str, list[float]] = {}
-    for kind, limit in (("trainer", None), ("ready", 0.25), ("loop", None)):
-        model = tiny_model()
-        inner = own = torch.optim.SGD(model.named_parameters(), lr=0.1)
-        if kind != "trainer":
-            own = DoGEOptimizer(inner, domains=DOMAINS, max_grad_norm=limit)
-        trainer = DoGETrainer(
-            model=model,
-            args=arguments(tmp_path, max_steps=2),
-            train_dataset=Batches(DOMAINS),
-            domains=DOMAINS if kind == "trainer" else (),
-            optimizers=(own, None),
-        )
-        if kind != "loop":
+    model = tiny_model()
+    inner = own = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    if kind != "of the trainer":
+        most = limit if kind == "ready" else None
+        own = DoGEOptimizer(inner, domains=DOMAINS, max_grad_norm=most)
+    # A ready one knows the domains.
+    doge = {"domains": DOMAINS if own is inner else ()}
+    trainer = trainer_for(
+        tmp_path, Batches(), doge=doge, model=model, optimizers=(own, None), max_steps=2
+    )
+    if kind != "left to the loop":
+        monkeypatch.delattr(type(trainer.accelerator), "clip_grad_norm_")
+    norms: list[float] = []
 
-            def refuse(*args: Any, **kwargs: Any) -> None:
-                raise AssertionError("Trainer clipped again")
+    def measure(*_: Any) -> None:
+        grads = [param.grad.flatten() for param in model.parameters()]
+        norms.append(float(torch.cat(grads).norm()))
 
-            monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", refuse)
-        measured = norms[kind] = []
-        trainer.add_callback(_Norms(model, measured))
-        trainer.train()
-        assert trainer.doge.inner is inner
-        assert kind == "trainer" or trainer.doge is own
-        assert float(trainer.doge.last.combined_norm) > 0.5
-        assert trainer.doge.inner.param_groups[0]["lr"] == 0
+    inner.register_step_pre_hook(measure)
+    trainer.train()
+    assert trainer.doge.inner is inner
+    assert own is inner or trainer.doge is own
+    assert float(trainer.doge.last.combined_norm) > 0.5
+    assert inner.param_groups[0]["lr"] == 0
     # c n / (n + 1e-6), in float32.
-    for kind, limit in (("trainer", 0.5), ("ready", 0.25), ("loop", 0.5)):
-        assert norms[kind] == pytest.approx([limit, limit], rel=1e-5)
-
-
-class _Norms(TrainerCallback):
-    """The norm of what the optimizer steps with."""
-
-    def __init__(self, model: torch.nn.Module, norms: list[float]) -> None:
-        self.model, self.norms = model, norms
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        grads = [parameter.grad for parameter in self.model.parameters()]
-        self.norms.append(float(torch.cat([grad.flatten() for grad in grads]).norm()))
+    assert norms == pytest.approx([limit, limit], rel=1e-5)
 
 
 def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
@@ -854,11 +790,8 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
             return DoGEOptimizer(inner, domains=DOMAINS)
 
     def trained(**options: Any) -> DoGETrainer:
-        model = options.pop("model", None) or tiny_model()
-        args = arguments(tmp_path, max_steps=3, weight_decay=0.0, lr_scheduler_type="constant")
-        trainer = DoGETrainer(
-            model=model, args=args, train_dataset=Batches(DOMAINS), domains=DOMAINS, **options
-        )
+        constant = {"max_steps": 3, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
+        trainer = trainer_for(tmp_path, doge={}, **constant, **options)
         trainer.train()
         return trainer
 
@@ -881,46 +814,55 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
     assert not torch.equal(parameters(scheduled.model), parameters(given.model))
 
 
-def test_checkpointed_activations_change_nothing(tmp_path: Path) -> None:
-    for mode in ("sequential", "stacked"):
-        plain = trainer_for(tmp_path, max_steps=2, mode=mode)
-        plain.train()
-        trainer = trainer_for(tmp_path, max_steps=2, mode=mode, activation_checkpointing=True)
-        trainer.train()
-        assert trainer.model.is_activation_checkpointing
-        torch.testing.assert_close(trainer.doge.alpha, plain.doge.alpha, rtol=1e-6, atol=0)
-        torch.testing.assert_close(parameters(trainer.model), parameters(plain.model))
+def compiled(backend: str) -> dict[str, Any]:
+    return {"torch_compile": True, "torch_compile_backend": backend}
+
+
+def is_compiled(trainer: DoGETrainer) -> bool:
+    return trainer.model_wrapped is not trainer.model
+
+
+def is_checkpointed(trainer: DoGETrainer) -> bool:
+    return bool(trainer.model.is_activation_checkpointing)
+
+
+CHECKPOINTED = {"activation_checkpointing": True}
+SOAK = pytest.mark.soak
 
 
 # Of torch's own making: its compiler warns of itself.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("backend", "mode"),
+    ("changes", "is_so", "mode", "rtol"),
     [
-        ("eager", "sequential"),
-        *(
-            pytest.param(backend, mode, marks=pytest.mark.soak)
-            for backend, mode in (
-                ("eager", "stacked"),
-                ("aot_eager", "sequential"),
-                ("inductor", "sequential"),
-            )
-        ),
+        (CHECKPOINTED, is_checkpointed, "sequential", 1e-6),
+        (CHECKPOINTED, is_checkpointed, "stacked", 1e-6),
+        (compiled("eager"), is_compiled, "sequential", 1e-6),
+        pytest.param(compiled("eager"), is_compiled, "stacked", 1e-6, marks=SOAK),
+        pytest.param(compiled("aot_eager"), is_compiled, "sequential", 1e-6, marks=SOAK),
+        pytest.param(compiled("inductor"), is_compiled, "sequential", 1e-4, marks=SOAK),
+        # Eight bits of mantissa in every product.
+        ({"bf16": True}, lambda it: it.args.bf16, "sequential", 2**-5),
     ],
 )
-def test_a_compiled_model_learns_the_same(tmp_path: Path, backend: str, mode: str) -> None:
+def test_other_forms_of_the_model_learn_the_same(
+    tmp_path: Path, changes: Any, is_so: Callable[[DoGETrainer], bool], mode: str, rtol: float
+) -> None:
     torch.compiler.reset()
-    changes: dict[str, Any] = {"mode": mode, "max_steps": 2, "num_layers": 1}
-    plain = trainer_for(tmp_path, **changes)
-    plain.train()
-    compiled = trainer_for(tmp_path, **changes, torch_compile=True, torch_compile_backend=backend)
-    compiled.train()
-    assert compiled.model_wrapped is not compiled.model
-    rtol = 1e-4 if backend == "inductor" else 1e-6
-    torch.testing.assert_close(compiled.doge.alpha, plain.doge.alpha, rtol=rtol, atol=0)
-    torch.testing.assert_close(
-        parameters(compiled.model), parameters(plain.model), rtol=1e-4, atol=1e-5
+    plain, other = (
+        trainer_for(tmp_path, model=tiny_model(num_layers=1), mode=mode, max_steps=2, **each)
+        for each in ({}, changes)
     )
+    plain.train()
+    other.train()
+    assert is_so(other)
+    torch.testing.assert_close(other.doge.alpha, plain.doge.alpha, rtol=rtol, atol=0)
+    if "bf16" in changes:
+        assert not torch.equal(parameters(other.model), parameters(plain.model))
+    else:
+        torch.testing.assert_close(
+            parameters(other.model), parameters(plain.model), rtol=1e-4, atol=1e-5
+        )
     torch.compiler.reset()
 
 
@@ -932,24 +874,19 @@ def test_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, by_name: bool)
         name: held_out.filter(lambda row, n=name: row["domain"] == n) for name in ("ab", "cd")
     }
     key = "eval_cd_loss" if by_name else "eval_loss"
-    trainer = DoGETrainer(
-        model=tiny_model(),
-        args=arguments(
-            tmp_path,
-            # So large that every step makes it worse.
-            learning_rate=1.0,
-            max_steps=5,
-            lr_scheduler_type="constant",
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            load_best_model_at_end=True,
-            metric_for_best_model=key,
-        ),
-        train_dataset=Batches(DOMAINS),
+    trainer = trainer_for(
+        tmp_path,
+        # So large that every step makes it worse.
+        learning_rate=1.0,
+        max_steps=5,
+        lr_scheduler_type="constant",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model=key,
         eval_dataset=evaluated if by_name else held_out,
-        domains=DOMAINS,
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
     )
     trainer.train()
