@@ -160,7 +160,7 @@ class DoReMiStage(MixtureStage[DoReMiConfig]):
         config = record["config"]
         steps = config["training"]["steps"]
         self.reference_record = {
-            "run": run,
+            "run": str(run),
             "model": config["model"]["model"],
             "model_sha256": _sha256(run / records.MODEL),
             "parameters": self.reference.num_parameters(),

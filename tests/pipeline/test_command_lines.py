@@ -40,7 +40,7 @@ def test_every_verb_has_a_line() -> None:
 
 @pytest.mark.parametrize(
     ("words", "code", "word"),
-    rows(),
+    list(rows()),
 )
 def test_what_is_said_of_a_wrong_command_line(
     words: str,

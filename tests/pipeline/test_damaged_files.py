@@ -53,7 +53,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     ("file", "damage", "words", "code", "word"),
-    rows(),
+    list(rows()),
 )
 def test_what_is_said_of_a_damaged_file(
     file: str,

@@ -49,7 +49,7 @@ def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path)
     run = learn_weights(proxy(data=str(folder), validation_fraction=0.05)).path
     (warning,) = records.read_config(run)["warnings"]
     assert warning.startswith("few: ")
-    assert open_runs([run])[0].record["warnings"] == [warning]
+    assert open_runs([run])[0].record.warnings == (warning,)
 
 
 def test_the_bars_of_transformers_are_off_in_a_run_alone(

@@ -15,6 +15,7 @@ from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.warm_start import warm_start
+from tests.pipeline.written_runs import write_proxy
 
 NAMES = ("code", "prose", "verse")
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -482,12 +483,7 @@ def test_every_verb_explains_its_flags(verb: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_run_draws_its_weights_and_their_steps(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    write(folder / "weights.json")
-    for step in range(30):
-        mean = dict(zip(NAMES, (0.4 + step / 300, 0.4 - step / 300, 0.2), strict=True))
-        records.append_metrics(folder, {"step": step, "kind": "train", "alpha_mean": mean})
-    bars, steps = Run(folder).figures()
+    bars, steps = Run(write_proxy(tmp_path / "run", domains=NAMES, tokens=TOKENS)).figures()
     for drawing in (bars, steps):
         assert drawing.png.startswith(b"\x89PNG")
         assert all(f">{name}</text>" in drawing.svg for name in NAMES)

@@ -406,7 +406,7 @@ class WeightsRecord:
     domains: Annotated[tuple[DomainEntry, ...], MinLen(1)]
     method: Text | None = None
     score: Text | None = None
-    target: Literal["universal", "worst"] | Taus | None = None
+    target: Literal["universal"] | Taus | None = None
     source: Text | None = None
     model: Text | None = None
     parameters: CountOrZero | None = None
@@ -417,7 +417,6 @@ class WeightsRecord:
     tokens: CountOrZero | None = None
     seed: int | None = None
     mu: Positive | None = None
-    target_mu: Positive | None = None
     average_from: PrintedShare | None = None
     drift: PositiveOrZero | None = None
     variant: Text | None = None

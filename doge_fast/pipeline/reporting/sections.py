@@ -286,7 +286,7 @@ def _perplexity_table(
             is_better = label in others and line.difference(label, others[label]).is_lower
             cells.append(Cell(text, is_better))
         rows.append(Row(line.label, cells, line.is_total))
-    title, about, corner = group.title, "", "target"
+    title, about = group.title, ""
     arms = list(lines[0].arms.values())
     if isinstance(group, PerplexityGroup):
         aim = lines[-1].names
@@ -300,7 +300,7 @@ def _perplexity_table(
                 for arm, number in zip(arms, below, strict=True)
             ]
             rows.append(Row(f"lower than {baseline}", cells, True))
-        title, corner = f"Perplexity per domain: {title}", "domain"
+        title = f"Perplexity per domain: {title}"
         about = f"; {group.about}" if group.about else ""
     is_several = any(len(arm.losses) > 1 for arm in arms)
     note = (
@@ -308,7 +308,11 @@ def _perplexity_table(
         f"{ERRORS if is_several else ONE_SEED}"
     )
     heads = [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
-    return Table(title, note, corner, heads, rows)
+    return Table(title, note, _rows_are(group), heads, rows)
+
+
+def _rows_are(group: PerplexityGroup | TargetsGroup) -> str:
+    return "domain" if isinstance(group, PerplexityGroup) else "target"
 
 
 def _is_below(line: Line, arm: Arm, baseline: str) -> bool:
@@ -331,7 +335,8 @@ def _difference_table(
     is_several = any(len(arm.losses) > 1 for arm in lines[0].arms.values())
     chance = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
     title = f"Against {baseline}, seed by seed: {group.title}"
-    return Table(title, f"Change of perplexity. {MARKS}{chance}", "domain", heads, rows)
+    note = f"Change of perplexity. {MARKS}{chance}"
+    return Table(title, note, _rows_are(group), heads, rows)
 
 
 def tasks_section(study: Study, group: TasksGroup) -> Section | None:
