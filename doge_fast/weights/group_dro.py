@@ -1,20 +1,19 @@
 """The mathematics of DoReMi: group DRO on the loss in excess of a reference model's.
 
-Followed are DoReMi (Xie et al., NeurIPS 2023, Algorithm 1) and, where its paper and its authors'
-code differ, the code:
+It follows DoReMi (Xie et al., NeurIPS 2023, Algorithm 1). Where the paper and its authors' code
+differ, it follows the code:
 
-- Batches are drawn at the reference's weights, and the weights start there; in the loss they are
-  divided by what was drawn. The paper draws uniformly and starts at uniform.
-- A domain without tokens in a batch keeps its last excess, at first log V, as if nothing had been
-  learned of it. The paper has every domain in every batch.
+- Batches are drawn at the reference's weights, which are also the initial weights. The loss divides
+  the weights by the sampling weights. The paper draws uniformly and starts at uniform.
+- A domain without tokens in a batch keeps its last excess; the initial excess is log V. The paper
+  has every domain in every batch.
 - Smoothing is 1e-4; the paper's is 1e-3.
 
-One thing is the paper's: the mean is over the weights of steps 1 to T, and not over the initial
-ones too. The variant "doge" is the baseline that DoGE's authors compared with; `excess_losses`,
-`example_shares` and `STEP_SIZE` say where it differs. Not kept of it: the reference in training
-mode (so with dropout) and in the graph, and cutting the gradient to `max_grad_norm` anew after
-each domain is added to it, which makes the step depend on the order of the domains; here it is cut
-once, as everywhere.
+It follows the paper in one point: the mean is over the weights of steps 1 to T, without the initial
+ones. The variant "doge" is the baseline of DoGE's authors; `excess_losses`, `example_shares` and
+`STEP_SIZE` say where it differs. Two details of their code are left out: their reference model is
+in training mode, with dropout and in the graph; and they clip the gradient again after each domain
+is added, so that the step depends on the order of the domains. Here it is clipped once.
 """
 
 import math
@@ -29,26 +28,26 @@ from doge_fast.weights import simplex
 Variant = Literal["doremi", "doge"]
 
 STEP_SIZE: dict[Variant, float] = {"doremi": 1.0, "doge": 0.1}
-"""eta of the weights' step. DoReMi: paper and code. DoGE's code: fixed, whatever the learning rate
-and mu are."""
+"""eta of the weights' step. doremi: paper and code. doge: DoGE's code, where it does not depend on
+the learning rate or mu."""
 SMOOTHING: dict[Variant, float] = {"doremi": 1e-4, "doge": 0.0}
-"""Mixture with uniform. DoReMi: its code; its paper has 1e-3. DoGE's code: none."""
+"""Mixture with uniform. doremi: DoReMi's code (its paper has 1e-3). doge: DoGE's code."""
 
 
 class ExcessWeights(NamedTuple):
-    """What group DRO knows after a step; all float64."""
+    """The state of group DRO after a step; all float64."""
 
     alpha: Tensor
-    """[K], on the simplex: the weights of the step's loss."""
+    """[K], on the simplex: the weights in the step's loss."""
     alpha_mean: Tensor
-    """[K]: their mean over the steps."""
+    """[K]: the mean of `alpha` over the steps."""
     excess: Tensor
-    """[K], >= 0; nats per token: lambda, what moved them."""
+    """[K], >= 0; nats per token: lambda of the last update."""
     num_steps: Tensor
     """Scalar."""
 
     def moved(self, excess_K: Tensor, *, step_size: float, smoothing: float) -> "ExcessWeights":
-        """The weights one step of exponentiated gradient ascent further.
+        """The state after one step of exponentiated gradient ascent.
 
         alpha'_k     =  alpha_k exp(eta lambda_k) / sum_i alpha_i exp(eta lambda_i)
         alpha_k      =  (1 - c) alpha'_k + c / K
@@ -74,7 +73,7 @@ class ExcessWeights(NamedTuple):
 
 
 class WeightUpdate(NamedTuple):
-    """How the weights move, every setting resolved."""
+    """The settings of the weights' step, without defaults."""
 
     variant: Variant
     step_size: float
@@ -84,10 +83,10 @@ class WeightUpdate(NamedTuple):
     def of(
         cls, variant: Variant, step_size: float | None = None, smoothing: float | None = None
     ) -> "WeightUpdate":
-        """The variant's own settings where none is given.
+        """Replace None by the variant's default.
 
         Raises:
-            ValueError: one is out of its range.
+            ValueError: a setting is out of its range.
         """
         if variant not in STEP_SIZE:
             raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {variant!r}.")
@@ -104,7 +103,7 @@ def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
 
     Args:
         logits_BLV: [B, L, V] floating; position p predicts token p + 1.
-        labels_BL: [B, L] int64, all of them tokens: blocks have no padding.
+        labels_BL: [B, L] int64 tokens; no label is ignored.
     """
     targets_BT = labels_BL[:, 1:]
     logits_NV = logits_BLV[:, :-1].flatten(0, 1).float()
@@ -116,12 +115,12 @@ def domain_means(values_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> T
     """[K] float64: mean over the tokens of each domain; NaN for a domain without any.
 
     Args:
-        values_BT: [B, T]; a number for every token.
-        domain_ids_B: [B] int64 in [0, K): which domain an example is of.
+        values_BT: [B, T]; one number per token.
+        domain_ids_B: [B] int64 in [0, K): the domain of each example.
         num_domains: K.
     """
     ids_K1 = torch.arange(num_domains, device=domain_ids_B.device).unsqueeze(1)
-    # A product, not index_add: the latter adds in any order on a GPU.
+    # A product: on a GPU index_add adds in no fixed order.
     is_of_KB = (domain_ids_B == ids_K1).double()
     return is_of_KB @ values_BT.double().mean(1) / is_of_KB.sum(1)
 
@@ -134,19 +133,19 @@ def excess_losses(
     *,
     variant: Variant = "doremi",
 ) -> Tensor:
-    """How much worse than the reference the proxy predicts each domain, [K] float64, >= 0.
+    """The excess loss of each domain: the proxy's loss above the reference's, [K] float64, >= 0.
 
     doremi:  lambda_k  =  mean over the tokens t of k of  max(0, l_t - l_ref,t)
     doge:    lambda_k  =  max(0, mean_t l_t - mean_t l_ref,t)
 
-    The first counts tokens that the proxy predicts worse even where it is better on average, so
-    it is never the smaller one. A domain without tokens in the batch keeps its last value.
+    The doremi excess is at least the doge one: tokens with a lower loss do not offset the others. A
+    domain without tokens in the batch keeps its last value.
 
     Args:
-        losses_BT: [B, T]; of the proxy, nats.
-        reference_BT: [B, T]; of the reference model, on the same tokens.
+        losses_BT: [B, T]; the proxy's token losses in nats.
+        reference_BT: [B, T]; the reference model's losses of the same tokens.
         domain_ids_B: [B] int64 in [0, K).
-        last_K: [K] float64; the values of the step before.
+        last_K: [K] float64; the excess of the step before.
         variant: doremi follows DoReMi's paper and its authors' code; doge the baseline in DoGE's
             published code.
 
@@ -164,19 +163,19 @@ def excess_losses(
 def example_shares(
     alpha_K: Tensor, sampling_K: Tensor, domain_ids_B: Tensor, *, variant: Variant = "doremi"
 ) -> Tensor:
-    """How much each example's mean loss counts in the loss of the proxy, [B].
+    """The factor of each example's mean loss in the proxy's loss, [B].
 
     doremi:  r_b  =  w_k(b) / sum_b' w_k(b'),   w_k = alpha_k / s_k
     doge:    r_b  =  alpha_k(b) / B_k(b)
 
-    s are the weights that the batch was drawn at, k(b) is the domain of example b, B_k the number
-    of examples of k. The first is DoReMi's normalisation: the shares sum to one, and a domain of
-    which more was drawn than its s_k B counts more. The second makes the loss sum_k alpha_k l_k,
-    l_k being the domain's mean loss, over the domains in the batch.
+    s_k is the sampling weight of domain k, k(b) the domain of example b, and B_k the number of
+    examples of k. doremi is DoReMi's normalisation: the shares sum to 1, and a domain with more
+    than s_k B examples counts more. With doge the loss is sum_k alpha_k l_k over the domains in the
+    batch, where l_k is the domain's mean loss.
 
     Args:
-        alpha_K: [K], on the simplex; this step's.
-        sampling_K: [K], > 0; the weights that the batch was drawn at.
+        alpha_K: [K], on the simplex; the weights of this step.
+        sampling_K: [K], > 0; the sampling weights of the batch.
         domain_ids_B: [B] int64 in [0, K).
         variant: doremi follows the code of DoReMi's authors; doge DoGE's published code.
 

@@ -1,6 +1,6 @@
 """Domain weights within bounds: the nearest point of the simplex, on plain numbers.
 
-Not tensors: bounds are set once, by hand, and a command that does so need not import torch.
+Plain numbers, so that the command line can set bounds without importing torch.
 """
 
 import math
@@ -8,19 +8,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Floors meant to fill the simplex do so within the rounding of float32 or of printed decimals.
+# Floors or caps that should sum to 1 do so up to the rounding of float32 or of printed decimals.
 BOUNDS_TOLERANCE = 1e-6
 
 
 def kl(weights: Sequence[float], others: Sequence[float]) -> float:
     """KL(w || v) = sum_j w_j log(w_j / v_j), in nats; 0 log 0 = 0.
 
-    Infinite where `weights` has weight on a domain of which `others` has none.
+    Infinite if a domain has v_j = 0 < w_j.
     """
     pairs = [(w, v) for w, v in zip(weights, others, strict=True) if w > 0]
     if any(v == 0 for _, v in pairs):
         return math.inf
-    # Rounding makes the divergence of neighbours a negative number of some 1e-17.
+    # For nearly equal points rounding gives about -1e-17.
     return max(0.0, math.fsum(w * math.log(w / v) for w, v in pairs))
 
 
@@ -32,40 +32,40 @@ def project(
     q  =  argmin KL(q || w)    over    floor_j <= q_j <= cap_j,  sum_j q_j = 1
        =  clip(c w_j, floor_j, cap_j)    with the one c > 0 for which they sum to 1
 
-    Domains that no bound holds keep their ratios to each other. For there the Lagrangian is
-    stationary in q_j: log(q_j / w_j) + 1 = lambda, so q_j = c w_j with one c for all; where that
-    leaves the interval, the objective being convex in q_j alone, its nearer end is best. Which way
-    round the divergence is taken does not matter: KL(w || q) asks for w_j / q_j = lambda, which is
-    the same. (KL(q || w) is the one that the mirror step moves by.)
+    Domains strictly within their bounds keep their ratios to each other. There the Lagrangian is
+    stationary in q_j: log(q_j / w_j) + 1 = lambda, so q_j = c w_j with one c for all. If c w_j is
+    out of bounds, the nearer bound is optimal, because the objective is convex in q_j. KL(w || q)
+    has the same minimum: its condition is w_j / q_j = lambda. (The mirror step uses KL(q || w).)
 
-    A weight of zero stays zero, as in the mirror step, unless a floor lifts it: to the floor and no
-    higher, the limit of ever smaller weights.
+    A weight of zero becomes its floor, the limit for w_j -> 0; without a floor it stays zero, as in
+    the mirror step.
 
-    c is exact: the sum of the clipped weights is piecewise linear in c and does not fall, with
-    kinks at floor_j / w_j and cap_j / w_j; between the kinks where it passes 1 it is solved.
+    c is exact: the sum of the clipped weights is piecewise linear and nondecreasing in c, with
+    kinks at floor_j / w_j and cap_j / w_j. It is solved between the two kinks where the sum
+    passes 1.
 
     Args:
-        weights: K numbers >= 0 with a positive sum, which need not be 1.
+        weights: K numbers >= 0 with any positive sum.
         floors: K numbers, each in [0, cap_j].
-        caps: K numbers, each in [floor_j, 1]; 1 where there is none.
+        caps: K numbers, each in [floor_j, 1]; 1 means no cap.
 
     Returns:
-        K numbers within their bounds to the last bit; they sum to 1 within K ulp (within 1e-6 where
-        the bounds themselves do so and leave no room).
+        K numbers within their bounds to the last bit. They sum to 1 within K ulp, or within 1e-6 if
+        all floors or all caps are reached.
 
     Raises:
         ValueError: the lengths differ; a number is negative, not finite or out of its range; floors
-            sum to more than 1; or caps of the domains that may have weight to less than 1.
+            sum to more than 1; or caps (floors for weights of zero) sum to less than 1.
     """
     _check(weights, floors, caps)
     domains = [_Domain(*each) for each in zip(weights, floors, caps, strict=True)]
     kinks = sorted(kink for each in domains if each.weight for kink in (each.low, each.high))
     first = bisect_left(kinks, 1.0, key=lambda c: math.fsum(each.clipped(c) for each in domains))
     if first == 0:
-        # Floors leave nothing to share out.
+        # The floors sum to 1.
         return list(floors)
     if first == len(kinks):
-        # Caps hold just enough.
+        # The caps sum to 1.
         return [each.clipped(math.inf) for each in domains]
     below, above = kinks[first - 1], kinks[first]
     is_free = [each.low < above and each.high > below for each in domains]
@@ -82,12 +82,12 @@ class _Domain(NamedTuple):
 
     @property
     def low(self) -> float:
-        """The c up to which it has its floor: any, if it has no weight."""
+        """For c up to this the domain is at its floor; infinite for a weight of zero."""
         return self.floor / self.weight if self.weight else math.inf
 
     @property
     def high(self) -> float:
-        """The c from which on it has its cap."""
+        """For c from this on the domain is at its cap."""
         return self.cap / self.weight if self.weight else math.inf
 
     def clipped(self, c: float) -> float:
@@ -97,14 +97,14 @@ class _Domain(NamedTuple):
         return min(max(c * self.weight, self.floor), self.cap)
 
     def held(self, above: float) -> float:
-        """Of a domain that is held: its floor where it has that up to `above`, else its cap."""
+        """The bound that holds at c just below `above`, for a domain that is not free there."""
         return self.floor if self.low >= above else self.cap
 
 
 def _check(weights: Sequence[float], floors: Sequence[float], caps: Sequence[float]) -> None:
     if not len(weights) == len(floors) == len(caps):
         raise ValueError(
-            "weights, floors and caps must be of one length; got "
+            "weights, floors and caps must have the same length; got "
             f"{len(weights)}, {len(floors)} and {len(caps)}."
         )
     if not all(0 <= w < math.inf for w in weights) or not sum(weights) > 0:
@@ -128,7 +128,7 @@ def _check(weights: Sequence[float], floors: Sequence[float], caps: Sequence[flo
     )
     if most < 1 - BOUNDS_TOLERANCE:
         raise ValueError(
-            f"caps must leave room for all of the simplex; domains that have weight or a floor may "
-            f"hold {most:.6g} in all, {1 - most:.3g} is missing. Raise caps, or give a floor to a "
-            "domain of weight zero."
+            f"caps must sum to at least 1 over the domains with weight; with the floors of the "
+            f"others they sum to {most:.6g}, {1 - most:.3g} is missing. Raise caps, or give a "
+            "floor to a domain of weight zero."
         )
