@@ -96,7 +96,7 @@ class _Share:
         self._last_pass = 0
 
     def _begin(self, end: int) -> Iterable[int]:
-        """The steps of a new pass; RuntimeError if there was one, to `end`, without a seek since."""
+        """The steps of a new pass; RuntimeError without a seek since the last one, to `end`."""
         if self._last_pass == self.progress.num_rewinds:
             raise RuntimeError(already_begun(end))
         self._last_pass = self.progress.num_rewinds
