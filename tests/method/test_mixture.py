@@ -473,7 +473,7 @@ def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(loader, workers)
         seen.append(batch.tolist())
         if len(seen) == 4:
             break
-    with pytest.raises(RuntimeError, match=r"Call mixture.seek\(step\) another pass"):
+    with pytest.raises(RuntimeError, match=r"mixture.seek\(step\)"):
         next(iter(batches))
     mixture.seek(4)
     seen += [batch.tolist() for batch in batches]

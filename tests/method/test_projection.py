@@ -160,7 +160,7 @@ def test_a_zero_is_lifted_to_its_floor_and_no_higher() -> None:
     ("alpha", "floor", "cap", "message"),
     [
         ([0.5, 0.5], [0.6, 0.6], [1.0, 1.0], "floors must leave room .* sum to 1.2, 0.2 too much"),
-        ([0.5, 0.5], [0.0, 0.0], [0.3, 0.3], "caps must .* 0.6 in all, 0.4 is missing"),
+        ([0.5, 0.5], [0.0, 0.0], [0.3, 0.3], "caps must .* 0.6, 0.4 is missing"),
         ([0.5, 0.5], [0.0, 0.5], [1.0, 0.4], "got floor 0.5 and cap 0.4 at position 1"),
         ([0.5, 0.5], [-0.1, 0.0], [1.0, 1.0], "0 <= floor <= cap <= 1; got floor -0.1"),
         ([0.5, 0.5], [0.0, 0.0], [1.0, 1.5], "cap 1.5 at position 1"),
