@@ -1,14 +1,14 @@
-"""Cancellation effect: how much of a parameter's gradient cancels, and which to select by it.
+"""Cancellation effect: how much of a parameter's gradient cancels, and selection by this score.
 
 The paper scores "modules", parameter tensors of a model (76 in its 82M proxy), over the first
 steps of a training, and computes W from the columns of a few of them. Per step t and tensor w,
 
-    dw    =  w^(t+1) - w^(t)             what the optimizer has changed, weight decay included
+    dw    =  w^(t+1) - w^(t)             the optimizer's change, weight decay included
     norms =  sum_i ||dl(x_i) / dw||      over the examples of the mini-batch
-    sum   =  ||sum_i dl(x_i) / dw||      norm of the gradient that the step follows, times B
+    sum   =  ||sum_i dl(x_i) / dw||      B times the norm of the batch's mean gradient
 
-The paper and its code divide these in different ways; `READINGS` has all of them. One training
-gives the score in every reading.
+The paper and its code take different ratios of these; `READINGS` lists them. One training run gives
+the scores of all readings.
 
 Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (cancellation), appendix cancellation.
 """
@@ -31,12 +31,12 @@ Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "ch
 - norms-over-change: sum_i ||dl(x_i)/dw|| / ||dw||. The paper's words: "the ratio of gradient norm
   and the norm of the actual update", high where gradients "among a minibatch could cancel each
   other". The default, and what this library calls the cancellation effect.
-- sum-over-change: ||sum_i dl(x_i)/dw|| / ||dw||. The published code's ratio. The code itself takes
-  the mean over the batch and the change of the step before, and its copies of the weights
-  change with them, so that each of its scores is infinite.
-- change-over-sum: ||dw|| / ||sum_i dl(x_i)/dw||. Eq. (cancellation) as it is printed, with the
-  norm that its denominator, a tensor, lacks. High means the opposite of the above.
-- change-over-norms: ||dw|| / sum_i ||dl(x_i)/dw||. The same with a norm of each summand.
+- sum-over-change: ||sum_i dl(x_i)/dw|| / ||dw||. The published code's ratio. That code takes the
+  mean over the batch and the change of the step before. Its copies of the weights share memory
+  with the weights, so all its scores are infinite.
+- change-over-sum: ||dw|| / ||sum_i dl(x_i)/dw||. Eq. (cancellation) as printed, with a norm added
+  around its denominator, which is a tensor there. High means the opposite of the above.
+- change-over-norms: ||dw|| / sum_i ||dl(x_i)/dw||. The same with the norm inside the sum.
 """
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
@@ -47,9 +47,9 @@ class _Watched(NamedTuple):
     """Sums over the micro-batches of the step so far."""
 
     norms_P: Tensor
-    """[P] sums over the examples of the norms of their gradients."""
+    """[P] sums over the examples of their gradients' norms."""
     sum_P: Tensor
-    """[P] norms of the sum of those gradients."""
+    """[P] norms of the sum of the examples' gradients."""
     weight: float
     """The factor of an example in the loss."""
 
@@ -65,16 +65,15 @@ class CancellationEffect:
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
-    Hooks of the optimizer follow its steps; clipping between backward and step changes nothing but
-    the step. A step counts if a backward pass was watched before it. Needs memory for one copy of
-    the parameters.
+    Hooks of the optimizer follow its steps. Clipping between backward and step affects dw alone. A
+    step counts if a backward pass was watched before it. Needs memory for a copy of the parameters.
 
-    C(w) sums over every step that counts; stop after T_c of them. Steps whose denominator is zero
-    (a warm-up that starts at a learning rate of zero) add no term: `terms` counts the others.
+    C(w) sums over all steps that count; the paper stops after T_c. A step whose denominator is
+    zero, as in a warm-up from a learning rate of zero, adds no term; `terms` counts the terms.
 
     Args:
-        model: what is trained.
-        optimizer: what steps it. Parameters that it does not hold are not scored.
+        model: the model that is trained.
+        optimizer: the optimizer that trains it. Only its parameters are scored.
 
     Raises:
         ValueError: the two share no parameter, or a module couples the examples of a batch.
@@ -96,7 +95,7 @@ class CancellationEffect:
             )
         refuse_coupled_examples(model)
         self.without_rule = without_rule(model, self._params)
-        """Modules for which `watching` takes one example at a time only."""
+        """Modules without a rule: with any of them `watching` takes one example at a time."""
         self._norms = None if self.without_rule else ExampleNorms(model, self._params)
         device = next(iter(self._params.values())).device
         shape = len(READINGS), len(self._params)
@@ -125,19 +124,18 @@ class CancellationEffect:
     def watching(self, num_examples: int, *, weight: float | None = None) -> Iterator[None]:
         """Forward and backward of one micro-batch; a step may have several.
 
-        With one example its gradient is what `p.grad` gains, whatever the model does. With more,
-        norms come from the inputs and output gradients of the modules (see
-        `doge_fast.stacked.example_norms`), which have to treat examples one by one.
+        The gradient of a single example is the change of `p.grad`, for any model. Several examples
+        need modules with rules that treat examples one by one (`doge_fast.stacked.example_norms`).
 
         Args:
-            num_examples: > 0; of the micro-batch.
-            weight: > 0; factor of each l(x_i) in the loss that is run backward, the same in the
-                whole step. None: 1 / num_examples, for a mean.
+            num_examples: > 0; examples of the micro-batch.
+            weight: > 0; the factor of each l(x_i) in the loss, constant within a step.
+                None: 1 / num_examples, for a mean.
 
         Raises:
-            ValueError: a number is out of range, the weight is not that of the micro-batch
-                before, or a module has no rule for several examples.
-            RuntimeError: what `ExampleNorms.recording` refuses.
+            ValueError: a number is out of range, the weight differs from that of the step's earlier
+                micro-batches, or there are several examples and a module without a rule.
+            RuntimeError: as `ExampleNorms.recording`.
         """
         weight = self._check(num_examples, weight)
         if num_examples == 1:
@@ -151,18 +149,18 @@ class CancellationEffect:
         device = self._scores_RP.device
         norms = [squared[name].double().sqrt().sum().to(device) for name in self._params]
         earlier_P = 0 if self._watched is None else self._watched.norms_P
-        # The gradient of all micro-batches so far, before anything clips it.
+        # p.grad holds all micro-batches so far, and nothing has clipped it yet.
         sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
         self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Sum `p.grad` and the norms of this step over all ranks; call it before the step.
 
-        Each rank has run backward on examples of its own, as many as the others and with the same
-        weight, and nothing has reduced its gradients yet.
+        All ranks must have run backward on the same number of examples with the same weight, and
+        without a reduction of gradients.
 
         Args:
-            summed: a tensor's sum over the ranks.
+            summed: returns the sum of a tensor over the ranks.
         """
         assert self._watched is not None
         for param in self._params.values():
@@ -184,11 +182,11 @@ class CancellationEffect:
         return dict(zip(self._params, self._row(self._scores_RP, reading), strict=True))
 
     def terms(self, reading: Reading = DEFAULT_READING) -> dict[str, int]:
-        """How many steps each score is the sum of, {name: count}; raises as `scores` does."""
+        """The number of terms of each score, {name: count}; raises as `scores` does."""
         return dict(zip(self._params, self._row(self._terms_RP, reading), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All sums so far, as tensors; copies. Between steps, not between micro-batches."""
+        """Copies of all sums so far. Call it between steps, not between micro-batches."""
         return {
             "scores": self._scores_RP.clone(),
             "terms": self._terms_RP.clone(),
@@ -204,7 +202,7 @@ class CancellationEffect:
         if state["scores"].shape != self._scores_RP.shape:
             raise ValueError(
                 f"The state has scores of {state['scores'].shape[-1]} parameters in "
-                f"{len(state['scores'])} readings; here are {len(self._params)} in "
+                f"{len(state['scores'])} readings; this model has {len(self._params)} in "
                 f"{len(READINGS)}. Load it into the model that it was saved from."
             )
         self._scores_RP.copy_(state["scores"])
@@ -237,19 +235,19 @@ class CancellationEffect:
             raise ValueError(f"weight must be a number greater than zero; got {weight}.")
         if self._watched is not None and self._watched.weight != weight:
             raise ValueError(
-                "All examples of a step must have the same weight in its loss; this micro-batch "
-                f"has {weight}, those before it {self._watched.weight}. Pass weight."
+                "All micro-batches of a step must have the same weight; this one has "
+                f"{weight}, the one before {self._watched.weight}. Pass weight."
             )
         if num_examples > 1 and self.without_rule:
             raise ValueError(
-                f"Norms per example of {', '.join(self.without_rule[:3])} are not known. Run one "
+                f"Norms per example need a rule for {', '.join(self.without_rule[:3])}. Run one "
                 "example after another, each inside watching(1, weight=...)."
             )
         return weight
 
     @contextmanager
     def _one_example(self) -> Iterator[dict[str, Tensor]]:
-        """Squared norms of what `p.grad` gains inside; filled at the end."""
+        """Squared norms of the changes of `p.grad` inside; filled at the end."""
         squared: dict[str, Tensor] = {}
         before = {
             name: None if param.grad is None else param.grad.clone()
@@ -293,7 +291,7 @@ class CancellationEffect:
     def _norm(self, name: str, value: Tensor | None) -> Tensor:
         if value is None:
             return torch.zeros((), dtype=torch.float64, device=self._params[name].device)
-        # Row by row: torch's float32 norm of many millions of elements is off in the third digit.
+        # Row by row: torch's float32 norm of millions of elements is off in the third digit.
         wide = torch.promote_types(value.dtype, torch.float32)
         rows = torch.linalg.vector_norm(value, dim=-1, dtype=wide) if value.dim() > 1 else value
         norm: Tensor = torch.linalg.vector_norm(rows.double())
@@ -301,15 +299,15 @@ class CancellationEffect:
 
 
 class Selection(NamedTuple):
-    """Parameters whose columns are to enter W."""
+    """Parameters whose columns enter W."""
 
     strategy: str
     names: tuple[str, ...]
-    """From the lowest or highest score on."""
+    """In order of score, the most extreme first."""
     num_columns: int
     """Elements of these parameters."""
     share: float
-    """Of the columns of all scored parameters."""
+    """`num_columns` over the elements of all scored parameters."""
 
 
 def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, int]) -> Selection:
@@ -321,11 +319,11 @@ def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, 
         columns: {name: number of elements} of the same parameters.
 
     Returns:
-        The selection; equal scores stand in the order of their names.
+        The selection; equal scores are ordered by name.
 
     Raises:
-        ValueError: another strategy, more parameters than there are, a score that is not finite,
-            or columns of other parameters.
+        ValueError: an unknown strategy, N above the number of parameters, a score that is not
+            finite, or `columns` of other parameters.
 
     Source: DoGE, appendix cancellation, strategies (1) and (2).
     """
@@ -344,7 +342,7 @@ def parse_strategy(strategy: str) -> tuple[Literal["low", "high"], int]:
     """("low" or "high", N) of "lowN" or "highN".
 
     Raises:
-        ValueError: it is neither, or N is not at least 1.
+        ValueError: any other text, or N < 1.
     """
     match = re.fullmatch(r"(low|high)([1-9][0-9]*)", strategy)
     if match is None:
@@ -359,10 +357,10 @@ def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> No
     if bad:
         raise ValueError(
             f"Only finite scores can be ranked; that of {bad[0]} is {scores[bad[0]]}. The "
-            "training that it was measured on has diverged; lower its learning rate."
+            "training run has diverged; lower its learning rate."
         )
     if set(scores) != set(columns):
         raise ValueError(
-            f"Scores and columns must be of the same parameters; only one of them has "
+            f"Scores and columns must name the same parameters; only one of them names "
             f"{sorted(set(scores) ^ set(columns))[0]}."
         )

@@ -1,4 +1,4 @@
-"""Losses of a batch that holds several domains: one mean per domain, as the method wants them."""
+"""Losses of a batch that holds several domains: one mean per domain."""
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
@@ -31,24 +31,23 @@ def domain_losses(
 
     l_i  =  1 / n_i  sum over the targets t of domain i of  - log p(t)
 
-    Token by token the loss of position p is that of label p + 1, as in causal language models of
-    transformers. The sum of the result is what `DoGEOptimizer.stacked` differentiates: its
-    gradient with respect to domain i's tokens is that of l_i.
+    Position p predicts label p + 1, as in causal language models of transformers. Run backward on
+    the sum of the result inside `DoGEOptimizer.stacked`: domain i's tokens get the gradient of l_i.
 
     Args:
         logits_BLV: [B, L, V] floating.
-        labels_BL: [B, L] int64; tokens, or `ignore_index` where nothing is to be predicted.
+        labels_BL: [B, L] int64; tokens, or `ignore_index` where nothing is predicted.
         sizes: number of examples of each domain, in the order of the batch.
-        num_targets: n_i where a domain's targets are spread over several micro-batches: those of
-            the whole optimizer step. None: those of this batch.
+        num_targets: {domain: n_i}, the targets in the whole optimizer step, if it has several
+            micro-batches. None: the targets of this batch.
         ignore_index: the label that is not predicted.
 
     Returns:
-        [D] float32 (float64 for float64 logits), one for each domain of `sizes` that has
-        examples, in their order; 0 for a domain whose targets are all ignored.
+        [D] float32 (float64 for float64 logits), for the domains with examples in the order of
+        `sizes`; 0 for a domain whose targets are all ignored.
 
     Raises:
-        ValueError: the shapes do not belong together, or `sizes` do not add up to the batch.
+        ValueError: the shapes do not match, or `sizes` do not add up to the batch.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
     """
@@ -82,35 +81,35 @@ def linear_domain_losses(
     l_i  =  1 / n_i  sum over the targets t of domain i of  - log softmax(W h + b)_t
 
     Equals `domain_losses(F.linear(hidden_BLH, weight_VH, bias_V), labels_BL, sizes)` to rounding.
-    Logits are B L V numbers there, several times over; here those of the largest domain (or of
-    `chunk_tokens` tokens), which are computed a second time in the backward pass: one product of
-    the head's size more. Inside `DoGEOptimizer.stacked` each domain's gradient of the head goes
-    straight into its row::
+    That call keeps B L V logits several times over; this one has the logits of one domain (or of
+    `chunk_tokens` tokens) at a time and computes them again in the backward pass, which costs one
+    more product of the head's size. Inside `DoGEOptimizer.stacked` each domain's gradient of the
+    head goes straight into its row::
 
         with optimizer.stacked(model, sizes):
             hidden = model.base_model(input_ids).last_hidden_state
             head = model.get_output_embeddings()
             linear_domain_losses(hidden, head.weight, labels, sizes).sum().backward()
 
-    For heads that are a product and nothing else: no scale and no cap of the logits. Runs outside
-    what `torch.compile` compiles. Under autocast the products are of its dtype.
+    For heads that do not scale or cap the logits. Call it outside compiled code. Under autocast the
+    products have its dtype.
 
     Args:
-        hidden_BLH: [B, L, H] floating, what the head reads.
-        weight_VH: [V, H], of the head.
+        hidden_BLH: [B, L, H] floating, the input of the head.
+        weight_VH: [V, H], the head's weight.
         labels_BL: as for `domain_losses`.
-        sizes: as for `domain_losses`; inside `stacked`, the very sizes of the batch.
-        bias_V: [V], of the head.
+        sizes: as for `domain_losses`; inside `stacked`, the sizes that it was given.
+        bias_V: [V], the head's bias.
         num_targets: as for `domain_losses`.
         ignore_index: as for `domain_losses`.
-        chunk_tokens: tokens whose logits exist at a time; None: a whole domain's.
+        chunk_tokens: >= 1; tokens whose logits exist at a time. None: a whole domain.
 
     Returns:
         As `domain_losses`.
 
     Raises:
-        ValueError: the shapes do not belong together, or `sizes` do not add up to the batch or
-            are not those of the stacked batch.
+        ValueError: the shapes do not match, `sizes` do not add up to the batch, or they differ
+            from those of the stacked batch.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
     """
@@ -133,26 +132,26 @@ def linear_domain_losses(
 
 
 class _Head(NamedTuple):
-    """What the autograd function is given beside tensors."""
+    """The arguments of `_LinearLosses` that are no tensors."""
 
     spans: tuple[slice, ...]
     """Tokens of each domain."""
     ignore_index: int
     chunk_tokens: int | None
     weight_pass: StackedModel | None
-    """The stacked pass that takes the weight's gradient domain by domain; None: autograd does."""
+    """The stacked pass that trains the weight; None: autograd gets its gradient."""
     bias_pass: StackedModel | None
-    """The stacked pass that takes the bias's."""
+    """The same for the bias."""
 
     def chunks(self, span: slice) -> list[slice]:
-        """The tokens of a domain in one chunk or several; the logits of one exist at a time."""
+        """The chunks of a domain's tokens; at least one, even without tokens."""
         step = self.chunk_tokens or max(1, span.stop - span.start)
         firsts = range(span.start, max(span.stop, span.start + 1), step)
         return [slice(first, min(span.stop, first + step)) for first in firsts]
 
 
 def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
-    """The stacked pass under way that trains `param`, whose batch must be ours."""
+    """The stacked pass under way that trains `param`; ValueError if its batch is another one."""
     stacked = pass_of(param)
     if stacked is not None:
         expected = [segment.last - segment.first for segment in stacked.segments]
@@ -165,7 +164,7 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
 
 
 class _LinearLosses(torch.autograd.Function):
-    """[D] sums of token losses; logits are computed in both passes and not kept."""
+    """[D] sums of token losses. The backward pass computes the logits again."""
 
     @staticmethod
     def forward(
@@ -204,18 +203,18 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _head_gradients(ctx: Any, grad_D: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden states, weight and bias; None for what a stacked pass takes."""
+    """Gradients of hidden states, weight and bias; None if a stacked pass writes it to the rows."""
     hidden_TH, weight_param, bias_param, weight_VH, bias_V, targets_T = ctx.saved_tensors
     head: _Head = ctx.head
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     counted_T = targets_T != head.ignore_index
-    # An index that exists, for positions that count nothing.
+    # Ignored positions get a valid index; their share is zero.
     targets_T = torch.where(counted_T, targets_T, 0)
     parts = zip(grad_D.unbind(), head.spans, strict=True)
-    # What the loss of each token counts.
+    # d(result) / d(loss of the token).
     share_T = counted_T * torch.cat([grad.expand(span.stop - span.start) for grad, span in parts])
     minus_share_T = -share_T
-    # 16 bits hold one product; several add up in float32.
+    # 16 bits are enough for one product; sums of several are float32.
     wide = wide_dtype(hidden_TH.dtype)
     grad_TH = torch.empty_like(hidden_TH) if needs_hidden else None
     grad_VH = grad_V = None
@@ -233,7 +232,7 @@ def _head_gradients(ctx: Any, grad_D: Tensor) -> tuple[Tensor | None, ...]:
             for index, chunk in enumerate(chunks):
                 hidden_CH = hidden_TH[chunk]
                 logits_CV = exact(F.linear(hidden_CH, weight_VH, bias_V))
-                # (softmax(logits) - one-hot(target)) times what the loss of the token counts.
+                # share_t (softmax(logits) - one-hot(target)).
                 slope_CV = torch.softmax(logits_CV, 1).mul_(share_T[chunk, None])
                 del logits_CV
                 slope_CV.scatter_add_(1, targets_T[chunk, None], minus_share_T[chunk, None])
@@ -256,14 +255,9 @@ def _memory_for(
     domain: int,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor | None, bool]]:
-    """Where a domain's gradient of a parameter goes, and whether it holds something already.
+    """The memory for a domain's gradient of weight or bias; True if it must be added there.
 
-    Args:
-        whole: the gradient of the batch, if autograd gets it.
-        param: weight or bias.
-        stacked: the pass that has a row for each domain.
-        domain: of the batch, by number.
-        dtype: in which the gradient is computed.
+    `whole`, the batch's gradient for autograd, or the row of domain number `domain` in `stacked`.
     """
     if stacked is None:
         yield whole, True
@@ -273,7 +267,7 @@ def _memory_for(
     if out.dtype.itemsize >= dtype.itemsize:
         yield out[0], adds
         return
-    # A row that is narrower than a sum of several products rounds it once.
+    # A 16-bit row: sum the products in float32 and round once.
     value = torch.zeros_like(out, dtype=dtype)
     yield value[0], True
     put(out, value, adds)
@@ -292,7 +286,7 @@ def _counts(
     device = targets_BL.device
     counts = [num_targets[name] for name in names]
     if not any(isinstance(count, Tensor) and count.device == device for count in counts):
-        # All of them in one copy, which the host does not wait for.
+        # One copy for all counts.
         return on_device([int(count) for count in counts], device).clamp(min=1)
     return torch.stack(
         [count if isinstance(count, Tensor) else on_device([count], device)[0] for count in counts]
@@ -300,13 +294,13 @@ def _counts(
 
 
 def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
-    """[D] sums over the tokens of each domain, in a few operators for any number of domains."""
+    """[D] sums over the tokens of each domain; the number of operators does not grow with D."""
     if len(set(examples)) == 1:
         return values_BP.reshape(len(examples), -1).sum(1)
     device = values_BP.device
     domain_of = [domain for domain, number in enumerate(examples) for _ in range(number)]
     is_in_DB = torch.arange(len(examples), device=device)[:, None] == on_device(domain_of, device)
-    # Not a product with the mask: a loss that is NaN stays in its domain.
+    # torch.where, not a product with the mask: NaN * 0 would reach every domain.
     return torch.where(is_in_DB, values_BP.sum(1), 0).sum(1)
 
 

@@ -38,20 +38,20 @@ def accumulate(
 
     rows[i]  =  grads[i]     or, with `add`,     rows[i]  =  rows[i] + grads[i]
 
-    Added in float32, in float64 if either side is, and rounded to the row's dtype (from float64
-    to 16 bits perhaps by way of float32). Rows must not overlap each other or a gradient. Reads
-    each gradient once (and its row, with `add`); writes each row once.
+    Sums are float64 if either side is, else float32, and rounded to the row's dtype (from float64
+    to 16 bits possibly through float32). Rows must not overlap each other or a gradient. Reads each
+    gradient once (and its row, with `add`); writes each row once.
 
     Args:
-        grads: dense tensors of any shape and of float32, bfloat16, float16 or float64; one
-            that is not contiguous is copied first.
-        rows: for each gradient a contiguous tensor of as many elements, of any of the dtypes,
-            on the same device.
-        add: whether what the rows hold counts.
+        grads: dense tensors of any shape, of float32, bfloat16, float16 or float64; a tensor that
+            is not contiguous is copied first.
+        rows: for each gradient a contiguous tensor with the same number of elements and device, of
+            any of these dtypes.
+        add: whether to add to the rows or to overwrite them.
         implementation: as for `gram`.
 
     Raises:
-        ValueError: the lists differ in length, or a row in size or device from its gradient;
+        ValueError: the lists differ in length; a row differs from its gradient in size or device;
             a gradient is sparse; a row is not contiguous.
         RuntimeError: the forced implementation cannot run.
     """
@@ -68,12 +68,12 @@ def accumulate(
 
 
 def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None:
-    """`accumulate`, for who knows that each gradient has its row's shape and device.
+    """`accumulate` for a caller that guarantees each row its gradient's shape and device.
 
-    For many small ones the check, or an operator that torch dispatches, would take longer than the
-    work. Both are left out where all are contiguous and on one device.
+    If all gradients are contiguous and on one device, this skips the check and torch's dispatcher,
+    which take longer than the work for many small gradients.
     """
-    # A subclass may have no memory of its own, as in a FakeTensorMode.
+    # Plain tensors only: a subclass may have no memory, as in a FakeTensorMode.
     are_plain = set(map(type, grads)) == {Tensor} and all(map(Tensor.is_contiguous, grads))
     if not are_plain or not is_one_device(grads):
         accumulate(grads, rows, add=add)
@@ -93,7 +93,7 @@ TILE_COLUMNS = 65_536
 def accumulate_torch(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
     """rows[i] = grads[i], or rows[i] += grads[i], in the wider of the two dtypes.
 
-    Elsewhere than on a CPU they have one shape: views would cost the host more than all else.
+    On a GPU each gradient has its row's shape.
     """
     if rows and not rows[0].is_cpu:
         _in_few_launches(list(grads), list(rows), add)
@@ -109,7 +109,7 @@ def accumulate_torch(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool)
 
 
 def _in_few_launches(grads: list[Tensor], rows: list[Tensor], add: bool) -> None:
-    # Addresses travel as arguments of the kernels: nothing is uploaded, and a graph can hold it.
+    # foreach kernels take addresses as arguments: no upload, and a CUDA graph can capture them.
     if add:
         torch._foreach_add_(rows, grads)
     else:
@@ -117,8 +117,8 @@ def _in_few_launches(grads: list[Tensor], rows: list[Tensor], add: bool) -> None
 
 
 def _add_in_tiles(grad_N: Tensor, row_N: Tensor) -> None:
-    # Tiles: torch would make whole-row copies in the common dtype on a CPU. float16 with
-    # bfloat16 promotes to float32, so no pair loses more than the store does.
+    # In tiles: on a CPU torch would copy whole rows to the common dtype. float16 with bfloat16
+    # promotes to float32, so only the store rounds.
     common = torch.promote_types(grad_N.dtype, row_N.dtype)
     for first in range(0, len(row_N), TILE_COLUMNS):
         row_T = row_N[first : first + TILE_COLUMNS]
@@ -155,8 +155,8 @@ NUM_WARPS = 4
 def accumulate_triton(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
     """rows[i] = grads[i], or rows[i] += grads[i].
 
-    A table is uploaded for every new list of addresses. Where the allocator hands out the same
-    ones step after step, the table of the first step serves again.
+    A table is uploaded for every new list of addresses, and used again if the allocator returns the
+    same addresses in later steps.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and these addresses were not seen before.
@@ -180,7 +180,7 @@ def accumulate_triton(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool
 
 
 def constants_of(grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool) -> dict[str, Any]:
-    """Compile-time arguments, but for the alignment."""
+    """Compile-time arguments except the alignment."""
     return {
         "CHUNK": CHUNK_COLUMNS,
         "BLOCK": BLOCK,
@@ -227,11 +227,11 @@ def accumulate_chunk(
 def on_gpu() -> tuple[str, ...]:
     """Best first.
 
-    Gradients are at other addresses in every step: CUDA's kernel and torch's foreach operators take
-    them as arguments, where Triton needs a table on the device. CUDA's has several times the
-    blocks, but nobody waits a minute for nvcc because of it, or is told to: it comes first where it
-    was compiled for something else.
+    Gradients have new addresses in every step. CUDA's kernel and torch's foreach operators take
+    addresses as arguments; Triton needs a table on the device.
     """
+    # CUDA's kernel has several times the blocks of torch's, but is not worth a minute of nvcc: it
+    # comes first only if the library exists already.
     return (
         ("cuda", "torch", "triton") if build.is_built(build.CUDA) else ("torch", "cuda", "triton")
     )
@@ -261,7 +261,7 @@ def check_accumulate(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool)
 
 
 def _are_pairs(grads: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
-    """Whether nothing is to be refused: what the loops of `check_accumulate` see, in C."""
+    """The conditions of `check_accumulate`, without Python loops."""
     both = [*grads, *rows]
     return (
         list(map(Tensor.numel, grads)) == list(map(Tensor.numel, rows))
@@ -284,7 +284,7 @@ def _run(
     if not grads and not rows:
         return
     device = (grads or rows)[0].device
-    # On a CPU each pair is viewed by itself.
+    # The CPU implementations view each pair themselves.
     are_alike = device.type == "cpu" or list(map(_shape_of, grads)) == list(map(_shape_of, rows))
     if not are_alike or not all(map(Tensor.is_contiguous, grads)):
         check_accumulate(grads, rows, add)

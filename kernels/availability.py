@@ -1,6 +1,6 @@
-"""Why an implementation cannot run on a device, as one sentence; None where it seems to.
+"""The reason why an implementation cannot run on a device, as one sentence, or None.
 
-Asking for a compiled one compiles it, if the cache has none.
+For a compiled implementation this compiles it, unless it is in the cache.
 """
 
 import os
@@ -23,7 +23,7 @@ def of_cpp(device: torch.device) -> str | None:
 
 
 def of_cuda(device: torch.device) -> str | None:
-    """Needs a GPU of NVIDIA's and nvcc; on a CPU, to be asked for the emulator."""
+    """Needs an NVIDIA GPU and nvcc, or on a CPU DOGE_FAST_CUDA_EMULATE=1."""
     if device.type == "cpu" and os.environ.get("DOGE_FAST_CUDA_EMULATE", "0") in ("", "0"):
         return (
             "It drives GPUs of NVIDIA; DOGE_FAST_CUDA_EMULATE=1 runs its kernels on a CPU, slowly, "

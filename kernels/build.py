@@ -1,15 +1,15 @@
 """Compiles csrc/ on first use, or says in one sentence why it cannot.
 
-`torch.utils.cpp_extension.load` does the work, in a process of its own and in a fresh directory.
-That is then renamed into a cache of ours, under a hash of all that decides what the library will
-be; torch's has one directory for all sources, flags and CPUs. A lock that ends with its holder lets
-others wait; torch's lock file outlives a build that was killed, and is waited for for ever.
+`torch.utils.cpp_extension.load` builds in a separate process and in a fresh directory. That is then
+renamed into our cache, under a hash of sources, flags, compiler and CPU; torch's cache has one
+directory for all of them. Other processes wait at a lock that ends with its holder; torch's
+lock file outlives a killed build, and processes wait for it forever.
 
 Environment, besides what torch's builder reads (CXX, CC, CUDA_HOME, MAX_JOBS,
 TORCH_CUDA_ARCH_LIST):
-    DOGE_FAST_CACHE, TORCH_EXTENSIONS_DIR: where libraries are kept, the first that is set.
-    DOGE_FAST_NO_JIT: 1 to do without compiled code.
-    DOGE_FAST_MARCH: the CPU to compile for, as -march= takes it; else that of this machine.
+    DOGE_FAST_CACHE, TORCH_EXTENSIONS_DIR: the cache directory; the first that is set.
+    DOGE_FAST_NO_JIT: 1 to run without compiled code.
+    DOGE_FAST_MARCH: the CPU to compile for, a value of -march=; default: this machine's.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ from doge_fast._layout import CSRC_DIR
 
 # The libraries, as torch.ops names them.
 CPP, CUDA, EMULATED = "doge_fast_cpp", "doge_fast_cuda", "doge_fast_cuda_emulated"
-# What pip install 'doge-fast[kernels]' brings.
+# The extra 'doge-fast[kernels]'.
 PACKAGES = ("ninja", "filelock", "setuptools")
 # A minute for the CPU, several for a GPU; an overloaded machine takes many times that.
 _TIMEOUT_S = 1800.0
-# 2.11, the lowest torch we accept: the binary then calls nothing that a later one lacks.
+# 2.11, the lowest torch we accept: the binary then runs with later versions, too.
 _COMMON_FLAGS = ("-std=c++20", "-DTORCH_TARGET_VERSION=0x020b000000000000")
-# No errno and no trap handlers: lets `a * b + c` and selects become vector instructions.
+# Without errno and traps `a * b + c` and selects become vector instructions.
 _FAST = ("-O2", "-fno-math-errno", "-fno-trapping-math")
 _CXX_FLAGS = (*_COMMON_FLAGS, *_FAST, "-fvisibility=hidden")
 # torch declares its streams with USE_CUDA only.
@@ -54,7 +54,7 @@ _EMULATOR_FLAGS = (*_CXX_FLAGS, "-O1", "-DDOGE_EMULATED", "-x", "c++")
 # The CUDA kernels need bfloat16 matrix units and asynchronous copies.
 LOWEST_CAPABILITY = (8, 0)
 
-# The program of the process that builds; it looks for packages where this one does.
+# The program of the building process; it has this process's sys.path.
 _BUILD = """
 import json, sys
 arguments = json.load(sys.stdin)
@@ -64,28 +64,28 @@ load(**arguments)
 """
 
 _loading = threading.Lock()
-# By library: why it cannot be had, or None once its operators are there. One process tries once.
+# {library: the reason why it is unavailable, or None once it is loaded}. A process tries once.
 _outcomes: dict[str, str | None] = {}
 
 
 class BuildError(RuntimeError):
-    """The compiled operators cannot be had; the message is one sentence with the reason."""
+    """The compiled operators are unavailable; the message is one sentence with the reason."""
 
 
 class Recipe(NamedTuple):
-    """How a library is made."""
+    """The inputs of a build."""
 
     sources: Path
-    """A folder; headers of its parent count too."""
+    """A folder; its parent holds shared headers."""
     flags: Sequence[str]
     identity: str
-    """Of the compiler and of what it compiles for."""
+    """Of the compiler and its target."""
     with_cuda: bool = False
     architectures: str = ""
     """TORCH_CUDA_ARCH_LIST; empty: the GPUs that torch sees."""
 
     def key(self) -> str:
-        """A hash of all that decides what the library will be."""
+        """A hash of everything that determines the library."""
         digest = hashlib.sha256(f"{torch.__version__} {platform.system()} {self[1:]}".encode())
         for file in sorted([*self.sources.parent.glob("*.h"), *self.sources.glob("*.*")]):
             digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
@@ -102,12 +102,12 @@ def operators(name: str) -> Any:
 
 
 def cuda_operators(device_type: str) -> Any:
-    """The CUDA operators that read the memory of "cuda" or, emulated, of "cpu"."""
+    """The CUDA operators for "cuda", or the emulated ones for "cpu"."""
     return operators(CUDA if device_type == "cuda" else EMULATED)
 
 
 def unavailable_reason(name: str) -> str | None:
-    """Load one of the three libraries, built if need be; None, or in a sentence why it failed."""
+    """Build and load one of the three libraries; None, or the reason of a failure."""
     with _loading:
         # A second copy of the same registrations would end the process.
         if name not in _outcomes and not hasattr(getattr(torch.ops, name), "gram"):
@@ -119,7 +119,7 @@ def unavailable_reason(name: str) -> str | None:
 
 
 def is_built(name: str) -> bool:
-    """Whether one of the three libraries is loaded or in the cache: nobody waits for a compiler."""
+    """Whether one of the three libraries is loaded or in the cache; compiles nothing."""
     try:
         is_loaded = hasattr(getattr(torch.ops, name), "gram")
         return is_loaded or _path_of(name, recipe_of(name)).is_file()
@@ -128,10 +128,10 @@ def is_built(name: str) -> bool:
 
 
 def load_library(name: str, recipe: Recipe) -> Path:
-    """Load a library, built before if the cache has no whole copy, and return its path.
+    """Load a library and return its path; build it first if the cache has no intact copy.
 
     Raises:
-        BuildError: it cannot be built, does not load, or others may have written it.
+        BuildError: it cannot be built or loaded, or other users can write to it.
     """
     library = _path_of(name, recipe)
     cache = library.parent.parent
@@ -144,8 +144,8 @@ def load_library(name: str, recipe: Recipe) -> Path:
             _check_private(path)
     except (OSError, NotImplementedError) as error:
         raise BuildError(
-            f"The cache {cache} cannot be written or locked ({error}); set DOGE_FAST_CACHE to a "
-            "directory that can."
+            f"The cache {cache} cannot be written or locked ({error}); set DOGE_FAST_CACHE to "
+            "another directory."
         ) from error
     try:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ def load_library(name: str, recipe: Recipe) -> Path:
 
 
 def recipe_of(name: str) -> Recipe:
-    """The recipe of one of the three libraries; raises BuildError where no compiler fits."""
+    """The recipe of one of the three libraries; BuildError without a suitable compiler."""
     if name == CUDA:
         return _cuda_recipe(CSRC_DIR / "cuda")
     if name == CPP:
@@ -166,8 +166,8 @@ def recipe_of(name: str) -> Recipe:
 def cpp_recipe(sources: Path) -> Recipe:
     """The recipe of a folder of C++, for the CPU of this machine or that of `DOGE_FAST_MARCH`."""
     march = os.environ.get("DOGE_FAST_MARCH") or "native"
-    # Tuned for some CPUs GCC takes multiply-adds apart, which changes the last bits. Elsewhere than
-    # on x86-64 compilers have no option in common, and need none.
+    # Generic tuning: for some CPUs GCC splits multiply-adds, which changes the last bits. Compilers
+    # have no common option for other architectures than x86-64, and need none.
     of_cpu = (f"-march={march}", "-mtune=generic") if platform.machine() == "x86_64" else ()
     flags = (*_CXX_FLAGS, *of_cpu)
     return Recipe(sources, flags, _macros(flags))
@@ -184,25 +184,25 @@ def _check_possible() -> None:
 
 
 def cxx() -> str:
-    """The C++ compiler, as torch's builder takes it: one program."""
+    """The C++ compiler; torch's builder takes one program without arguments."""
     return os.environ.get("CXX") or "c++"
 
 
 def _macros(flags: Sequence[str]) -> str:
-    """What the C++ compiler defines: its version, and every part of the CPU that it may use."""
+    """The C++ compiler's predefined macros: its version and the CPU's features."""
     _check_possible()
     path = shutil.which(cxx())
     if path is None:
         raise BuildError(
             f"No C++ compiler was found: {cxx()} is no program; install one, or set CXX to the "
-            "path of one that knows C++20, without arguments."
+            "path of a C++20 compiler, without arguments."
         )
     return path + _said_by(path, *flags, "-dM", "-E", "-x", "c++", os.devnull)
 
 
 def _cuda_recipe(sources: Path) -> Recipe:
     _check_possible()
-    # It looks for a toolkit when it is imported.
+    # Not at the top: the import searches for a CUDA toolkit.
     from torch.utils.cpp_extension import CUDA_HOME
 
     nvcc = f"{CUDA_HOME}/bin/nvcc"
@@ -214,8 +214,8 @@ def _cuda_recipe(sources: Path) -> Recipe:
     version = _said_by(nvcc, "--version")
     if f"release {str(torch.version.cuda).split('.')[0]}." not in version:
         raise BuildError(
-            f"{nvcc} is of another CUDA than torch, which is of {torch.version.cuda}; set "
-            "CUDA_HOME to a toolkit of that major version."
+            f"{nvcc} has another major version than torch's CUDA {torch.version.cuda}; set "
+            "CUDA_HOME to a toolkit of that version."
         )
     present = [*map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))]
     listed = needed_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), present)
@@ -225,10 +225,10 @@ def _cuda_recipe(sources: Path) -> Recipe:
 
 
 def needed_architectures(listed: str, present: Sequence[tuple[int, int]]) -> str:
-    """Of TORCH_CUDA_ARCH_LIST what serves the GPUs that are present: each takes a minute.
+    """The entries of TORCH_CUDA_ARCH_LIST that the present GPUs need; each takes a minute.
 
-    A GPU is served by the latest code of its own generation that is not later than it, or by
-    earlier PTX; empty where nothing serves any. Names such as "Hopper" are left to torch.
+    For each GPU the highest entry up to its capability, of its own generation or with PTX. Empty if
+    there is none. A list with names such as "Hopper" is returned unchanged.
     """
     names = [name for name in re.split(r"[;,\s]+", listed) if name]
     if not present or not all(re.fullmatch(r"\d+\.\da?(\+PTX)?", name) for name in names):
@@ -265,7 +265,7 @@ def _path_of(name: str, recipe: Recipe) -> Path:
 
 
 def cache_dir() -> Path:
-    """Where what is made once is kept: `DOGE_FAST_CACHE`, else in `XDG_CACHE_HOME` or ~/.cache.
+    """The cache directory: `DOGE_FAST_CACHE`, else doge_fast in `XDG_CACHE_HOME` or ~/.cache.
 
     Raises:
         BuildError: this user has no home directory.
@@ -273,24 +273,24 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("DOGE_FAST_CACHE"):
         return Path(chosen).expanduser().absolute()
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # What becomes of it with no home directory, and with an empty HOME.
+    # The results without a home directory, and with an empty HOME.
     if caches in ("~/.cache", "/.cache"):
         raise BuildError("This user has no home directory for a cache; set DOGE_FAST_CACHE.")
     return Path(caches) / "doge_fast"
 
 
 def _check_private(path: Path) -> None:
-    """Refuse to run what another user may have written."""
+    """Refuse a path that another user can write to."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
-            f"{path} belongs to another user, or others may write it, and what is there runs in "
+            f"{path} belongs to another user, or others can write to it, and its code runs in "
             "this process; set DOGE_FAST_CACHE to a directory of your own, or `chmod go-w` it."
         )
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the library is there as it was written, by the digest beside it."""
+    """Whether the library is intact, by the digest in the file beside it."""
     try:
         return library.with_suffix(".sha256").read_text("utf-8") == _digest_of(library)
     except (OSError, UnicodeError):
@@ -302,7 +302,7 @@ def _digest_of(library: Path) -> str:
 
 
 def _build_alone(library: Path, recipe: Recipe) -> None:
-    """Build in a fresh directory beside the library's, and rename it into its place."""
+    """Build in a fresh directory under a lock, then rename it into its place."""
     from filelock import FileLock
 
     folder, cache = library.parent, library.parent.parent
@@ -310,7 +310,7 @@ def _build_alone(library: Path, recipe: Recipe) -> None:
     with FileLock(cache / f"{folder.name}.lock", timeout=_TIMEOUT_S):
         if _is_whole(library):
             return
-        # Left by builds that were killed.
+        # Directories of killed builds.
         for left in cache.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(
@@ -320,18 +320,18 @@ def _build_alone(library: Path, recipe: Recipe) -> None:
             made.mkdir(mode=0o700)
             compile_into(made, library.stem, recipe)
             built = made / library.name
-            # Whatever the umask: others must not write it.
+            # Others must not write to it, whatever the umask.
             built.chmod(0o755)
             built.with_suffix(".sha256").write_text(_digest_of(built), "utf-8")
             if folder.exists():
-                # Damaged, by a full disk for example; loading it may end the process.
+                # Damaged, by a full disk for example; loading it could crash the process.
                 folder.rename(Path(scratch) / "damaged")
             made.rename(folder)
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End what is left of a build: torch's process, ninja and the compilers."""
-    # Ninja gives each compiler a group of its own, and ends it when it is asked to end itself.
+    """End a build with all its processes: torch's, ninja and the compilers."""
+    # SIGTERM first: each compiler has its own group, which ninja ends when it is terminated.
     for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -343,7 +343,7 @@ def _end_group(process: subprocess.Popen[str]) -> None:
 
 
 def compile_into(folder: Path, name: str, recipe: Recipe) -> None:
-    """Let torch's builder make `<name>.so` in an empty folder; raises BuildError."""
+    """Build `<name>.so` in an empty folder with torch's builder; raises BuildError."""
     import ninja
 
     sources = sorted(f for f in recipe.sources.iterdir() if f.suffix in (".cpp", ".cu"))
@@ -355,9 +355,9 @@ def compile_into(folder: Path, name: str, recipe: Recipe) -> None:
     }
     environment = {
         **os.environ,
-        # The ninja of this Python's environment, which need not be on PATH.
+        # Ninja of this Python environment, which may not be on PATH.
         "PATH": os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")]),
-        # Messages in English: the first error is looked for.
+        # English messages: the first "error:" is searched below.
         **{"LC_ALL": "C", "TORCH_CUDA_ARCH_LIST": recipe.architectures},
     }
     with subprocess.Popen(
@@ -368,7 +368,7 @@ def compile_into(folder: Path, name: str, recipe: Recipe) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # A group, with ninja and the compilers, that can be ended together.
+        # A process group, so that `_end_group` can end ninja as well.
         start_new_session=True,
     ) as process:
         try:
@@ -378,7 +378,7 @@ def compile_into(folder: Path, name: str, recipe: Recipe) -> None:
         finally:
             _end_group(process)
     if process.returncode != 0 or not (folder / f"{name}.so").is_file():
-        # Of a compiler the first error, else the last line, torch's.
+        # The compiler's first error, else the last line, which is torch's.
         lines = [line for line in map(str.strip, said.splitlines()) if line]
         errors = [line for line in lines if re.search(r"(^|\s)(\w+ )?error:", line)]
         raise BuildError(f"Torch's builder failed: {(errors or lines[-1:] or ['silently'])[0]}")

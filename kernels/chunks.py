@@ -1,13 +1,11 @@
-"""Chunk tables: how a list of blocks reaches one GPU launch.
+"""Chunk tables: the arguments of one GPU launch over a list of blocks.
 
-A table has one row of int64 per chunk of at most `chunk_columns` columns: addresses, the row
-stride where there is one, the length. It is uploaded once and kept: blocks of a flat buffer
-live at the same address step after step, so the usual launch copies nothing and waits for
-nothing. What depends on the list of blocks alone (checks, spans, the key of the tables) is kept
-too; it is found by all that it is made of, addresses, shapes, strides, dtypes and devices, which
-takes a fraction of the time. A capture into a CUDA graph cannot upload: it follows one ordinary
-call with the same blocks, and the tables it used are kept for good, since the graph reads them
-whenever it runs.
+A table has one int64 row per chunk of at most `chunk_columns` columns: addresses, a row stride if
+there is one, and the length. Tables are uploaded once and kept: the blocks of a flat buffer have
+the same addresses in every step, so a launch normally copies nothing and waits for nothing. The
+results of checks and the spans of a list are kept as well, by the addresses, shapes, strides,
+dtypes and devices of its blocks. A CUDA graph capture cannot upload. It must follow an ordinary
+call with the same blocks; the tables that it used are kept forever, because the graph reads them.
 """
 
 from collections import OrderedDict, defaultdict
@@ -18,21 +16,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Each operator keeps tables up to this cost, some 16 MB: a table costs its number of rows, and 64
-# for what surrounds it. One budget for all would let gradients, which move from step to step, push
-# out the tables of rows that stay.
+# Each operator keeps tables up to this cost, some 16 MB: a table costs its number of rows, plus 64.
+# Budgets are separate so that gradients, whose addresses change from step to step, do not evict the
+# tables of the buffer's rows.
 MAX_COST, COST_OF_A_TABLE = 1 << 19, 64
-# Whatever they cost: a step has so many lists for one operator, and with models beyond 500 million
-# columns two would push each other out, to be uploaded at every step.
+# Kept whatever their cost: a step has so many lists per operator. Beyond 500 million columns two
+# tables would otherwise evict each other in every step.
 MIN_TABLES = 4
 # Lists of blocks whose spans are kept: an optimizer has two to four.
 MAX_LISTS = 32
-# What a launch may promise the compiler, in elements; blocks that start on 64 elements keep it.
+# The alignment that a launch promises the compiler, in elements; blocks start on 64 elements.
 ALIGNED_ELEMENTS = 16
 
 
 class Span(NamedTuple):
-    """A block as the device sees it: addresses that advance with the column, and sizes."""
+    """Addresses and sizes of a block, and of its output if there is one."""
 
     source: int
     source_itemsize: int
@@ -43,25 +41,25 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, block: Tensor, out: Tensor | None = None) -> "Span":
-        """A block [R, n], and the [n] that it is summed into, where there is one."""
+        """The span of a block [R, n] and its output [n]."""
         of_block = (block.data_ptr(), block.itemsize, block.stride(0), block.shape[1])
         return cls(*of_block) if out is None else cls(*of_block, out.data_ptr(), out.itemsize)
 
 
 class Spans(tuple[Span, ...]):
-    """Spans in a key: the hash of a thousand numbers is computed once."""
+    """Spans as a key, whose hash is computed once."""
 
     _hash: int | None = None
 
     def __hash__(self) -> int:
-        """As that of a tuple."""
+        """The hash of the tuple."""
         if self._hash is None:
             self._hash = super().__hash__()
         return self._hash
 
 
 class ChunkTable(NamedTuple):
-    """A table on the device, and what a kernel's launch needs to know about it."""
+    """A table on the device, with the arguments of a launch."""
 
     table: Tensor
     num_chunks: int
@@ -71,7 +69,7 @@ class ChunkTable(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The tables of one list of blocks; on a GPU the stream and the event of the upload."""
+    """The tables of one list of blocks; on a GPU with the stream and the event of their upload."""
 
     tables: tuple[ChunkTable, ...]
     stream: torch.cuda.Stream | None
@@ -81,7 +79,7 @@ class _Kept(NamedTuple):
         return COST_OF_A_TABLE + sum(table.num_chunks for table in self.tables)
 
     def wait(self) -> None:
-        """Let the current stream, where it is another than the upload's, wait for the upload."""
+        """Let the current stream wait for the upload, if that ran on another stream."""
         if self.stream is None or self.uploaded is None:
             return
         stream = torch.cuda.current_stream(self.stream.device)
@@ -107,11 +105,11 @@ def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _Grou
     """The spans of blocks, or of blocks and outputs, for each tuple of dtypes: one launch each.
 
     Args:
-        check: raises what is to be raised about these lists; called where they are new. It may
-            look at nothing but the sizes, strides, dtypes and devices of their tensors.
-        lists: blocks [R, n], and the [n] that each is summed into, where there are any.
+        check: raises ValueError about these lists; called once for each new layout, so it may read
+            only sizes, strides, dtypes and devices.
+        lists: blocks [R, n], and optionally their outputs [n].
     """
-    # A tensor that was moved, resized or cast differs in one of these, whatever its identity.
+    # Not the tensors' identities: a tensor may be moved, resized or cast in place.
     layout = tuple(
         tuple(map(of, tensors))
         for tensors in lists
@@ -134,15 +132,15 @@ def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _Grou
 def chunk_tables(
     spans: Sequence[Span], fields: tuple[str, ...], chunk_columns: int, device: torch.device
 ) -> tuple[ChunkTable, ...]:
-    """The tables of `spans`: the aligned chunks, then the others; none where there are none.
+    """The tables of `spans`: one of aligned chunks and one of the others, without empty tables.
 
-    A row has the `fields`, of "source", "row_stride", "length" and "target", in this order.
-    Two tables, because one bias of ten elements would otherwise take the wide loads from all.
+    The columns of a table are `fields`: some of "source", "row_stride", "length" and "target".
+    There are two tables so that a bias of ten elements does not cost all others their wide loads.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and there is no table of these blocks yet.
     """
-    # All that a table is made of: an address that comes back with another size is another key.
+    # With all sizes: the allocator may hand out an address again for another size.
     key = (device, chunk_columns, fields, spans if isinstance(spans, Spans) else Spans(spans))
     kept = _kept[fields]
     entry = kept.get(key) or _captured.get(key)
@@ -150,10 +148,10 @@ def chunk_tables(
         if entry is None:
             raise RuntimeError(
                 "A CUDA graph is being captured, and the addresses of these blocks are not on the "
-                "device yet. Run the same call once before the capture, on the very tensors that "
-                "it uses; gradients that move from step to step need implementation='torch'."
+                "device yet. Run the same call on the same tensors once before the capture; for "
+                "gradients whose addresses change pass implementation='torch'."
             )
-        # torch.cuda.graph waits for the device before it captures: the upload is done.
+        # The upload is done: torch.cuda.graph synchronizes the device before a capture.
         _captured[key] = entry
         return entry.tables
     if entry is None:

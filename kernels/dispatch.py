@@ -1,12 +1,11 @@
-"""The table of operators: which implementation of one runs on a device, how to force it, and why.
+"""The table of operators, and the choice of an implementation on a device.
 
-The first implementation that can run on a device wins: on a CPU the compiled one (`cpp`), else
-plain torch; on a GPU Triton, then CUDA, then plain torch, unless an operator's own file says
-otherwise. The choice is made on first use and kept. `DOGE_FAST_BACKEND=auto|torch|cpp|triton|cuda`
-or the argument `implementation=` forces one, and a forced implementation that cannot run raises
-instead of giving way. The variable is for all operators: one that was never written in that
-implementation runs in plain torch. A warning, once per process, names what would be faster and the
-reason it cannot run.
+The first implementation that can run is chosen: on a CPU the compiled one (`cpp`), else plain
+torch; on a GPU Triton, then CUDA, then plain torch, unless an operator's file has another order.
+The choice is made on first use and kept. `DOGE_FAST_BACKEND=auto|torch|cpp|triton|cuda` or the
+argument `implementation=` forces an implementation; if it cannot run, the call raises. The variable
+applies to all operators; an operator without that implementation runs in plain torch. A warning,
+once per process, names a faster implementation and the reason why it cannot run.
 """
 
 import os
@@ -23,26 +22,23 @@ Run = Callable[..., Any]
 
 AUTO = "auto"
 IMPLEMENTATIONS = ("cpp", "cuda", "triton", "torch")
-# Triton before CUDA, since nothing has to be compiled by nvcc. Triton's interpreter and the
-# emulator of CUDA run only where they are forced.
+# Triton before CUDA, because it does not need nvcc. Triton's interpreter and the emulator of CUDA
+# run only if they are forced.
 PREFERENCE = {"cpu": ("cpp", "torch"), "cuda": ("triton", "cuda", "torch")}
 PREFERENCE_ELSEWHERE = ("torch",)
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator, as its file describes it.
-
-    An implementation takes the positional arguments of the schema.
-    """
+    """An operator; its implementations take the positional arguments of the schema."""
 
     name: str
     implementations: Mapping[str, Run]
-    """Of `IMPLEMENTATIONS` those that it is written in; plain torch is always among them."""
+    """{name of `IMPLEMENTATIONS`: function}; plain torch is always one."""
     check: Run
-    """Raises ValueError about arguments; takes what an implementation takes."""
+    """Takes an implementation's arguments and raises ValueError about them."""
     checks_itself: tuple[str, ...] = ()
-    """Implementations that run `check` where something is new to them, not at each call."""
+    """Implementations that call `check` themselves, once for each new list of blocks."""
     on_gpu: Callable[[], tuple[str, ...]] = lambda: PREFERENCE["cuda"]
     """Best first."""
 
@@ -58,12 +54,13 @@ _warned: set[str] = set()
 def register(operator: Operator, signature: str, *, run: Run, fake: Run) -> Any:
     """Put an operator into the table, and into torch as `torch.ops.doge_fast.<name>`.
 
-    It is opaque to `torch.compile`, and not differentiable: gradients are its data.
+    It is opaque to `torch.compile`, and not differentiable: its inputs are gradients.
 
     Args:
-        operator: the entry.
-        signature: of the schema, without the name.
-        run: what torch calls; it asks `choose` for the implementation, and says what has changed.
+        operator: the entry of the table.
+        signature: the schema without the name.
+        run: called by torch; calls the implementation from `choose`, and increments the versions
+            of tensors that it has changed.
         fake: checks the arguments, and returns empty results.
 
     Returns:
@@ -75,7 +72,7 @@ def register(operator: Operator, signature: str, *, run: Run, fake: Run) -> Any:
         # Strides are part of the contract; a compiler must not choose others.
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
     )
-    # For every device: this table, not torch's, settles which implementation runs.
+    # For every device: this table, not torch's dispatcher, chooses the implementation.
     _library.impl(operator.name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"doge_fast::{operator.name}", fake, lib=_library)
     return getattr(torch.ops.doge_fast, operator.name).default
@@ -84,10 +81,10 @@ def register(operator: Operator, signature: str, *, run: Run, fake: Run) -> Any:
 def choose(
     operator: str, device: torch.device, implementation: str | None, *, is_checked: bool = True
 ) -> Run:
-    """The callable that runs `operator` on `device`, and checks its arguments if asked.
+    """The implementation of `operator` on `device`; with `is_checked` it checks its arguments.
 
     Raises:
-        ValueError: no implementation of the operator has the name that was asked for.
+        ValueError: the operator has no implementation of the requested name.
         RuntimeError: a forced implementation cannot run.
     """
     key = (operator, device, implementation, os.environ.get("DOGE_FAST_BACKEND"), is_checked)
@@ -108,17 +105,17 @@ def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str:
 
 
 def implementations(device: torch.device | str = "cpu") -> dict[str, str | None]:
-    """Every implementation, and None if it can run on `device`, else the reason it cannot.
+    """{implementation: None if it can run on `device`, else the reason why not}.
 
-    Asking compiles what is missing, as the first use would.
+    Compiles missing libraries, as the first use does.
     """
     return {name: unavailable_reason(name, torch.device(device)) for name in IMPLEMENTATIONS}
 
 
 def unavailable_reason(name: str, device: torch.device) -> str | None:
-    """Why an implementation cannot run on a device, as one sentence; None where it can.
+    """The reason why an implementation cannot run on a device, as one sentence, or None.
 
-    On a GPU it runs one small kernel: old drivers and missing compilers show only there.
+    On a GPU this runs a small kernel, which finds old drivers and missing compilers.
     """
     key = (name, device)
     if key not in _reasons:
@@ -130,10 +127,10 @@ def unavailable_reason(name: str, device: torch.device) -> str | None:
 
 
 def explain(device: torch.device | str | None = None) -> str:
-    """What runs where, and why not something else, one line per device and implementation.
+    """The chosen implementations and the reasons against others, one line for each.
 
     Args:
-        device: None: the CPU, and the current GPU where there is one.
+        device: None: the CPU, and the current GPU if there is one.
     """
     devices = [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return "\n".join(line for name in devices for line in _explanation(torch.device(name)))
@@ -148,7 +145,7 @@ def preference(operator: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _of_environment(operator: str) -> str:
-    """What DOGE_FAST_BACKEND says for an operator."""
+    """The implementation that DOGE_FAST_BACKEND requests for an operator."""
     name = os.environ.get("DOGE_FAST_BACKEND") or AUTO
     is_written = name not in IMPLEMENTATIONS or name in OPERATORS[operator].implementations
     return name if is_written else "torch"
@@ -194,7 +191,7 @@ def _settle(operator: str, device: torch.device, requested: str) -> str:
 
 
 def _warn_of_better_than(chosen_name: str, operator: str, device: torch.device) -> None:
-    """Say once per process what would be faster, except of what DOGE_FAST_NO_JIT turned off."""
+    """Warn once per process of a faster implementation that DOGE_FAST_NO_JIT did not turn off."""
     for name in preference(operator, device):
         if name == chosen_name:
             return
@@ -214,7 +211,7 @@ def _failure_of_the_first_kernel(name: str, device: torch.device) -> str | None:
     try:
         OPERATORS["gram"].implementations[name]([torch.ones(1, 16, device=device)])
         torch.cuda.synchronize(device)
-    # Whatever a driver or a compiler throws at the first kernel is a reason, not an error of ours.
+    # Any exception: drivers and compilers raise what they like.
     except Exception as error:
         line = (str(error).splitlines() or ["no reason given"])[0]
         return f"Its first kernel failed: {type(error).__name__}: {line}"
@@ -237,5 +234,5 @@ def _checked(operator: Operator, name: str) -> Run:
 
     if name in operator.checks_itself:
         return run
-    # C++ checks for itself, at a tenth of the price; the sentence of a refusal is made here.
+    # C++ checks its arguments in a tenth of the time; `check` then raises the common message.
     return run_explained if name == "cpp" else run_checked

@@ -32,24 +32,22 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
 
     G_ij  =  sum_n g_in g_jn
 
-    Products are exact or float32, sums float32 over at most 16384 columns and float64 beyond
-    (float64 throughout for float64 rows). Symmetric to the bit. The same call gives the same
-    bits, whatever the number of multiprocessors or, for `cpp`, of threads; implementations differ
-    in the last float32 bits, and so does `cpp` between CPUs of other instruction sets. Reads each
-    row once (GPU: up to 128 rows).
+    Products are exact or float32. Sums are float32 over at most 16384 columns, and float64 across
+    these; all is float64 for float64 rows. Bitwise symmetric. The same call gives the same bits for
+    any number of multiprocessors or (`cpp`) threads. Implementations differ in the last float32
+    bits, and so does `cpp` between instruction sets. Reads each row once (GPU: up to 128 rows).
 
     Args:
-        grads: [K, N], rows of float32, bfloat16, float16 or float64 at any distance from each
-            other (`cpp`: at most 2048 rows); or a list of such blocks [K, n_p], whose dtypes and
-            devices may differ.
-        implementation: "torch", "cpp", "triton" or "cuda"; None leaves it to the dispatcher.
+        grads: [K, N], rows of float32, bfloat16, float16 or float64 with any stride(0) (`cpp`: at
+            most 2048 rows); or a list of such blocks [K, n_p], whose dtypes and devices may differ.
+        implementation: "torch", "cpp", "triton" or "cuda"; None: the dispatcher chooses.
 
     Returns:
         [K, K] float64, on the device of the first block.
 
     Raises:
-        ValueError: there is no block, a block is not [K, n] of these dtypes with neighbouring
-            columns, or the number of rows differs.
+        ValueError: there is no block, a block is not [K, n] of these dtypes with stride(1) == 1,
+            or the numbers of rows differ.
         RuntimeError: the forced implementation cannot run.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (ge-decompose): W = G tau.
@@ -67,28 +65,28 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
 
 # In plain torch: any device, always available.
 #
-# One flat float32 product of two rows of 20 million elements is wrong in the third digit, and every
-# diagonal entry comes out low. Here a product sees at most `CHUNK_COLUMNS` columns; the partial
-# results are added in float64. Reads each block once, K times from cache; writes one [K, K] partial
+# A float32 product of two rows of 20 million elements is wrong in the third digit, and all diagonal
+# entries are too small. So a product has at most `CHUNK_COLUMNS` columns, and the partial results
+# are added in float64. Reads each block once, K times from cache; writes one [K, K] partial
 # result per chunk.
 
-# The longest float32 sum. Measured on a CPU: as fast as any longer one, and 4e-7 of the largest
-# entry off at worst, where 16-bit rows of one sign are cast first (4096: 3e-6).
+# The longest float32 sum. Measured on a CPU: as fast as longer ones; the worst error is 4e-7 of the
+# largest entry, for 16-bit rows of one sign (4096 columns: 3e-6).
 CHUNK_COLUMNS = 1024
-# Elements of a tile that is cast, and of the partial results that wait for their float64 sum.
-# Large, since every product is a barrier for all threads.
+# Elements of a cast tile, and of the partial results of one product. Large, because every product
+# is a barrier for all threads.
 TILE_ELEMENTS = 1 << 20
 PARTIAL_ELEMENTS = 1 << 20
-# Short blocks that are copied together; the copy stays small.
+# Short blocks that are concatenated; the copy stays small.
 MAX_JOINED = 32
 
 
 def gram_torch(blocks: Sequence[Tensor]) -> Tensor:
-    """sum_p B_p B_p^T, [R, R] float64: the truth that the others are compared with."""
+    """sum_p B_p B_p^T, [R, R] float64: the reference of the other implementations."""
     gram_RR = _empty_result(blocks).zero_()
     for block in _joined(blocks):
         _add_block(gram_RR, block)
-    # Matrix products promise no symmetry; one triangle speaks for both.
+    # Matrix products are not exactly symmetric: copy one triangle to the other.
     return gram_RR.tril() + gram_RR.tril(-1).T
 
 
@@ -98,7 +96,7 @@ def _empty_result(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The blocks, those shorter than a chunk side by side: a model has many biases."""
+    """The blocks; those shorter than a chunk, such as biases, are concatenated."""
     short: dict[torch.dtype, list[Tensor]] = {}
     for block in blocks:
         if block.shape[1] >= CHUNK_COLUMNS:
@@ -135,8 +133,8 @@ def _add_chunks(gram_RR: Tensor, chunks_CRB: Tensor) -> None:
 
 
 def _product_dtype(rows: Tensor) -> torch.dtype:
-    # float32 products may run in tf32 or bfloat16 by a switch that is the user's to set, and
-    # then lose 7e-4 on the diagonal. Only a CPU says for certain that they will not.
+    # A global switch of the user's may turn float32 products into tf32 or bfloat16, which costs
+    # 7e-4 on the diagonal. Only on a CPU can we be certain that it does not.
     switch = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     exact = rows.device.type == "cpu" and switch in ("none", "ieee")
     return torch.float32 if exact and rows.dtype != torch.float64 else torch.float64
@@ -144,10 +142,9 @@ def _product_dtype(rows: Tensor) -> torch.dtype:
 
 # Compiled: csrc/cpu/gram.cpp and csrc/cuda/gram.cu.
 
-# Of a chunk of the table; short enough that a model of ten million parameters has work for every
-# multiprocessor.
+# Short enough that a model of ten million parameters occupies every multiprocessor.
 CUDA_CHUNK_COLUMNS = 4096
-# More have no tiles in registers; Triton's kernels take them.
+# Tiles of more rows do not fit in registers; Triton's kernels take them.
 MAX_CUDA_ROWS = 64
 FIELDS = ("source", "row_stride", "length")
 
@@ -179,19 +176,18 @@ def gram_cuda(blocks: Sequence[Tensor]) -> Tensor:
 # Through Triton.
 #
 # Rows come through a chunk table, [num_chunks, 3] int64: address of the chunk's first element in
-# row 0, distance between rows in elements, number of columns. A program takes chunks that follow
-# each other, a later program fewer than an earlier one; sums are float32 within a chunk and float64
-# across chunks; a second kernel adds the programs' partial results in a fixed order. Which chunks a
-# program takes depends on the table's length and the tuning alone, never on the device, so results
-# are bitwise reproducible.
+# row 0, row stride in elements, number of columns. A program takes consecutive chunks, and later
+# programs take fewer. Sums are float32 within a chunk and float64 across chunks; a second kernel
+# adds the programs' partial results in a fixed order. The chunks of a program depend on the table's
+# length and the tuning, not on the device, so results are bitwise reproducible.
 #
-# Reads each row once (K*N elements); with more rows than a tile holds, once per tile column. Writes
-# one float64 square per program, reads it once more to reduce; `gram_tiles` adds to its square
-# after every chunk, which the second-level cache holds.
+# Reads each row once (K*N elements); with more rows than a tile holds, once per column of tiles.
+# Writes one float64 square per program and reads it once to reduce. `gram_tiles` adds to its square
+# after every chunk, in the second-level cache.
 
-# The widest load of a thread.
+# Bytes of a thread's widest load.
 LOAD_BYTES = 16
-# Two tf32 products for the float32 product of a tile with itself; not a name of Triton's.
+# The name of `folded_dot` among Triton's input precisions.
 FOLDED = "folded"
 
 
@@ -199,9 +195,9 @@ FOLDED = "folded"
 class Pairs:
     """One multiply-add per pair of rows and column; all pairs in the registers of one warp.
 
-    One warp has nobody to wait for at the end of a chunk, but a GPU runs up to 4224 of them at
-    once: short chunks, and four times as many programs, 2 ** `program_doublings` at most, let its
-    multiprocessors end together.
+    A single warp waits for no other at the end of a chunk. A GPU runs up to 4224 of them at once,
+    so chunks are short, and there are up to 2 ** `program_doublings` programs, about four times as
+    many: then all multiprocessors finish at about the same time.
     """
 
     block: int
@@ -214,11 +210,10 @@ class Pairs:
 class Tiles:
     """Tiles of rows through the matrix units.
 
-    Tensor cores cut off what they add: every 8 columns the sum loses up to one unit in its last
-    place for each addend, always towards zero. Added up over `block` = 32 columns that is 5e-7
-    of a sum of one sign on average (by emulation, after Fasi et al., "Numerical behavior of
-    NVIDIA tensor cores", 2021). What follows is rounded to nearest: up to 256 float32 additions
-    per chunk, then float64. The loss is the same at any N.
+    Tensor cores truncate sums: every 8 columns a sum loses up to one ulp per addend, towards zero.
+    Over `block` = 32 columns this is on average 5e-7 of a sum of one sign (by emulation, after Fasi
+    et al., "Numerical behavior of NVIDIA tensor cores", 2021). Later additions round to nearest, up
+    to 256 in float32 per chunk, then float64. So the loss does not grow with N.
     """
 
     tile: int
@@ -231,20 +226,20 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Entries that one program adds up, and partial results that it loads at a time."""
+    """Entries of one program, and partial results that it loads at a time."""
 
     block: int
     programs: int
     num_warps: int
 
 
-# Four neighbours are 32 bytes, what memory hands out at least; many rows have entries enough to
-# occupy a GPU with fewer, wider programs.
+# Four float64 entries are 32 bytes, the smallest memory transaction. Many rows have enough entries
+# to occupy a GPU with fewer and wider programs.
 FEW_ROWS = Reduction(block=4, programs=2048, num_warps=16)
 MANY_ROWS = Reduction(block=32, programs=128, num_warps=8)
 
-# Keyed by the largest number of rows. Few rows load several times 16 bytes at once, so that
-# 32 warps, the most programs a multiprocessor holds, keep 32 KB or more on the way.
+# {largest number of rows: tuning}. With few rows a thread has several loads of 16 bytes, so that
+# the 32 warps of a multiprocessor, its maximum of programs, have 32 KB or more in flight.
 PAIRS_FLOAT32: dict[float, Pairs] = {
     1: Pairs(block=1024),
     3: Pairs(block=512),
@@ -265,7 +260,7 @@ PAIRS_FLOAT64: dict[float, Pairs] = {
     10: Pairs(block=64),
 }
 
-# Programs of one warp are as many at once as those of pairs, of two warps half as many.
+# As many programs of one warp run at once as of pairs; of two warps half as many.
 ONE_WARP = {"num_warps": 1, "chunk_columns": 2048, "program_doublings": 14}
 TWO_WARPS = {"num_warps": 2, "chunk_columns": 4096, "program_doublings": 12}
 TILES_FLOAT32: dict[float, Tiles] = {
@@ -292,31 +287,38 @@ TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
     torch.float16: {**TILES_HALF, **PAIRS_HALF},
     torch.float64: {**TILES_FLOAT64, **PAIRS_FLOAT64},
 }
-# Float64 entries of all partial results together: 128 MiB.
+# Float64 entries of all partial results: 128 MiB.
 MAX_PARTIAL_ENTRIES = 1 << 24
 
 
 def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
-    """Pairs while they are memory-bound and fit in registers, tiles above.
+    """Pairs while they are memory-bound and fit in registers, else tiles.
 
-    By arithmetic, with 4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 990 of bfloat16 (H200)
-    and 1.75, 19.5, 156 and 312 (A100), as parts of the time that a column's bytes take. R rows
-    cost R (R + 1) operations in pairs: of float32 rows 0.23 and 0.29 at R = 12, of 16-bit rows
-    0.39 and 0.49 at 10. Tiles of T rows cost 2 T^2 operations of bfloat16 or twice 2 T^2 of tf32
-    (`folded_dot`): of bfloat16 rows 0.20 and 0.26 at 22, 0.36 and 0.46 at 50, 0.56 and 0.72 at
-    128; of float32 rows 0.50 and 0.52 at 22, 0.88 and 0.92 at 50, 1.38 and 1.44 at 128, the one
-    that arithmetic binds.
+    Computed time of the arithmetic over that of the memory traffic, on H200 (4.3 TB/s, 60 TFLOP/s
+    of float32, 400 of tf32, 990 of bfloat16) and A100 (1.75, 19.5, 156, 312). R rows cost R (R + 1)
+    operations per column in pairs; tiles of T rows cost 2 T^2 of bfloat16 or 4 T^2 of tf32
+    (`folded_dot`). Only 128 float32 rows are bound by arithmetic.
+
+                              H200           A100
+        pairs, float32        0.23 (R=12)    0.29
+        pairs, 16 bits        0.39 (R=10)    0.49
+        tiles, bfloat16       0.20 (R=22)    0.26
+                              0.36 (R=50)    0.46
+                              0.56 (R=128)   0.72
+        tiles, float32        0.50 (R=22)    0.52
+                              0.88 (R=50)    0.92
+                              1.38 (R=128)   1.44
     """
     return TUNINGS[dtype][min(most for most in TUNINGS[dtype] if num_rows <= most)]
 
 
 def reduction(num_rows: int) -> Reduction:
-    """Which of the two fits."""
+    """The tuning of `gram_reduce`."""
     return FEW_ROWS if num_rows <= 32 else MANY_ROWS
 
 
 def program_doublings(tuning: Tiles, side: int) -> int:
-    """The logarithm of the most programs, whose squares of `side` fit in what there is for them."""
+    """log2 of the number of programs, limited so that their squares fit in MAX_PARTIAL_ENTRIES."""
     most = max(1, MAX_PARTIAL_ENTRIES // (side * side))
     return min(tuning.program_doublings, most.bit_length() - 1)
 
@@ -327,22 +329,22 @@ def square_entries(num_rows: int) -> int:
 
 
 def columns_of(tuning: Pairs, dtype: torch.dtype, is_aligned: bool) -> dict[str, int]:
-    """Columns of a step, and doublings up to those that one 16-byte load brings."""
+    """BLOCK, the columns of a step, and DOUBLINGS, log2 of the columns of a thread's load."""
     doublings = (LOAD_BYTES // dtype.itemsize).bit_length() - 1
-    # The interpreter takes as long for a wide step as for a narrow one.
+    # The interpreter's time does not depend on the width of a step.
     block = tuning.block << (3 if is_interpreted() else 0)
     if is_aligned:
         return {"BLOCK": block, "DOUBLINGS": doublings}
-    # Loads of one element; as many sums in the registers.
+    # Loads of one element; the number of sums in registers stays the same.
     return {"BLOCK": block >> doublings, "DOUBLINGS": 0}
 
 
 def product_of(dtype: torch.dtype, num_tiles: int) -> tuple[torch.dtype, str]:
-    """The dtype that tiles multiply in, and how."""
+    """The dtype and the input precision of the tiles' products."""
     if is_interpreted() and dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bit patterns of bfloat16 operands.
         return torch.float32, "ieee"
-    # Matrix units of AMD differ in what they take; multiply-adds they all do.
+    # AMD's matrix units support different precisions; "ieee" works on all.
     if dtype != torch.float32 or torch.version.hip is not None:
         return dtype, "ieee"
     return dtype, FOLDED if num_tiles == 1 else "tf32x3"
@@ -454,14 +456,14 @@ def _reduce(
 
 @kernel
 def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address, row stride and length of one chunk; 16-byte loads where all allow them."""
+    """The address, row stride and length of one chunk; ALIGNED allows 16-byte loads."""
     entry = table + chunk * 3
     address = tl.load(entry)
     row_stride = tl.load(entry + 1)
     length = tl.load(entry + 2)
     pointer = address.to(tl.pointer_type(STORAGE))
     if ALIGNED:
-        # Unhinted, every load is 4 bytes wide and the tiles spill.
+        # Without these hints loads are 4 bytes wide and the tiles spill registers.
         pointer = tl.multiple_of(pointer, 16)
         row_stride = tl.multiple_of(row_stride, 16)
         length = tl.multiple_of(length, 16)
@@ -470,12 +472,12 @@ def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @kernel
 def first_chunk(program, num_chunks, DOUBLINGS: tl.constexpr):
-    """Where the chunks of `program` begin; there are P = 2 ** DOUBLINGS programs, or one a chunk.
+    """The first chunk of `program`; there are P = min(C, 2 ** DOUBLINGS) programs for C chunks.
 
-    Every program has one chunk; of the C - P others, (C - P) ((P - p) / P)^3 are left from program
-    p on, so that each gets fewer than the one before it. Programs start in this order: a GPU that
-    runs a third of them at a time or fewer has small ones left when the last begin, and its
-    multiprocessors end together.
+    Every program has one chunk. Of the C - P others, programs p and later share
+    (C - P) ((P - p) / P)^3, so each program has fewer chunks than the one before. A GPU starts
+    programs in order. If it runs a third of them at a time or fewer, the last ones are small, and
+    all multiprocessors finish at about the same time.
     """
     num_programs = tl.num_programs(0)
     programs_left = num_programs - program
@@ -488,7 +490,7 @@ def first_chunk(program, num_chunks, DOUBLINGS: tl.constexpr):
 
 @kernel
 def lanes(row_B, DOUBLINGS: tl.constexpr):
-    """Its 2 ** DOUBLINGS interleaved parts: what one thread loaded, apart, nothing is moved."""
+    """The 2 ** DOUBLINGS interleaved parts of a row; a thread keeps the elements it loaded."""
     parts = (row_B,)
     for _ in tl.static_range(DOUBLINGS):
         halves = ()
@@ -515,8 +517,8 @@ def gram_pairs(
 ):
     """One multiply-add per column and pair of rows: memory-bound while R is small.
 
-    The 2 ** DOUBLINGS columns that one load brings to a thread go into one sum per pair, in
-    column order: a sum per column would take as many times the registers.
+    A thread adds the 2 ** DOUBLINGS columns of one load to one sum per pair, in column order: a sum
+    per column would need 2 ** DOUBLINGS times the registers.
     """
     program = tl.program_id(0)
     entries_S = tl.arange(0, SQUARE)
@@ -561,15 +563,15 @@ def gram_pairs(
 def folded_dot(x_TB):
     """S with (S + S^T) / 2 = x x^T, in two products of matrix units instead of three or four.
 
-    x = h + l, h rounded to the 11 bits that tf32 keeps, so that nothing is cut off h, and l the
-    exact rest: x x^T = h h^T + h l^T + (h l^T)^T + l l^T, and S = h h^T + 2 h l^T leaves out
-    l l^T alone: at most 2**-24, on average 1e-8, of the diagonal. What matrix units cut off l is
-    of either sign. A NaN stays one in l.
+    x = h + l, where h is rounded to the 11 bits of tf32, so it is not truncated, and l is the exact
+    rest. x x^T = h h^T + h l^T + (h l^T)^T + l l^T, and S = h h^T + 2 h l^T omits only l l^T: at
+    most 2**-24, on average 1e-8, of the diagonal. The truncation of l has either sign. A NaN in x
+    is a NaN in l.
     """
     bits_TB = x_TB.to(tl.int32, bitcast=True)
     high_TB = ((bits_TB + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     low_TB = x_TB - high_TB
-    # The small product first: sums of small numbers lose little.
+    # The small product first: truncating small sums loses little.
     product_TT = tl.dot(high_TB, tl.trans(low_TB + low_TB), input_precision="tf32")
     return tl.dot(high_TB, tl.trans(high_TB), acc=product_TT, input_precision="tf32")
 
@@ -592,8 +594,8 @@ def gram_tiles(
 ):
     """Tiles of TILE rows through tl.dot, the lower triangle of tiles; never plain tf32.
 
-    Matrix units cut off what they add, so they add BLOCK columns only; the rest of a chunk is
-    added in float32, rounded to nearest, and chunks in float64.
+    Matrix units truncate sums, so they add BLOCK columns only (`Tiles`). The sums of a chunk are
+    float32, rounded to nearest, and those across chunks float64.
     """
     program = tl.program_id(0)
     pair = tl.program_id(1)
@@ -635,13 +637,13 @@ def gram_tiles(
                 product_TT = tl.dot(
                     left_TB, tl.trans(right_TB), input_precision=PRECISION, out_dtype=SUM
                 )
-            # A plain addition the compiler would hand to the matrix units.
+            # Not `+`, which the compiler would move into the matrix units.
             sums_TT = tl.fma(product_TT, tl.full(product_TT.shape, 1.0, SUM), sums_TT)
-        # In memory: float64 totals would take the registers of a second tile.
+        # Totals stay in memory: in float64 they would need the registers of a second tile.
         is_later = i_T[:, None] + chunk != i_T[:, None] + first
         total_TT = tl.load(square_TT, mask=is_later, other=0.0) + sums_TT.to(tl.float64)
         tl.store(square_TT, total_TT)
-        # Loads of the next chunk may fall to other threads.
+        # Other threads may load these totals in the next chunk.
         tl.debug_barrier()
 
 
@@ -658,9 +660,9 @@ def gram_reduce(
     FOLDED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """gram = or += the sum of the programs' squares, (S + S^T) / 2 of folded ones.
+    """gram = or += the sum of the programs' squares, or (S + S^T) / 2 of it if FOLDED.
 
-    Others come from their lower triangles: three-pass products are not symmetric to the bit.
+    Otherwise only the lower triangle is read: three-pass products are not bitwise symmetric.
     """
     entries_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     high_B = tl.maximum(entries_B // R, entries_B % R)
@@ -708,7 +710,7 @@ _op = register(
         "gram",
         {"cpp": gram_cpp, "cuda": gram_cuda, "triton": gram_triton, "torch": gram_torch},
         check_gram,
-        # They check a list of blocks once, where they make its tables.
+        # They check a new list of blocks once.
         checks_itself=("cuda", "triton"),
     ),
     "(Tensor[] blocks, *, str? implementation=None) -> Tensor",

@@ -1,8 +1,8 @@
-"""Argument rules that operators share.
+"""Checks of arguments that operators share.
 
-The dispatcher runs an operator's check before plain torch, Triton and CUDA; those that keep tables
-of their blocks run it where a list of blocks is new. C++ checks its arguments itself, which is
-faster; when it refuses them the dispatcher runs the check, so that the error reads the same.
+The dispatcher runs an operator's check before plain torch, Triton and CUDA. Implementations that
+keep tables of their blocks run it once for each new list of blocks. C++ checks its arguments
+faster itself; if it raises, the dispatcher runs the check to raise the common message.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ def as_blocks(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def is_one_device(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are on one device, if there are any."""
+    """Whether all tensors are on one device; True for an empty list."""
     if torch.compiler.is_compiling():
         return all(tensor.device == tensors[0].device for tensor in tensors)
-    # Half the price of .device, which makes an object for each tensor; -1 is the CPU.
+    # Half the time of .device, which makes an object for each tensor; -1 is the CPU.
     return len(set(map(Tensor.get_device, tensors))) <= 1
 
 
@@ -75,7 +75,7 @@ def check_blocks(operator: str, blocks: Sequence[Tensor]) -> None:
 def check_pairs(
     operator: str, left: str, sizes: Sequence[int], right: str, tensors: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError unless there is a tensor of each size."""
+    """Raise ValueError unless tensors[i] has sizes[i] elements for every i."""
     if len(sizes) != len(tensors):
         raise ValueError(
             f"{operator}() pairs {left} with {right}; got {len(sizes)} {left} and "
@@ -93,11 +93,11 @@ def check_pairs(
 def check_writable(
     operator: str, name: str, tensors: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Raise ValueError unless all are contiguous and floating, and on the device."""
+    """Raise ValueError unless all tensors are contiguous, floating and on `device`."""
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in STORAGE_DTYPES or tensor.device != device:
             raise ValueError(
-                f"{operator}() writes {dtype_names()} on {device}, where it reads; "
+                f"{operator}() writes {dtype_names()} on {device}, the device of its inputs; "
                 f"{name}[{index}] is {tensor.dtype} on {tensor.device}. Allocate it there."
             )
         if not tensor.is_contiguous():
@@ -109,5 +109,5 @@ def check_writable(
 
 
 def dtype_names() -> str:
-    """Those of storage, in words."""
+    """`STORAGE_DTYPES` as text."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGE_DTYPES)

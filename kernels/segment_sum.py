@@ -28,29 +28,29 @@ def segment_sum(
     rstd_T: Tensor | None = None,
     implementation: str | None = None,
 ) -> None:
-    """Sums of neighbouring tokens: gradients of gains, biases and embeddings of many domains.
+    """Sums of segments of tokens: gradients of gains, biases and embeddings of many domains.
 
-    out_s  =  sum_{i = b_s}^{b_{s+1} - 1}  v_t     with t = order_i; or, with `add`, out_s + it
+    out_s  =  sum_{i = b_s}^{b_{s+1} - 1}  v_t     with t = order_i; added to out_s with `add`
 
-    v_t is a row of `values_TD`, times that of `factor_TD` if there is one, or times
-    (factor_t - mean_t) rstd_t, which is the normal of a LayerNorm. Segment s = g R + r is
-    `out_GRD[g, r]`; an empty one is zero. Sums are float32 whatever the storage, float64 where
-    values or output are, in an order that depends on the sizes and borders alone. Nothing is
-    read on the host.
+    v_t is row t of `values_TD`. With `factor_TD` it is multiplied by factor_t, with `mean_T` and
+    `rstd_T` by (factor_t - mean_t) rstd_t, the normalised input of a LayerNorm. Segment s = g R + r
+    is `out_GRD[g, r]`; an empty segment is zero. Sums are float64 if values or output are, else
+    float32; their order depends on the sizes and borders alone. The host reads nothing.
 
     Args:
         values_TD: [T, D] contiguous, of float32, bfloat16, float16 or float64.
-        out_GRD: [G, R, D] of any of them; contiguous but for the distance of its G matrices.
-        add: whether what `out_GRD` holds counts.
-        borders: [G R + 1] int64, not falling, from 0 to T. None: all segments are T / (G R) long.
-        order: [T] int64, positions in `values_TD`. None: as they come.
+        out_GRD: [G, R, D] of any of these dtypes; `out_GRD[g]` is contiguous, stride(0) arbitrary.
+        add: whether to add to `out_GRD` or to overwrite it.
+        borders: [G R + 1] int64, nondecreasing from 0 to T. None: T / (G R) tokens per segment.
+        order: [T] int64, indices into `values_TD`. None: 0 to T - 1.
         factor_TD: [T, D] contiguous, as `values_TD`.
-        mean_T: [T] contiguous and floating, with `factor_TD` and `rstd_T` alone.
-        rstd_T: likewise.
+        mean_T: [T] contiguous and floating; needs `factor_TD` and `rstd_T`.
+        rstd_T: [T] contiguous and floating; needs `factor_TD` and `mean_T`.
         implementation: "torch" or "triton"; None leaves it to the dispatcher.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device; segments cannot be as long.
+        ValueError: a tensor has another shape, dtype, layout or device; or there are no borders
+            and G R does not divide T.
         RuntimeError: the forced implementation cannot run.
     """
     _op(
@@ -61,8 +61,8 @@ def segment_sum(
 
 # In plain torch: any device, always available.
 #
-# A few operators, whatever the number of segments, and the same bits for the same call. Segments of
-# unequal length are summed in float64, since that sum is a chain of additions.
+# The number of operators does not grow with the segments; results are bitwise reproducible. Unequal
+# segments are summed in float64, because `segment_reduce` adds one token after another.
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def segment_sum_torch(
         _put(out_GRD, sums.view(out_GRD.shape), add)
         return
     terms_TD = terms_TD.double()
-    # One group at a time: its sums, and not those of all, are in memory twice.
+    # One group at a time, to have temporary sums of one group only.
     step = num_rows if num_rows > 1 else num_groups
     for out_SD, first in zip(
         out_GRD.unbind() if num_rows > 1 else [out_GRD[:, 0]],
@@ -114,27 +114,27 @@ def _put(out: Tensor, sums: Tensor, add: bool) -> None:
         out.copy_(sums)
 
 
-# Through Triton. It is not written in C++ and CUDA: a CPU sums segments by torch's own kernels.
+# Through Triton. There is no C++ or CUDA version: on a CPU torch's own kernels sum segments.
 #
-# One program per segment, block of columns and share of the segment. Where segments are long and
-# few each is cut into shares, whose sums a second launch of the same kernel adds up; the shares
-# depend on the sizes alone, so that every GPU gives the same bits.
+# One program per segment, block of columns and share of the segment. Long and few segments are
+# split into shares, whose sums a second launch of the same kernel adds up. The shares depend on the
+# sizes alone, so all GPUs give the same bits.
 #
-# Reads values and factor once, writes each sum once (and reads it before, when adding). With
-# `borders` it reads two of them for each segment, with `order` one position for each token.
+# Reads values and factor once and writes each sum once; with `add` it reads each sum, with
+# `borders` two borders per segment, with `order` one index per token.
 
-# Tokens of a program where segments are long.
+# Tokens of a program in long segments.
 SHARE = 128
-# Bytes of the sums that a program keeps, and its columns: of long segments, which several programs
-# share, and of short ones, of which a program takes whole rows and many must be under way.
+# Bytes of a program's sums, and its columns. Several programs share a long segment. In short ones
+# a program takes whole rows, with smaller sums so that many programs run at once.
 LONG_TILE, LONG_COLUMNS = 16384, 128
-# Half as many columns of float64, whose sums would spill.
+# Half as many columns of float64: its sums would spill registers.
 SHORT_TILE, SHORT_COLUMNS = 8192, 1024
 NUM_WARPS = 4
 
 
 class Sizes(NamedTuple):
-    """How the work is cut."""
+    """The sizes of a launch."""
 
     num_shares: int
     """Programs of a segment, for each block of columns."""
@@ -143,7 +143,7 @@ class Sizes(NamedTuple):
 
 
 def pick(num_tokens: int, num_segments: int, width: int, sums: torch.dtype) -> Sizes:
-    """Sizes for segments of `num_tokens / num_segments` tokens, and sums of a dtype."""
+    """Sizes for segments of `num_tokens / num_segments` tokens and sums of dtype `sums`."""
     num_shares = max(1, num_tokens // (SHARE * num_segments))
     is_long = num_tokens >= SHARE // 2 * num_segments
     tile, most = (LONG_TILE, LONG_COLUMNS) if is_long else (SHORT_TILE, SHORT_COLUMNS)
@@ -174,7 +174,7 @@ def segment_sum_triton(
     if sizes.num_shares == 1:
         _launch(values_TD, out_GRD, add, terms, sizes)
         return
-    # A share is a group, and every share of a segment a row of it.
+    # [S, shares, D]: a segment is a group, and its shares are the rows.
     shares_SPD = values_TD.new_empty(num_segments, sizes.num_shares, width, dtype=dtype)
     _launch(values_TD, shares_SPD, False, terms, sizes)
     shares_TD = shares_SPD.view(-1, width)
@@ -211,7 +211,7 @@ def _launch(
             values_TD if order is None else order,
             values_TD if borders is None else borders,
             out,
-            # Without borders all segments are as long.
+            # The length of every segment without borders.
             len(values_TD) // num_segments,
             num_rows,
             out.stride(0),
@@ -284,10 +284,10 @@ def sum_segments(
     per_share = tl.cdiv(last - first, SHARES)
     first += share * per_share
     last = tl.minimum(last, first + per_share)
-    # A word that a domain does not have: nothing is added.
+    # An empty segment, such as a word that a domain does not have: nothing to add.
     if ADD and first >= last:
         return
-    # A row of the tile adds up every TOKENS-th token: rounding grows with the number of steps.
+    # Row i of the tile sums tokens i, i + TOKENS, ...: shorter sums, less rounding.
     sum_TC = tl.zeros([TOKENS, COLUMNS], SUM)
     for start in range(first, last, TOKENS):
         token_T = start + tl.arange(0, TOKENS).to(tl.int64)
@@ -308,7 +308,7 @@ def sum_segments(
         sum_TC += term_TC
     sum_C = tl.sum(sum_TC, 0)
     if SHARES == 1:
-        # In 32 bits, which hold the number of segments: a division in 64 is a subroutine.
+        # In 32 bits, enough for the number of segments: a 64-bit division is a subroutine.
         group = tl.program_id(0) // num_rows
         row_of_group = tl.program_id(0) - group * num_rows
         row = group.to(tl.int64) * out_stride + row_of_group.to(tl.int64) * WIDTH
@@ -341,8 +341,8 @@ def check_segment_sum(
     num_segments, num_tokens = out_GRD.shape[0] * out_GRD.shape[1], len(values_TD)
     if borders is None and num_tokens % max(1, num_segments):
         raise ValueError(
-            f"segment_sum() without borders cuts the tokens into segments of one length; "
-            f"{num_tokens} tokens are no multiple of {num_segments} segments. Pass borders."
+            f"segment_sum() without borders needs segments of equal length; {num_tokens} tokens "
+            f"are no multiple of {num_segments} segments. Pass borders."
         )
     if len({mean_T is None, rstd_T is None, mean_T is None or factor_TD is None}) > 1:
         raise ValueError(

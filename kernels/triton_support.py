@@ -1,9 +1,9 @@
-"""What the Triton kernels share: decoration at the first launch, dtypes, the current device.
+"""Shared by the Triton kernels: decoration at the first launch, dtypes, the current device.
 
-Triton is an optional package and a large import. An operator's file holds its kernels all the same:
-it takes `tl` and `kernel` from here, under `from __future__ import annotations`, so that reading
-the file needs no Triton. The first launch of one of its kernels puts `triton.language` in the place
-of `tl`, and what `triton.jit` makes of each of its kernels in the kernel's place.
+Triton is an optional package and a large import. An operator's file takes `tl` and `kernel` from
+here, under `from __future__ import annotations`, so that importing the file does not import Triton.
+At the first launch of one of its kernels, `decorate` replaces the file's `tl` by `triton.language`
+and its kernels by the results of `triton.jit`.
 """
 
 import functools
@@ -13,25 +13,26 @@ from typing import Any
 
 import torch
 
-# Stands for triton.language until the file's kernels are decorated.
+# Replaced by triton.language in a file's globals; see `decorate`.
 tl: Any = None
 
 
 class kernel:
-    """In the place of `triton.jit`: a kernel, or what kernels call, that is not decorated yet."""
+    """`triton.jit` for a kernel or a function called by kernels, delayed to the first launch."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def __getitem__(self, grid: Any) -> Any:
-        """The launch over a grid, the first one of a kernel of its file."""
+        """The kernel's launch over a grid."""
+        # Called once per file: `decorate` replaces all its kernels.
         names = self.function.__globals__
         decorate(names)
         return names[self.function.__name__][grid]
 
 
 def decorate(names: dict[str, Any]) -> None:
-    """Let Triton have the kernels among the names of a file."""
+    """Decorate all kernels among the globals of a file."""
     import triton
     import triton.language
 
@@ -42,7 +43,7 @@ def decorate(names: dict[str, Any]) -> None:
 
 
 def is_installed() -> bool:
-    """Whether Triton can be imported; it is a large import, made when it is first needed."""
+    """Whether Triton can be imported."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -55,7 +56,7 @@ def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the memory of the CPU."""
     import triton
 
-    # The environment counts when kernels are decorated, and only then.
+    # Cached: Triton reads the environment only when kernels are decorated.
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -68,7 +69,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """float32 sums, whatever narrower the storage; float64 where any of it is float64."""
+    """The dtype of sums: float64 if any storage is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 

@@ -39,24 +39,23 @@ def weighted_sum(
 
     out_n  =  sum_r c_r g_rn     over the rows with c_r != 0
 
-    A row whose coefficient is exactly zero does not enter: it may hold NaN. Sums are float32,
-    float64 for float64 rows; every element is added in row order. Reads each row that counts
-    once, writes each output once; coefficients stay on the device.
+    A row whose coefficient is exactly zero is ignored: it may hold NaN. Sums are float32, float64
+    for float64 rows, in row order. Reads each row with a nonzero coefficient once, writes each
+    output once; coefficients stay on the device.
 
     Args:
         grads: [R, N] or a list of blocks [R, n_p], as for `gram`.
-        coefficients_R: [R] floating; used in float64, rounded to the dtype of the sum.
-        out: contiguous, of n_p elements in any shape and any of the four dtypes, in other memory
-            than the rows; one tensor where `grads` is one, else a list. None: [n_p] in the
-            rows' dtype.
+        coefficients_R: [R] floating; converted to float64, then rounded to the dtype of the sum.
+        out: contiguous, n_p elements of any shape and of the dtypes of `gram`, not overlapping the
+            rows; a tensor if `grads` is one, else a list. None: [n_p] in the rows' dtype.
         implementation: as for `gram`.
 
     Returns:
-        `out`, or what was allocated for it.
+        `out`, or new tensors.
 
     Raises:
-        ValueError: `grads` are refused as by `gram`; there is not one coefficient per row;
-            an output is missing, of another size, elsewhere or not contiguous.
+        ValueError: as `gram`; there is not one coefficient per row; an output is missing, not
+            contiguous, or of another size or device.
         RuntimeError: the forced implementation cannot run.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithm 1: sum_j alpha'_j g_j.
@@ -100,7 +99,7 @@ def _sum_used_rows(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
     exact_R = coefficients_R.tolist()
-    # As the sum has them: beyond float32's range infinite there, not an error.
+    # Rounded by torch: beyond float32's range they become infinite instead of raising.
     rounded_R = coefficients_R.float().tolist()
     for block, out in zip(blocks, outs, strict=True):
         out_N = out.view(-1)
@@ -110,7 +109,7 @@ def _sum_used_rows(
             tile_RT = block[:, first : first + TILE_COLUMNS]
             out_T = out_N[first : first + TILE_COLUMNS]
             wide = _wide(block.dtype)
-            # Straight into the output where that is as wide as the sum.
+            # Sum in the output itself if it has the sum's dtype.
             sum_T = out_T if out.dtype == wide else torch.empty_like(out_T, dtype=wide)
             sum_T.zero_()
             for row, c in terms:
@@ -122,15 +121,15 @@ def _sum_used_rows(
 def _sum_masked_rows(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
-    # Which rows count is known on the device only, and asking would make the host wait:
-    # rows are read and replaced by zero instead, so that a NaN there is still not seen.
+    # Reading the coefficients would make the host wait. So all rows are read, and ignored ones
+    # replaced by zeros, because 0 * NaN is NaN.
     used_R1 = (coefficients_R != 0)[:, None]
     for block, out in zip(blocks, outs, strict=True):
         out_N, wide = out.view(-1), _wide(block.dtype)
         c_R1 = coefficients_R.to(wide)[:, None]
         for first in range(0, block.shape[1], TILE_COLUMNS):
             tile_RT = block[:, first : first + TILE_COLUMNS].to(wide)
-            # A product and a sum, not a matrix product: that might run in tf32.
+            # Not a matrix product, which might run in tf32.
             sum_T = (c_R1 * torch.where(used_R1, tile_RT, 0)).sum(0)
             out_N[first : first + TILE_COLUMNS].copy_(sum_T)
 
@@ -142,7 +141,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # Compiled: csrc/cpu/weighted_sum.cpp and csrc/cuda/weighted_sum.cu.
 
 FIELDS = ("source", "row_stride", "length", "target")
-# One block of threads takes a chunk, 16 columns a thread; the kernel checks that it is no more.
+# A block of threads takes a chunk, 16 columns per thread; the kernel checks this limit.
 CUDA_CHUNK_COLUMNS = 4096
 
 
@@ -172,19 +171,18 @@ def weighted_sum_cuda(
 # Through Triton.
 #
 # One program per chunk of columns; a chunk is (address in row 0, row stride, length, address in the
-# output) in a [num_chunks, 4] int64 table. Every output element is the work of one program, added
-# in row order: nothing to reduce, bitwise reproducible. The coefficients are read on the device,
-# where the K x K step left them with the clipping and the unscaling in them: nothing waits for the
-# host. A coefficient of zero leaves its row unread; the NaN of a skipped step makes every output
-# NaN.
+# output) in a [num_chunks, 4] int64 table. One program computes an output element, in row order:
+# there is no reduction, and results are bitwise reproducible. The kernel reads the coefficients on
+# the device, where the K x K step wrote them with clipping and unscaling: the host does not wait. A
+# row with coefficient zero is not read; a skipped step's NaN makes every output NaN.
 
 
 @dataclass(frozen=True)
 class Tuning:
     """Columns of a program, 16-byte loads of a thread per row, rows loaded at once.
 
-    Few registers (32 to 40 compiled for sm_80 and sm_90), so that a multiprocessor holds its
-    most warps: with one row, 32 KB on their way, with two and more 64 KB.
+    A thread needs few registers (32 to 40 on sm_80 and sm_90), so a multiprocessor holds its
+    maximum of warps: 32 KB of loads in flight with one row, 64 KB with more.
     """
 
     group: int
@@ -194,7 +192,7 @@ class Tuning:
 
 FEW_ROWS = 8
 MANY_ROWS = Tuning(group=4)
-# Threads of a warp, of NVIDIA's; and the widest load of a thread.
+# Threads of an NVIDIA warp; bytes of a thread's widest load.
 WARP, LOAD_BYTES = 32, 16
 
 
@@ -204,7 +202,7 @@ def pick(num_rows: int) -> Tuning:
 
 
 def constants_of(num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments, but for the alignment."""
+    """Compile-time arguments except the alignment."""
     tuning = pick(num_rows)
     return {
         "R": num_rows,
@@ -253,7 +251,7 @@ def sum_chunk(
     SUM: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """out = sum_r c_r row_r over one chunk of columns, GROUP rows on their way at once."""
+    """out = sum_r c_r row_r over one chunk of columns; GROUP rows are loaded at once."""
     entry = table + tl.program_id(0).to(tl.int64) * 4
     pointer = tl.load(entry).to(tl.pointer_type(STORAGE))
     row_stride = tl.load(entry + 1)
@@ -273,7 +271,7 @@ def sum_chunk(
             for g in tl.static_range(GROUP):
                 r = first + g
                 c = tl.load(coefficients_R + r, mask=r < R, other=0.0)
-                # [BLOCK]; a row whose coefficient is zero is not read, so it may hold anything
+                # [BLOCK]; a row with coefficient zero is not read
                 end = tl.where(c != 0, length, 0)
                 # row_stride is int64: rows may be further apart than 2**31
                 row_B = tl.load(pointer + r * row_stride + columns_B, mask=columns_B < end, other=0)
@@ -291,7 +289,7 @@ def sum_chunk(
 def check_weighted_sum(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError unless every block has its coefficient per row and its output."""
+    """Raise ValueError unless there is an output per block and a coefficient per row."""
     check_blocks("weighted_sum", blocks)
     check_coefficients(blocks, coefficients_R)
     check_pairs("weighted_sum", "blocks", [block.shape[1] for block in blocks], "outs", outs)
@@ -299,7 +297,7 @@ def check_weighted_sum(
 
 
 def check_coefficients(blocks: Sequence[Tensor], coefficients_R: Tensor) -> None:
-    """Raise ValueError unless there is a float64 coefficient for each row, where the rows are."""
+    """Raise ValueError unless there is a float64 coefficient per row, on the blocks' device."""
     num_rows, device = blocks[0].shape[0], blocks[0].device
     if coefficients_R.shape != (num_rows,) or coefficients_R.dtype != torch.float64:
         raise ValueError(
@@ -309,7 +307,7 @@ def check_coefficients(blocks: Sequence[Tensor], coefficients_R: Tensor) -> None
         )
     if coefficients_R.device != device:
         raise ValueError(
-            "weighted_sum() reads the coefficients where the blocks are; coefficients_R is on "
+            "weighted_sum() needs the coefficients on the blocks' device; coefficients_R is on "
             f"{coefficients_R.device}, the blocks on {device}. Move them with .to({str(device)!r})."
         )
 
@@ -347,7 +345,7 @@ _op = register(
             "torch": weighted_sum_torch,
         },
         check_weighted_sum,
-        # They check lists once, where they make their tables, and the coefficients at each call.
+        # They check new lists of blocks once, and the coefficients at each call.
         checks_itself=("cuda", "triton"),
     ),
     "(Tensor[] blocks, Tensor coefficients_R, Tensor(a!)[] outs, *, "

@@ -1,1 +1,1 @@
-"""Hosts that the optimizer plugs into, one file each, and the data wrappers that some need."""
+"""Integrations with training frameworks, one file each, and the datasets that they need."""

@@ -1,4 +1,4 @@
-"""Causal language models of transformers: when one pass may serve all domains, and its losses."""
+"""Causal language models of transformers: their stacked passes, and the losses of these."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,20 +11,20 @@ from doge_fast.integrations.domain_data import Batch
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from doge_fast.stacked.layers.batch import on_device
 
-# Architectures whose rows in a stacked batch are tested against one domain after another.
+# Architectures whose stacked gradients are tested against sequential ones.
 STACKABLE = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox", "gemma2")
-# Those of them whose head is a product and nothing else.
+# The architectures whose head does not scale or cap its logits.
 PLAIN_HEADS = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox")
-# All that a stacked batch may hold; each a tensor whose first axis are the examples.
+# The keys that a stacked batch may have; the first axis of each tensor is the examples.
 STACKABLE_KEYS = {"input_ids", "labels", "attention_mask"}
-# Tokens of a domain in a micro-batch up to which one backward pass for all is chosen. On a CPU as
-# measured (`python -m benchmarks.stacked`, docs/decisions.md). The value elsewhere is not measured
-# yet: a domain of more tokens occupies a GPU by itself.
+# "auto" stacks domains of at most so many tokens in a micro-batch. Measured on a CPU (`python -m
+# benchmarks.stacked`, docs/decisions.md). Not measured elsewhere: a domain with more tokens should
+# occupy a GPU by itself.
 MOST_TOKENS = {"cpu": 256}
 MOST_TOKENS_ELSEWHERE = 4096
-# Tokens of all domains together: their activations are in memory at once.
+# The limit for all domains together, whose activations are in memory at the same time.
 MOST_TOKENS_TOGETHER = 32768
-# Float32 logits of a stacked batch beyond which a plain head gives those of one domain at a time.
+# With more bytes of float32 logits, a plain head computes the logits of one domain at a time.
 MOST_LOGITS_BYTES = {"cpu": 64 << 20}
 MOST_LOGITS_BYTES_ELSEWHERE = 4 << 30
 
@@ -32,8 +32,7 @@ MOST_LOGITS_BYTES_ELSEWHERE = 4 << 30
 def shifts_labels(model: Any) -> bool:
     """Whether the model's own loss predicts token i + 1 from the tokens up to i.
 
-    `model.loss_type`, which Trainer asks, is None for some causal models (GPT-2); the function
-    that they compute is this one.
+    Trainer reads `model.loss_type`, which is None for some causal models (GPT-2).
     """
     is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
     return is_causal and not getattr(model.config, "is_encoder_decoder", False)
@@ -46,13 +45,13 @@ def num_targets(
     *,
     is_shifted: bool,
 ) -> Tensor:
-    """[R] the number of tokens that the loss of each row is a mean over; 0 without labels.
+    """[R] number of predicted tokens of each row; 0 without labels.
 
     Args:
         batches: {domain: batch}, the micro-batches of one optimizer step.
-        rows: names of domains, in the order of the result.
-        device: of the result.
-        is_shifted: the model shifts the labels, so the first of a row is not predicted.
+        rows: names of the R domains and targets.
+        device: the result's device.
+        is_shifted: the model shifts the labels, so the first one is not predicted.
     """
     names, targets = [], []
     for micro_batch in batches:
@@ -61,7 +60,7 @@ def num_targets(
                 continue
             labels = batch["labels"][..., 1:] if is_shifted else batch["labels"]
             names.append(name)
-            # A collator that packs several texts into a row shifts the labels itself.
+            # A collator that packs several texts into one sequence shifts the labels itself.
             targets.append(batch.get("shift_labels", labels))
     if not names:
         return torch.zeros(len(rows), dtype=torch.int64, device=device)
@@ -88,14 +87,14 @@ def unstackable_reason(inputs: Mapping[str, Batch]) -> str | None:
 
 
 def gains_by_stacking(model: Any, inputs: Mapping[str, Batch], device: torch.device | str) -> bool:
-    """Whether one pass is known to give the same rows, and expected to be the faster way.
+    """Whether a stacked pass is tested for this architecture and expected to be faster.
 
-    It follows from shapes alone, so a resumed run repeats the choice.
+    It depends on shapes alone, so a resumed run makes the same choice.
 
     Args:
         model: a causal language model of transformers.
-        inputs: {domain: batch} for which there is no `unstackable_reason`.
-        device: that the model trains on.
+        inputs: {domain: batch} without an `unstackable_reason`.
+        device: the model's device.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     tokens: list[int] = [batch["input_ids"].numel() for batch in inputs.values()]
@@ -115,13 +114,13 @@ def stacked_losses(
     batches: Mapping[str, Batch],
     num_targets: Mapping[str, Any] | None,
 ) -> Tensor:
-    """[D] mean losses of the model's own kind, one for each domain, from one forward pass.
+    """[D] mean next-token losses of the domains, from one forward pass.
 
     Args:
         model: maps inputs to logits.
         unwrapped: the same model without wrappers.
-        batches: {domain: batch} for which there is no `unstackable_reason`.
-        num_targets: {domain: targets in the optimizer step}; None: those of these batches.
+        batches: {domain: batch} without an `unstackable_reason`.
+        num_targets: {domain: targets in the optimizer step}; None: the targets of these batches.
     """
     sizes = {name: len(batch["input_ids"]) for name, batch in batches.items()}
     keys = next(iter(batches.values()))

@@ -1,7 +1,7 @@
-"""Data by domain for hosts that read one data set: a mapping, a column or a stream, and the part of
-every batch that a rank trains on.
+"""Datasets by domain for a trainer that takes a single dataset, and each rank's part of a batch.
 
-It needs torch and numpy alone: of Hugging Face's data sets it calls methods by name.
+The source is a mapping, a column or a stream. This module needs torch and numpy alone: it calls the
+methods of Hugging Face's datasets by name.
 """
 
 from collections import Counter
@@ -15,27 +15,27 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from doge_fast.sampling import pieces
 
 Batch = dict[str, Any]
-"""What a model takes: `input_ids`, `labels` and so on."""
+"""A model's inputs: `input_ids`, `labels` and so on."""
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch of examples."""
 
-# Examples whose domains are read at once from a data set with a column that names them.
+# Rows of the domain column that are read at a time.
 ROWS_AT_ONCE = 100_000
-# A domain of a mixed stream waits for the others with at most this many steps' worth of examples;
-# further ones are skipped.
+# A domain of a mixed stream keeps examples for at most this many steps while another domain lacks
+# some; further examples are skipped.
 WAITING_STEPS = 64
-# Examples of a mixed stream among which every domain must occur.
+# A mixed stream must complete a batch of every domain within this many examples.
 MOST_EXAMPLES_WITHOUT = 1_000_000
 
 
 def by_domain(dataset: Any, column: str, rows: Sequence[str]) -> Any:
     """A training data set by domain: one stream, or a mapping from domains to datasets.
 
-    A dataset whose examples do not name a domain is returned unchanged. Arguments as
-    `split_by_domain` takes them.
+    A dataset whose examples do not name a domain is returned unchanged. Arguments as for
+    `split_by_domain`.
 
     Raises:
-        ValueError: a mapping is to datasets and to streams, or what `split_by_domain` refuses.
+        ValueError: a mapping has both datasets and streams, or as `split_by_domain`.
     """
     if isinstance(dataset, IterableDataset):
         return dataset
@@ -55,7 +55,8 @@ def _are_streams(datasets: Mapping[str, Any]) -> bool:
     if streams and len(streams) < len(datasets):
         raise ValueError(
             f"train_dataset must map to datasets or to streams, not to both; got streams for "
-            f"{streams} of {list(datasets)}. Dataset.to_iterable_dataset() makes a stream of one."
+            f"{streams} of {list(datasets)}. Dataset.to_iterable_dataset() makes a stream of a "
+            "dataset."
         )
     return bool(streams)
 
@@ -63,21 +64,20 @@ def _are_streams(datasets: Mapping[str, Any]) -> bool:
 class DomainZip(Dataset[Mapping[str, Any]]):
     """Datasets by domain as one dataset whose examples are `{domain: example}`.
 
-    Example i holds example i mod n_d of every domain d, so the length is the longest domain's
-    and the shorter ones repeat. A domain's example is read when it is asked for: a rank asks for
-    its own.
+    Example i holds example i mod n_d of every domain d: the length is that of the longest domain,
+    and shorter ones repeat. Examples are read lazily, so a rank reads its own part alone.
 
     Raises:
-        ValueError: there is no domain, or one is empty.
+        ValueError: there is no domain, or a domain is empty.
     """
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         empty = [name for name, rows in datasets.items() if len(rows) == 0]
         if empty or not datasets:
             raise ValueError(
-                "A mapping of training datasets needs at least one example for every domain; got "
-                f"{list(datasets)} of which {empty} have none. Leave these out of train_dataset "
-                "and domains."
+                "A mapping of training datasets needs at least one example for every domain; of "
+                f"{list(datasets)} these have none: {empty}. Leave them out of train_dataset and "
+                "domains."
             )
         self.datasets = dict(datasets)
 
@@ -89,7 +89,7 @@ class DomainZip(Dataset[Mapping[str, Any]]):
 
 
 class _Examples(Mapping[str, Any]):
-    """Example `index` of every domain, not yet read."""
+    """Example `index` of every domain, read on access."""
 
     def __init__(self, datasets: Mapping[str, Any], index: int) -> None:
         self._datasets = datasets
@@ -111,15 +111,15 @@ def split_by_domain(dataset: Any, column: str, rows: Sequence[str]) -> dict[str,
 
     Args:
         dataset: a `datasets.Dataset` with the column, or a torch dataset whose examples have the
-            key; of the latter every example is read.
-        column: names an example's domain; text, or a class label.
-        rows: the domains that there must be, no more and no less.
+            key; a torch dataset is read once in full.
+        column: the column of domain names; text, or a class label.
+        rows: names of all domains and targets.
 
     Returns:
         {domain: dataset}, in the order of `rows`.
 
     Raises:
-        ValueError: some row has no example, or some examples belong to no row.
+        ValueError: a name in `rows` has no example, or an example names none of `rows`.
     """
     number_of: dict[str, int] = {}
     numbers_E = np.fromiter(
@@ -128,10 +128,10 @@ def split_by_domain(dataset: Any, column: str, rows: Sequence[str]) -> dict[str,
     )
     if number_of.keys() != set(rows):
         raise ValueError(
-            f"column {column!r} must name {list(rows)}, the domains and targets, and nothing else; "
-            f"it lacks {sorted(set(rows) - number_of.keys())} and names "
-            f"{sorted(number_of.keys() - set(rows))} besides. Name the latter in domains= (trained "
-            "on) or target= (measured only), or filter them out of the dataset."
+            f"column {column!r} must name exactly the domains and targets {list(rows)}; it lacks "
+            f"{sorted(set(rows) - number_of.keys())} and also names "
+            f"{sorted(number_of.keys() - set(rows))}. Name the latter in domains= (trained on) or "
+            "target= (measured only), or filter them out of the dataset."
         )
     indices = {name: np.flatnonzero(numbers_E == number_of[name]) for name in rows}
     if hasattr(dataset, "select"):
@@ -144,7 +144,7 @@ def _domains_of(dataset: Any, column: str) -> Iterator[str]:
     if not hasattr(dataset, "select_columns"):
         yield from (str(dataset[index][column]) for index in range(len(dataset)))
         return
-    # Only this column is read: the tokens beside it may be large.
+    # Without the other columns, whose tokens may be large.
     narrow = dataset.select_columns([column]).with_format(None)
     to_text = getattr(dataset.features[column], "int2str", str)
     for first in range(0, len(narrow), ROWS_AT_ONCE):
@@ -152,16 +152,16 @@ def _domains_of(dataset: Any, column: str) -> Iterator[str]:
 
 
 class StreamsInTurn(IterableDataset[dict[str, Any]]):
-    """Streams by domain as one stream: an example of every domain, in turn, naming its domain.
+    """Streams by domain as one stream, which takes an example of each domain in turn.
 
-    It ends with the longest; those that end sooner start again.
+    It ends with the longest stream; shorter ones restart.
 
     Args:
         streams: {domain: iterable dataset of examples}.
-        column: the key under which an example names its domain.
+        column: the key that each example gets, with the name of its domain.
 
     Raises:
-        ValueError: a stream holds nothing.
+        ValueError: a stream is empty.
     """
 
     def __init__(self, streams: Mapping[str, IterableDataset[Any]], column: str) -> None:
@@ -169,7 +169,7 @@ class StreamsInTurn(IterableDataset[dict[str, Any]]):
         self.column = column
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the streams the number of the next pass: some shuffle by it."""
+        """Set the epoch of the streams, which may decide their order."""
         for stream in self.streams.values():
             _set_epoch(stream, epoch)
 
@@ -195,21 +195,21 @@ class StreamsInTurn(IterableDataset[dict[str, Any]]):
 
 
 class DomainStream(IterableDataset[dict[str, Batch]]):
-    """A stream of examples that name their domain as one of batches `{domain: batch}`.
+    """Batches `{domain: batch}` from a stream of examples that name their domain.
 
     The examples of a domain wait until every domain has `batch_size` of them. At most
-    `WAITING_STEPS` such batches of a domain wait; further examples are skipped. At the end of the
-    stream an incomplete batch is left out. Batches that are by domain already pass unchanged.
+    `WAITING_STEPS` batches of a domain wait; further examples are skipped. An incomplete batch at
+    the end of the stream is dropped. Finished batches `{domain: batch}` pass unchanged.
 
     Args:
-        stream: examples with the key `column`, or finished batches `{domain: batch}`.
-        column: the key.
-        rows: the domains that a batch has.
+        stream: examples with the key `column`, or finished batches.
+        column: the key of an example's domain.
+        rows: the domains of a batch.
         batch_size: examples of every domain in a batch.
         collate: makes a batch of examples.
 
     Raises:
-        ValueError: an example names none of the domains, or a domain does not occur.
+        ValueError: an example names none of the domains, or a domain has too few examples.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
         self.collate = collate
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream the number of the next pass: some shuffle by it."""
+        """Set the epoch of the stream, which may decide its order."""
         _set_epoch(self.stream, epoch)
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
@@ -254,7 +254,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
         name = example[self.column]
         if name not in waiting:
             raise ValueError(
-                f"an example's {self.column!r} is {name!r}, which is none of {list(self.rows)}. "
+                f"an example's {self.column!r} must be one of {list(self.rows)}; got {name!r}. "
                 "Name it in domains= (trained on) or target= (measured only), or filter it out of "
                 "the stream."
             )
@@ -269,16 +269,16 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
         lacking = [name for name, rows in waiting.items() if len(rows) < self.batch_size]
         raise ValueError(
             f"a step needs {self.batch_size} examples of every domain; {count} examples of the "
-            f"stream had too few of {lacking}. Leave out the domains it lacks, shuffle the stream, "
-            "or pass train_dataset as a mapping from domains to datasets."
+            f"stream had too few of {lacking}. Leave these domains out, shuffle the stream, or "
+            "pass train_dataset as a mapping from domains to datasets."
         )
 
 
 class StreamLoader(DataLoader[Any]):
-    """A loader that passes the number of the next pass on to its stream."""
+    """A loader with the `set_epoch` of its stream."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream the number of the next pass."""
+        """Set the epoch of the stream."""
         _set_epoch(self.dataset, epoch)
 
 
@@ -292,9 +292,9 @@ class CollateByDomain:
 
     Args:
         collate: makes a batch of a domain's examples.
-        column: the key.
-        place: (rank, number of ranks) if a rank is to have its part alone; None: all.
-        all_domains: as `examples_of_rank` takes it.
+        column: the key of an example's domain.
+        place: (rank, number of ranks), to collate this rank's part alone; None: everything.
+        all_domains: as for `examples_of_rank`.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class CollateByDomain:
         self.all_domains = all_domains
 
     def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Batch]:
-        """The examples' batches by domain; a `RankBatch` where there is a `place`."""
+        """{domain: batch}; a `RankBatch` with a `place`."""
         sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
         mine = examples_of_rank(sizes, *(self.place or (0, 1)), all_domains=self.all_domains)
         batches = {
@@ -329,7 +329,8 @@ def _without(example: Mapping[str, Any], column: str) -> dict[str, Any]:
 
 
 def _names_a_domain(example: Any, column: str) -> bool:
-    """Whether this is an example that names its domain; `{domain: example}` has a mapping there."""
+    """Whether this is an example that names its domain."""
+    # In {domain: example} a domain may be named like the column, but its value is a mapping.
     return isinstance(example, Mapping) and isinstance(example.get(column), str)
 
 
@@ -350,11 +351,8 @@ def checked_batch(batch: Any) -> dict[str, Any]:
     )
 
 
-# What a rank trains on.
-
-
 class RankBatch(dict[str, Batch]):
-    """A rank's part of a batch `{domain: batch}`: the domains of which it has any example."""
+    """A rank's part of a batch `{domain: batch}`, without the domains it has no example of."""
 
     def __init__(
         self,
@@ -364,33 +362,33 @@ class RankBatch(dict[str, Batch]):
     ) -> None:
         super().__init__(batches)
         self.counts = {name: last - first for name, (first, last) in mine.items()}
-        """{domain: examples here}, of these."""
+        """{domain: examples on this rank}."""
         self.sizes = dict(sizes)
-        """{domain: examples on all ranks}, of all domains of the batch."""
+        """{domain: examples on all ranks}, for all domains of the batch."""
 
 
 def examples_of_rank(
     sizes: Mapping[str, int], rank: int, num_ranks: int, *, all_domains: bool
 ) -> dict[str, tuple[int, int]]:
-    """{domain: (first, last)}: which examples of a batch a rank has, counted within the domain.
+    """{domain: (first, last)}: a rank's examples of each domain, counted within the domain.
 
     Args:
         sizes: {domain: examples in the batch of all ranks}.
-        rank: of `num_ranks`.
-        num_ranks: that share the batch.
-        all_domains: every rank runs every domain (fsdp), on equal parts of each, to one example;
-            otherwise ranks have few domains each, as `doge_fast.sampling.pieces` gives them.
+        rank: in [0, num_ranks).
+        num_ranks: the ranks that share the batch.
+        all_domains: every rank gets examples of every domain, equally many to within one, as FSDP
+            needs. False: ranks get few domains each, by `doge_fast.sampling.pieces`.
 
     Raises:
-        ValueError: every rank is to run a domain that has fewer examples than there are ranks.
+        ValueError: with `all_domains`, a domain has fewer examples than there are ranks.
     """
     if not all_domains:
         return pieces(sizes, rank, num_ranks)
     if few := {name: size for name, size in sizes.items() if size < num_ranks}:
         raise ValueError(
             f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} examples. Give "
-            f"each domain at least {num_ranks} in a step, and pass "
-            "TrainingArguments(dataloader_drop_last=True) where only the last one has fewer."
+            f"each domain at least {num_ranks} in a step; if only the last step has fewer, pass "
+            "TrainingArguments(dataloader_drop_last=True)."
         )
     return {
         name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
@@ -401,19 +399,19 @@ def examples_of_rank(
 def part_of(
     batch: Mapping[str, Batch], rank: int, num_ranks: int, *, all_domains: bool = False
 ) -> RankBatch:
-    """A rank's part of a batch that all ranks have; arguments as `examples_of_rank` takes them.
+    """A rank's part of a batch that all ranks have; arguments as for `examples_of_rank`.
 
-    A domain that one rank has as a whole is left as it is; of one that is divided, everything holds
-    the examples along its first axis.
+    A domain that is divided among ranks is sliced along the first axis of its tensors, which must
+    be the examples. A domain of a single rank is unchanged.
 
     Raises:
-        ValueError: a domain is to be divided, and its tensors are not of one length.
+        ValueError: the tensors of a divided domain differ in length.
     """
     lengths = {
         name: {key: len(rows) if _has_axis(rows) else None for key, rows in domain.items()}
         for name, domain in batch.items()
     }
-    # A batch without any such axis is one example.
+    # A batch of scalars is one example.
     sizes = {name: next(filter(None, each.values()), 1) for name, each in lengths.items()}
     mine = examples_of_rank(sizes, rank, num_ranks, all_domains=all_domains)
     batches = {}
@@ -422,9 +420,9 @@ def part_of(
         if last - first < sizes[name]:
             if len(set(lengths[name].values())) > 1:
                 raise ValueError(
-                    "a finished batch is divided along its first axis where several ranks share a "
-                    f"domain; in that of {name!r} the axes are {lengths[name]}. Give every entry "
-                    "the examples as first axis."
+                    "several ranks share a domain, whose finished batch is divided along the first "
+                    f"axis; that of {name!r} has the lengths {lengths[name]}. Make the examples "
+                    "the first axis of every entry."
                 )
             batches[name] = {key: rows[first:last] for key, rows in batch[name].items()}
     return RankBatch(batches, mine, sizes)
@@ -435,7 +433,7 @@ def _has_axis(rows: Any) -> bool:
 
 
 def shares(parts: Sequence[RankBatch]) -> dict[str, float]:
-    """{domain: which share of its examples in these batches is here}, of those that are here."""
+    """{domain: this rank's share of its examples in these batches}, for the domains it has."""
     here, everywhere = Counter[str](), Counter[str]()
     for part in parts:
         here.update(part.counts)

@@ -1,13 +1,13 @@
 """Hugging Face's Trainer with a gradient per domain.
 
 Trainer owns the loop: it accumulates micro-batches, clips `p.grad`, steps, schedules, logs and
-saves. This file changes four things: the loader gives batches by domain, of which every rank takes
-its part; a gradient of every domain instead of one of the batch (domain after domain, or all in one
-backward pass); the weighted gradient in `p.grad` before Trainer looks at it; and no second clipping
-of a gradient that `DoGEOptimizer` has clipped already.
+saves. This file changes four things. The loader gives batches by domain, and every rank takes its
+part. Every domain gets its own gradient, in one backward pass per domain or one for all. `p.grad`
+holds the weighted gradient before Trainer reads it. A gradient that `DoGEOptimizer` has clipped is
+not clipped again.
 
-All ranks go through the data in one order, so they agree on every batch without a message. What
-they add up is how many targets a domain has in a step.
+All ranks read the data in the same order, so they agree on every batch without communication. They
+sum only the number of targets of each domain in a step, and the losses for the log.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +38,7 @@ Mode = Literal["auto", "sequential", "stacked"]
 class DoGETrainer(Trainer):
     """A `transformers.Trainer` that learns domain weights while it trains.
 
-    Change the class and say which domains there are; a column of the data set names each
-    example's:
+    Replace the class and name the domains; a column of the dataset holds each example's domain:
 
         trainer = DoGETrainer(
             model=model,
@@ -53,70 +52,70 @@ class DoGETrainer(Trainer):
     Everything else is Trainer's: the optimizer that `args.optim` names is created as always and
     wrapped, `args.max_grad_norm` clips the combined gradient (once), schedulers, gradient
     accumulation, bfloat16, compilation, gradient checkpointing, evaluation, callbacks, logging and
-    resuming work as they did. A domain's loss is the mean over the tokens it has in the whole
-    optimizer step, so that the number of micro-batches changes nothing; this is l_j of the paper.
+    resuming work as before. A domain's loss, l_j of the paper, is the mean over its tokens in the
+    whole optimizer step, whatever the number of micro-batches.
 
     `train_dataset` may be, with `per_device_train_batch_size` examples of every row in a step:
 
-    - a dataset with a column `domain_column`, or whose examples have such a key; the latter are
-      read once before training. It is split by domain, with all examples kept;
+    - a dataset with a column `domain_column`, or one whose examples have this key; then all
+      examples are read once before training. It is split by domain, and no example is dropped;
     - a mapping from row names to datasets, or to streams. Here and above an epoch is one pass over
-      the longest row, the shorter ones start again;
+      the longest row; shorter rows restart;
     - a dataset whose examples are `{domain: example}`: collated domain by domain;
-    - an iterable dataset of examples with the key `domain_column`, such as a stream of a Hub data
-      set. The examples of a domain wait for those of the others; where one domain is much more
+    - an iterable dataset of examples with the key `domain_column`, such as a stream of a Hub
+      dataset. Examples wait until every domain has enough for a step; if one domain is much more
       frequent than another, most of its surplus is skipped;
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model unchanged.
 
-    `set_epoch` of a stream is called with the number of every pass. A run over a stream resumes to
-    the bit within its first pass. Trainer cannot count the passes of a stream: resumed in a later
-    one it begins another pass instead of going on in the middle. There, use a dataset with a
-    length.
+    `set_epoch` of a stream is called with the number of every pass. A run over a stream resumes
+    bitwise within its first pass. Trainer cannot count the passes of a stream: a run that is
+    resumed in a later pass begins a new one. Use a dataset with a length to avoid this.
 
-    An optimizer of your own (`optimizers`, `optimizer_cls_and_kwargs`) is wrapped like Trainer's
-    unless it is a `DoGEOptimizer` already: then that one decides how weights move, and its
-    `max_grad_norm` clips the gradient; where that is None, `args.max_grad_norm` does.
+    Your own optimizer (`optimizers`, `optimizer_cls_and_kwargs`) is wrapped like Trainer's. If it
+    is a `DoGEOptimizer` already, its options decide how the weights are updated. Its
+    `max_grad_norm` clips the gradient; if that is None, `args.max_grad_norm` does.
 
     Gradients come from one backward pass per domain (`mode="sequential"`) or from one pass over
     the batches of all domains end to end (`"stacked"`; `DoGEOptimizer.stacked`); the weights are
-    the same to rounding, dropout aside. `"auto"` stacks a micro-batch where the architecture is
-    one of `STACKABLE`, the loss is the model's own, nothing is compiled, all domains' sequences
-    are equally long, a domain has at most `MOST_TOKENS` and all together `MOST_TOKENS_TOGETHER`
-    (`doge_fast.integrations.causal_lm`). Small batches use the machine better together, large ones
-    need the memory.
+    the same to rounding, without dropout. `"auto"` stacks a micro-batch if the architecture is one
+    of `STACKABLE`, the loss is the model's own, nothing is compiled, all sequences have the same
+    length, each domain has at most `MOST_TOKENS` tokens and all domains `MOST_TOKENS_TOGETHER`
+    (`doge_fast.integrations.causal_lm`). Stacking is faster for small batches and needs more
+    memory.
 
-    Over n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
-    of every row, as users of Trainer expect; a finished batch is that of all ranks. All go through
-    the same data, and each trains on its part of every batch. It equals one process on the same
-    batches to rounding, dropout aside. A model that takes no number of targets counts examples.
+    With n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
+    of every row, as in Trainer; a finished batch is divided among all ranks. All ranks read the
+    same data, and each trains on its part of every batch. The result equals that of one process on
+    the same batches to rounding, without dropout. For a model that does not take a number of
+    targets, means are over examples.
 
     Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN` beside Trainer's own.
 
     Args:
-        domains: names of the training domains; the simplex, in this order. May be left out where
-            `optimizers` holds a `DoGEOptimizer`, which has them.
-        domain_column: the column, or the key of an example, that names its domain.
+        domains: names of the training domains, in the order of the weights. Optional if
+            `optimizers` holds a `DoGEOptimizer`.
+        domain_column: the column, or an example's key, that names the domain.
         target, mu, score, domain_max_grad_norm, smoothing, selection, buffer_dtype, absent,
-        domains_per_step, initial: as `DoGEOptimizer` takes them. `selection` holds names of
-            `model.named_parameters()`. Domains are drawn with `args.seed`; what a batch holds of
-            the others is left out.
-        mode: "auto", "sequential" or "stacked", as above. "stacked" refuses a batch or a loss
-            that it cannot take.
-        *args, **kwargs: as `Trainer` takes them.
+        domains_per_step, initial: as for `DoGEOptimizer`. `selection` holds names of
+            `model.named_parameters()`. With `domains_per_step`, `args.seed` decides the domains of
+            a step, and the batch's other domains are skipped.
+        mode: "auto", "sequential" or "stacked", as above. "stacked" raises if the batch or the
+            loss does not allow it.
+        *args, **kwargs: as for `Trainer`.
 
     Raises:
-        ValueError: no domain is named, an unknown mode, a `DoGEOptimizer` that contradicts the
-            arguments, or what `DoGEOptimizer` refuses.
-        RuntimeError: several GPUs in one process, several processes that each train by themselves,
-            or a model that is sharded otherwise than by fsdp's version 2 (FSDP1, DeepSpeed,
+        ValueError: no domains, an unknown mode, a `DoGEOptimizer` that contradicts the arguments,
+            or as `DoGEOptimizer`.
+        RuntimeError: several GPUs in one process, several processes that Trainer would train
+            separately, or a model sharded by anything but FSDP2 (FSDP1, DeepSpeed,
             parallelism_config).
 
     Source: DoGE, Algorithms 1 and 2.
     """
 
     shares: Mapping[str, float] = {}
-    """{domain: the share of its examples in this step that this rank has}, of those it has."""
+    """{domain: this rank's share of its examples in this step}, for the domains it has."""
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class DoGETrainer(Trainer):
         self._is_new_step = True
         self.domain_losses: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
-        # Trainer's own value misses GPT-2, whose evaluation losses would be too small.
+        # Trainer does not recognise GPT-2, and its evaluation losses would be too small.
         self._loss_shifts_labels = self.shifts_labels()
         self.check_host()
 
@@ -188,26 +187,26 @@ class DoGETrainer(Trainer):
         if ignored:
             raise ValueError(
                 f"{', '.join(ignored)} would have no effect: the optimizer is a DoGEOptimizer "
-                "already. Give them to it, or give the optimizer inside it to DoGETrainer."
+                "already. Pass these options to it, or pass the wrapped optimizer to DoGETrainer."
             )
 
     @property
     def doge(self) -> DoGEOptimizer:
-        """The optimizer that holds the domain weights; exists once training has begun."""
+        """The optimizer with the domain weights; RuntimeError before it is created."""
         if self._doge is None:
             raise RuntimeError(
-                "The domain weights exist once train() has created the optimizer; call train() "
-                "or create_optimizer() first."
+                "The domain weights do not exist before train() creates the optimizer; call "
+                "train() or create_optimizer() first."
             )
         return self._doge
 
     @property
     def weights(self) -> dict[str, float]:
-        """The average domain weights so far, {domain: weight}; the result."""
+        """The average domain weights so far, {domain: weight}."""
         return self.doge.weights
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer that `args` ask for, as Trainer does, inside a `DoGEOptimizer`."""
+        """Create the optimizer of `args`, as Trainer does, and wrap it in a `DoGEOptimizer`."""
         # Every train() calls this again; by then accelerate may have wrapped the optimizer too.
         self._is_new_step = True
         if self._doge is not None and self.optimizer is not None:
@@ -222,7 +221,7 @@ class DoGETrainer(Trainer):
                 inner,
                 max_grad_norm=max_grad_norm if max_grad_norm and max_grad_norm > 0 else None,
                 seed=self.args.seed,
-                # The last step of an epoch may have fewer micro-batches: `training_step` combines.
+                # `training_step` combines: an epoch's last step may have fewer micro-batches.
                 micro_batches=None,
                 **self._doge_options,
             )
@@ -230,13 +229,13 @@ class DoGETrainer(Trainer):
         return inner
 
     def check_host(self) -> None:
-        """Refuse what Trainer may do with a model and this one cannot; the class says what."""
+        """Raise RuntimeError for parallelism that DoGETrainer does not support (see the class)."""
         if self.is_deepspeed_enabled:
             raise RuntimeError(
                 "DoGETrainer needs the gradient of each domain, and DeepSpeed reduces and keeps "
                 f"the gradients itself; got deepspeed={self.args.deepspeed!r}. Learn the weights "
-                "without it, with a smaller proxy if memory is short, and use DeepSpeed for the "
-                "large model."
+                "without it, with a smaller proxy if necessary, and use DeepSpeed for the base "
+                "model."
             )
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise RuntimeError(
@@ -247,16 +246,15 @@ class DoGETrainer(Trainer):
             self, "is_distributed_loading_by_transformers", False
         ):
             raise RuntimeError(
-                "DoGETrainer takes a model that is whole on every rank, or that fsdp=True shards "
-                "over all ranks; a parallelism_config or distributed_config shards it in another "
-                "way. Leave it out, or use DoGEOptimizer in a loop of your own."
+                "DoGETrainer needs the whole model on every rank, or fsdp=True; a "
+                "parallelism_config or distributed_config shards it in another way. Leave it out, "
+                "or use DoGEOptimizer in your own loop."
             )
         world = default_group()
         if self.args.world_size == 1 and world is not None and world.size() > 1:
             raise RuntimeError(
-                f"Trainer would train a separate model in each of the {world.size()} processes "
-                "that a launcher has started, as it does on CPUs by default. Pass "
-                "TrainingArguments(use_cpu=True), or start one process."
+                f"Trainer would train a separate model in each of the {world.size()} processes, "
+                "its default on CPUs. Pass TrainingArguments(use_cpu=True), or start one process."
             )
         if self.args.n_gpu > 1:
             raise RuntimeError(
@@ -265,11 +263,9 @@ class DoGETrainer(Trainer):
                 "to one GPU."
             )
 
-    # What is known of every step.
-
     @property
     def rows(self) -> tuple[str, ...]:
-        """The training domains and the measured targets, known before the first step."""
+        """The training domains and the held-out targets."""
         optimizer = self._doge or self.optimizer
         if isinstance(optimizer, DoGEOptimizer):
             return optimizer.rows
@@ -277,7 +273,7 @@ class DoGETrainer(Trainer):
 
     @property
     def _are_steps_partial(self) -> bool:
-        """Whether a step has some of the training domains only."""
+        """Whether a step has only some of the training domains."""
         optimizer = self._doge or self.optimizer
         if isinstance(optimizer, DoGEOptimizer):
             return len(optimizer.domains_of_step) < len(optimizer.domains)
@@ -285,7 +281,7 @@ class DoGETrainer(Trainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks have shards of the model, and so run every domain of a step (FSDP2)."""
+        """Whether FSDP2 shards the model; then every rank runs every domain of a step."""
         return bool(self.is_fsdp_enabled)
 
     def shifts_labels(self) -> bool:
@@ -295,7 +291,7 @@ class DoGETrainer(Trainer):
     # Batches by domain, and this rank's part of them.
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of batches `{domain: batch}`; the class says what `train_dataset` may be."""
+        """The loader of batches `{domain: batch}`."""
         if self.train_dataset is None:
             raise ValueError("DoGETrainer needs a train_dataset to train; got None.")
         names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
@@ -318,9 +314,9 @@ class DoGETrainer(Trainer):
             )
         left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
         if left and self.is_sharded:
-            # Refused now, not after an epoch.
+            # Raises now, not at the end of an epoch.
             examples_of_rank({"the last batch of an epoch": left}, *self._place, all_domains=True)
-        # Which domains a step leaves out is not known yet when examples are read.
+        # Workers read ahead and do not know yet which domains a step will have.
         place = None if num_ranks == 1 or self._are_steps_partial else self._place
         loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -334,7 +330,7 @@ class DoGETrainer(Trainer):
         )
         if num_ranks == 1:
             return cast("DataLoader[Any]", self.accelerator.prepare(loader))
-        # All batches on every rank, in one order; `prepare` would give each rank some of them.
+        # Every rank reads all batches in the same order; `prepare` would distribute them.
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         prepared = prepare_data_loader(
             loader, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=seed
@@ -360,12 +356,12 @@ class DoGETrainer(Trainer):
     ) -> tuple[list[Any], Any]:
         """This rank's parts of the micro-batches of one optimizer step, and {domain: targets}.
 
-        The targets are those of all ranks in the step, for domains that this rank has.
+        Targets are counted over all ranks in the step, for the domains that this rank has.
         """
         parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
         self.shares = domain_data.shares(parts)
         if self.is_sharded:
-            # FSDP2 takes the mean of the ranks, and the parts of a loss add up.
+            # FSDP2 averages over ranks, but the parts of a loss must be summed.
             self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return parts, None
@@ -378,11 +374,11 @@ class DoGETrainer(Trainer):
 
     @property
     def _place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
+        """(rank, number of ranks)"""
         return self.args.process_index, self.args.world_size
 
     def part_of(self, batch: Any) -> RankBatch:
-        """This rank's part of a batch that all ranks have, of the domains that the step has."""
+        """This rank's part of a batch that all ranks have, without domains not in this step."""
         if isinstance(batch, RankBatch):
             return batch
         left_out = set(self.doge.domains) - set(self.doge.domains_of_step)
@@ -401,23 +397,23 @@ class DoGETrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Every domain's gradient; on the last micro-batch, the weighted one.
+        """Compute every domain's gradient; on the last micro-batch combine them in `p.grad`.
 
         Args:
-            model: what Trainer trains.
-            inputs: {domain: batch}, for every training domain and every measured target.
+            model: the model that Trainer trains.
+            inputs: {domain: batch}, for every training domain and every held-out target.
             num_items_in_batch: {domain: number of targets in the optimizer step}, from
-                `get_batch_samples`; None: each micro-batch's mean counts alike.
+                `get_batch_samples`; None: all micro-batches have the same weight.
 
         Returns:
-            The mean of the training domains' losses, detached; `domain_losses` has each row's.
+            The mean of the training domains' losses, detached; `domain_losses` has all losses.
 
         Raises:
-            ValueError: `inputs` is not by domain, or names a domain that is not a row.
+            ValueError: `inputs` is not by domain, or names an unknown domain.
         """
         model.train()
         if callable(begin_training := getattr(self.optimizer, "train", None)):
-            # Of an optimizer that evaluates other parameters than it trains.
+            # Schedule-free optimizers evaluate other parameters than they train.
             begin_training()
         part = self.part_of(inputs)
         if self._is_new_step:
@@ -431,15 +427,15 @@ class DoGETrainer(Trainer):
         for name in filter(part.sizes.get, part.sizes):
             loss, earlier = losses.get(name, nothing), self.domain_losses.get(name)
             self.domain_losses[name] = loss if earlier is None else earlier + loss
-        # Trainer says here whether the optimizer will step after this micro-batch.
+        # True if the optimizer steps after this micro-batch.
         self._is_new_step = bool(self.accelerator.sync_gradients)
         if self._is_new_step:
             scaler = self.accelerator.scaler
-            # Not scaler.get_scale(), for which the host would wait for the device.
+            # Not scaler.get_scale(), which makes the host wait for the device.
             scale = None if scaler is None else loss_scale(None, scaler, self.accelerator.device)
             self.doge.combine(grad_scale=scale)
             if self.args.world_size > 1:
-                # One dtype on all ranks, also where a rank has no domain.
+                # One dtype on all ranks, even on a rank without a domain.
                 parts = torch.stack([loss.double() for loss in self.domain_losses.values()])
                 summed = self.summed(parts).unbind()
                 self.domain_losses = dict(zip(self.domain_losses, summed, strict=True))
@@ -451,11 +447,7 @@ class DoGETrainer(Trainer):
     def _backward_of(
         self, model: nn.Module, part: RankBatch, num_targets: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """{domain: what this micro-batch of this rank adds to its loss}, in the rows too; detached.
-
-        The optimizer takes the mean of the ranks by their shares of a domain's examples, where
-        losses add up: hence what is run backward is divided by the share.
-        """
+        """Run backward on this rank's part; {domain: its part of the loss}, detached."""
         if not part:
             return {}
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
@@ -468,38 +460,33 @@ class DoGETrainer(Trainer):
         return losses
 
     def _prepare_shards(self, model: Any, *, is_last: bool) -> None:
-        """Have FSDP2 reduce the gradient of the next pass, also where micro-batches add up.
-
-        Parameters that it keeps after a forward pass stay until the step's last pass.
-
-        Args:
-            model: in shards.
-            is_last: whether it is the last pass of the micro-batch.
-        """
+        """Have FSDP2 reduce the gradient of the next pass."""
         if not self.is_sharded:
             return
+        # In every micro-batch: each domain's gradient is reduced by itself.
         model.set_requires_gradient_sync(True)
+        # Unsharded parameters are kept for the next domain, until the step's last pass.
         if not self.accelerator.state.fsdp_plugin.reshard_after_forward:
             model.set_reshard_after_backward(is_last and self.accelerator.sync_gradients)
 
     def _steps_of_mean(self, part: RankBatch, name: str) -> float:
-        """What a mean over the examples here is divided by, where micro-batches count alike."""
+        """The divisor of a mean over this rank's examples, without numbers of targets."""
         return self.current_gradient_accumulation_steps * part.sizes[name] / part.counts[name]
 
     def _backward(
         self, model: nn.Module, name: str, part: RankBatch, batch: Batch, num_targets: Tensor | None
     ) -> Tensor:
-        """One domain's part of the loss, added to its row; detached."""
         num_items = num_targets
         if num_items is not None and self.args.average_tokens_across_devices:
-            # Trainer multiplies the loss by it, for DistributedDataParallel takes means.
+            # Trainer multiplies the loss by world_size, as DistributedDataParallel takes means.
             num_items = num_items * self.args.world_size
-        # FSDP2 takes the mean of the ranks by itself.
+        # FSDP2 averages over ranks itself.
         with self.doge.domain(name, count=1 if self.is_sharded else part.counts[name]):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
             if not self._is_scaled_by_targets(num_targets):
                 loss = loss / self._steps_of_mean(part, name)
+            # The optimizer averages over ranks, weighted by shares; losses must be summed.
             share = self.shares.get(name, 1.0)
             self.accelerator.backward(loss if share == 1.0 else loss / share)
         return loss.detach()
@@ -511,7 +498,6 @@ class DoGETrainer(Trainer):
         inputs: Mapping[str, Batch],
         num_targets: Mapping[str, Any],
     ) -> dict[str, Tensor]:
-        """All domains' parts of the loss, added to their rows in one pass; detached."""
         unwrapped = self.accelerator.unwrap_model(model)
         with self.doge.stacked(unwrapped, part.counts):
             with self.compute_loss_context_manager(), self.accelerator.autocast():
@@ -523,11 +509,7 @@ class DoGETrainer(Trainer):
         return dict(zip(inputs, losses_D.detach(), strict=True))
 
     def _is_to_be_stacked(self, inputs: Mapping[str, Batch]) -> bool:
-        """Whether `mode` means the stacked pass for this micro-batch.
-
-        Raises:
-            ValueError: it does, and the batch or the loss does not allow it.
-        """
+        """Whether to stack this micro-batch; ValueError if mode="stacked" and it cannot be."""
         if self.mode == "sequential":
             return False
         reason = self._unstackable_reason(inputs)
@@ -550,7 +532,7 @@ class DoGETrainer(Trainer):
         return causal_lm.unstackable_reason(inputs)
 
     def _is_scaled_by_targets(self, num_targets: Tensor | None) -> bool:
-        # Trainer's own rule; a subclass with its own compute_loss answers for itself.
+        # Trainer's own rule. A subclass with its own compute_loss sets the attribute.
         answer = getattr(self, "loss_is_scaled_for_ga", None)
         if answer is not None:
             return bool(answer)
@@ -559,28 +541,28 @@ class DoGETrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.doge.rule.max_grad_norm is None:
-            # A DoGEOptimizer of the user's that leaves clipping to the loop.
+            # The user's DoGEOptimizer leaves clipping to the loop.
             return cast(Tensor, super()._clip_grad_norm(model))  # type: ignore[no-untyped-call]
         # combine() has clipped the gradient already; Trainer logs the norm.
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
-        # Known from the Gram matrix; Trainer would read every gradient again.
+        # From the Gram matrix; Trainer would read every gradient again.
         last = self.doge.last
         assert last is not None
         return last.combined_norm
 
-    # What Trainer counts and logs.
+    # Counts and logs.
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """Trainer's estimate, for the tokens of all domains."""
         name = getattr(self.model, "main_input_name", "input_ids")
         tokens = sum(batch[name].numel() for batch in inputs.values() if name in batch)
-        # One call for all domains, because every call counts the parameters.
+        # One call for all domains: every call counts the parameters.
         return super().floating_point_ops({name: torch.empty(tokens, device="meta")})
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        # One call: it waits for the other ranks, which may have more domains or fewer.
+        # One call: it communicates, and ranks may have different numbers of domains.
         name = getattr(self.model, "main_input_name", "input_ids")
         found: dict[str, Tensor] = {}
         for key in (name, "attention_mask"):
@@ -590,7 +572,7 @@ class DoGETrainer(Trainer):
         super()._track_num_input_tokens(found)  # type: ignore[no-untyped-call]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Trainer's log, with the losses and weights of the domains beside the training loss."""
+        """Trainer's log, plus the losses and weights of the domains."""
         if "loss" in logs and self._doge is not None:
             logs |= {f"loss/{name}": float(loss) for name, loss in self.domain_losses.items()}
             for kind, alpha_K in (("alpha", self.doge.alpha), ("alpha_mean", self.doge.alpha_mean)):
@@ -606,7 +588,7 @@ def _divided(losses_D: Tensor, numbers: Sequence[float]) -> Tensor:
 
 
 def _name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Write `param_names` into the groups, as torch does when given named parameters."""
+    """Write `param_names` into the groups, as torch does for named parameters."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         names = [name_of.get(id(parameter)) for parameter in group["params"]]

@@ -1,6 +1,6 @@
-"""How many rows of each domain every batch holds: a pure function of seed, step and weights.
+"""The number of rows of each domain in a batch: a pure function of seed, step and weights.
 
-What all earlier batches held is an arithmetic sum, so no data is replayed.
+The rows drawn by earlier batches are counted by arithmetic; no data is replayed.
 """
 
 from bisect import bisect_right
@@ -14,14 +14,13 @@ from doge_fast.mixture.permutation import Ints, golden_rotation
 
 Floats = npt.NDArray[np.float64]
 
-# Surpluses are integers in units of 2**-32 rows, so that their sums are exact and the same on
-# every machine, in whatever order they are added up.
+# Surpluses are integers in units of 2**-32 rows, so their sums are exact on every machine.
 _UNIT_BITS = 32
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Weights that hold from a step until the next phase begins."""
+    """Weights from `first_step` until the next phase begins."""
 
     first_step: int
     weights: Mapping[str, float]
@@ -29,48 +28,49 @@ class Phase:
 
 @dataclass(frozen=True)
 class Totals:
-    """What all batches before a step drew."""
+    """Sums over all batches before `step`."""
 
     step: int
     drawn_K: Ints
     """Rows drawn."""
     surplus_K: Ints
-    """Rows drawn less rows asked for, in units of 2**-32 rows."""
+    """Rows drawn minus rows asked for (B * w), in units of 2**-32 rows."""
 
 
 class MixtureCounts:
-    """How many rows of each domain each batch holds, and all batches before it.
+    """The number of rows of each domain in every batch, and in all batches before it.
 
-    Systematic sampling: with c_k the cumulated weights times B, domain k gets the points
-    u, u + 1, ..., u + B - 1 that fall into [c_{k-1}, c_k). The offsets u of successive steps
-    rotate by the golden ratio from one drawn from the seed, so what has been drawn after t
-    steps stays within a few rows of t * B * w, where independent offsets would stray by sqrt(t).
+    Systematic sampling: c_k is B times the sum of the first k weights. Domain k gets the points
+    u, u + 1, ..., u + B - 1 that fall into [c_{k-1}, c_k). The first offset u is drawn from the
+    seed; successive offsets rotate by the golden ratio. With constant weights the rows drawn after
+    t steps stay within a few rows of t * B * w. With independent offsets they would differ by
+    about sqrt(t).
 
-    The rotation balances weights that stand still. Weights that move can fall into step with it,
-    and what was drawn then strays without bound (a slow ramp of seven weights, batches of 512:
-    256 rows in 100,000 steps). So the surplus of every domain is kept: rows drawn less rows asked
-    for. A batch after which a surplus would pass `LIMIT` rows is rounded by the surpluses instead:
-    floors, and one row more for the domains that lack most. That holds the surpluses within a row
-    of the limit under noise, ramps, and domains that come and go.
+    With weights that change, the rounding errors of the rotation can add up without bound (a slow
+    ramp of seven weights, batches of 512: 256 rows in 100,000 steps). So every domain has a
+    surplus, rows drawn minus rows asked for. If a surplus would pass `LIMIT` rows after a batch,
+    that batch is rounded by the surpluses: floors, and one more row for the domains with the
+    smallest surpluses. The surpluses then stay within one row of the limit under noise, ramps, and
+    domains that come and go.
 
-    Each count is the floor or the ceiling of B * w_k always; its expectation over seeds is
-    B * w_k in every batch that the rotation rounds: all, where weights stand still; six in seven,
-    where thirty weights are drawn anew for every batch.
+    Each count is the floor or the ceiling of B * w_k. Its expectation over seeds is B * w_k in
+    batches that the rotation rounds: all of them with constant weights, and six in seven with
+    thirty weights that are random in every batch.
 
     Args:
-        seed: of the run.
+        seed: decides the first offset.
         phases: weights in order, the first from step 0; each sums to 1 within 1e-5.
         batch_size: B > 0; rows in a batch, over all domains.
-        names: the domains, in the order of every [K] here.
+        names: the domains; the order of every axis K here.
 
     Raises:
         ValueError: the domains differ, weights are not on the simplex, phases are not in order, or
             a number is out of range.
     """
 
-    # Weights that stand still reach it once in some 100,000 steps, if ever.
+    # Constant weights reach it at most about once in 100,000 steps.
     LIMIT = 4
-    # Totals are kept before every so many batches; counting so many takes tens of microseconds.
+    # Totals are kept at multiples of this. Counting so many batches takes tens of microseconds.
     STEPS_A_SUM = 1024
 
     def __init__(
@@ -88,11 +88,11 @@ class MixtureCounts:
     def restart(
         self, seed: int, first_steps: Sequence[int], weights_PK: Sequence[Floats], totals: Totals
     ) -> None:
-        """Count by other phases, and from these totals without counting earlier batches.
+        """Replace seed and phases, and go on from `totals` without counting earlier batches.
 
         Raises:
-            ValueError: weights are not on the simplex or phases are not in order; nothing has
-                changed.
+            ValueError: weights are not on the simplex or phases are not in order; nothing is
+                changed then.
         """
         if list(first_steps[:1]) != [0] or list(first_steps) != sorted(set(first_steps)):
             raise ValueError(
@@ -102,14 +102,14 @@ class MixtureCounts:
         self.weights_PK = [on_simplex(weights_K) for weights_K in weights_PK]
         self.first_steps = list(first_steps)
         self.seed = seed
-        # In ascending order of steps. The totals at any other step are counted from one of these.
+        # Ascending by step. Totals at another step are counted from the nearest one before it.
         self._totals = [self._start, totals] if totals.step else [self._start]
 
     def ordered(self, weights: Mapping[str, float], first_step: int) -> Floats:
-        """[K] the weights in the order of the names, on the simplex.
+        """[K] the weights in the order of `names`, on the simplex.
 
         Raises:
-            ValueError: they are of other domains or not on the simplex.
+            ValueError: they name other domains or are not on the simplex.
         """
         if set(weights) != set(self.names):
             raise ValueError(
@@ -120,7 +120,7 @@ class MixtureCounts:
         return on_simplex([float(weights[name]) for name in self.names])
 
     def set_weights(self, first_step: int, weights_K: Floats) -> None:
-        """Let `ordered` weights hold from `first_step` until the next change."""
+        """Use these `ordered` weights from `first_step` until the next change."""
         index = bisect_right(self.first_steps, first_step)
         if np.array_equal(self.weights_PK[index - 1], weights_K):
             return
@@ -132,8 +132,8 @@ class MixtureCounts:
         self._totals = [totals for totals in self._totals if totals.step <= first_step]
 
     def weights(self, steps_T: Ints) -> Floats:
-        """[T, K] weights that hold in these batches."""
-        # Only the phases between the first and the last of the steps: there may be very many.
+        """[T, K] weights of these batches."""
+        # Only the phases that these steps need: a long run may have very many.
         low = bisect_right(self.first_steps, steps_T.min()) - 1
         high = bisect_right(self.first_steps, steps_T.max())
         phase_T = np.searchsorted(self.first_steps[low:high], steps_T, side="right") - 1
@@ -158,7 +158,7 @@ class MixtureCounts:
         return self.totals(step).drawn_K
 
     def totals(self, step: int) -> Totals:
-        """What all batches before this one drew; ValueError if it is negative."""
+        """The totals of all batches before `step`; ValueError if it is negative."""
         if step < 0:
             raise ValueError(f"A batch needs step >= 0; got {step}.")
         index = bisect_right(self._totals, step, key=lambda totals: totals.step)
@@ -170,9 +170,9 @@ class MixtureCounts:
         return totals
 
     def rotated(self, steps_T: Ints, weights_TK: Floats) -> Ints:
-        """[T, K] the counts of systematic sampling, whatever the surpluses."""
+        """[T, K] counts by systematic sampling alone, without the surpluses."""
         cumulated_TK = np.cumsum(weights_TK, axis=-1)
-        # Divided by its own end, so that the last edge is B exactly, and trailing zeros stay empty.
+        # Divided by the last sum: the last edge is exactly B, and trailing zero weights get no row.
         edges_TK = self.batch_size * (cumulated_TK / cumulated_TK[:, -1:])
         # u_t = frac(u_0 + t / golden ratio), in exact integer arithmetic.
         points_T = golden_rotation(steps_T, self.seed, "mixture") >> np.uint64(11)
@@ -185,7 +185,8 @@ class MixtureCounts:
         return np.zeros(len(self.names), dtype=np.int64)
 
     def _keep(self, totals: Totals) -> None:
-        """Keep those at boundaries and the last two: a run asks for one step and the next."""
+        """Keep totals at multiples of STEPS_A_SUM, and the last two."""
+        # A run asks for a step and then for the next one.
         if totals.step <= self._totals[-1].step:
             return
         if len(self._totals) > 2 and self._totals[-2].step % self.STEPS_A_SUM:
@@ -193,7 +194,7 @@ class MixtureCounts:
         self._totals.append(totals)
 
     def _count(self, start: Totals, end: int) -> tuple[Ints, Totals]:
-        """[T, K] counts of the batches from `start` on and before step `end`; the totals there."""
+        """[T, K] counts of the batches from `start` to before `end`; the totals at `end`."""
         steps_T = np.arange(start.step, end)
         weights_TK = self.weights(steps_T)
         counts_TK = self.rotated(steps_T, weights_TK)
@@ -203,7 +204,7 @@ class MixtureCounts:
         while (step := _first_beyond(surplus_TK, self.LIMIT, step)) < len(steps_T):
             before_K = surplus_TK[step - 1] if step else start.surplus_K
             counts_K = _largest_lack(asked_TK[step], before_K, self.batch_size)
-            # One batch rounded otherwise shifts all surpluses after it by as much.
+            # The correction of this batch shifts all later surpluses.
             surplus_TK[step:] += (counts_K - counts_TK[step]) << _UNIT_BITS
             counts_TK[step] = counts_K
             step += 1
@@ -224,21 +225,21 @@ def on_simplex(weights_K: npt.ArrayLike) -> Floats:
             f"Domain weights must be >= 0 and sum to 1; they are {array_K.tolist()}, "
             f"with the sum {total:.6g}."
         )
-    # Normalised weights stay as they are, to the bit, when a checkpoint brings them back.
+    # Normalised weights are returned unchanged, so that a checkpoint resumes bitwise.
     return array_K if abs(total - 1) <= 1e-12 else array_K / total
 
 
 def _first_beyond(surplus_TK: Ints, limit: int, start: int) -> int:
-    """The first step from `start` on after which a surplus passes the limit, or T."""
+    """The first index >= `start` with a surplus beyond the limit, else T."""
     beyond = np.flatnonzero(np.abs(surplus_TK[start:]).max(axis=1) > limit << _UNIT_BITS)
     return start + int(beyond[0]) if len(beyond) else len(surplus_TK)
 
 
 def _largest_lack(asked_K: Ints, surplus_K: Ints, batch_size: int) -> Ints:
-    """[K] floors of what is asked, and one more for the domains that then lack most."""
+    """[K] floors of the rows asked for, plus one row for the domains that then lack most."""
     floors_K = asked_K >> _UNIT_BITS
     parts_K = asked_K - (floors_K << _UNIT_BITS)
-    # A domain without a fractional part has no ceiling above its floor; it comes last.
+    # A domain without a fractional part must keep its floor, so it is ranked last.
     excess_K = np.where(parts_K > 0, surplus_K - parts_K, np.iinfo(np.int64).max)
     raised = np.argsort(excess_K, kind="stable")[: batch_size - floors_K.sum()]
     counts_K = floors_K.copy()

@@ -1,7 +1,7 @@
 """DomainMixture: batches drawn from named domains at weights that may change while it runs.
 
-Batch t is a pure function of the seed, t, and the weights set for steps up to t. So any number of
-workers and ranks sees the same batches, and a run that stopped goes on to the bit.
+Batch t is a pure function of the seed, t, and the weights set for steps up to t. So the batches do
+not depend on the number of workers and ranks, and a stopped run resumes bitwise.
 """
 
 import math
@@ -21,15 +21,15 @@ from doge_fast.mixture.workers import WorkerFile
 
 
 class DomainMixture(Dataset[Any]):
-    """Rows of named domains, drawn at weights that can be set while they are drawn.
+    """Rows of named domains, drawn at weights that can change during the run.
 
-    Every batch holds the floor or the ceiling of batch_size * weight rows of each domain. In
-    expectation over seeds it is that product, as long as weights stand still or move slowly. What
-    was drawn so far stays within five rows of what was asked for, however the weights move
-    (`doge_fast.mixture.counts.MixtureCounts`). A domain with rows by number shows each row once
-    an epoch, every epoch in an order of its own; a stream is read in its order and begun again at
-    its end. Rows of a domain lie evenly through the batch, so that the parts of ranks and of
-    micro-batches are mixed like the whole.
+    Every batch holds the floor or the ceiling of batch_size * weight rows of each domain; the
+    expectation over seeds is that product if weights change slowly or never. The rows drawn so far
+    stay within five of the rows asked for, however the weights change
+    (`doge_fast.mixture.counts.MixtureCounts`). An indexable domain is shuffled anew in every epoch
+    and gives each row once per epoch; a stream is read in order and restarts at its end. The rows
+    of a domain are spread evenly over the batch, so the slices for ranks and micro-batches have the
+    mixture of the whole.
 
     It is a map-style dataset for a loader with one of its samplers:
 
@@ -37,31 +37,31 @@ class DomainMixture(Dataset[Any]):
 
     `stream()` is an iterable dataset for loops that take no sampler, such as Hugging Face's
     Trainer. Give Trainer `max_steps`; to resume, load the state and set `ignore_data_skip`. Trainer
-    then does not restore random generators, so a model with dropout draws other masks. Under
-    accelerate, which shares a sampler out among processes itself, leave `rank` and `world_size`
-    alone; `batch_size` is then that of one process, or with `split_batches` that of all.
+    then does not restore random generators, so dropout draws other masks. Accelerate divides a
+    sampler among processes itself: leave `rank` and `world_size` at their defaults there;
+    `batch_size` is then that of one process, or with `split_batches` that of all.
 
     Loaders prefetch: they take num_workers * prefetch_factor batches ahead of the loop (2 per
-    worker by default), accelerate one more. New weights hold from the first batch that no
-    loader has taken, or from the step that the loop names, whatever the number of workers.
+    worker by default), accelerate one more. New weights apply from the first batch that no loader
+    has taken, or from a later step that the loop names.
 
-    Every worker reads all rows of a stream and keeps those of its batches. A loader with workers
-    therefore refuses an `IterableDataset` of torch, which may divide its rows among the workers;
-    it takes iterables of other classes, and the streams of Hugging Face's datasets.
+    Every worker reads all rows of a stream and keeps the rows of its own batches. A loader with
+    workers therefore refuses torch's `IterableDataset`, which may divide its rows among workers.
+    Iterables of other classes and streams of Hugging Face's datasets are accepted.
 
     Args:
         domains: {name: rows}. A list, a `torch.utils.data.Dataset`, a `datasets.Dataset`, or a
             stream that can be read repeatedly (an `IterableDataset`, or any iterable).
-        weights: {name: weight >= 0}, sum 1; None: all the same. Zero is allowed.
+        weights: {name: weight >= 0}, sum 1; None: uniform.
         batch_size: > 0; rows of a batch, over all ranks.
         seed: decides the order of rows and the rounding of weights.
         steps: batches of the whole run; None: endless.
-        domain_key: rows, which must be dicts, get the number of their domain in `names` under
-            this key.
+        domain_key: add the index of the row's domain in `names` to each row under this key;
+            rows must then be dicts.
 
     Raises:
-        ValueError: a domain cannot be read, the weights are not on the simplex or are of other
-            domains, a domain without rows has a weight, or a number is out of range.
+        ValueError: a domain cannot be read, the weights are not on the simplex or name other
+            domains, a domain without rows has a weight > 0, or a number is out of range.
 
     Example:
         >>> mixture = DomainMixture(
@@ -117,9 +117,9 @@ class DomainMixture(Dataset[Any]):
 
     def __len__(self) -> int:
         raise TypeError(
-            "a mixture is not read by row numbers, where its weights would decide nothing. Pass "
-            "batch_sampler=mixture.batches() to the DataLoader, or mixture.stream() where no "
-            "sampler can be passed, as to Trainer."
+            "a mixture has no length and is not indexed by row numbers: these would ignore its "
+            "weights. Pass batch_sampler=mixture.batches() to the DataLoader, or use "
+            "mixture.stream() where no sampler can be passed, as to Trainer."
         )
 
     def __getitem__(self, draw: Draw) -> Any:
@@ -127,7 +127,7 @@ class DomainMixture(Dataset[Any]):
         return self._rows.read([draw], self.seed)[0]
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[Any]:
-        """The rows of a batch; each domain is read once."""
+        """The rows of a batch, in one read per domain."""
         self._progress.num_ahead = max(0, self._progress.num_ahead - 1)
         return self._rows.read(draws, self.seed)
 
@@ -135,13 +135,13 @@ class DomainMixture(Dataset[Any]):
 
     @property
     def step(self) -> int:
-        """The first batch that no loader has taken; new weights hold from it on."""
+        """The first batch that no loader has taken; new weights apply from it on."""
         ends = [stream.worker_file.progress().end for stream in self._streams]
         return max([self._progress.end, *ends])
 
     @property
     def seed(self) -> int:
-        """Of the order of rows and of the rounding."""
+        """The seed of the order of rows and of the rounding."""
         return self._counts.seed
 
     @property
@@ -151,31 +151,31 @@ class DomainMixture(Dataset[Any]):
 
     @property
     def history(self) -> list[tuple[int, dict[str, float]]]:
-        """Every (first step, weights) so far, and those planned."""
+        """All changes of weights, past and planned, as (first step, weights)."""
         changes = zip(self._counts.first_steps, self._counts.weights_PK, strict=True)
         return [(first_step, self._named(weights_K)) for first_step, weights_K in changes]
 
     def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> int:
         """Draw at these weights from a step on, until the next change.
 
-        With several ranks, call it on each with the same weights. A run repeats itself with another
-        number of workers only if its changes name their step. Streams in workers on several ranks
-        require that: a rank does not know how far the workers of the others are.
+        With several ranks, call it on each with the same weights. Pass `from_step` to get the same
+        run with another number of workers. Streams with workers on several ranks require it: a
+        rank does not know how many batches the other ranks' workers have taken.
 
         Args:
             weights: {name: weight >= 0} of all domains, sum 1: for example `DoGEOptimizer.weights`.
-            from_step: the first batch that is drawn at them, among those that no loader has taken;
-                None: the first of those, which is the property `step`.
+            from_step: the first batch with these weights, at least the property `step`; None: the
+                property `step`.
 
         Returns:
-            The first batch that is drawn at them.
+            The first batch with these weights.
 
         Raises:
-            ValueError: weights of other domains or not on the simplex, a domain without rows has a
-                weight, batch `from_step` has been taken, or it must be named.
+            ValueError: the weights name other domains or are not on the simplex, a domain without
+                rows has a weight > 0, batch `from_step` has been taken, or `from_step` is required.
         """
         with ExitStack() as locks:
-            # The workers of all streams wait until they can know the change.
+            # Locked, the workers of all streams wait until the change is posted.
             files = [
                 (stream.worker_file, locks.enter_context(stream.worker_file.locked()))
                 for stream in self._streams
@@ -202,8 +202,8 @@ class DomainMixture(Dataset[Any]):
         if any(stream.world_size > 1 for stream in self._streams):
             raise ValueError(
                 "The workers of a stream take a different number of batches ahead on every rank. "
-                "So that all ranks change at the same step, set_weights needs from_step, later "
-                f"than the batches that their loaders have taken (here: {earliest})."
+                "set_weights needs from_step, so that all ranks change at the same step. Pass one "
+                f"beyond the batches that all loaders have taken (on this rank: {earliest})."
             )
 
     # What is drawn.
@@ -215,18 +215,18 @@ class DomainMixture(Dataset[Any]):
     def drawn(self, step: int | None = None) -> dict[str, int]:
         """Rows of each domain in all batches before `step`, over all ranks.
 
-        None: before the property `step`; loaders may have taken batches ahead of the loop.
+        None is the property `step`, which counts batches that loaders have taken ahead of the loop.
         """
         return self._named(self._counts.drawn(self.step if step is None else step))
 
     def shares(self, step: int | None = None) -> dict[str, float]:
-        """Share of each domain in what was `drawn`; zeros before the first batch."""
+        """Share of each domain in the rows `drawn`; zeros before the first batch."""
         drawn = self.drawn(step)
         total = max(1, sum(drawn.values()))
         return {name: rows / total for name, rows in drawn.items()}
 
     def epochs(self, step: int | None = None) -> dict[str, float]:
-        """How often each domain was passed over by what was `drawn`; NaN where it is a stream."""
+        """Epochs of each domain in the rows `drawn`; NaN for a stream."""
         drawn = self.drawn(step)
         return {
             name: math.nan if size is None else drawn[name] / max(1, size)
@@ -234,7 +234,7 @@ class DomainMixture(Dataset[Any]):
         }
 
     def draws(self, step: int) -> list[Draw]:
-        """What batch `step` holds, over all ranks, in order: dataset[draw] is the row."""
+        """The draws of batch `step` over all ranks, in order; mixture[draw] is the row."""
         return batch_draws(self._counts, step)
 
     def _named(self, values_K: Any) -> dict[str, Any]:
@@ -257,8 +257,8 @@ class DomainMixture(Dataset[Any]):
     def stream(self, rank: int = 0, world_size: int = 1) -> MixtureStream:
         """This rank's share of the rows, batch after batch, as an iterable dataset.
 
-        For a `DataLoader` whose batch_size is that of the stream; workers read new weights
-        from a small temporary file.
+        For a `DataLoader` with `batch_size=stream.batch_size`. Workers read new weights from a
+        small temporary file.
 
         Args:
             rank: in [0, world_size); of `torch.distributed.get_rank()`, say.
@@ -274,8 +274,8 @@ class DomainMixture(Dataset[Any]):
     def seek(self, step: int) -> None:
         """Let the next pass over a sampler or stream begin at this step.
 
-        Needed after a pass that was broken off: its loader may have taken more batches than the
-        loop has used.
+        Required after an interrupted pass, whose loader may have taken more batches than the loop
+        has used.
         """
         if step < 0:
             raise ValueError(f"A pass begins at step >= 0; got {step}.")
@@ -288,17 +288,17 @@ class DomainMixture(Dataset[Any]):
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Everything that decides the batches from `step` on, in the types of JSON.
 
-        It is the same on every rank, and the whole state: do not also load that of a loader which
-        keeps one (torchdata's StatefulDataLoader), or batches are skipped twice.
+        It is the same on every rank and needs no loader's state: loading that of torchdata's
+        StatefulDataLoader as well would skip batches twice.
 
         Args:
-            step: batches that the loop has finished. None: all that were taken, which is the same
-                only where no loader takes batches ahead; accelerate's takes one.
+            step: the number of batches that the loop has finished. None: of batches taken by
+                loaders, which is larger if a loader prefetches (accelerate's takes one ahead).
 
         Returns:
             "version", "domains", "sizes", "seed", "batch_size", "step", "history" ([first step,
-            weights] of every change, those planned included), "drawn" and "surplus" (rows drawn
-            before the step, and 2**32 times their difference to the rows asked for).
+            weights] of all changes, past and planned), "drawn" (rows before `step`) and "surplus"
+            (2**32 times the rows drawn minus the rows asked for).
 
         Raises:
             ValueError: `step` is None and workers have taken batches ahead.
@@ -309,29 +309,29 @@ class DomainMixture(Dataset[Any]):
         return state_of(self._counts, self.sizes, step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken: the next pass begins at its step, with its seed.
+        """Continue from a state: the next pass begins at its step, with its seed.
 
-        The number of workers and ranks may be another one.
+        The numbers of workers and ranks may differ.
 
         Raises:
-            ValueError: it was not written by `state_dict`, by a later version, or for other
-                domains, sizes or batches; nothing has been changed.
+            ValueError: the state is malformed, from a later version, or of other domains, sizes or
+                batch size; nothing is changed then.
         """
         restore(self._counts, self.sizes, state)
         self.seek(state["step"])
 
     def _check_none_ahead(self) -> None:
         has_workers = any(stream.worker_file.progress().num_workers for stream in self._streams)
-        # Loaders that keep states of their own ask a worker's copy, which gives no batches.
+        # A stateful loader calls this on a worker's copy, from which nothing is drawn.
         is_copy = get_worker_info() is not None
         if not is_copy and (has_workers or self._progress.num_ahead):
             raise ValueError(
-                f"Loaders have taken the batches up to step {self.step}, of which the loop may "
-                "have finished fewer: call state_dict(step=...)."
+                f"Loaders have taken {self.step} batches, and the loop may have finished fewer. "
+                "Call state_dict(step=...) with the number that it has finished."
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker needs: all but the streams."""
+        """Without the streams, which a worker does not need."""
         return {key: value for key, value in self.__dict__.items() if key != "_streams"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
-"""Orders that are computed from a key and a position, so that nothing is stored or replayed.
+"""Orders computed from a key and a position, so that nothing is stored or replayed.
 
-Positions pass through a keyed permutation with random access. Resuming at any step, or asking
-which rows step 4711 drew, costs the same as the next step.
+A keyed permutation maps positions with random access: every step costs the same, in any order.
 """
 
 import hashlib
@@ -14,28 +13,28 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
-# 2**64 over the golden ratio: its multiples modulo 2**64 are as even as a sequence can be.
+# 2**64 over the golden ratio: its multiples modulo 2**64 are spread most evenly.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def round_keys(*name: object) -> Keys:
-    """Eight independent 64-bit keys of this name: BLAKE2b, the same on every machine."""
+    """Eight 64-bit keys from BLAKE2b of the name, the same on every machine."""
     digest = hashlib.blake2b(json.dumps(name).encode()).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def golden_rotation(turns_T: Ints, *name: object) -> Keys:
-    """[T] uint64: a point of the circle of 2**64, drawn by the name, after so many turns."""
+    """[T] uint64: (start + turns * 2**64 / golden ratio) mod 2**64; `name` decides the start."""
     points_T: Keys = round_keys(*name)[:1] + turns_T.astype(np.uint64) * _GOLDEN
     return points_T
 
 
 def spread_order(seed: int, step: int, batch_size: int) -> Ints:
-    """[B] an order of the rows of a batch in which every slice holds all domains in proportion.
+    """[B] an order of a batch's rows such that every slice holds all domains in proportion.
 
-    Row j of the batch is the one that j turns by the golden ratio arrive at, of the rows sorted by
-    domain; every batch begins at a point of its own. Consecutive turns lie evenly on the circle,
-    so a slice holds its share of every domain within three rows, in batches of up to 4096.
+    Entry j is the rank of point j of a golden rotation, an index into the rows sorted by domain.
+    Consecutive points are spread evenly, so a slice has the right number of rows of every domain
+    within three, in batches of up to 4096.
     """
     points_B = golden_rotation(np.arange(batch_size), seed, "order", step)
     order_B: Ints = np.argsort(np.argsort(points_B))
@@ -43,9 +42,9 @@ def spread_order(seed: int, step: int, batch_size: int) -> Ints:
 
 
 def shuffled(seed: int, stream: Sequence[str], positions: Ints, num_blocks: int) -> Ints:
-    """Blocks at these positions of an endless stream in which every epoch is a new permutation.
+    """Blocks at these positions of an endless stream; every epoch is a new permutation.
 
-    The last part of the stream's name is the domain's.
+    `stream` names the stream; its last part is the domain.
     """
     if num_blocks < 1:
         raise ValueError(f"{stream[-1]} has no blocks to draw from.")
@@ -72,7 +71,7 @@ def permute(positions: Ints, size: int, keys: Keys) -> Ints:
 
 
 def _feistel(values: Keys, half_bits: int, keys: Keys) -> Keys:
-    """A keyed permutation of range(4 ** half_bits), one round a key."""
+    """A keyed permutation of range(4 ** half_bits), with one round per key."""
     bits = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & mask

@@ -1,7 +1,4 @@
-"""Where rows come from: sized data sets in shuffled epochs, streams in their own order.
-
-Both are asked for positions of an endless sequence, so a mixture need not know which it has.
-"""
+"""The rows of a domain as an endless sequence: shuffled epochs, or a stream in order."""
 
 import itertools
 import os
@@ -14,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from doge_fast.mixture.permutation import shuffled
 
 Draw = tuple[int, int]
-"""A domain by its number, and a position in the endless sequence of its rows."""
+"""(index of the domain, position in the endless sequence of its rows)"""
 
 
 class DomainRows:
@@ -22,11 +19,11 @@ class DomainRows:
 
     Args:
         domains: {name: rows}.
-        label_key: rows, which must be dicts, get the number of their domain under this key;
-            None: rows stay as they are.
+        label_key: add the domain's index to each row under this key; rows must then be dicts.
+            None: rows are unchanged.
 
     Raises:
-        ValueError: a domain can be read neither by number nor repeatedly.
+        ValueError: a domain is neither indexable nor an iterable that restarts.
     """
 
     def __init__(self, domains: Mapping[str, Any], label_key: str | None) -> None:
@@ -39,10 +36,10 @@ class DomainRows:
         return {rows.name: rows.size for rows in self._domains}
 
     def read(self, draws: Sequence[Draw], seed: int) -> list[Any]:
-        """The rows of these draws; every domain is read once, in ascending order.
+        """The rows of these draws; each domain is read once, by ascending positions.
 
         Raises:
-            ValueError: a row is to be labelled and is no dict, or a stream has no rows.
+            ValueError: there is a `label_key` and a row is no dict, or a stream has no rows.
         """
         batch: list[Any] = [None] * len(draws)
         groups: dict[int, list[tuple[int, int]]] = {}
@@ -89,7 +86,7 @@ def _rows_of(name: str, domain: Any) -> "SizedRows | StreamRows":
 
 
 class SizedRows:
-    """Rows that can be read by number; every epoch shows each once, in an order of its own."""
+    """Rows of an indexable dataset; each epoch is a new permutation of all rows."""
 
     def __init__(self, name: str, dataset: Any) -> None:
         self.name = name
@@ -99,20 +96,20 @@ class SizedRows:
     def at(self, positions: Sequence[int], seed: int) -> list[Any]:
         """The rows at these positions of the endless sequence."""
         assert self.size is not None
-        # The pipeline draws from a stream of this name, so one seed gives both the same order.
+        # The name of the pipeline's stream: one seed gives both the same order.
         numbers = shuffled(seed, ("train", self.name), np.asarray(positions), self.size).tolist()
         if hasattr(self.dataset, "__getitems__"):
-            # One call where the data set can read several at once.
+            # One call for all rows.
             return list(self.dataset.__getitems__(numbers))
         return [self.dataset[number] for number in numbers]
 
 
 class StreamRows:
-    """Rows that can only be read one after another; begun again at the end.
+    """Rows of an iterable, which restarts at its end.
 
-    Every process reads the stream from its beginning and skips the rows of other processes. So
-    the row at a position does not depend on how many processes there are, and a process that
-    starts at a later position reads up to it first.
+    Every process reads the whole stream and skips the rows of other processes. So the row at a
+    position does not depend on the number of processes. A process that starts at a later position
+    reads all rows before it.
     """
 
     size: int | None = None
@@ -129,7 +126,7 @@ class StreamRows:
 
     def at(self, positions: Sequence[int], seed: int) -> list[Any]:
         """The rows at these ascending positions of the endless sequence."""
-        # A forked process shares open files with its parent, and their place in them.
+        # A forked process shares its parent's open files and their offsets.
         if self._process != os.getpid():
             self._rewind()
         try:
@@ -161,7 +158,7 @@ class StreamRows:
                 )
 
     def _all_rows(self) -> Iterable[Any]:
-        """One pass over the stream, whole also in a loader's worker."""
+        """One pass over all rows of the stream, also in a worker."""
         if get_worker_info() is None or not isinstance(self.stream, IterableDataset):
             return self.stream
         if hasattr(self.stream, "iter"):
@@ -176,5 +173,5 @@ class StreamRows:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the open stream, which cannot be sent to another process."""
+        """Without the open iterator, which cannot be pickled."""
         return StreamRows, (self.name, self.stream)

@@ -1,4 +1,4 @@
-"""What loaders take of a mixture: a rank's share of the batches, as a batch sampler or a stream."""
+"""A rank's share of a mixture's batches, as a batch sampler or an iterable dataset."""
 
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
@@ -18,7 +18,7 @@ def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:
     counts_K = counts.counts(np.array([step]))[0]
     domains_B = np.repeat(np.arange(len(counts_K)), counts_K)
     domains_B = domains_B[spread_order(counts.seed, step, counts.batch_size)]
-    # Positions ascend in the order of the batch, so that streams are read forward.
+    # A domain's positions ascend within the batch: streams are read forward.
     by_domain_B = np.argsort(domains_B, kind="stable")
     positions_B = np.empty_like(domains_B)
     positions_B[by_domain_B] = np.concatenate(
@@ -31,7 +31,7 @@ def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:
 
 
 class Progress:
-    """Where the next pass begins, and which batches loaders of this process have taken.
+    """The start of the next pass, and the batches that this process's loaders have taken.
 
     Args:
         num_steps: batches of the whole run; None: endless.
@@ -47,9 +47,9 @@ class Progress:
         self.start = step
         # The first batch that no loader has taken.
         self.end = step
-        # Batches that samplers gave to loaders and that were not read in this process.
+        # Batches that samplers have yielded, minus batches read in this process.
         self.num_ahead = 0
-        # Tells a sampler that it may begin another pass.
+        # A sampler begins another pass only if this has changed.
         self.num_rewinds += 1
 
     def steps(self) -> Iterable[int]:
@@ -60,14 +60,14 @@ class Progress:
         """Batches of the next pass.
 
         Raises:
-            TypeError: it is endless.
+            TypeError: the pass is endless.
         """
         if self.num_steps is None:
             raise TypeError("a mixture without steps=... is endless and has no length.")
         return max(0, self.num_steps - self.start)
 
     def take(self, step: int) -> None:
-        """A loader takes this batch: weights that are set from now on hold for later ones."""
+        """Note that a loader takes this batch; new weights apply to later ones only."""
         self.end = max(self.end, step + 1)
 
 
@@ -75,7 +75,7 @@ class _Share:
     """A rank's share of the batches.
 
     Raises:
-        ValueError: no such rank, or the batches cannot be divided equally.
+        ValueError: `rank` is out of range, or `world_size` does not divide the batch size.
     """
 
     def __init__(
@@ -96,12 +96,7 @@ class _Share:
         self._last_pass = 0
 
     def _begin(self, end: int) -> Iterable[int]:
-        """The steps of a pass.
-
-        Raises:
-            RuntimeError: there was a pass before, which took batches up to `end`, and no `seek`
-                since.
-        """
+        """The steps of a new pass; RuntimeError without a seek since the last one, to `end`."""
         if self._last_pass == self.progress.num_rewinds:
             raise RuntimeError(already_begun(end))
         self._last_pass = self.progress.num_rewinds
@@ -118,7 +113,7 @@ class MixtureBatches(_Share, Sampler[list[Draw]]):
     Made by `DomainMixture.batches`.
     """
 
-    # What accelerate asks of a batch sampler: no batch is shorter than the others.
+    # Read by accelerate: no batch is shorter than the others.
     drop_last = True
 
     def __iter__(self) -> Iterator[list[Draw]]:
@@ -136,8 +131,8 @@ class MixtureBatches(_Share, Sampler[list[Draw]]):
 class MixtureStream(_Share, IterableDataset[Any]):
     """Rows of one rank, batch after batch; made by `DomainMixture.stream`.
 
-    The loader's batch_size must be `batch_size` here. Of W workers each makes every W-th batch,
-    and the loader takes them in turn, so the batches come in order.
+    The loader's batch_size must be this `batch_size`. Each of W workers makes every W-th batch; the
+    loader asks them in turn, so the batches arrive in order.
     """
 
     def __init__(
@@ -155,7 +150,7 @@ class MixtureStream(_Share, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Rows of the batches from the mixture's start on."""
         worker = get_worker_info()
-        # The file has the batches that other processes have taken.
+        # The file counts the batches that workers have taken.
         steps = self._begin(max(self.progress.end, self.worker_file.progress().end))
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for step in islice(steps, first, None, stride):

@@ -1,4 +1,4 @@
-"""The state of a mixture: plain numbers that decide all batches from a step on."""
+"""The state of a mixture: the numbers that determine all batches from a step on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _TOO_LARGE = 1 << 62
 
 
 def state_of(counts: MixtureCounts, sizes: Mapping[str, int | None], step: int) -> dict[str, Any]:
-    """What `DomainMixture.state_dict` returns."""
+    """The result of `DomainMixture.state_dict`."""
     totals = counts.totals(step)
     changes = zip(counts.first_steps, counts.weights_PK, strict=True)
     return {
@@ -32,11 +32,11 @@ def state_of(counts: MixtureCounts, sizes: Mapping[str, int | None], step: int) 
 def restore(
     counts: MixtureCounts, sizes: Mapping[str, int | None], state: Mapping[str, Any]
 ) -> None:
-    """Let the counts continue those of a state.
+    """Set the counts to a state.
 
     Raises:
-        ValueError: the state was not written by `state_of`, by a later version, or for other
-            domains, sizes or batches; the counts are as before.
+        ValueError: the state is malformed, from a later version, or of other domains, sizes or
+            batch size; the counts are unchanged then.
     """
     try:
         (version,) = _integers([state["version"]], 1)
@@ -67,7 +67,7 @@ def restore(
 def _check_same_mixture(
     counts: MixtureCounts, sizes: Mapping[str, int | None], state: Mapping[str, Any]
 ) -> None:
-    """Only the same rows in batches of the same size go on to the bit."""
+    """Refuse another mixture: it could not resume bitwise."""
     expected = {
         "domains": list(sizes),
         "sizes": list(sizes.values()),
@@ -79,7 +79,7 @@ def _check_same_mixture(
 
 
 def _integers(values: Sequence[Any], count: int | None = None) -> list[int]:
-    """The values; ValueError where they are not as many integers that numpy holds."""
+    """The values as a list; ValueError unless they are `count` integers that fit in int64."""
     for value in values:
         if type(value) is not int or abs(value) >= _TOO_LARGE:
             raise ValueError(f"it has {value!r} where an integer is needed")

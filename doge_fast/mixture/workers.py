@@ -1,7 +1,8 @@
-"""How new weights reach the workers of a stream, which run ahead of the loop that sets them.
+"""New weights for the workers of a stream, which run ahead of the loop that sets the weights.
 
-A small file: how far the workers are, then one line per change. A process locks the file while it
-reads or writes. So a worker has read a change before it makes the batch, or the change is refused.
+They travel in a small file: a header with the workers' progress, then one line per change. Each
+process locks the file to read or write it. So either a worker reads a change before it makes the
+first batch concerned, or the change comes too late and is refused.
 """
 
 import json
@@ -23,24 +24,23 @@ Change = tuple[int, list[float]]
 
 
 class WorkerProgress(NamedTuple):
-    """How far the workers are."""
+    """The header of the file."""
 
     end: int
     """No batch from this step on has been begun."""
     num_workers: int
-    """Processes that make the batches; 0: none has begun."""
+    """Processes that make the batches; 0 before the first batch."""
     pass_seed: int
-    """Which pass over the loader the workers belong to."""
+    """Identifies the workers' pass over the loader."""
 
 
 _HEADER = struct.Struct("<qqq")
 
 
 class WorkerFile:
-    """Written by the process that trains, read by its workers; may be pickled to them.
+    """The file of one pass, shared by the training process and its workers; can be pickled.
 
-    It serves one pass: where the next one begins elsewhere, there is a new file, and workers that
-    still run find theirs gone.
+    `seek` replaces it by a new file. Workers that still run then find their file deleted.
     """
 
     def __init__(self, start: int) -> None:
@@ -58,7 +58,7 @@ class WorkerFile:
             RuntimeError: `seek` or `load_state_dict` was called since the file was made.
         """
         try:
-            # Each process opens it: a fork would share the lock.
+            # Opened anew: forked processes would share the descriptor and its lock.
             file = os.open(self.path, os.O_RDWR)
         except FileNotFoundError:
             raise RuntimeError(
@@ -73,12 +73,12 @@ class WorkerFile:
             os.close(file)
 
     def progress(self) -> WorkerProgress:
-        """How far the workers are now."""
+        """The workers' progress; locks the file."""
         with self.locked() as file:
             return self.progress_in(file)
 
     def progress_in(self, file: int) -> WorkerProgress:
-        """How far the workers are. While `file` is locked they wait."""
+        """The workers' progress, from the locked file."""
         return WorkerProgress(*_HEADER.unpack(os.pread(file, _HEADER.size, 0)))
 
     def post(self, file: int, change: Change) -> None:
@@ -86,7 +86,7 @@ class WorkerFile:
         line = (json.dumps(change) + "\n").encode()
         end = os.lseek(file, 0, os.SEEK_END)
         os.write(file, line)
-        # The process that posts has the change, and so have workers forked from it later.
+        # This process has the change already, and so have workers that it forks later.
         self._read_up_to = end + len(line)
 
     def take(self, step: int, *, num_workers: int, pass_seed: int) -> list[Change]:
@@ -96,13 +96,13 @@ class WorkerFile:
             The changes since this worker began its last batch.
 
         Raises:
-            RuntimeError: another pass has begun before, `seek` was called after these workers
-                started, or this system has no file locks.
+            RuntimeError: another pass has begun, `seek` was called after these workers started, or
+                this system has no file locks.
         """
         if fcntl is None:
             raise RuntimeError(
-                "Workers of a stream learn new weights through a locked file, which this system "
-                "does not support. Use DataLoader(num_workers=0) or DomainMixture.batches()."
+                "Workers of a stream read new weights from a locked file, and this system has no "
+                "file locks. Use DataLoader(num_workers=0) or DomainMixture.batches()."
             )
         with self.locked() as file:
             progress = self.progress_in(file)
@@ -117,15 +117,15 @@ class WorkerFile:
 
 
 def already_begun(end: int) -> str:
-    """Why a second pass is refused, and what to do."""
+    """The message that refuses a second pass."""
     return (
-        f"This mixture was passed over already, and gave its batches up to step {end} to the "
-        "loader, which may have used fewer. Call mixture.seek(step) before another pass, with the "
-        "step at which it begins."
+        f"There was a pass over this mixture already. Its loader has taken the batches up to step "
+        f"{end}, and the loop may have used fewer. Call mixture.seek(step) with the step at which "
+        "another pass begins."
     )
 
 
 def _remove(path: str, process: int) -> None:
-    # A forked worker that ends discards its copy of the object; the file is the parent's.
+    # A forked worker discards its copy of the object at its end, but the parent owns the file.
     if os.getpid() == process and os.path.exists(path):
         os.unlink(path)

@@ -1,9 +1,8 @@
 """Norm of every example's gradient, from one ordinary backward pass.
 
-The gradient of an example is a sum over its tokens, whose terms the rules of
-`doge_fast.stacked.layers` know from the input of a module and the gradient of its output. Hooks
-take both and leave the pass as it is: `p.grad` is what it always is. The gradients of a few
-examples at a time are rows, as those of domains in a stacked pass are, and only their norms stay.
+The gradient of an example is a sum over its tokens. The rules of `doge_fast.stacked.layers` compute
+its terms from a module's input and the gradient of its output. Hooks read both and change nothing
+in the pass. The gradients of a few examples exist at a time; their norms are kept.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,15 +18,15 @@ from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.stacked.layers.token_sums import TokenSum, wide_dtype
 
-# Elements of the gradients that exist at once, of one parameter.
+# Elements of one parameter's gradients that exist at the same time.
 MOST_ELEMENTS = 1 << 25
 
 
 class ExampleNorms:
     """Squared norms of every example's gradient of every parameter.
 
-    Needs memory for the gradients of a few examples of the largest parameter, and in its first
-    pass for one copy of all gradients.
+    Needs memory for a few gradients of the largest parameter. The first pass also needs a copy of
+    all gradients.
 
     Args:
         model: whose modules get hooks during a pass.
@@ -61,15 +60,15 @@ class ExampleNorms:
     def recording(self, num_examples: int) -> Iterator[None]:
         """Record one forward and one backward pass; then `squared` is {name: [B]}.
 
-        The first time the sum over the examples is compared with what `p.grad` became, to notice
-        a parameter that something else than its own module uses.
+        The first pass compares the sum over the examples with the change of `p.grad`. They differ
+        if a parameter is also used outside the module that owns it.
 
         Args:
-            num_examples: B; what the modules get has them in front.
+            num_examples: B; the first dimension of the modules' inputs.
 
         Raises:
-            RuntimeError: a module got something else, a parameter is used outside its module, or
-                there was more than one pass.
+            RuntimeError: a module's input has no such dimension, a parameter is used outside its
+                module, or there was more than one pass.
         """
         self._examples.begin(num_examples)
         self._uses = {name: [] for name in self._params}
@@ -93,13 +92,12 @@ class ExampleNorms:
     def _after_forward(
         self, rule: LayerRule, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Tensor | None:
-        """Count a use of the module's parameters, and wait for the gradient of the output."""
         if not torch.is_grad_enabled() or not output.requires_grad:
             return None
         given = only_input(module, args, kwargs)
         x = self._examples.in_front(given, module)
         if x is not given:
-            # All examples share it; expanded, its gradient has one part for each of them.
+            # All examples share this input. The expanded output has a gradient for each example.
             rest = output.shape[1:] if given.dim() == x.dim() else output.shape
             output = output.expand(len(x), *rest)
         for param in module.parameters(recurse=False):
@@ -109,7 +107,7 @@ class ExampleNorms:
         return output  # type: ignore[no-any-return]
 
     def _after_backward(self, rule: LayerRule, module: nn.Module, x: Tensor, grad: Tensor) -> None:
-        # Where backward was called under autocast.
+        # backward() may have been called under autocast.
         with torch.autocast(grad.device.type, enabled=False):
             prepared = rule.prepare(module, x)
             for param, gradient in rule.gradients(module, grad.detach(), prepared):
@@ -130,7 +128,6 @@ class ExampleNorms:
             self._take_norms(name)
 
     def _take_norms(self, name: str) -> None:
-        """Fill `squared`, from the gradients of a few examples at a time."""
         param, size = self._params[name], self._examples.num_examples
         uses, dtype = self._uses.pop(name), wide_dtype(param.dtype)
         if not uses:
@@ -154,22 +151,21 @@ class ExampleNorms:
         self.squared[name] = torch.cat(squared)
 
     def _finish(self) -> None:
-        """Complete parameters with fewer gradients than uses, and compare all with `p.grad`."""
         for name in self._params:
             if name not in self.squared:
                 self._take_norms(name)
         outside = [name for name, each in (self._sums or {}).items() if not each.agrees()]
         if outside:
             raise RuntimeError(
-                f"{', '.join(outside[:3])}{', ...' * (len(outside) > 3)} got another gradient than "
-                "that of the module that owns it: something else uses it too, or couples the "
-                "examples' paths to it. Run one example after another."
+                f"The gradient of {', '.join(outside[:3])}{', ...' * (len(outside) > 3)} is not "
+                "the sum over the examples: it is used outside the module that owns it, or the "
+                "model mixes examples. Run one example after another."
             )
         self._sums = None
 
 
 class _Sum:
-    """The sum over the examples, compared with what `p.grad` gained."""
+    """The sum over the examples, compared with the change of `p.grad`."""
 
     def __init__(self, param: Tensor) -> None:
         self._param = param
@@ -179,21 +175,19 @@ class _Sum:
         self._terms = torch.zeros((), dtype=torch.float64, device=param.device)
 
     def note_terms(self, grad: Tensor, x: Tensor) -> None:
-        """Bound the rounding error, by the size of the terms and the dtype that they are in.
-
-        The gradients themselves may be zero but for rounding, as that of an attention's key bias.
-        """
+        """Bound the rounding error by the size and the dtype of the terms."""
+        # Not by the size of the sum: that of an attention's key bias is zero but for rounding.
         largest = x.norm(dim=-1).max() if x.is_floating_point() else 0
         self._terms = self._terms + grad.norm(dim=-1).sum(dtype=torch.float64) * (1 + largest)
-        # Each product of a narrow type is off by half an ulp, and so is what autograd made of them.
+        # Half an ulp for each of our 16-bit products, and half an ulp for autograd's.
         self._tolerance = max(self._tolerance, 4 * torch.finfo(grad.dtype).eps)
 
     def add(self, grads: Tensor) -> None:
-        """The gradients of some examples."""
+        """Add the gradients of some examples."""
         self._sum += grads.sum(0)
 
     def agrees(self) -> bool:
-        """Whether nothing else has gone into `p.grad`."""
+        """Whether `p.grad` changed by the sum."""
         after = self._param.grad
         gained = torch.zeros_like(self._sum) if after is None else after.to(self._sum.dtype)
         if self._before is not None:

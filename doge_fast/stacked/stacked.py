@@ -1,7 +1,7 @@
 """One backward for all domains: each layer writes every domain's weight gradient by itself.
 
 In a batch sorted by domain each token contributes to one domain's gradient. All K weight gradients
-of a layer therefore cost what its ordinary one costs: the same products, cut where domains change.
+of a layer therefore cost as much as one ordinary gradient: the same products, split by domain.
 While a `StackedModel` records, it replaces the forward of every module that owns trained
 parameters:
 
@@ -39,13 +39,13 @@ from doge_fast.weights.simplex import is_integer
 
 
 def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The domains that have examples in a batch, and their numbers.
+    """The domains that have examples in a batch, with their numbers of examples.
 
     Args:
         sizes: number of examples of each domain, in the order of the batch.
 
     Raises:
-        ValueError: it is no mapping, a size is no number of examples, or all are zero.
+        ValueError: `sizes` is no mapping, a size is no integer >= 0, or all are zero.
     """
     if not isinstance(sizes, Mapping):
         raise ValueError(
@@ -78,8 +78,8 @@ class StackedModel:
     """Replaces the forwards of a model's modules, so that one backward fills all rows.
 
     Args:
-        model: whose modules fill the rows.
-        buffer: whose rows are filled.
+        model: its modules fill the rows.
+        buffer: holds the rows.
         tracked: ids of the parameters that are trained.
 
     Raises:
@@ -100,7 +100,7 @@ class StackedModel:
         }
 
     def covers(self, model: nn.Module, tracked: Collection[int]) -> bool:
-        """Whether this was made for `model` as it is now, and for these parameters."""
+        """Whether `model` and the trained parameters are unchanged since this was made."""
         return self._tracked == frozenset(tracked) and self._rules == self._rules_of(model)
 
     @contextmanager
@@ -133,19 +133,18 @@ class StackedModel:
         """The domains of the batch under way.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: no batch is under way.
         """
         if not self._segments:
             raise RuntimeError(
-                "a backward pass of a stacked batch ran outside its context, where its tokens "
-                "cannot be assigned to domains. Call loss.backward() inside "
-                "optimizer.stacked(...)."
+                "the backward pass of a stacked batch ran outside optimizer.stacked(...), where "
+                "its domains are not known. Call loss.backward() inside it."
             )
         return self._segments
 
     @property
     def runs(self) -> list[Run]:
-        """The same domains, in as few runs as possible; raises as `segments` does."""
+        """The domains of `segments` in as few runs as possible; raises as `segments` does."""
         return self._runs if self.segments else []
 
     def is_tracked(self, param: Tensor) -> bool:
@@ -153,15 +152,15 @@ class StackedModel:
         return id(param) in self._tracked
 
     def slots(self, param: Tensor, rows: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Neighbouring rows of `param`, to be written now or added to.
+        """Neighbouring rows of a parameter, which the caller must write or add to.
 
         Args:
-            param: one that is trained.
-            rows: of the buffer, one after another.
-            dtype: in which the gradient is computed.
+            param: a trained parameter.
+            rows: neighbouring rows of the buffer.
+            dtype: the dtype that the gradient is computed in.
 
         Returns:
-            [len(rows), *its shape], in the dtype of the rows, and whether they hold gradients.
+            [len(rows), *param.shape] in the buffer's dtype; whether they hold gradients.
         """
         self.has_written = True
         rows_GN, adds = self._buffer.slots(rows.start, len(rows), param, dtype)
@@ -172,7 +171,6 @@ class StackedModel:
         self._buffer.receive(row, param, grad)
 
     def _forward_of(self, module: nn.Module, rule: LayerRule | None) -> Callable[..., Any]:
-        """What replaces the module's forward."""
         if rule is not None:
             return _StackedLayer(self, module, rule).forward
         original = module.forward
@@ -190,7 +188,7 @@ class StackedModel:
         return forward
 
     def _rules_of(self, model: nn.Module) -> dict[nn.Module, tuple[Any, LayerRule | None]]:
-        """Modules that own trained parameters: what each of them is, and its rule."""
+        """{module: (its forward or its class, its rule)} of modules with trained parameters."""
         refuse_coupled_examples(model)
         return {
             module: (module.__dict__.get("forward", type(module)), self._rule_of(module))
@@ -200,12 +198,12 @@ class StackedModel:
     def _rule_of(self, module: nn.Module) -> LayerRule | None:
         params = module.parameters(recurse=False)
         if any(param.requires_grad and not self.is_tracked(param) for param in params):
-            # Another optimizer trains it, and autograd has to give it a gradient.
+            # Another optimizer trains it: autograd must compute its gradient.
             return None
         return rule_of(module)
 
     def _owners(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Modules whose forward is replaced: they own trained parameters."""
+        """Modules whose forward is replaced."""
         if any(self.is_tracked(param) for param in module.parameters(recurse=False)):
             yield module
             if self._rule_of(module) is None:
@@ -215,15 +213,15 @@ class StackedModel:
             yield from self._owners(child)
 
 
-# The passes under way, the innermost last; like autocast, they hold for what runs inside them.
+# The passes under way, the innermost last. Like autocast, a pass covers its context.
 _recording: list[StackedModel] = []
 
 
 def pass_of(param: Tensor) -> StackedModel | None:
-    """The stacked pass under way that trains `param`, the innermost of several; None outside.
+    """The innermost stacked pass under way that trains `param`; None if there is none.
 
-    For functions that take a parameter itself, past its module, as `linear_domain_losses` does:
-    they write its rows (`StackedModel.slots`), and return no gradient of it to autograd.
+    For functions that use a parameter without its module, as `linear_domain_losses` does. They
+    write the parameter's rows (`StackedModel.slots`) and return no gradient of it to autograd.
     """
     return next((each for each in reversed(_recording) if each.is_tracked(param)), None)
 
@@ -237,7 +235,7 @@ class _StackedLayer:
         self._stacked = stacked
         self._examples = stacked.examples
         self._original = module.forward
-        # A compiled backward pass knows it by its number: a graph may not hold an object.
+        # A compiled graph cannot hold an object; it holds this number.
         self.number = next(_numbers)
         _layers[self.number] = self
         params = module.parameters(recurse=False)
@@ -254,7 +252,7 @@ class _StackedLayer:
         return output.to(given.dtype) if self.rule.keeps_dtype else output
 
     def fill_rows(self, tensors: list[Tensor]) -> None:
-        """Write all rows of the module's parameters, in its backward; see `fill_rows_`."""
+        """Write all rows of the module's parameters, in its backward."""
         stacked, runs = self._stacked, self._stacked.runs
         for param, gradient in self.rule.gradients(self.module, *tensors):
             if param is not None and stacked.is_tracked(param):
@@ -263,7 +261,9 @@ class _StackedLayer:
 
 
 class _Layer(torch.autograd.Function):
-    """A rule's forward and input gradient; as the parameters are inputs, the output has a graph."""
+    """A rule's forward and input gradient."""
+
+    # The parameters are inputs so that the output requires a gradient even if x does not.
 
     @staticmethod
     def forward(
@@ -298,9 +298,8 @@ _layers: WeakValueDictionary[int, _StackedLayer] = WeakValueDictionary()
 _numbers = count()
 
 
-# An opaque operator for a compiler, which keeps it because it changes a token: the buffer's blocks
-# are allocated behind it, when the first gradient appears. A captured graph would replay the
-# kernels and not the host's notes on which rows are written; Inductor leaves this tag outside.
+# Opaque, because the host allocates the buffer's blocks and notes which rows are written. A CUDA
+# graph would replay the kernels without these notes; the tag keeps the operator out of one.
 @torch.library.custom_op(
     "doge_fast::fill_rows_", mutates_args={"token"}, tags=[torch.Tag.cudagraph_unsafe]
 )
@@ -308,9 +307,9 @@ def fill_rows_(tensors: list[Tensor], token: Tensor, number: int) -> None:
     """Write rows of the flat buffer in the backward of a module.
 
     Args:
-        tensors: gradient of the output first, then x and what the module's rule has saved.
-        token: declared as changed, so that a compiler keeps the call; nothing is written to it.
-        number: of the module, among those of all stacked passes.
+        tensors: the gradient of the output, x, and the tensors that the module's rule saved.
+        token: declared as changed, so that a compiler keeps the call; it is not written.
+        number: `_StackedLayer.number` of the module.
     """
     _layers[number].fill_rows(tensors)
 

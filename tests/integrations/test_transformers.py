@@ -504,7 +504,7 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
         DoGETrainer(model=tiny_model(), args=arguments(tmp_path))
     with pytest.raises(ValueError, match=r"mode .*'sideways'"):
         trainer_for(tmp_path, mode="sideways")
-    with pytest.raises(RuntimeError, match="exist once train"):
+    with pytest.raises(RuntimeError, match="create_optimizer"):
         _ = trainer_for(tmp_path).weights
     args = copy.deepcopy(arguments(tmp_path))
     args._n_gpu = 2
@@ -587,9 +587,9 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
         batch = next(iter(trainer.get_train_dataloader()))
         assert list(batch) == [*DOMAINS, "far"]
         assert all(set(rows) == {"input_ids", "labels"} for rows in batch.values())
-    with pytest.raises(ValueError, match=r"it lacks \[\] and names \['far'\] besides"):
+    with pytest.raises(ValueError, match=r"lacks \[\].*'far'"):
         trainer_for(tmp_path, dataset, domain_column="source").train()
-    with pytest.raises(ValueError, match=r"it lacks \['dutch'\] and names \['far'\] besides"):
+    with pytest.raises(ValueError, match=r"lacks \['dutch'\].*'far'"):
         trainer_for(tmp_path, dataset, domain_column="source", target="dutch").train()
 
 
@@ -667,7 +667,7 @@ def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(
         [1, 5],
         [7, 6],
     ]
-    with pytest.raises(ValueError, match=r"is 'c', which is none of \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"\['a', 'b'\]; got 'c'"):
         grouped(["a", "c"])
     with pytest.raises(ValueError, match=r"2 examples of the stream had too few of \['b'\]"):
         grouped(["a", "a"])

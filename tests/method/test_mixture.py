@@ -473,7 +473,7 @@ def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(loader, workers)
         seen.append(batch.tolist())
         if len(seen) == 4:
             break
-    with pytest.raises(RuntimeError, match=r"Call mixture.seek\(step\) before another pass"):
+    with pytest.raises(RuntimeError, match=r"mixture.seek\(step\)"):
         next(iter(batches))
     mixture.seek(4)
     seen += [batch.tolist() for batch in batches]
@@ -485,7 +485,7 @@ def test_only_the_loop_knows_what_it_has_finished_where_workers_run_ahead():
         mixture = sized(steps=9)
         for step, _ in enumerate(loader(mixture, 0, 1, 1)):
             if step == 2:
-                with pytest.raises(ValueError, match=r"call state_dict\(step=...\)"):
+                with pytest.raises(ValueError, match=r"state_dict\(step=...\)"):
                     mixture.state_dict()
                 assert mixture.state_dict(3)["step"] == 3
         mixture = sized(steps=9)
@@ -551,7 +551,7 @@ def state(**changed) -> dict:
         ),
         (
             lambda: with_worker_taking(sized()).set_weights(THEN),
-            "needs from_step, later than .*4",
+            "from_step .*4",
         ),
         (lambda: sized().load_state_dict({}), "lacks 'version'"),
         (lambda: sized().load_state_dict(state(version=9)), "version 9"),

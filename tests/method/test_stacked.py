@@ -415,7 +415,7 @@ def test_a_gradient_past_the_context_or_the_module_is_refused() -> None:
     with optimizer.stacked(model, SIZES):
         losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
         loss = losses_of(model(ids_BL), ids_BL, SIZES).sum()
-    with pytest.raises(RuntimeError, match="outside its context"):
+    with pytest.raises(RuntimeError, match="outside"):
         loss.backward()
     optimizer = optimizer_of(model)
     with pytest.raises(RuntimeError, match=r"up\.weight"), optimizer.stacked(model, SIZES):

@@ -199,7 +199,7 @@ class TestCapture:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     def test_addresses_that_are_not_on_the_device_are_refused(self) -> None:
-        with pytest.raises(RuntimeError, match="Run the same call once before the capture"):
+        with pytest.raises(RuntimeError, match="once before the capture"):
             chunk_tables([Span(0, 4, 64, 64)], FIELDS, 64, self.CUDA)
         assert not chunks._kept[FIELDS]
 

@@ -1,7 +1,7 @@
-"""Where the examples of a batch are: in what a module is given, and domain by domain.
+"""Where the examples of a batch are in a module's input, and which examples a domain has.
 
-A batch of B examples is sorted by domain. Most modules get it with the examples in front, [B, ...].
-Some get it flattened, [B * T, features], and positions come without a batch, as [L] or [1, L].
+A batch of B examples is sorted by domain. Most modules get an input [B, ...]. Some get a flattened
+one, [B * T, features]. Positions come without a batch, as [L] or [1, L].
 """
 
 import itertools
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Segment(NamedTuple):
-    """The examples of one domain: `first` up to `last` of the batch, and its row of the buffer."""
+    """One domain of a batch: its row of the buffer, and its examples `first` up to `last`."""
 
     row: int
     first: int
@@ -27,7 +27,7 @@ class Run:
     Args:
         first_row: the row of the first domain in the buffer.
         borders: domain g has the examples `borders[g]` up to `borders[g + 1]`.
-        num_examples: of the whole batch.
+        num_examples: B, the size of the whole batch.
     """
 
     def __init__(self, first_row: int, borders: Sequence[int], num_examples: int) -> None:
@@ -35,9 +35,9 @@ class Run:
         self.num_examples = num_examples
         self.rows = range(first_row, first_row + len(borders) - 1)
         self.equal_parts = self._split_where_sizes_change()
-        """(slice of the run's domains, the run of them) for neighbours of equal size."""
+        """[(slice of the run's domains, the run of that slice)]; a slice has one size of domain."""
         self.is_equal = len(self.equal_parts) == 1
-        """Whether all domains have as many examples, so that one product fills all rows."""
+        """Whether all domains have the same number of examples: then one product fills all rows."""
         self._borders_on: dict[tuple[torch.device, int], Tensor] = {}
 
     def _split_where_sizes_change(self) -> list[tuple[slice, "Run"]]:
@@ -55,7 +55,7 @@ class Run:
 
         Args:
             values: [B, ..., *last] or [B * T, *last].
-            last: sizes of the dimensions that are no tokens.
+            last: sizes of the trailing dimensions, which do not count tokens.
         """
         # A plain reshape: einops here costs the step of a tiny model 9 % of its host time.
         return self._of_run(values).reshape(-1, *last)
@@ -81,7 +81,7 @@ class Run:
 def on_device(
     numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Numbers, or lists of them, as a tensor on `device`; the host does not wait for it."""
+    """A tensor of (lists of) numbers on `device`; the host does not wait for the copy."""
     values = torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         # Pinned, or the copy would make the host wait for the device.
@@ -90,7 +90,7 @@ def on_device(
 
 
 def runs_of(segments: Sequence[Segment]) -> list[Run]:
-    """The domains of a batch in as few runs as possible; segments follow one another."""
+    """The consecutive segments of a batch, in as few runs as possible."""
     starts = [
         index
         for index, segment in enumerate(segments)
@@ -104,11 +104,11 @@ def runs_of(segments: Sequence[Segment]) -> list[Run]:
 
 
 class ExampleAxis:
-    """Finds the examples in what the modules of a model are given, during one pass."""
+    """Finds the dimension of examples in the inputs of a model's modules, during one pass."""
 
     def __init__(self) -> None:
         self.num_examples = 0
-        # T of every [B, T, ...] of this pass: a flattened batch has B * T of one of them.
+        # Every T of an input [B, T, ...] in this pass. A flattened input has B * T rows.
         self._lengths: set[int] = set()
 
     def begin(self, num_examples: int) -> None:
@@ -120,23 +120,24 @@ class ExampleAxis:
         """The input of `module` with the examples in the first dimension.
 
         Args:
-            x: floating, or indices of an integer dtype, which have no dimension of features.
-            module: which is named if `x` is refused.
+            x: floating [..., features], or integer indices [...].
+            module: named if `x` is refused.
 
         Returns:
-            [B, ...]; a flattened batch as it is, [B * T, features]. Input that all examples share
-            is expanded.
+            [B, ...], expanded if all examples share the input; a flattened batch unchanged,
+            [B * T, features].
 
         Raises:
-            RuntimeError: the first dimension is something else, or [B] indices may be positions.
+            RuntimeError: the first dimension does not hold the examples, or indices [B] may be
+                positions.
         """
         size, shape = self.num_examples, list(x.shape)
         is_indices = not x.is_floating_point()
         if is_indices and x.dim() == 1:
             if len(x) == size and (not self._lengths or size in self._lengths):
                 raise RuntimeError(
-                    f"a pass over examples cannot tell {size} positions from one index for each of "
-                    f"the {size} examples: a {type(module).__name__} got shape {shape}. Give "
+                    f"a {type(module).__name__} got indices of shape {shape}: these may be "
+                    f"{size} positions, or one index for each of the {size} examples. Give "
                     "positions as [1, L], or one index per example as [B, 1]."
                 )
             x = x if len(x) == size else x[None]
@@ -146,7 +147,7 @@ class ExampleAxis:
             return x
         if x.shape[0] == 1:
             return x.expand(size, *x.shape[1:])
-        # Only with a length that is known: the first dimension may be time, a multiple of B.
+        # Only for a length T seen before: time in the first dimension may be a multiple of B, too.
         is_flattened = x.dim() == 2 and not is_indices and x.shape[0] % size == 0
         if is_flattened and x.shape[0] // size in self._lengths:
             return x
@@ -158,10 +159,10 @@ class ExampleAxis:
 
 
 def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The one argument of a forward, under whichever name the module has for it.
+    """The only argument of a forward, positional or named.
 
     Raises:
-        RuntimeError: there are several, or it is no tensor.
+        RuntimeError: there are several arguments, or it is no tensor.
     """
     values = (*args, *kwargs.values())
     if len(values) != 1 or not isinstance(values[0], Tensor):

@@ -1,7 +1,7 @@
-"""Modules without a rule in a stacked pass: once per domain, on slices of their input.
+"""Modules without a rule in a stacked pass: one forward per domain, on slices of the input.
 
-Exact for everything that treats examples one by one. Each domain's forward sees an alias of every
-parameter, so that autograd keeps their gradients apart.
+Exact for every module that treats examples one by one. Each domain's forward uses its own alias of
+every parameter, so autograd keeps the domains' gradients apart.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,16 +33,16 @@ def outputs_by_slices(
     """The output for the whole batch, from one forward per domain.
 
     Args:
-        module: that has no rule.
-        forward: its own.
-        args: of the whole batch: tensors with the examples in front are sliced.
+        module: a module without a rule.
+        forward: the module's own forward.
+        args: of the whole batch; a tensor is sliced if its first dimension is the examples.
         kwargs: as `args`.
         segments: the domains of the batch.
-        tracked: ids of the parameters whose gradients are received.
-        receive: takes them, in the backward pass.
+        tracked: ids of the trained parameters.
+        receive: called in the backward pass, with each gradient of a trained parameter.
 
     Raises:
-        RuntimeError: no argument has the examples in front, or an output has not.
+        RuntimeError: no argument, or not every output, has the examples in its first dimension.
     """
     _refuse_time_first(module, args, kwargs)
     outputs = []
@@ -54,19 +54,18 @@ def outputs_by_slices(
 
 
 def _refuse_time_first(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Recurrent networks and attention may have the examples second."""
+    """Refuse recurrent networks and attention with the examples in the second dimension."""
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
         raise RuntimeError(
             "stacked mode needs the examples of the batch in the first dimension; "
-            f"{type(module).__name__} was made with batch_first=False and has them in the second. "
+            f"{type(module).__name__} has batch_first=False and expects them in the second. "
             f"Make it with batch_first=True. {INSTEAD}"
         )
 
 
 def _slice(module: nn.Module, segment: Segment, num_examples: int, values: Any) -> Any:
-    """The arguments of one domain."""
     is_found = False
 
     def slice_examples(value: Any) -> Any:
@@ -89,7 +88,7 @@ def _slice(module: nn.Module, segment: Segment, num_examples: int, values: Any) 
 def _aliases(
     module: nn.Module, row: int, tracked: Collection[int], receive: Receive
 ) -> Iterator[None]:
-    """Parameters of `module` as leaves of their own, whose gradients belong to one row."""
+    """Replace the parameters of `module` by aliases whose gradients go to one row."""
     swapped = []
     for owner in module.modules():
         for name, param in owner._parameters.items():
@@ -117,7 +116,7 @@ def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
 
 
 def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The outputs of all domains as one: tensors end to end, the rest as the first has it."""
+    """The domains' outputs as one: tensors concatenated, other values from the first domain."""
     leaves_DP, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
     whole = []
     for index, leaves in enumerate(zip(*leaves_DP, strict=True)):
@@ -125,7 +124,7 @@ def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int
         if not isinstance(first, Tensor):
             whole.append(first)
             continue
-        # The state of a recurrent network has its layers in front.
+        # The state of a recurrent network is [layers, B, features].
         is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
         dim = 1 if is_state else 0
         lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of a row of the matrix is the sum over the tokens that looked it up."""
+"""Embeddings: the gradient of a row is the sum over the tokens that looked this row up."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ class EmbeddingRule(LayerRule):
     params = ("weight",)
 
     def covers(self, module: Any) -> bool:
-        """False where the forward changes the matrix, or its gradient is scaled or sparse."""
+        """False with max_norm, which changes the matrix, and for scaled or sparse gradients."""
         is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return super().covers(module) and is_plain
 
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The vectors; the backward needs nothing else."""
+        """The vectors; nothing is saved."""
         return F.embedding(x, module.weight), ()
 
     def gradients(
@@ -40,17 +40,17 @@ class Lookup(NamedTuple):
     """sum_t onehot(id_t) right_t^T, the gradient of a matrix whose rows are looked up."""
 
     ids: Tensor
-    """[B, ...] int: the row of the matrix that `right_t` belongs to."""
+    """[B, ...] int: the row that `right_t` is added to."""
     right: Tensor
-    """[B, ..., columns], of the dtype that the gradient is to have."""
+    """[B, ..., columns]"""
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the gradient is computed."""
+        """The dtype that the gradient is computed in."""
         return self.right.dtype
 
     def write(self, run: Run, out: Tensor, adds: bool) -> None:
-        """As `TokenSum.write`; each sum has one order, so that it is the same every time."""
+        """As `TokenSum.write`; bitwise reproducible."""
         if not sums_one_by_one(self.right):
             self._write_sorted(run, out, adds)
             return
@@ -66,7 +66,8 @@ class Lookup(NamedTuple):
                     put(row_RC, value_RC.index_add_(0, index_T, right_TC), adds)
 
     def _write_sorted(self, run: Run, out: Tensor, adds: bool) -> None:
-        """Sorted by domain and row, in one operator: atomic additions have no order."""
+        """Sum by `segment_sum`, over tokens sorted by domain and row."""
+        # Not index_add_: on a GPU its atomic additions have no fixed order.
         num_domains, num_rows, width = out.shape
         index_T, right_TC = run.tokens(self.ids), run.tokens(self.right, width)
         device = out.device

@@ -1,4 +1,4 @@
-"""Linear layers, with the weight as torch has it or as transformers' Conv1D has it."""
+"""Linear layers: torch's Linear and transformers' Conv1D, whose weight is transposed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,12 +12,12 @@ from doge_fast.stacked.layers.batch import Run
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.stacked.layers.token_sums import Sum, TokenSum, put
 
-# Elements of a weight up to which the products of all domains are one call, where that is not
-# always faster: on a CPU a large product keeps all cores busy by itself.
+# A weight with at most so many elements gets the products of all domains from one call. On a CPU a
+# larger product keeps all cores busy by itself; on other devices one call is always faster.
 MOST_BATCHED = {"cpu": 1 << 20}
-# Bytes of products that are made in their own dtype before they go to rows of another.
+# Bytes of temporary products, where rows have another dtype than the product.
 MOST_TEMPORARY_BYTES = 1 << 26
-# Devices whose products of 16 bits can have a float32 result.
+# Devices on which 16-bit matrices have a float32 product.
 WIDE_PRODUCTS = () if torch.version.hip else ("cuda",)
 
 
@@ -32,7 +32,7 @@ class LinearRule(LayerRule):
         self.is_transposed = is_transposed
 
     def covers(self, module: Any) -> bool:
-        """False for a weight that is flattened, as a sharded one is."""
+        """False for a flattened weight, as in a sharded model."""
         return super().covers(module) and module.weight.dim() == 2
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class LinearRule(LayerRule):
         return x if dtype is None else x.to(dtype)
 
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output, and the weight as it is now."""
+        """The output; saves the weight."""
         weight = module.weight
         return F.linear(x, weight.t() if self.is_transposed else weight, module.bias), (weight,)
 
@@ -54,7 +54,7 @@ class LinearRule(LayerRule):
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
         """The gradients of weight and bias."""
-        # The norms of examples prepare x outside autocast: it may be wider than the gradient.
+        # Norms per example call `prepare` outside autocast, so x may be wider than the gradient.
         x = x.to(grad.dtype)
         yield module.weight, Outer(x, grad) if self.is_transposed else Outer(grad, x)
         yield module.bias, Sum(grad)
@@ -63,8 +63,7 @@ class LinearRule(LayerRule):
 class Outer(NamedTuple):
     """sum_t left_t right_t^T, the gradient of a matrix [rows, columns].
 
-    Every dimension between the examples and the last one is one of tokens. Both have the dtype
-    that the gradient is to have.
+    Dimensions between the first and the last count tokens. Both have the gradient's dtype.
     """
 
     left: Tensor
@@ -74,7 +73,7 @@ class Outer(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the gradient is computed."""
+        """The dtype that the gradient is computed in."""
         return self.right.dtype
 
     def write(self, run: Run, out: Tensor, adds: bool) -> None:
@@ -86,7 +85,7 @@ class Outer(NamedTuple):
 
 
 def multiply(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
-    """out = or += the product of each domain; `out` [G, R, C] may have another dtype."""
+    """out[g] = or += left[g] @ right[g]; `out` [G, R, C] may have another dtype."""
     if out.dtype == left_GRT.dtype:
         _multiply(out, left_GRT, right_GTC, adds)
         return
@@ -118,8 +117,8 @@ def _multiply(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> N
 
 
 def multiply_wide(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
-    """out = or += the float32 products of 16-bit matrices, with nothing in between."""
-    # The overloads by name: torch.baddbmm takes the dtype for a factor on some devices.
+    """out = or += the float32 products of 16-bit matrices, without a temporary."""
+    # By overload: on some devices torch.baddbmm takes the dtype for a factor.
     if adds:
         torch.ops.aten.baddbmm.dtype_out(out, left_GRT, right_GTC, torch.float32, out=out)
     else:
@@ -128,19 +127,19 @@ def multiply_wide(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_autocast(kind: str) -> bool:
-    # torch 2.11 cannot trace it.
+    # torch 2.11 cannot trace this call.
     return torch.amp.is_autocast_available(kind)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of products on the device of `x`; None where autocast is off, or not known."""
+    """The dtype of products under autocast, on the device of `x`; None where autocast is off."""
     kind = x.device.type
-    # "meta" has none, and torch raises when asked whether it is on.
+    # "meta" has no autocast, and is_autocast_enabled raises there.
     is_on = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which operators on the device of `x` leave dtypes alone."""
+    """A context without autocast, on the device of `x`."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()

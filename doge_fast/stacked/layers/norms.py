@@ -1,4 +1,4 @@
-"""Layer norms and root mean square norms: a gain along the last dimensions, perhaps a bias.
+"""Layer norms and root mean square norms: a gain along the last dimensions, and optionally a bias.
 
 y = n(x) * w + b, hence dw = sum_t dy_t * n(x_t) and db = sum_t dy_t.
 """
@@ -18,14 +18,14 @@ from doge_fast.stacked.layers.token_sums import Sum, TokenSum, exact, put, sums_
 
 
 class LayerNormRule(LayerRule):
-    """torch's LayerNorm, by the kernels that torch has for it."""
+    """torch's LayerNorm, by torch's kernels."""
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
-        """x in float32 where autocast widens it: on a GPU, not on a CPU."""
+        """x, in float32 under autocast on a GPU, as torch's LayerNorm has it."""
         return x.float() if _is_widened(x) else x
 
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output; mean and reciprocal deviation of each token, and the gain."""
+        """The output; saves mean and reciprocal deviation of each token, and the gain."""
         weight, bias = module.weight, module.bias
         if _is_widened(x):
             weight, bias = weight.float(), None if bias is None else bias.float()
@@ -43,7 +43,7 @@ class LayerNormRule(LayerRule):
         """The gradients of gain and bias."""
         dtype = module.weight.dtype
         if not saved:
-            # Norms of examples, outside autocast.
+            # Norms per example run outside autocast and without `forward`.
             grad, x = grad.to(dtype), x.to(dtype)
             saved = tuple(self.forward(module, x)[1])
         yield module.weight, _Gain(grad, x, dtype, saved)
@@ -51,14 +51,14 @@ class LayerNormRule(LayerRule):
 
 
 class _Gain(NamedTuple):
-    """sum_t dy_t * n(x_t), without an array of the terms of all tokens."""
+    """sum_t dy_t * n(x_t); on a GPU the terms are never in memory."""
 
     grad: Tensor
     x: Tensor
-    """n(x) itself where there is no `norm`."""
+    """The input of the norm; n(x) where `norm` is empty."""
     dtype: torch.dtype
     norm: tuple[Tensor, ...] = ()
-    """Of a LayerNorm: mean and reciprocal deviation of each token, and the gain."""
+    """A LayerNorm's mean and reciprocal deviation of each token, and its gain; else empty."""
 
     def write(self, run: Run, out: Tensor, adds: bool) -> None:
         if not sums_one_by_one(self.grad):
@@ -82,7 +82,7 @@ class _Gain(NamedTuple):
         )
 
     def _write_by_torch(self, part: Run, out: Tensor, adds: bool) -> None:
-        """One domain after another: torch's kernel is the fastest way on a CPU."""
+        """One domain after another, by torch's kernel, which is fastest on a CPU."""
         *statistics, weight = self.norm
         ones = [1] * weight.dim()
         values = [part.by_domain(each, *weight.shape) for each in (self.grad, self.x)]
@@ -97,7 +97,6 @@ class _Gain(NamedTuple):
 def _layer_norm_backward(
     grad: Tensor, x: Tensor, norm: Sequence[Tensor], wanted: list[bool]
 ) -> Sequence[Tensor]:
-    """Gradients of x, gain and bias: those that are wanted."""
     mean, rstd, weight = norm
     gradients: Sequence[Tensor] = torch.ops.aten.native_layer_norm_backward(
         grad, x, list(weight.shape), mean, rstd, weight, None, wanted
@@ -110,12 +109,12 @@ def _is_widened(x: Tensor) -> bool:
 
 
 class _GainRule(LayerRule):
-    """y = x w, where `prepare` has made x of the module's input."""
+    """y = x w, where `prepare` returns x = n(module's input)."""
 
     params = ("weight",)
 
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output, and the weight as it is now."""
+        """The output; saves the weight."""
         return x * module.weight, (module.weight,)
 
     def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
@@ -130,7 +129,7 @@ class _GainRule(LayerRule):
 
 
 class RMSNormRule(_GainRule):
-    """torch's RMSNorm, which rounds once, behind the weight."""
+    """torch's RMSNorm, which rounds once, after the weight."""
 
     keeps_dtype = True
 
@@ -140,7 +139,7 @@ class RMSNormRule(_GainRule):
 
 
 class LlamaRMSNormRule(_GainRule):
-    """transformers' RMSNorms: in float32, and rounded before the weight."""
+    """transformers' RMSNorms, which round n(x) before the weight."""
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
         """n(x), in the dtype of x."""

@@ -1,4 +1,4 @@
-"""Which rule a module has: by its exact class, because a subclass may compute something else."""
+"""The rules, by the exact class of a module: a subclass may compute something else."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from doge_fast.stacked.layers.linear import LinearRule
 from doge_fast.stacked.layers.norms import LayerNormRule, LlamaRMSNormRule, RMSNormRule
 from doge_fast.stacked.layers.rule import LayerRule
 
-# By name, so that what is not installed or not used need not be imported.
+# By name, so that no optional package is imported.
 _RULES: dict[str | type[nn.Module], LayerRule] = {
     "torch.nn.modules.linear.Linear": LinearRule(),
     "transformers.pytorch_utils.Conv1D": LinearRule(is_transposed=True),
@@ -23,16 +23,16 @@ _RULES: dict[str | type[nn.Module], LayerRule] = {
 def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
     """Use `rule` for modules of a class, in stacked passes and for norms per example.
 
-    It holds in this process, from the next stacked pass on, and replaces an earlier rule of the
-    class. Subclasses do not inherit it. Modules without a rule run once per domain in a stacked
-    pass, which is right for whatever treats examples one by one, and slower.
+    The rule applies in this process, from the next stacked pass on. It replaces an earlier rule of
+    the class; subclasses do not inherit it. In a stacked pass modules without a rule run once per
+    domain, which is slower, and correct if they treat examples one by one.
 
     Args:
         module_class: the class, or its full name, "package.module.Class".
         rule: the rule of the class.
 
     Raises:
-        ValueError: the class is no class of modules, or the rule is no `LayerRule`.
+        ValueError: `module_class` is neither, or `rule` is no instance of `LayerRule`.
     """
     is_class = isinstance(module_class, type) and issubclass(module_class, nn.Module)
     if not is_class and not (isinstance(module_class, str) and "." in module_class):
@@ -46,12 +46,12 @@ def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
 
 
 def rule_of(module: nn.Module) -> LayerRule | None:
-    """The rule of `module`; None where its class has none, or the module is not as its class says.
+    """The rule of the module's class; None if there is none, or it does not apply to this module.
 
-    A module whose forward was replaced has none, nor one whose parameters are not its class's own.
+    A rule does not apply if the module's forward was replaced, or if `LayerRule.covers` is False.
     """
     kind = type(module)
-    # The class itself first: two may have one name, as where a notebook defines it again.
+    # The class before its name: a notebook may define the same name twice.
     rule = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
     if rule is None or "forward" in module.__dict__ or not rule.covers(module):
         return None

@@ -13,26 +13,26 @@ class LayerRule(ABC):
     """The rule of a module class whose forward takes one tensor and treats examples one by one.
 
     A stacked pass (`doge_fast.stacked.stacked`) runs `forward` and `input_gradient` once for all
-    examples. What `gradients` returns gives the row of every domain, and the norm of every
+    examples. From the terms of `gradients` come the row of every domain, and the norm of every
     example's gradient.
 
-    A rule has `forward`, `gradients`, `params` where they are not weight and bias, and
-    `input_gradient` unless the input is indices. x is [B, ..., features], or [B * T, features]
-    where a model flattens its batch, or indices of an integer dtype, [B, ...]. Only `prepare` is
-    differentiated by autograd. `torch.compile` traces `prepare`, `forward` and `input_gradient`.
-    Autocast may be on in the first two; a gradient has the dtype of its output.
+    A rule defines `forward`, `gradients`, `input_gradient` unless the input is indices, and
+    `params` unless these are weight and bias. x is [B, ..., features], [B * T, features] if the
+    model flattens its batch, or integer indices [B, ...]. Autograd differentiates `prepare` alone.
+    `torch.compile` traces `prepare`, `forward` and `input_gradient`. Autocast may be on in
+    `prepare` and `forward`; the gradient of the output has the output's dtype.
     """
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
-    """Names of the parameters that the rule has gradients for. A module with others has no rule."""
+    """The parameters that `gradients` yields. The rule does not apply to a module with others."""
 
     keeps_dtype: ClassVar[bool] = False
-    """Whether the output is rounded to the dtype of the module's input, whatever that of x."""
+    """Whether the output is cast to the dtype of the module's input."""
 
     def covers(self, module: Any) -> bool:
-        """Whether the rule is right for this module of its class.
+        """Whether the rule applies to this module of its class.
 
-        False where a parameter is computed from others, by pruning say, or where there are more.
+        False if a parameter is computed from others (as by pruning), or if there are further ones.
         """
         own = {name for name, param in module._parameters.items() if param is not None}
         others = [name for name in self.params if name not in own]
@@ -40,12 +40,12 @@ class LayerRule(ABC):
         return own <= set(self.params) and not is_computed
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
-        """What the methods below call x, from the input, by operations that autograd knows."""
+        """The methods' x, computed from the module's input; autograd differentiates it."""
         return x
 
     @abstractmethod
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output, and the tensors that the methods below get as `saved`."""
+        """The output, and the tensors that the methods below receive as `saved`."""
 
     def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
         """The gradient of the loss with respect to x.
@@ -62,11 +62,11 @@ class LayerRule(ABC):
     def gradients(
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Each parameter, or None where the module has none, and its `Outer`, `Lookup` or `Sum`.
+        """Each parameter (None if the module lacks it) with its `Outer`, `Lookup` or `Sum`.
 
         Args:
             module: of the class.
             grad: of the output, and of its shape.
             x: as `prepare` returned it.
-            saved: as `forward` returned them; empty for norms per example, which do not run it.
+            saved: as `forward` returned them; empty for norms per example, which skip `forward`.
         """

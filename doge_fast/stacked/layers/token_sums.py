@@ -1,11 +1,11 @@
-"""A parameter's gradient as a sum over tokens, and what a rule returns it as.
+"""A parameter's gradient as a sum over tokens; a rule yields one of these classes.
 
     Outer    sum_t left_t right_t^T          a matrix (`linear.py`)
     Lookup   sum_t onehot(id_t) right_t^T    a table of vectors (`embedding.py`)
     Sum      sum_t values_t                  gains and biases
 
-The row of a domain is the sum over the tokens of its examples. The gradient of one example is the
-same sum over its own tokens: norms per example come from runs with one example per row.
+The row of a domain is the sum over its tokens. The gradient of one example is the sum over its own
+tokens, so norms per example come from runs in which every example has a row.
 """
 
 from typing import NamedTuple, Protocol
@@ -16,38 +16,37 @@ from torch import Tensor
 from doge_fast.kernels import segment_sum
 from doge_fast.stacked.layers.batch import Run
 
-# Devices whose sums over tokens run once for each domain: on a CPU torch's own kernels are faster
-# so. Elsewhere every launch counts, and atomic additions have no fixed order.
+# Devices that sum over tokens domain by domain: on a CPU torch's own kernels are the fastest.
+# Elsewhere launches cost more, and torch's atomic additions have no fixed order.
 ONE_BY_ONE = ("cpu",)
 
 
 class TokenSum(Protocol):
-    """A parameter's gradient as a rule returns it."""
+    """A parameter's gradient as a rule yields it."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the gradient is computed."""
+        """The dtype that the gradient is computed in."""
 
     def write(self, run: Run, out: Tensor, adds: bool) -> None:
-        """Write the gradients of the run's domains, or add them to what is there.
+        """Write the gradients of the run's domains into `out`, or add them.
 
         Args:
             run: G neighbouring domains.
-            out: [G, *shape of the parameter]; its rows lie at any distance, and its dtype may be
-                another than that of the gradient.
+            out: [G, *shape of the parameter], of any floating dtype; `out.stride(0)` is arbitrary.
             adds: whether `out` holds gradients already.
         """
 
 
 class Sum(NamedTuple):
-    """sum_t values_t, the gradient of a gain or a bias; without tokens, of an example each."""
+    """sum_t values_t, the gradient of a gain or a bias."""
 
     values: Tensor
-    """[B, ..., *shape] of the parameter's shape, and of the dtype that the gradient is to have."""
+    """[B, ..., *shape of the parameter]"""
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the gradient is computed."""
+        """The dtype that the gradient is computed in."""
         return self.values.dtype
 
     def write(self, run: Run, out: Tensor, adds: bool) -> None:
@@ -67,12 +66,12 @@ class Sum(NamedTuple):
 
 
 def sums_one_by_one(values: Tensor) -> bool:
-    """Whether sums over the tokens of each domain are a call each."""
+    """Whether a sum over tokens is one call per domain."""
     return values.device.type in ONE_BY_ONE
 
 
 def put(out: Tensor, gradient: Tensor, adds: bool) -> None:
-    """out = or += a gradient of as many elements, perhaps of another dtype."""
+    """out = or += a gradient with the same number of elements; the dtypes may differ."""
     value = gradient.view(out.shape)
     if adds:
         out.add_(value)
@@ -81,7 +80,7 @@ def put(out: Tensor, gradient: Tensor, adds: bool) -> None:
 
 
 def exact(values: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The values in float32, or in float64."""
     return values.to(wide_dtype(values.dtype))
 
 
