@@ -152,7 +152,7 @@ def test_a_zero_is_lifted_to_its_floor_and_no_higher() -> None:
     tiny_K = torch.tensor([1e-300, 5e-324, 0.25, 0.75], dtype=torch.float64)
     near_K = project(tiny_K, floor_K=floor_K, cap_K=torch.ones(4))
     torch.testing.assert_close(near_K, moved_K, atol=1e-15, rtol=1e-15)
-    with pytest.raises(ValueError, match="caps .* 0.6 is missing"):
+    with pytest.raises(ValueError, match=r"caps .* 0.6 is missing"):
         project(alpha_K, floor_K=torch.zeros(4), cap_K=torch.full((4,), 0.2))
 
 
