@@ -22,10 +22,9 @@ class DomainMixture(Dataset[Any]):
     Every batch holds the floor or the ceiling of batch_size * weight rows of each domain; the
     expectation over seeds is that product if weights change slowly or never. The rows drawn so far
     stay within five of the rows asked for, however the weights change
-    (`doge_fast.mixture.counts.MixtureCounts`). An indexable domain is shuffled anew in every epoch
-    and gives each row once per epoch; a stream is read in order and restarts at its end. The rows
-    of a domain are spread evenly over the batch, so the slices for ranks and micro-batches have the
-    mixture of the whole.
+    (`doge_fast.mixture.counts.MixtureCounts`). A domain is shuffled anew in every epoch and gives
+    each row once per epoch. The rows of a domain are spread evenly over the batch, so the slices
+    for ranks and micro-batches have the mixture of the whole.
 
     It is a map-style dataset for a loader with one of its samplers:
 
@@ -42,13 +41,9 @@ class DomainMixture(Dataset[Any]):
     worker by default), accelerate one more. New weights apply from the first batch that no loader
     has taken, or from a later step that the loop names.
 
-    Every worker reads all rows of a stream and keeps the rows of its own batches. A loader with
-    workers therefore refuses torch's `IterableDataset`, which may divide its rows among workers.
-    Iterables of other classes and streams of Hugging Face's datasets are accepted.
-
     Args:
-        domains: {name: rows}. A list, a `torch.utils.data.Dataset`, a `datasets.Dataset`, or a
-            stream that can be read repeatedly (an `IterableDataset`, or any iterable).
+        domains: {name: rows}. Rows are indexable: a list, a map-style `torch.utils.data.Dataset`
+            or a `datasets.Dataset`.
         weights: {name: weight >= 0}, sum 1; None: uniform.
         batch_size: > 0; rows of a batch, over all ranks.
         seed: decides the order of rows and the rounding of weights.
@@ -57,7 +52,7 @@ class DomainMixture(Dataset[Any]):
             rows must then be dicts.
 
     Raises:
-        ValueError: a domain cannot be read, the weights are not on the simplex or name other
+        ValueError: a domain is not indexable, the weights are not on the simplex or name other
             domains, a domain without rows has a weight > 0, or a number is out of range.
 
     Example:
@@ -102,8 +97,8 @@ class DomainMixture(Dataset[Any]):
     # Rows.
 
     @property
-    def sizes(self) -> dict[str, int | None]:
-        """Rows of each domain; None where it is a stream."""
+    def sizes(self) -> dict[str, int]:
+        """Rows of each domain."""
         return self._rows.sizes
 
     def __len__(self) -> int:

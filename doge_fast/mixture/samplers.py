@@ -16,7 +16,7 @@ def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:
     counts_K = counts.counts(np.array([step]))[0]
     domains_B = np.repeat(np.arange(len(counts_K)), counts_K)
     domains_B = domains_B[spread_order(counts.seed, step, counts.batch_size)]
-    # A domain's positions ascend within the batch: streams are read forward.
+    # A domain's positions ascend within the batch.
     by_domain_B = np.argsort(domains_B, kind="stable")
     positions_B = np.empty_like(domains_B)
     positions_B[by_domain_B] = np.concatenate(

@@ -10,7 +10,7 @@ from doge_fast.mixture.counts import MixtureCounts, Totals
 STATE_VERSION = 1
 
 
-def state_of(counts: MixtureCounts, sizes: Mapping[str, int | None], step: int) -> dict[str, Any]:
+def state_of(counts: MixtureCounts, sizes: Mapping[str, int], step: int) -> dict[str, Any]:
     """The result of `DomainMixture.state_dict`."""
     totals = counts.totals(step)
     changes = zip(counts.first_steps, counts.weights_PK, strict=True)
@@ -27,9 +27,7 @@ def state_of(counts: MixtureCounts, sizes: Mapping[str, int | None], step: int) 
     }
 
 
-def restore(
-    counts: MixtureCounts, sizes: Mapping[str, int | None], state: Mapping[str, Any]
-) -> None:
+def restore(counts: MixtureCounts, sizes: Mapping[str, int], state: Mapping[str, Any]) -> None:
     """Set the counts to a state.
 
     Raises:
