@@ -320,7 +320,7 @@ def test_the_model_without_rule_is_refused_for_several_examples_only() -> None:
     model = nn.Bilinear(3, 3, 1)
     effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
     assert effect.without_rule == ["the model (Bilinear)"]
-    with pytest.raises(ValueError, match=r"Norms per example of the model \(Bilinear\)"):
+    with pytest.raises(ValueError, match="Bilinear"):
         enter(effect, 2)
     with effect.watching(1):
         model(torch.randn(1, 3), torch.randn(1, 3)).sum().backward()
@@ -402,7 +402,7 @@ def test_select(strategy: str, names: str, num_columns: int) -> None:
         ("middle3", {}, "got 'middle3'"),
         ("low1", {"b": math.inf}, "that of b is inf"),
         ("low1", {"b": math.nan}, "that of b is nan"),
-        ("low1", {"e": 1.0}, "only one of them has e"),
+        ("low1", {"e": 1.0}, "same parameters"),
     ],
 )
 def test_select_refuses(strategy: str, changes: dict[str, float], text: str) -> None:
