@@ -185,7 +185,7 @@ def test_a_state_dict_holds_both_forms_and_gives_one_back() -> None:
         checkpoint.taken_from(both, OBJECTIVE)
     assert checkpoint.taken_from({"param_groups": [{}]}, OBJECTIVE)[0] is None
     assert checkpoint.taken_from({}, OBJECTIVE) == (None, {})
-    with pytest.raises(TypeError, match=r"takes what state_dict\(\) gave; got 3"):
+    with pytest.raises(TypeError, match=r"state_dict\(\) returned; got 3"):
         checkpoint.taken_from(3, OBJECTIVE)  # type: ignore[arg-type]
 
 
@@ -226,7 +226,7 @@ def test_loading_forgets_the_step_under_way() -> None:
     optimizer.doge.load_state_dict(state())
     with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'far'\]"):
         optimizer.step()
-    with pytest.raises(TypeError, match=r"takes what state_dict\(\) gave; got \[\]"):
+    with pytest.raises(TypeError, match=r"state_dict\(\) returned; got \[\]"):
         optimizer.doge.load_state_dict([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="state was not written by state_dict"):
         optimizer.doge.load_state_dict({})
