@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ from tests.packages import installed
 transformers = installed("transformers")
 
 
-def gpt2(**changes: Any) -> nn.Module:
+def gpt2() -> nn.Module:
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 12, "vocab_size": 32}
-    config = transformers.GPT2Config(**shape | changes, bos_token_id=None, eos_token_id=None)
-    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
-        setattr(config, name, 0.0)
+    without = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = transformers.GPT2Config(**shape, **without, **dropout)
     return transformers.GPT2LMHeadModel(config).double()
 
 
@@ -124,29 +123,6 @@ def test_every_reading_is_its_definition() -> None:
         assert set(effect.terms(reading).values()) == {3}
 
 
-def test_gradients_that_cancel_score_high_by_the_words_only() -> None:
-    """Two opposite examples move nothing; two equal ones move all."""
-    one = torch.ones(1, 1, dtype=torch.float64)
-    scores = {}
-    for kind, targets in (("opposite", [[1.0], [-0.999]]), ("equal", [[1.0], [1.0]])):
-        model = nn.Linear(1, 1, bias=False).double()
-        nn.init.zeros_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        effect = CancellationEffect(model, optimizer)
-        wanted = torch.tensor(targets, dtype=torch.float64)
-
-        backward(effect, lambda row, model=model: (model(one) - row).square().mean(), wanted)
-        optimizer.step()
-        scores[kind] = {reading: effect.scores(reading)["weight"] for reading in READINGS}
-    # ||sum|| / ||dw|| = B / lr, whatever cancels.
-    assert scores["opposite"]["sum-over-change"] == pytest.approx(20)
-    assert scores["equal"]["sum-over-change"] == pytest.approx(20)
-    assert scores["equal"]["norms-over-change"] == pytest.approx(20)
-    # sum of norms over the norm of the sum: 1.999 / 0.001.
-    assert scores["opposite"]["norms-over-change"] == pytest.approx(20 * 1999, rel=1e-6)
-    assert scores["opposite"]["change-over-norms"] < scores["equal"]["change-over-norms"]
-
-
 def test_a_step_that_moves_nothing_adds_no_term() -> None:
     effect, model, optimizer = follow(1)
     before = effect.scores()
@@ -235,15 +211,7 @@ COLUMNS = {"a": 10, "b": 20, "c": 30, "d": 40}
 
 @pytest.mark.parametrize(
     ("strategy", "names", "num_columns"),
-    [
-        ("low1", "b", 20),
-        ("low2", "ba", 30),
-        ("low3", "bad", 70),
-        ("low4", "badc", 100),
-        ("high1", "c", 30),
-        ("high2", "ca", 40),
-        ("high4", "cadb", 100),
-    ],
+    [("low1", "b", 20), ("low3", "bad", 70), ("high2", "ca", 40), ("high4", "cadb", 100)],
 )
 def test_select(strategy: str, names: str, num_columns: int) -> None:
     for scores in (SCORES, dict(reversed(SCORES.items()))):
@@ -256,9 +224,8 @@ def test_select(strategy: str, names: str, num_columns: int) -> None:
     ("strategy", "changes", "text"),
     [
         ("low5", {}, "low5 selects 5 parameters; the model has 4"),
-        ("low0", {}, "A strategy is lowN or highN with N >= 1, high30 for example; got 'low0'"),
+        ("low0", {}, "got 'low0'"),
         ("middle3", {}, "got 'middle3'"),
-        ("low1", {"b": math.inf}, "that of b is inf"),
         ("low1", {"b": math.nan}, "that of b is nan"),
     ],
 )
