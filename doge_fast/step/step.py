@@ -169,6 +169,8 @@ class Step:
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
+        # Whether a state that appears in the wrapped optimizer was loaded in its place.
+        self._may_be_loaded = not self._inner.state
         # Whether `p.grad` holds the zeros of zero_grad(set_to_none=False).
         self._are_zeros_left = False
         self.parameters.receive = _receiver(weakref.ref(self))
@@ -275,6 +277,9 @@ class Step:
                 )
             param.grad = None
         self._are_zeros_left = False
+        if self._may_be_loaded:
+            self._may_be_loaded = False
+            checkpoint.warn_of_loading_in_place(self._inner)
 
     def _row_of(self, name: str) -> int:
         self._received.counts.setdefault(name, 0.0)
@@ -469,9 +474,15 @@ class Step:
                 return False
             # A rate on a device counts as not zero: reading it would wait for the device.
             has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
+            if has_rate:
+                self._may_be_loaded = False
             if has_rate and (self.state is StepState.COLLECTED or self._received.is_dropped):
                 return False
-            given = (param for param in self.parameters.look_up() if param.grad is not None)
+            given = [param for param in self.parameters.look_up() if param.grad is not None]
+            if not given and self.state is StepState.EMPTY:
+                # Nothing to step by, as when a schedule is run through without training. On several
+                # ranks another one may have entered a domain.
+                return self.exchange.num_ranks == 1
             return not all(map(self.buffer.is_combined, given))
 
     def finish(self, loss: Any) -> None:
@@ -500,6 +511,10 @@ class Step:
         """
         self._clear_rows()
         self._are_zeros_left = are_zeros_left
+
+    def note_loaded(self) -> None:
+        """A state of the wrapped optimizer was not loaded in its place."""
+        self._may_be_loaded = False
 
     def _clear_rows(self) -> None:
         self.buffer.clear()

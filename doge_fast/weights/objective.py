@@ -81,6 +81,12 @@ def _checked_domains(domains: Sequence[str]) -> tuple[str, ...]:
             f"domains must have an order, that of the simplex; got the set {domains!r}. "
             "Pass a list."
         )
+    if isinstance(domains, Mapping):
+        raise ValueError(
+            f"domains must be a sequence of names; got the dict {domains!r}. Pass "
+            f"domains={list(domains)} and, if its values are weights to start from, "
+            "initial={name: weight}."
+        )
     if not isinstance(domains, Iterable):
         raise ValueError(f"domains must be a sequence of names; got {domains!r}.")
     names = tuple(domains)
