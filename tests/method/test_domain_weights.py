@@ -111,11 +111,11 @@ def test_few_of_many_domains_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("initial", "message"),
     [
-        ({"a": 0.5, "b": 0.5}, r"lacks \['c'\]"),
-        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"has \['d'\] besides"),
+        ({"a": 0.5, "b": 0.5}, "exactly .*'c'"),
+        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, "exactly .*'d': 0.0"),
         ({"a": 0.5, "b": 0.3, "c": 0.1}, "sum to 1 .* got .*'c': 0.1}"),
-        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0; 'b' has -0.5"),
-        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0; 'b' has '0.5'"),
+        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0 .*'b': -0.5"),
+        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0 .*'b': '0.5'"),
         ([0.2, 0.3, 0.5], "a dict {domain: weight}"),
         ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
         ({"a": math.inf, "b": 0.0, "c": 0.0}, "weights >= 0 that sum to 1"),
