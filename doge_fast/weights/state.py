@@ -42,22 +42,20 @@ _SUM_TOLERANCE = 1e-5
 class UpdateRule:
     """How domain weights move: the settings of Algorithms 1 and 2, constant over a run.
 
-    Args:
-        mu: > 0, Bregman coefficient.
-        score: what moves the weights; `PAPER` is W.
-        domain_max_grad_norm: > 0, norm to which every row is clipped first; None: not clipped.
-        max_grad_norm: > 0, norm to which the combined gradient is clipped; None: not clipped.
-        smoothing: in [0, 1), mixture with uniform.
-
     Raises:
-        ValueError: an argument outside its range.
+        ValueError: one is outside its range.
     """
 
     mu: float
+    """> 0, Bregman coefficient."""
     score: Score = PAPER
+    """What moves the weights; `PAPER` is W."""
     domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
+    """> 0, norm to which every row is clipped first; None: not clipped."""
     max_grad_norm: float | None = None
+    """> 0, norm to which the combined gradient is clipped; None: not clipped."""
     smoothing: float = 0.0
+    """In [0, 1), mixture with uniform."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -75,13 +73,8 @@ class DomainWeights:
     """The domain weights of a run, their mean, and the step that moves them.
 
     They keep their memory from step to step, so a step can be captured in a CUDA graph. Methods
-    return copies. Nothing waits for the device, unless a docstring says so.
-
-    Args:
-        objective: the domains and the targets.
-        rule: how the weights move.
-        device: of the first weights; they follow the gradients to another.
-        initial: {domain: weight} to start from; None: uniform, as in Algorithm 1.
+    return copies. Nothing waits for the device, unless a docstring says so. `device` is that of the
+    first weights; they follow the gradients to another. `initial` is that of `DoGEOptimizer`.
 
     Raises:
         ValueError: `initial` does not have a weight for exactly these domains.
@@ -139,9 +132,8 @@ class DomainWeights:
     def settings(self, *, with_values: bool) -> dict[str, object]:
         """{name for messages: value that must be the same on all ranks}.
 
-        Args:
-            with_values: whether to include the weights; reading them waits for the device. Needed
-                until rank 0 has broadcast them once.
+        `with_values` reads the weights too, and waits for the device: needed until rank 0 has
+        broadcast them once.
         """
         return {
             "the domains or the target": [self.objective.domains, self.objective.target],
@@ -174,10 +166,8 @@ class DomainWeights:
         Args:
             gram_BB: [B, B] inner products of scaled gradients over the columns that enter W.
             full_BB: [B, B] over all columns; may be `gram_BB`.
-            rows_B: names of the rows of the buffer.
-            present: names of the rows that have a gradient.
-            lr: eta of this step.
-            grad_scale: the factor that multiplied the losses.
+            rows_B: names of the rows of the buffer; `present` are those with a gradient.
+            lr: eta of this step; `grad_scale` is the factor that multiplied the losses.
 
         Raises:
             ValueError: `lr` < 0 or NaN.
@@ -330,25 +320,18 @@ def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tenso
     """[K] float64 on the simplex: the first weights."""
     if initial is None:
         return simplex.uniform(len(domains))
-    if not isinstance(initial, Mapping):
+    if not isinstance(initial, Mapping) or set(initial) != set(domains):
         raise ValueError(
-            f"initial must be a dict {{domain: weight}} of {list(domains)}; got {initial!r}."
+            f"initial must be a dict {{domain: weight}} of exactly {list(domains)}; "
+            f"got {initial!r}."
         )
-    missing = [name for name in domains if name not in initial]
-    extra = [name for name in initial if name not in domains]
-    if missing or extra:
-        raise ValueError(
-            f"initial must have a weight for each of {list(domains)} and no other; it lacks "
-            f"{missing} and has {extra} besides."
-        )
-    for name in domains:
-        if not simplex.is_number(initial[name]) or initial[name] < 0:
-            raise ValueError(f"initial must be weights >= 0; {name!r} has {initial[name]!r}.")
-    alpha_K = torch.tensor([initial[name] for name in domains], dtype=torch.float64)
+    weights = [initial[name] for name in domains]
+    are_weights = all(simplex.is_number(weight) and weight >= 0 for weight in weights)
     # A NaN fails the comparison as well.
-    if not abs(float(alpha_K.sum()) - 1) <= _SUM_TOLERANCE:
+    if not are_weights or not abs(float(sum(weights)) - 1) <= _SUM_TOLERANCE:
         raise ValueError(
             f"initial must be weights >= 0 that sum to 1 (within {_SUM_TOLERANCE:g}); got "
             f"{dict(initial)}. Divide each by the sum."
         )
+    alpha_K = torch.tensor(weights, dtype=torch.float64)
     return alpha_K / alpha_K.sum()
