@@ -146,6 +146,7 @@ class Step:
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
+        self._has_entered = False
         # Whether a state that appears in the wrapped optimizer was loaded in its place.
         self._may_be_loaded = not self._inner.state
         # Whether `p.grad` holds the zeros of zero_grad(set_to_none=False).
@@ -228,6 +229,7 @@ class Step:
                     f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
                     f"this step already. {WAY_TO_ACCUMULATE}"
                 )
+        self._has_entered = True
         self._received.order.extend(names)
 
     def _begin(self) -> None:
@@ -465,9 +467,9 @@ class Step:
             if has_rate and (self.state is StepState.COLLECTED or self._received.is_dropped):
                 return False
             given = [param for param in self.parameters.look_up() if param.grad is not None]
-            if not given and self.state is StepState.EMPTY:
-                # Nothing to step by, as when a schedule is run through without training. On several
-                # ranks another one may have entered a domain.
+            if not given and not self._has_entered:
+                # As when a schedule is run through without training. On several ranks another one
+                # may have entered a domain.
                 return self.exchange.num_ranks == 1
             return not all(map(self.buffer.is_combined, given))
 
