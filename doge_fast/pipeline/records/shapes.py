@@ -300,7 +300,7 @@ Group = PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExperimentSettings:
     """The settings in experiment.json that a report is made of."""
 
     seeds: tuple[int, ...]
@@ -315,7 +315,7 @@ class ExperimentRecord:
     preset: str
     title: str
     question: str
-    settings: Settings
+    settings: ExperimentSettings
     data: str
     runs: tuple[str, ...]
     groups: tuple[Group, ...]
