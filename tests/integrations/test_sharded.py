@@ -28,6 +28,7 @@ from tests.integrations.test_several_processes import (
     ddp_views,
     examples,
     losses,
+    sgd_and_adamw,
     shares,
     small_model,
     trained,
@@ -124,6 +125,7 @@ SOME = ("targets", "selection, uncut")
         *(pytest.param(2, sharded, TWICE, LOOPS[how][1], how, id=how) for how in LOOPS),
         *(pytest.param(2, form, SIZES, CLIPS, "", id=form.__name__) for form in FORMS),
         pytest.param(2, sharded, SIZES, {"buffer_dtype": torch.bfloat16}, "", id="bfloat16"),
+        pytest.param(2, sharded, SIZES, {"inner": sgd_and_adamw}, "", id="several optimizers"),
     ],
 )
 def test_shards_train_what_one_process_trains(
