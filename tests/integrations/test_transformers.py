@@ -415,7 +415,7 @@ def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
     assert [*parts[0]] == ["ab", "cd"]
     # Nothing is cut where every rank has whole domains.
     assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
-    with pytest.raises(ValueError, match=r"'cd' .*'longest': None"):
+    with pytest.raises(ValueError, match=r"'cd'.*'longest': None"):
         domain_data.part_of(batch(longest=7), 0, 2)
 
 
@@ -447,7 +447,7 @@ class _Flat(IterableDataset[Any]):
             "group_by_length",
         ),
         ({}, Batches(DOMAINS[:2]), RuntimeError, r"missing \['ef'\]"),
-        ({}, Batches([*DOMAINS, "zz"]), ValueError, "unknown domain 'zz'"),
+        ({}, Batches([*DOMAINS, "zz"]), ValueError, "domain 'zz'"),
     ],
 )
 def test_data_that_is_refused(
