@@ -1,6 +1,7 @@
 """Ranks train what one process trains, in every form."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,16 +41,9 @@ def bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def ddp_views(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def ddp_unused(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, find_unused_parameters=True)
+ddp = DistributedDataParallel
+ddp_views = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+ddp_unused = partial(DistributedDataParallel, find_unused_parameters=True)
 
 
 def compiled_ddp(model: nn.Module) -> nn.Module:
