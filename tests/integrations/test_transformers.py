@@ -156,7 +156,7 @@ SELECTED = "transformer.h.0.mlp.c_fc.weight"
     ("target", "rows", "selection"),
     [
         ("universal", DOMAINS, None),
-        (["ef", "far"], [*DOMAINS, "far"], SELECTED),
+        ({"ef": 0.5, "far": 2.0}, [*DOMAINS, "far"], SELECTED),
     ],
     ids=["universal", "held-out and selected"],
 )
