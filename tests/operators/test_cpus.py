@@ -33,6 +33,8 @@ TESTS = [f"tests/operators/test_{name}.py" for name in ("accumulate", "gram", "w
 TESTS.append("tests/operators/test_accuracy.py::test_many_rows_of_equal_terms_lose_nothing")
 
 
+# It compiles the operators first.
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("march", MARCHES)
 def test_operators_pass_their_tests_on_every_cpu(march: str) -> None:
     flags = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text() if CPUINFO.exists() else "", re.M)
