@@ -181,8 +181,6 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
     for entered in (optimizer.domain(left_out), optimizer.stacked(model, sizes)):
         with pytest.raises(ValueError, match=f"{left_out}.* none of this step's"), entered:
             pass
-    with pytest.raises(RuntimeError, match="missing"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize(
