@@ -66,6 +66,7 @@ class DomainState:
         if not self._is_mu_named and "mu" in state_dict:
             self._weights.set_mu(float(state_dict["mu"]))
         self._step.clear()
+        self._step.note_loaded()
         self._step.subset.draw(state_dict.get("draws", 0))
 
 
@@ -157,8 +158,9 @@ class DoGEOptimizer(OptimizerWrapper):
         parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
         objective = Objective.of(domains, target)
+        peak_lr = parameters.peak_lr
         if mu is None:
-            mu = defaults.default_mu(parameters.peak_lr, sum(objective.tau))
+            mu = defaults.default_mu(peak_lr, sum(objective.tau))
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),
@@ -168,6 +170,7 @@ class DoGEOptimizer(OptimizerWrapper):
         )
         device = parameters.params[0].device
         self._weights = DomainWeights(objective, rule, device=device, initial=initial)
+        self._weights.assumed_lr = None if self._is_mu_named else peak_lr
         self._step = Step(
             self.inner,
             parameters,
@@ -236,7 +239,8 @@ class DoGEOptimizer(OptimizerWrapper):
         """The average domain weights by name. Waits for the device.
 
         Warns:
-            UserWarning: once, if the weights have collapsed or have not moved at all.
+            UserWarning: once each, if the weights mean nothing: most steps were skipped, no weight
+                has moved, the default mu does not fit the learning rate, or they have collapsed.
         """
         self._weights.warn_of_failure()
         return dict(zip(self.domains, self.alpha_mean.tolist(), strict=True))
@@ -257,7 +261,12 @@ class DoGEOptimizer(OptimizerWrapper):
         return int(self._weights.read("num_skipped"))
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Write the average and last weights as a JSON file keyed by name (docs/weights.md)."""
+        """Write the average and last weights as a JSON file keyed by name (docs/weights.md).
+
+        Warns:
+            UserWarning: as `weights`.
+        """
+        self._weights.warn_of_failure()
         weights_file.write(path, self._weights.record())
 
     # The step.
@@ -429,6 +438,7 @@ class DoGEOptimizer(OptimizerWrapper):
             checkpoint.mark(self.param_groups)
             self._step.clear()
             if ours is None:
+                self._step.note_loaded()
                 checkpoint.warn_of_none()
             else:
                 self.doge.load_state_dict(ours)

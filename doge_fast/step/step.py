@@ -148,6 +148,9 @@ class Step:
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
+        self._has_entered = False
+        # Whether a state that appears in the wrapped optimizer was loaded in its place.
+        self._may_be_loaded = not self._inner.state
         # Whether `p.grad` holds the zeros of zero_grad(set_to_none=False).
         self._are_zeros_left = False
         self.parameters.receive = _receiver(weakref.ref(self))
@@ -228,6 +231,7 @@ class Step:
                     f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
                     f"this step already. {WAY_TO_ACCUMULATE}"
                 )
+        self._has_entered = True
         self._received.order.extend(names)
 
     def _begin(self) -> None:
@@ -245,6 +249,9 @@ class Step:
                 )
             param.grad = None
         self._are_zeros_left = False
+        if self._may_be_loaded:
+            self._may_be_loaded = False
+            checkpoint.warn_of_loading_in_place(self._inner)
         if self.state is StepState.COMBINED:
             # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
             # stays: the loop has read `domains_of_step`.
@@ -456,9 +463,15 @@ class Step:
                 return False
             # A rate on a device counts as not zero: reading it would wait for the device.
             has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
+            if has_rate:
+                self._may_be_loaded = False
             if has_rate and (self.state is StepState.COLLECTED or self._received.is_dropped):
                 return False
-            given = (param for param in self.parameters.look_up() if param.grad is not None)
+            given = [param for param in self.parameters.look_up() if param.grad is not None]
+            if not given and not self._has_entered:
+                # As when a schedule is run through without training. On several ranks another one
+                # may have entered a domain.
+                return self.exchange.num_ranks == 1
             return not all(map(self.buffer.is_combined, given))
 
     def finish(self, loss: Any) -> None:
@@ -482,6 +495,10 @@ class Step:
         self.state = StepState.EMPTY
         self._are_zeros_left = are_zeros_left
         self._received = Received()
+
+    def note_loaded(self) -> None:
+        """A state of the wrapped optimizer was not loaded in its place."""
+        self._may_be_loaded = False
 
     def release(self) -> None:
         """Remove the hooks and free the buffer's memory."""

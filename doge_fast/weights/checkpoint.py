@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from doge_fast.weights import simplex
 from doge_fast.weights.objective import Objective
@@ -145,6 +146,30 @@ def warn_of_none() -> None:
         "they are. If this is intended, load it before wrapping the optimizer.",
         stacklevel=3,
     )
+
+
+def warn_of_loading_in_place(optimizer: Optimizer) -> None:
+    """Warn if the wrapped optimizer's state holds numbers before its first step.
+
+    torch.distributed.checkpoint.load() writes into the tensors of a state dict. Those of the
+    optimizer's state are the optimizer's own; the domain weights arrive as numbers in the dict and
+    reach the optimizer by load_state_dict() alone. Waits for the device.
+    """
+    # A shard by attribute: importing DTensor takes as long as importing the rest of us.
+    tensors = (
+        value.to_local() if hasattr(value, "to_local") else value
+        for state in optimizer.state.values()
+        if isinstance(state, Mapping)
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() > 0
+    )
+    if any(bool(tensor.any()) for tensor in tensors):
+        warnings.warn(
+            "the wrapped optimizer's state was loaded in its place, and the domain weights were "
+            "not: they begin anew. Pass the loaded dict to load_state_dict() or set_state_dict() "
+            "as well, or keep optimizer.doge in the checkpoint.",
+            stacklevel=3,
+        )
 
 
 def check_is_dict(state_dict: object) -> None:

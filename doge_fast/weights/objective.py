@@ -40,6 +40,11 @@ class Objective:
         Raises:
             ValueError: a name or weight is not allowed.
         """
+        if isinstance(domains, Mapping):
+            raise ValueError(
+                f"domains must be a list of names; got {domains!r}. If its values are weights to "
+                f"start from, pass domains={list(domains)} and initial={{name: weight}}."
+            )
         names = _checked_names(domains, "domains")
         is_universal = isinstance(target, str) and target == UNIVERSAL
         if is_universal:

@@ -31,6 +31,9 @@ COLLAPSED = 0.1
 
 COUNTS = ("num_steps", "num_skipped")
 
+# A learning rate may still be warming up before.
+_STEPS_OF_A_RATE = 50
+
 # Weights that were printed or read from a file are rounded.
 _SUM_TOLERANCE = 1e-5
 
@@ -91,6 +94,10 @@ class DomainWeights:
         """The record of the last step."""
         self._start_K = _start(objective.domains, initial)
         self._warned: set[str] = set()
+        self.assumed_lr: float | None = None
+        """The largest learning rate that the default mu was computed from; None: mu was given."""
+        # The largest learning rate of a step so far, where the host knows it.
+        self._largest_lr = 0.0
         self._state_S: Tensor = new_state(self._start_K.to(device))
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # Whether the state is a checkpoint's: loaded, and not moved since.
@@ -139,6 +146,8 @@ class DomainWeights:
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self._are_loaded = True
+        # Steps that this object has not seen had rates of their own.
+        self._largest_lr = math.inf
         for name, view in state_views(self._state_S)._asdict().items():
             view.copy_(parts[name])
 
@@ -166,6 +175,7 @@ class DomainWeights:
         rule, device = self.rule, gram_BB.device
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
+        self._largest_lr = max(self._largest_lr, math.inf if isinstance(lr, Tensor) else lr)
         # The model may have moved to another device since they were made.
         self._state_S, self._tau_R = self._state_S.to(device), self._tau_R.to(device)
         self._are_loaded = False
@@ -195,15 +205,55 @@ class DomainWeights:
         self.rule = replace(self.rule, mu=mu)
 
     def warn_of_failure(self) -> None:
-        """Warn, once each, if all scores are zero or the weights have collapsed.
+        """Warn, once each, of weights that mean nothing.
 
-        Waits for the device.
+        These are: all steps were skipped, all scores are zero, the default mu does not fit the
+        learning rate, or the weights have collapsed. Waits for the device.
         """
         state = state_views(self._state_S.cpu())
-        for kind, message in (("unmoved", self._unmoved(state)), ("few", self._collapsed(state))):
+        messages = {
+            "skipped": self._all_skipped(state),
+            "unmoved": self._unmoved(state),
+            "few": self._collapsed(state),
+            "rate": self._other_rate(state),
+        }
+        for kind, message in messages.items():
             if message and kind not in self._warned:
                 self._warned.add(kind)
                 warnings.warn(message, stacklevel=3)
+
+    def _all_skipped(self, state: WeightsState) -> str | None:
+        steps, skipped = int(state.num_steps), int(state.num_skipped)
+        if skipped <= steps:
+            return None
+        return (
+            f"{skipped} of {steps + skipped} steps were skipped because a gradient was not finite; "
+            "the domain weights come from the others alone. Lower the learning rate, or look for "
+            "the domain whose loss is not finite."
+        )
+
+    def _other_rate(self, state: WeightsState) -> str | None:
+        steps, largest, assumed = int(state.num_steps), self._largest_lr, self.assumed_lr
+        is_settled = steps >= _STEPS_OF_A_RATE
+        if is_settled and largest == 0:
+            return (
+                "the learning rate of the first parameter group, by which the domain weights move, "
+                f"was 0 in all {steps} steps. Put a group with a learning rate first."
+            )
+        if assumed is None or math.isinf(largest):
+            return None
+        if largest > 10 * assumed:
+            side = "move too fast"
+        elif is_settled and largest < assumed / 100:
+            side = "hardly move"
+        else:
+            return None
+        return (
+            f"mu={self.rule.mu:g} was computed from a learning rate of {assumed:g}, and the "
+            f"largest of {steps} steps was {largest:g}, so the domain weights {side}. Pass mu=: "
+            "the default is 20 times the largest learning rate of the run, times (T + 1) / 2 for T "
+            "targets (all domains for the universal target)."
+        )
 
     def _unmoved(self, state: WeightsState) -> str | None:
         count = int(state.num_steps)

@@ -239,6 +239,8 @@ def test_schedulers_take_the_wrapper_the_joined_one_or_each() -> None:
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
 
 
+# torch's own, when the compiler is imported first here.
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_steps_that_are_compiled_one_by_one() -> None:
     # Of SGD: torch compiles Adam's arithmetic in another order.
     found = []

@@ -194,7 +194,7 @@ def test_loading_forgets_the_step_under_way() -> None:
         weight.sum().backward()
     optimizer.doge.load_state_dict(state())
     with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'far'\]"):
-        optimizer.step()
+        optimizer.combine()
     with pytest.raises(TypeError, match=r"state_dict\(\) returned; got \[\]"):
         optimizer.doge.load_state_dict([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not written by state_dict"):

@@ -78,9 +78,6 @@ def test_states_follow_each_other() -> None:
     [
         ("error", "ac", r"\['b'\]"),
         ("error", "b", r"\['a', 'c'\]"),
-        ("error", "", r"\['a', 'b', 'c'\]"),
-        # Also where absent domains are kept: nothing says where to step.
-        ("keep", "", r"\['a', 'b', 'c'\]"),
     ],
 )
 @pytest.mark.parametrize("ends", ["step", "combine"])
@@ -94,6 +91,17 @@ def test_a_step_without_some_domain_is_refused_and_moves_nothing(
             getattr(optimizer, ends)()
     assert weight.tolist() == [1.0, 2.0]
     assert optimizer.alpha.tolist() == [1 / 3] * 3
+    assert optimizer.num_steps == 0
+    assert_steps(weight, optimizer)
+
+
+@pytest.mark.parametrize("absent", ["error", "keep"])
+def test_a_step_without_any_domain_does_nothing_and_cannot_be_combined(absent: Any) -> None:
+    weight, optimizer = made(absent=absent)
+    optimizer.step()
+    with refused(r"missing \['a', 'b', 'c'\] of"):
+        optimizer.combine()
+    assert weight.tolist() == [1.0, 2.0]
     assert optimizer.num_steps == 0
     assert_steps(weight, optimizer)
 
@@ -212,7 +220,7 @@ def test_a_copy_has_entered_nothing() -> None:
     enter(weight, optimizer, "ab")
     other: DoGEOptimizer = pickle.loads(pickle.dumps(optimizer))
     with refused(r"missing \['a', 'b', 'c'\]"):
-        other.step()
+        other.combine()
     enter(weight, optimizer, "c")
     optimizer.step()
     assert optimizer.num_steps == 1
