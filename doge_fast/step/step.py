@@ -143,7 +143,8 @@ class Step:
         self._made_for: object = None
         self._has_agreed = False
         self._stacked_model: StackedModel | None = None
-        self._ownership = ownership.OwnershipCheck()
+        # Only the first domain is watched.
+        self._has_watched = False
         self._flag = SkipFlag()
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
@@ -272,9 +273,12 @@ class Step:
         self.state = StepState.OPEN
         try:
             with self._dropped_on_failure(), self._failure_reaches_all_ranks(), without_reduction():
-                watching = self._ownership.watching(self.parameters.groups, model)
+                watching: AbstractContextManager[None] = nullcontext()
+                if not self._has_watched:
+                    watching = ownership.watching(self.parameters.groups, model)
                 with ownership.opened(self), watching:
                     yield opened
+                    self._has_watched = True
                 if self.parameters.has_noted:
                     self._collect(opened)
                 self.buffer.flush()
