@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.stacked.layers.batch import Run, on_device
+from doge_fast.stacked.layers.batch import DomainRun, on_device
 from doge_fast.stacked.layers.linear import Outer, autocast_dtype, without_autocast
 from doge_fast.stacked.layers.token_sums import Sum, TokenSum, exact, wide_dtype
 from doge_fast.stacked.stacked import StackedModel, pass_of
@@ -225,9 +225,9 @@ def _write(
         gradient.write(run, *stacked.slots(param, run.rows, gradient.dtype))
 
 
-def _all_tokens(row: int) -> Run:
+def _all_tokens(row: int) -> DomainRun:
     """A run of one domain, which has all tokens."""
-    return Run(row, (0, 1), 1)
+    return DomainRun(row, (0, 1), 1)
 
 
 def _counts(
