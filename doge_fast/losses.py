@@ -240,9 +240,9 @@ def _counts(
         return _sums(targets_BL != IGNORED, examples).clamp(min=1)
     device = targets_BL.device
     counts = [num_targets[name] for name in names]
-    tensors = [count for count in counts if isinstance(count, Tensor) and count.device == device]
-    if len(tensors) == len(counts):
-        return torch.stack(tensors).clamp(min=1)
+    if any(isinstance(count, Tensor) and count.device == device for count in counts):
+        return torch.stack([torch.as_tensor(count).to(device) for count in counts]).clamp(min=1)
+    # One copy for all counts.
     return on_device([int(count) for count in counts], device).clamp(min=1)
 
 

@@ -29,8 +29,8 @@ from doge_fast.pipeline.records.shapes import (
     WeightsRecord,
     check_shape,
 )
-from doge_fast.weights import removed, weights_file
-from doge_fast.weights.weights_file import SCHEMA_VERSION
+from doge_fast.weights import weights_file
+from doge_fast.weights.weights_file import SCHEMA_VERSION, refusal_of_removed
 
 _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least.'
@@ -209,9 +209,9 @@ def _refuse_removed(record: Mapping[str, Any], where: str) -> None:
     """Refuse weights of a score or target that there is none of any more."""
     for field, value in (("score", "unbiased"), ("target", "worst")):
         if record.get(field) == value:
-            raise FileFailure(removed.refusal(f"{where}: {field} {value!r}"))
+            raise FileFailure(refusal_of_removed(f"{where}: {field} {value!r}"))
     if record.get("target_mu") is not None:
-        raise FileFailure(removed.refusal(f"{where}: target_mu"))
+        raise FileFailure(refusal_of_removed(f"{where}: target_mu"))
 
 
 def _check_schedule(phases: Sequence[PhaseRecord], names: Sequence[str], where: str) -> None:
