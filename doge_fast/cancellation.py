@@ -22,6 +22,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from doge_fast.stacked.example_norms import ExampleNorms, without_rule
+from doge_fast.stacked.layers.batch import refuse_coupled_examples
+
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 """What C(w) sums over the steps.
 
@@ -40,21 +43,30 @@ READINGS: tuple[Reading, ...] = get_args(Reading)
 DEFAULT_READING: Reading = "norms-over-change"
 
 
+class _Watched(NamedTuple):
+    """Sums over the micro-batches of the step so far."""
+
+    norms_P: Tensor
+    """[P] sums over the examples of their gradients' norms."""
+    sum_P: Tensor
+    """[P] norms of the sum of the examples' gradients."""
+    weight: float
+    """The factor of an example in the loss."""
+
+
 class CancellationEffect:
     """Follows a training loop and scores every parameter tensor.
 
         effect = CancellationEffect(model, optimizer)
-        for examples in batches:
+        for batch in batches:
             optimizer.zero_grad()
-            for example in examples:
-                with effect.watching():
-                    loss(model, example).backward()
+            with effect.watching(len(batch)):
+                model(batch).backward()
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
-    Hooks of the optimizer follow its steps. What the loop does between the last backward and the
-    step, as dividing by the number of examples or clipping, affects dw alone. A step counts if an
-    example was watched before it. Needs memory for two copies of the parameters.
+    Hooks of the optimizer follow its steps. Clipping between backward and step affects dw alone. A
+    step counts if a backward pass was watched before it. Needs memory for a copy of the parameters.
 
     C(w) sums over all steps that count; the paper stops after T_c. A step whose denominator is
     zero, as in a warm-up from a learning rate of zero, adds no term; `terms` counts the terms.
@@ -64,7 +76,7 @@ class CancellationEffect:
         optimizer: the optimizer that trains it. Only its parameters are scored.
 
     Raises:
-        ValueError: the two share no parameter.
+        ValueError: the two share no parameter, or a module couples the examples of a batch.
 
     Source: DoGE, eq. (cancellation).
     """
@@ -81,56 +93,81 @@ class CancellationEffect:
                 "CancellationEffect needs an optimizer over the model's parameters; they share "
                 "none."
             )
+        refuse_coupled_examples(model)
+        self.without_rule = without_rule(model, self._params)
+        """Modules without a rule: with any of them `watching` takes one example at a time."""
+        self._norms = None if self.without_rule else ExampleNorms(model, self._params)
         device = next(iter(self._params.values())).device
         shape = len(READINGS), len(self._params)
         self._scores_RP = torch.zeros(shape, dtype=torch.float64, device=device)
         self._terms_RP = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_steps = 0
         self._copies: dict[str, Tensor] = {}
-        # [P] sum of the norms and [P] norm of the sum of this step's examples so far.
-        self._watched: tuple[Tensor, Tensor] | None = None
+        # None before the first micro-batch of a step.
+        self._watched: _Watched | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are scored, as `model.named_parameters()` names them."""
+        return tuple(self._params)
+
+    @property
     def columns(self) -> dict[str, int]:
-        """{name: number of elements} of the parameters that are scored."""
+        """{name: number of elements}."""
         return {name: param.numel() for name, param in self._params.items()}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Forward and backward of a single example's loss, l(x_i); any model.
+    def watching(self, num_examples: int, *, weight: float | None = None) -> Iterator[None]:
+        """Forward and backward of one micro-batch; a step may have several.
 
-        Its gradient is the change of `p.grad`. All examples of a step have the same factor in its
-        loss, so divide by their number after the last one, not inside.
+        The gradient of a single example is the change of `p.grad`, for any model. Several examples
+        need modules with rules that treat examples one by one (`doge_fast.stacked.example_norms`).
+
+        Args:
+            num_examples: > 0; examples of the micro-batch.
+            weight: > 0; the factor of each l(x_i) in the loss, constant within a step.
+                None: 1 / num_examples, for a mean.
+
+        Raises:
+            ValueError: a number is out of range, the weight differs from that of the step's earlier
+                micro-batches, or there are several examples and a module without a rule.
+            RuntimeError: as `ExampleNorms.recording`.
         """
-        before = {
-            name: None if param.grad is None else param.grad.clone()
-            for name, param in self._params.items()
-        }
-        yield
-        gained = {
-            name: param.grad if old is None or param.grad is None else old.sub_(param.grad)
-            for (name, param), old in zip(self._params.items(), before.values(), strict=True)
-        }
-        norms_P = self._norms_of(gained)
-        if self._watched is not None:
-            norms_P = norms_P + self._watched[0]
-        # Now, since the loop may clip `p.grad` before the step.
-        self._watched = norms_P, self._norm_of_sum()
+        weight = self._check(num_examples, weight)
+        if num_examples == 1:
+            with self._one_example() as squared:
+                yield
+        else:
+            assert self._norms is not None
+            with self._norms.recording(num_examples):
+                yield
+            squared = self._norms.squared
+        device = self._scores_RP.device
+        norms = [squared[name].double().sqrt().sum().to(device) for name in self._params]
+        earlier_P = 0 if self._watched is None else self._watched.norms_P
+        # p.grad holds all micro-batches so far, and nothing has clipped it yet.
+        sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
+        self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Sum `p.grad` and the norms of this step over all ranks with `summed`, before the step.
 
-        All ranks must have watched as many examples, without a reduction of gradients.
+        All ranks must have run backward on the same number of examples with the same weight, and
+        without a reduction of gradients.
         """
         assert self._watched is not None
         for param in self._params.values():
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             param.grad = summed(grad)
-        self._watched = summed(self._watched[0]), self._norm_of_sum()
+        grads = {name: param.grad for name, param in self._params.items()}
+        self._watched = self._watched._replace(
+            norms_P=summed(self._watched.norms_P),
+            sum_P=self._norms_of(grads) / self._watched.weight,
+        )
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
         """C(w) of every parameter so far, {name: score}.
@@ -146,7 +183,7 @@ class CancellationEffect:
         return self._by_name(self._terms_RP, reading)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all sums so far. Call it between steps."""
+        """Copies of all sums so far. Call it between steps, not between micro-batches."""
         return {
             "scores": self._scores_RP.clone(),
             "terms": self._terms_RP.clone(),
@@ -181,10 +218,42 @@ class CancellationEffect:
             raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {reading!r}.")
         if self.num_steps == 0:
             raise RuntimeError(
-                "No step has been watched. Run backward inside effect.watching() and step the "
-                "optimizer."
+                "No step has been watched. Run backward inside effect.watching(num_examples) and "
+                "step the optimizer."
             )
         return dict(zip(self._params, values_RP[READINGS.index(reading)].tolist(), strict=True))
+
+    def _check(self, num_examples: int, weight: float | None) -> float:
+        if num_examples < 1:
+            raise ValueError(f"num_examples must be at least 1; got {num_examples}.")
+        weight = 1 / num_examples if weight is None else weight
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight must be a number greater than zero; got {weight}.")
+        if self._watched is not None and self._watched.weight != weight:
+            raise ValueError(
+                "All micro-batches of a step must have the same weight; this one has "
+                f"{weight}, the one before {self._watched.weight}. Pass weight."
+            )
+        if num_examples > 1 and self.without_rule:
+            raise ValueError(
+                f"Norms per example need a rule for {', '.join(self.without_rule[:3])}. Run one "
+                "example after another, each inside watching(1, weight=...)."
+            )
+        return weight
+
+    @contextmanager
+    def _one_example(self) -> Iterator[dict[str, Tensor]]:
+        """Squared norms of the changes of `p.grad` inside; filled at the end."""
+        squared: dict[str, Tensor] = {}
+        before = {
+            name: None if param.grad is None else param.grad.clone()
+            for name, param in self._params.items()
+        }
+        yield squared
+        for name, param in self._params.items():
+            grad, old = param.grad, before.pop(name)
+            gained = grad if grad is None or old is None else old.sub_(grad)
+            squared[name] = self._norm(name, gained).square()
 
     def _before_step(self, *_: Any) -> None:
         if self._watched is None:
@@ -197,7 +266,7 @@ class CancellationEffect:
     def _after_step(self, *_: Any) -> None:
         if self._watched is None:
             return
-        norms_P, sum_P = self._watched
+        norms_P, sum_P = self._watched[:2]
         change_P = self._norms_of(
             {name: self._copies[name].sub_(p.detach()) for name, p in self._params.items()}
         )
@@ -209,9 +278,6 @@ class CancellationEffect:
         self._terms_RP += counts_RP
         self.num_steps += 1
         self._watched = None
-
-    def _norm_of_sum(self) -> Tensor:
-        return self._norms_of({name: param.grad for name, param in self._params.items()})
 
     def _norms_of(self, values: Mapping[str, Tensor | None]) -> Tensor:
         """[P] norms."""
@@ -231,6 +297,7 @@ class CancellationEffect:
 class Selection(NamedTuple):
     """Parameters whose columns enter W."""
 
+    strategy: str
     names: tuple[str, ...]
     """In order of score, the most extreme first."""
     num_columns: int
@@ -265,7 +332,7 @@ def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, 
     ranked = sorted(scores, key=lambda name: (sign * scores[name], name))
     names = tuple(ranked[:count])
     num_columns = sum(columns[name] for name in names)
-    return Selection(names, num_columns, num_columns / sum(columns.values()))
+    return Selection(strategy, names, num_columns, num_columns / sum(columns.values()))
 
 
 def parse_strategy(strategy: str) -> tuple[Literal["low", "high"], int]:

@@ -1,8 +1,9 @@
 """Losses of a batch that holds several domains: one mean per domain."""
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -10,13 +11,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.stacked.layers.batch import DomainRun, on_device
-from doge_fast.stacked.layers.linear import Outer, autocast_dtype, without_autocast
-from doge_fast.stacked.layers.token_sums import Sum, TokenSum, exact, wide_dtype
+from doge_fast.stacked.layers.batch import on_device
+from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
+from doge_fast.stacked.layers.token_sums import exact, put, wide_dtype
 from doge_fast.stacked.stacked import StackedModel, pass_of
 
 IGNORED = -100
-"""The label where nothing is predicted."""
 
 
 def domain_losses(
@@ -25,6 +25,7 @@ def domain_losses(
     sizes: Mapping[str, int],
     *,
     num_targets: Mapping[str, int | Tensor] | None = None,
+    ignore_index: int = IGNORED,
 ) -> Tensor:
     """Mean next-token loss of each domain in a batch that is sorted by domain.
 
@@ -35,10 +36,11 @@ def domain_losses(
 
     Args:
         logits_BLV: [B, L, V] floating.
-        labels_BL: [B, L] int64; tokens, or `IGNORED` where nothing is predicted.
+        labels_BL: [B, L] int64; tokens, or `ignore_index` where nothing is predicted.
         sizes: number of examples of each domain, in the order of the batch.
         num_targets: {domain: n_i}, the targets in the whole optimizer step, if it has several
             micro-batches. None: the targets of this batch.
+        ignore_index: the label that is not predicted.
 
     Returns:
         [D] float32 (float64 for float64 logits), for the domains with examples in the order of
@@ -50,16 +52,17 @@ def domain_losses(
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
     """
     _check(logits_BLV, labels_BL, sizes)
+    names = [name for name, size in sizes.items() if size]
     targets_BL = labels_BL[:, 1:]
     token_losses = F.cross_entropy(
         rearrange(exact(logits_BLV[:, :-1]), "b l v -> (b l) v"),
         rearrange(targets_BL, "b l -> (b l)"),
-        ignore_index=IGNORED,
+        ignore_index=ignore_index,
         reduction="none",
     )
-    examples = [size for size in sizes.values() if size]
+    examples = [sizes[name] for name in names]
     sums_D = _sums(token_losses.view_as(targets_BL), examples)
-    return sums_D / _counts(targets_BL, sizes, num_targets)
+    return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
 
 
 def linear_domain_losses(
@@ -70,15 +73,18 @@ def linear_domain_losses(
     *,
     bias_V: Tensor | None = None,
     num_targets: Mapping[str, int | Tensor] | None = None,
+    ignore_index: int = IGNORED,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
     """`domain_losses` of a linear head, with the logits of one domain at a time.
 
     l_i  =  1 / n_i  sum over the targets t of domain i of  - log softmax(W h + b)_t
 
     Equals `domain_losses(F.linear(hidden_BLH, weight_VH, bias_V), labels_BL, sizes)` to rounding.
-    That call keeps B L V logits several times over; this one has the logits of one domain at a time
-    and computes them again in the backward pass, which costs one more product of the head's size.
-    Inside `DoGEOptimizer.stacked` each domain's gradient of the head goes straight into its row::
+    That call keeps B L V logits several times over; this one has the logits of one domain (or of
+    `chunk_tokens` tokens) at a time and computes them again in the backward pass, which costs one
+    more product of the head's size. Inside `DoGEOptimizer.stacked` each domain's gradient of the
+    head goes straight into its row::
 
         with optimizer.stacked(model, sizes):
             hidden = model.base_model(input_ids).last_hidden_state
@@ -95,6 +101,8 @@ def linear_domain_losses(
         sizes: as for `domain_losses`; inside `stacked`, the sizes that it was given.
         bias_V: [V], the head's bias.
         num_targets: as for `domain_losses`.
+        ignore_index: as for `domain_losses`.
+        chunk_tokens: >= 1; tokens whose logits exist at a time. None: a whole domain.
 
     Returns:
         As `domain_losses`.
@@ -105,19 +113,41 @@ def linear_domain_losses(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
     """
+    _check_head(hidden_BLH, weight_VH, bias_V, chunk_tokens)
     _check(hidden_BLH, labels_BL, sizes)
-    examples = [size for size in sizes.values() if size]
+    names = [name for name, size in sizes.items() if size]
+    examples = [sizes[name] for name in names]
     targets_BL = labels_BL[:, 1:]
     ends = [last * targets_BL.shape[1] for last in itertools.accumulate(examples)]
+    passes = [None if each is None else _pass_of(each, examples) for each in (weight_VH, bias_V)]
+    spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
     sums_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
         bias_V,
         rearrange(targets_BL, "b l -> (b l)"),
-        [slice(first, end) for first, end in itertools.pairwise([0, *ends])],
-        [None if each is None else _pass_of(each, examples) for each in (weight_VH, bias_V)],
+        _Head(spans, ignore_index, chunk_tokens, *passes),
     )
-    return sums_D / _counts(targets_BL, sizes, num_targets)
+    return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
+
+
+class _Head(NamedTuple):
+    """The arguments of `_LinearLosses` that are no tensors."""
+
+    spans: tuple[slice, ...]
+    """Tokens of each domain."""
+    ignore_index: int
+    chunk_tokens: int | None
+    weight_pass: StackedModel | None
+    """The stacked pass that trains the weight; None: autograd gets its gradient."""
+    bias_pass: StackedModel | None
+    """The same for the bias."""
+
+    def chunks(self, span: slice) -> list[slice]:
+        """The chunks of a domain's tokens; at least one, even without tokens."""
+        step = self.chunk_tokens or max(1, span.stop - span.start)
+        firsts = range(span.start, max(span.stop, span.start + 1), step)
+        return [slice(first, min(span.stop, first + step)) for first in firsts]
 
 
 def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
@@ -136,9 +166,6 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
 class _LinearLosses(torch.autograd.Function):
     """[D] sums of token losses. The backward pass computes the logits again."""
 
-    # spans: the tokens of each domain. passes: of weight and bias, the stacked pass that trains
-    # them; None where autograd gets the gradient.
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -146,98 +173,113 @@ class _LinearLosses(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_T: Tensor,
-        spans: list[slice],
-        passes: list[StackedModel | None],
+        head: _Head,
     ) -> Tensor:
         dtype = autocast_dtype(hidden_TH) or hidden_TH.dtype
         hidden, weight = hidden_TH.to(dtype), weight_VH.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
         with without_autocast(hidden):
-            sums = [
-                F.cross_entropy(
-                    exact(F.linear(hidden[span], weight, bias)),
-                    targets_T[span],
-                    ignore_index=IGNORED,
-                    reduction="sum",
-                )
-                for span in spans
-            ]
+            sums = []
+            for span in head.spans:
+                losses = [
+                    F.cross_entropy(
+                        exact(F.linear(hidden[chunk], weight, bias)),
+                        targets_T[chunk],
+                        ignore_index=head.ignore_index,
+                        reduction="sum",
+                    )
+                    for chunk in head.chunks(span)
+                ]
+                sums.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         ctx.save_for_backward(hidden, weight_VH, bias_V, weight, bias, targets_T)
-        ctx.spans, ctx.passes = spans, passes
+        ctx.head = head
         return torch.stack(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_D: Tensor) -> Any:
         with without_autocast(grad_D):
-            return *_head_gradients(ctx, grad_D), None, None, None
+            return *_head_gradients(ctx, grad_D), None, None
 
 
 def _head_gradients(ctx: Any, grad_D: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of hidden states, weight and bias; None if a stacked pass writes it to the rows."""
     hidden_TH, weight_param, bias_param, weight_VH, bias_V, targets_T = ctx.saved_tensors
-    counted_T = targets_T != IGNORED
+    head: _Head = ctx.head
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    counted_T = targets_T != head.ignore_index
     # Ignored positions get a valid index; their share is zero.
     targets_T = torch.where(counted_T, targets_T, 0)
-    parts = zip(grad_D.unbind(), ctx.spans, strict=True)
+    parts = zip(grad_D.unbind(), head.spans, strict=True)
     # d(result) / d(loss of the token).
     share_T = counted_T * torch.cat([grad.expand(span.stop - span.start) for grad, span in parts])
+    minus_share_T = -share_T
     # 16 bits are enough for one product; sums of several are float32.
     wide = wide_dtype(hidden_TH.dtype)
-    grad_TH = torch.empty_like(hidden_TH) if ctx.needs_input_grad[0] else None
-    params = [weight_param, bias_param]
-    needed = ctx.needs_input_grad[1:3]
-    wholes = [
-        torch.zeros_like(param, dtype=wide) if is_needed and stacked is None else None
-        for param, is_needed, stacked in zip(params, needed, ctx.passes, strict=True)
-    ]
-    for domain, span in enumerate(ctx.spans):
-        hidden = hidden_TH[span]
-        logits = exact(F.linear(hidden, weight_VH, bias_V))
-        # share_t (softmax(logits) - one-hot(target)).
-        slope = torch.softmax(logits, 1).mul_(share_T[span, None])
-        del logits
-        slope.scatter_add_(1, targets_T[span, None], -share_T[span, None])
-        slope = slope.to(hidden.dtype)
-        if grad_TH is not None:
-            torch.mm(slope, weight_VH, out=grad_TH[span])
-        if needed[0]:
-            _write(Outer(slope, hidden), domain, weight_param, ctx.passes[0], wholes[0])
-        if needed[1]:
-            gradient = Sum(slope.sum(0, keepdim=True, dtype=wide))
-            _write(gradient, domain, bias_param, ctx.passes[1], wholes[1])
-    return grad_TH, *wholes
+    grad_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+    grad_VH = grad_V = None
+    if needs_weight and head.weight_pass is None:
+        grad_VH = torch.zeros_like(weight_VH, dtype=wide)
+    if needs_bias and head.bias_pass is None:
+        grad_V = torch.zeros_like(bias_V, dtype=wide)
+    for domain, span in enumerate(head.spans):
+        chunks = head.chunks(span)
+        dtype = hidden_TH.dtype if len(chunks) == 1 else wide
+        with (
+            _memory_for(grad_VH, weight_param, head.weight_pass, domain, dtype) as (out_VH, adds_w),
+            _memory_for(grad_V, bias_param, head.bias_pass, domain, wide) as (out_V, adds_b),
+        ):
+            for index, chunk in enumerate(chunks):
+                hidden_CH = hidden_TH[chunk]
+                logits_CV = exact(F.linear(hidden_CH, weight_VH, bias_V))
+                # share_t (softmax(logits) - one-hot(target)).
+                slope_CV = torch.softmax(logits_CV, 1).mul_(share_T[chunk, None])
+                del logits_CV
+                slope_CV.scatter_add_(1, targets_T[chunk, None], minus_share_T[chunk, None])
+                slope_CV = slope_CV.to(hidden_CH.dtype)
+                if grad_TH is not None:
+                    torch.mm(slope_CV, weight_VH, out=grad_TH[chunk])
+                if out_VH is not None:
+                    left_1VC, right_1CH = slope_CV.t()[None], hidden_CH[None]
+                    multiply(out_VH[None], left_1VC, right_1CH, adds_w or index > 0)
+                if out_V is not None:
+                    put(out_V, slope_CV.sum(0, dtype=wide), adds_b or index > 0)
+    return grad_TH, grad_VH, grad_V
 
 
-def _write(
-    gradient: TokenSum,
-    domain: int,
+@contextmanager
+def _memory_for(
+    whole: Tensor | None,
     param: Tensor,
     stacked: StackedModel | None,
-    whole: Tensor | None,
-) -> None:
-    """Write a domain's gradient of `param` into its row in a stacked pass, or add it to `whole`."""
+    domain: int,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Tensor | None, bool]]:
+    """`whole`, or the row of domain number `domain` in `stacked`; True if it must be added to."""
     if stacked is None:
-        assert whole is not None
-        gradient.write(_all_tokens(0), whole[None], True)
-    else:
-        run = _all_tokens(stacked.segments[domain].row)
-        gradient.write(run, *stacked.slots(param, run.rows, gradient.dtype))
-
-
-def _all_tokens(row: int) -> DomainRun:
-    """A run of one domain, which has all tokens."""
-    return DomainRun(row, (0, 1), 1)
+        yield whole, True
+        return
+    row = stacked.segments[domain].row
+    out, adds = stacked.slots(param, range(row, row + 1), dtype)
+    if out.dtype.itemsize >= dtype.itemsize:
+        yield out[0], adds
+        return
+    # A 16-bit row: sum the products in float32 and round once.
+    value = torch.zeros_like(out, dtype=dtype)
+    yield value[0], True
+    put(out, value, adds)
 
 
 def _counts(
-    targets_BL: Tensor, sizes: Mapping[str, int], num_targets: Mapping[str, int | Tensor] | None
+    targets_BL: Tensor,
+    names: Collection[str],
+    examples: list[int],
+    num_targets: Mapping[str, int | Tensor] | None,
+    ignore_index: int,
 ) -> Tensor:
     """[D] targets of each domain, at least 1."""
-    names = [name for name, size in sizes.items() if size]
     if num_targets is None:
-        examples = [sizes[name] for name in names]
-        return _sums(targets_BL != IGNORED, examples).clamp(min=1)
+        return _sums(targets_BL != ignore_index, examples).clamp(min=1)
     device = targets_BL.device
     counts = [num_targets[name] for name in names]
     if any(isinstance(count, Tensor) and count.device == device for count in counts):
@@ -255,6 +297,20 @@ def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
     is_in_DB = torch.arange(len(examples), device=device)[:, None] == on_device(domain_of, device)
     # torch.where, not a product with the mask: NaN * 0 would reach every domain.
     return torch.where(is_in_DB, values_BP.sum(1), 0).sum(1)
+
+
+def _check_head(
+    hidden_BLH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chunk_tokens: int | None
+) -> None:
+    is_bias = bias_V is None or bias_V.shape == weight_VH.shape[:1]
+    if weight_VH.dim() != 2 or hidden_BLH.shape[-1:] != weight_VH.shape[1:] or not is_bias:
+        raise ValueError(
+            "linear_domain_losses() takes hidden states [B, L, H], a weight [V, H] and a bias_V "
+            f"[V] or None; got {list(hidden_BLH.shape)}, {list(weight_VH.shape)} and "
+            f"{None if bias_V is None else list(bias_V.shape)}."
+        )
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")
 
 
 def _check(logits_BLV: Tensor, labels_BL: Tensor, sizes: Mapping[str, int]) -> None:

@@ -5,6 +5,7 @@ parameter tensor is scored on the way. The model is then of no more use; what st
 and the lists of names that `doge-fast proxy --selection` reads.
 """
 
+import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,9 +27,13 @@ from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.stage import MixtureStage
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
+from doge_fast.stacked.example_norms import ExampleNorms
+from doge_fast.stacked.layers.batch import refuse_coupled_examples
 from doge_fast.weights import weights_file
 
 CANCELLATION = "cancellation.json"
+
+_log = logging.getLogger("doge_fast")
 
 
 def measure_cancellation(config: SelectConfig) -> Path:
@@ -106,22 +111,34 @@ class SelectionTrainer(RecordedTrainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Trainer's, for one example after another."""
-        losses = []
+        """Trainer's, watched: for the whole batch, or one example after another."""
+        num_ranks = self.args.world_size
         # The gradients of this rank's examples, before they are those of all.
         with self.accelerator.no_sync(model):
-            for row in range(len(inputs["input_ids"])):
-                example = {key: value[row : row + 1] for key, value in inputs.items()}
-                with self.effect.watching():
-                    losses.append(super().training_step(model, example, num_items_in_batch))
-        if self.args.world_size > 1:
+            loss, divisor = self._watched_step(model, inputs, num_items_in_batch)
+        if num_ranks > 1:
             self.effect.sum_over_ranks(self.accelerator.reduce)
-        for param in model.parameters():
+        for param in model.parameters() if divisor * num_ranks > 1 else ():
             if param.grad is not None:
-                param.grad.div_(len(losses) * self.args.world_size)
+                param.grad.div_(divisor * num_ranks)
+        return loss
+
+    def _watched_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Any
+    ) -> tuple[Tensor, int]:
+        """The mean loss, and by what the gradients are too large."""
+        num_examples = len(inputs["input_ids"])
+        if self.stage.is_together:
+            with self.effect.watching(num_examples):
+                return super().training_step(model, inputs, num_items_in_batch), 1
+        losses = []
+        for row in range(num_examples):
+            example = {key: value[row : row + 1] for key, value in inputs.items()}
+            with self.effect.watching(1, weight=1.0):
+                losses.append(super().training_step(model, example, num_items_in_batch))
         mean = torch.stack(losses).mean()
         self.step_loss = self.mean_of_ranks(mean)
-        return mean
+        return mean, num_examples
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The sums so far."""
@@ -139,7 +156,7 @@ class SelectStage(MixtureStage[SelectConfig]):
     trainer = SelectionTrainer
 
     def check(self) -> None:
-        """The strategies."""
+        """Strategies, reading and mode."""
         config = self.config
         for strategy in config.strategies:
             parse_strategy(strategy)
@@ -148,14 +165,21 @@ class SelectStage(MixtureStage[SelectConfig]):
                 "strategies must be distinct, and at least one; got "
                 f"{' '.join(config.strategies) or 'none'}."
             )
+        if config.training.compile:
+            raise ValueError(
+                "The cancellation effect is read off between the modules of the model, which a "
+                "compiler fuses. Run select without compile."
+            )
 
     def prepare(self, recorded: Json) -> None:
         """Uniform weights."""
         self.weights = baselines.uniform(self.corpus.tokens)
 
     def fit(self, model: PreTrainedModel) -> None:
-        """Whether the model has as many parameters as the strategies select."""
+        """Whether the examples of a batch can go through the model at once."""
         _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
+        refuse_coupled_examples(model)
+        self.is_together = _is_together(self.config, model, self.batch(0))
 
     def is_finished(self) -> bool:
         """Whether the scores are there."""
@@ -183,6 +207,25 @@ def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
                 f"{strategy} selects more parameters than the model's {num_parameters}. Ask for "
                 "fewer."
             )
+
+
+def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> bool:
+    """Whether norms per example can be had from a pass over the batch, and are wanted so."""
+    if config.mode == "single":
+        return False
+    two = {key: value[:2] for key, value in batch.items()}
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    try:
+        with ExampleNorms(model, params).recording(len(two["input_ids"])):
+            model(**two).loss.backward()
+    except (ValueError, RuntimeError) as error:
+        if config.mode == "together":
+            raise ValueError(f"mode is together, and that cannot be: {error}") from error
+        _log.info("%s: one example after another. %s", config.out, error)
+        return False
+    finally:
+        model.zero_grad()
+    return True
 
 
 def _write_selections(config: SelectConfig) -> None:

@@ -118,10 +118,18 @@ def gradients(losses_D: Tensor, inputs: Case) -> tuple[Tensor, ...]:
     return torch.autograd.grad((losses_D * torch.tensor([0.3, -2.0])).sum(), inputs[:3])
 
 
-@pytest.mark.parametrize("options", [{}, {"num_targets": {"a": 40, "b": 50}}], ids=str)
-def test_losses_and_gradients_are_those_of_the_naive_head(options: dict[str, Any]) -> None:
-    inputs = case()
-    ours, theirs = fused(inputs, **options), naive(inputs, **options)
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 1000])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_targets": {"a": 40, "b": 50}}, {"ignore_index": 7}], ids=str
+)
+def test_losses_and_gradients_are_those_of_the_naive_head(
+    options: dict[str, Any], chunk_tokens: int | None
+) -> None:
+    *others, labels = case()
+    labels = labels.masked_fill(labels == IGNORED, options.get("ignore_index", IGNORED))
+    inputs: Any = (*others, labels)
+    ours = fused(inputs, chunk_tokens=chunk_tokens, **options)
+    theirs = naive(inputs, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
     for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
@@ -141,10 +149,11 @@ def test_nothing_to_predict_is_no_loss(way: Any) -> None:
     assert short.tolist() == [0, 0]
 
 
-def test_under_autocast_products_are_of_its_dtype() -> None:
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_under_autocast_products_are_of_its_dtype(chunk_tokens: int | None) -> None:
     inputs = case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = fused(inputs), naive(inputs)
+        ours, theirs = fused(inputs, chunk_tokens=chunk_tokens), naive(inputs)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
@@ -164,11 +173,12 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_logits_exist_for_one_domain_at_a_time() -> None:
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_logits_exist_for_one_domain_at_a_time(chunk_tokens: int | None) -> None:
     inputs = case()
     with Largest() as largest:
-        fused(inputs).sum().backward()
-    most = max(SIZES.values()) * (LENGTH - 1)
+        fused(inputs, chunk_tokens=chunk_tokens).sum().backward()
+    most = max(SIZES.values()) * (LENGTH - 1) if chunk_tokens is None else chunk_tokens
     assert largest.numbers == max(most * VOCABULARY, inputs[0].numel(), inputs[1].numel())
     with Largest() as largest:
         naive(inputs).sum().backward()
@@ -207,7 +217,7 @@ def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 
             if is_fused:
                 hidden, head = model.hidden(ids_BL), model.head
                 losses_D = linear_domain_losses(
-                    hidden, head.weight, ids_BL, sizes, bias_V=head.bias
+                    hidden, head.weight, ids_BL, sizes, bias_V=head.bias, chunk_tokens=5
                 )
             else:
                 losses_D = domain_losses(model(ids_BL), ids_BL, sizes)
@@ -242,7 +252,7 @@ def test_a_frozen_head_has_no_row() -> None:
     assert len(stacked_rows(model, ids_BL, is_fused=True)) == 4
 
 
-def test_a_narrow_row_is_the_rounded_wide_one() -> None:
+def test_a_narrow_row_rounds_the_sum_of_its_chunks_once() -> None:
     model = Model(tied=False, bias=True).bfloat16()
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
     rows = {}
@@ -257,10 +267,12 @@ def test_a_narrow_row_is_the_rounded_wide_one() -> None:
         with optimizer.stacked(model.head, sizes):
             hidden, head = model.hidden(ids_BL).detach(), model.head
             linear_domain_losses(
-                hidden, head.weight, ids_BL, sizes, bias_V=head.bias
+                hidden, head.weight, ids_BL, sizes, bias_V=head.bias, chunk_tokens=2
             ).sum().backward()
         rows[dtype] = [b.rows_BN for b in optimizer.buffer.touched([head.weight, head.bias])]
     for narrow, wide in zip(rows[torch.bfloat16], rows[None], strict=True):
+        # Chunks add up in float32.
+        assert wide.dtype == torch.float32
         assert torch.equal(narrow, wide.bfloat16())
 
 
@@ -282,6 +294,9 @@ def test_other_sizes_than_the_batch_are_refused() -> None:
     [
         ({"hidden": (5, LENGTH)}, r"\[5, 7\]"),
         ({"labels": (4, LENGTH)}, r"\[4, 7\]"),
+        ({"weight": (VOCABULARY, WIDTH + 1)}, r"weight .*\[33, 6\]"),
+        ({"bias": (VOCABULARY - 1,)}, r"bias_V .* \[32\]"),
+        ({"chunk_tokens": 0}, "chunk_tokens .* 0"),
         ({"sizes": {"a": 6, "b": -1}}, "sizes .* 5 examples"),
     ],
     ids=str,
@@ -289,8 +304,11 @@ def test_other_sizes_than_the_batch_are_refused() -> None:
 def test_misuse_speaks(changes: dict[str, Any], message: str) -> None:
     hidden = torch.zeros(changes.get("hidden", (5, LENGTH, WIDTH)))
     labels = torch.zeros(changes.get("labels", (5, LENGTH))).long()
-    sizes = changes.get("sizes", SIZES)
+    weight = torch.zeros(changes.get("weight", (VOCABULARY, WIDTH)))
+    bias = torch.zeros(changes.get("bias", VOCABULARY))
+    sizes, chunk_tokens = changes.get("sizes", SIZES), changes.get("chunk_tokens")
     with pytest.raises(ValueError, match=message):
-        linear_domain_losses(hidden, torch.zeros(VOCABULARY, WIDTH), labels, sizes)
-    with pytest.raises(ValueError, match=message):
-        domain_losses(hidden, labels, sizes)
+        linear_domain_losses(hidden, weight, labels, sizes, bias_V=bias, chunk_tokens=chunk_tokens)
+    if not {"weight", "bias", "chunk_tokens"} & changes.keys():
+        with pytest.raises(ValueError, match=message):
+            domain_losses(hidden, labels, sizes)

@@ -21,7 +21,7 @@ from doge_fast.pipeline.selection import (
 )
 from doge_fast.pipeline.stage import prepare
 from doge_fast.pipeline.trainer import RecordedTrainer
-from tests.pipeline.stages import NAMES, assert_same_run, killed_at, words_of
+from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, words_of
 
 Make = Callable[..., SelectConfig]
 # One layer of 12 tensors, two embeddings, the last norm's two.
@@ -111,6 +111,17 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
         assert found[name] == pytest.approx(score, rel=1e-3), name
 
 
+def test_together_and_one_after_another_agree(asked: Make) -> None:
+    together = scores_of(measure_cancellation(asked("a", steps=3, mode="together")))
+    single = scores_of(measure_cancellation(asked("b", steps=3, mode="single")))
+    for reading in READINGS:
+        for name, score in together["scores"][reading].items():
+            assert single["scores"][reading][name] == pytest.approx(score, rel=1e-3), name
+    one, other = (lines_of(asked(name).out) for name in "ab")
+    for line, twin in zip(one[:3], other[:3], strict=True):
+        assert line["loss"] == pytest.approx(twin["loss"], rel=1e-4)
+
+
 def test_a_killed_run_resumes_to_the_same_bits(
     asked: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +204,26 @@ def test_the_command_line(asked: Make, capsys: pytest.CaptureFixture[str]) -> No
     assert defaults.strategies == ("low10", "low30", "low50", "high30", "high10")
 
 
+def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(
+    asked: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    original = GPT2MLP.forward
+
+    def scaled(self: Any, hidden: Any) -> Any:
+        # A use that hooks between the modules do not see.
+        return original(self, hidden) + 0.1 * (hidden @ self.c_proj.weight.mT @ self.c_fc.weight.mT)
+
+    monkeypatch.setattr(GPT2MLP, "forward", scaled)
+    with pytest.raises(ValueError, match=r"mode is together, and that cannot be: .*c_fc.weight"):
+        measure_cancellation(asked(mode="together", steps=2))
+    assert not asked().out.exists()
+    auto = scores_of(measure_cancellation(asked("auto", steps=2)))
+    single = scores_of(measure_cancellation(asked("single", steps=2, mode="single")))
+    assert auto == single
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -203,6 +234,8 @@ def test_the_command_line(asked: Make, capsys: pytest.CaptureFixture[str]) -> No
         ({"strategies": ("all",)}, "lowN or highN with N >= 1, high30 for example; got 'all'"),
         ({"strategies": ("high17",)}, "high17 selects more parameters than the model's 16"),
         ({"reading": "words"}, "reading must be one of norms-over-change"),
+        ({"mode": "fast"}, "mode must be one of auto, together, single; got 'fast'"),
+        ({"compile": True}, "Run select without compile"),
         ({"targets": ("nowhere",)}, "nowhere"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",

@@ -21,11 +21,11 @@ _RULES: dict[str | type[nn.Module], LayerRule] = {
 
 
 def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
-    """Use `rule` for modules of a class in stacked passes.
+    """Use `rule` for modules of a class, in stacked passes and for norms per example.
 
     The rule applies in this process, from the next stacked pass on. It replaces an earlier rule of
-    the class; subclasses do not inherit it. Modules without a rule run once per domain, which is
-    slower, and correct if they treat examples one by one.
+    the class; subclasses do not inherit it. In a stacked pass modules without a rule run once per
+    domain, which is slower, and correct if they treat examples one by one.
 
     Args:
         module_class: the class, or its full name, "package.module.Class".

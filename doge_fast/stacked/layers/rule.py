@@ -13,7 +13,8 @@ class LayerRule(ABC):
     """The rule of a module class whose forward takes one tensor and treats examples one by one.
 
     A stacked pass (`doge_fast.stacked.stacked`) runs `forward` and `input_gradient` once for all
-    examples. From the terms of `gradients` comes the row of every domain.
+    examples. From the terms of `gradients` come the row of every domain, and the norm of every
+    example's gradient.
 
     A rule defines `forward`, `gradients`, `input_gradient` unless the input is indices, and
     `params` unless these are weight and bias. x is [B, ..., features], [B * T, features] if the
@@ -67,5 +68,5 @@ class LayerRule(ABC):
             module: of the class.
             grad: of the output, and of its shape.
             x: as `prepare` returned it.
-            saved: as `forward` returned them.
+            saved: as `forward` returned them; empty for norms per example, which skip `forward`.
         """
