@@ -721,9 +721,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
     assert DoGETrainer(**options, optimizers=(ready(), None)).rows == ("x", "y")
-    with pytest.raises(
-        ValueError, match=r"\['y', 'x'\] and the DoGEOptimizer's \['x', 'y'\] differ"
-    ):
+    with pytest.raises(ValueError, match=r"domains would .* over \['x', 'y'\]"):
         DoGETrainer(**options, optimizers=(ready(), None), domains=["y", "x"])
     with pytest.raises(ValueError, match="mu, absent would have no effect"):
         DoGETrainer(**options, optimizers=(ready(), None), mu=1.0, absent="keep")
