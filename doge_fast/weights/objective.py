@@ -87,8 +87,8 @@ def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
         raise ValueError(f"{what} must be a list of names; got {names!r}.")
     if isinstance(names, Mapping):
         raise ValueError(
-            f"{what} must be a list of names; got {names!r}. If its values are domain weights to "
-            f"start from, pass {list(names)} and initial={{name: weight}}."
+            f"{what} must be a list of names; got a mapping. Pass {list(names)}; if its values are "
+            "domain weights to start from, pass them as initial={name: weight}."
         )
     checked = tuple(names)
     if not checked:
