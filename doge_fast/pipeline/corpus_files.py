@@ -68,9 +68,11 @@ class Listing:
 
     def tell(self, data: Path) -> None:
         """Log what is read, and what is not."""
+        read = []
         for domain, files in self.files.items():
             names = shortened([str(file.path.relative_to(data)) for file in files])
-            _log.info("%s: %s is read from %s.", data, domain or "every domain", names)
+            read.append(f"{domain} of {names}" if domain else names)
+        _log.info("%s: read are %s.", data, "; ".join(read))
         for why, names in self.left_out.items():
             _log.info("%s: not read are %s: %s.", data, shortened(names), why)
         if self.doubtful:
