@@ -177,7 +177,7 @@ def _configured(words: list[str]) -> Any:
 def _answer(config: Any, words: list[str]) -> list[str]:
     verb = VERBS[_verb_of(words)[0]]
     _load(verb.loads)
-    if isinstance(config, configs.ExperimentConfig) and config.plan:
+    if isinstance(config, configs.ExperimentConfig | configs.TemperatureConfig) and config.plan:
         return _plan(config, words)
     return verb.run(config)
 
@@ -270,6 +270,15 @@ def _proxy(config: configs.ProxyConfig) -> list[str]:
     return _learned(learn_weights(config).path)
 
 
+def _temperature(config: configs.TemperatureConfig) -> list[str]:
+    from doge_fast.pipeline.temperature import lines_of, temperature
+
+    run = temperature(config)
+    if config.only:
+        return [f"run: {run.path / 'runs' / name}" for name in config.only]
+    return lines_of(run.path)
+
+
 def _base(config: configs.BaseConfig) -> list[str]:
     from doge_fast.pipeline.base import BaseStage, train_base
 
@@ -329,8 +338,10 @@ def _report(config: configs.ReportConfig) -> list[str]:
     return [terminal_table(config.runs), f"report: {page}"]
 
 
-def _plan(config: configs.ExperimentConfig, words: Sequence[str]) -> list[str]:
-    from doge_fast.pipeline.experiments.runner import plan_lines
+def _plan(config: Any, words: Sequence[str]) -> list[str]:
+    is_search = isinstance(config, configs.TemperatureConfig)
+    module = "temperature" if is_search else "experiments.runner"
+    plan_lines = import_module(f"doge_fast.pipeline.{module}").plan_lines
 
     typed = ["doge-fast", *(word for word in words if word != "--plan"), "--no-plan"]
     has_file = any(word.split("=")[0] == "--config" for word in words)
@@ -359,6 +370,7 @@ _DRAWS = ("matplotlib.figure",)
 VERBS: dict[str, Verb] = {
     "demo": Verb(configs.DemoConfig, _demo),
     "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
+    "temperature": Verb(configs.TemperatureConfig, _temperature, True, takes_ranks=True),
     "base": Verb(configs.BaseConfig, _base, takes_ranks=True),
     "doremi": Verb(configs.DoReMiConfig, _doremi, takes_ranks=True),
     "select": Verb(configs.SelectConfig, _select, takes_ranks=True),
