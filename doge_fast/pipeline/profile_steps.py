@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
         return float(2 * copied / limits.copy + (self.read - copied) / limits.read)
 
 
-class PlainStep:
+class ProfiledPlainStep:
     """A step of the wrapped optimizer alone; calling it runs one."""
 
     name = "plain"
@@ -107,7 +107,7 @@ class PlainStep:
             loss.backward()  # type: ignore[no-untyped-call]
 
 
-class DogeStep(PlainStep):
+class ProfiledDogeStep(ProfiledPlainStep):
     """A step of `DoGEOptimizer` around the same optimizer."""
 
     name = "doge"
@@ -188,7 +188,7 @@ class DogeStep(PlainStep):
         }
 
 
-SIDES = {step.name: step for step in (PlainStep, DogeStep)}
+SIDES = {step.name: step for step in (ProfiledPlainStep, ProfiledDogeStep)}
 
 
 def print_peak(side: str, settings: str) -> None:

@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.stacked.layers.batch import (
+    DomainRun,
     ExampleAxis,
-    Run,
     Segment,
     only_input,
     refuse_coupled_examples,
@@ -90,7 +90,7 @@ class StackedModel:
         self._buffer = buffer
         self._tracked = frozenset(tracked)
         self._segments: list[Segment] = []
-        self._runs: list[Run] = []
+        self._runs: list[DomainRun] = []
         self.examples = ExampleAxis()
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
@@ -143,7 +143,7 @@ class StackedModel:
         return self._segments
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[DomainRun]:
         """The domains of `segments` in as few runs as possible; raises as `segments` does."""
         return self._runs if self.segments else []
 

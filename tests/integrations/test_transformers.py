@@ -457,7 +457,7 @@ def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
     assert [*parts[0]] == ["ab", "cd"]
     # Nothing is cut where every rank has whole domains.
     assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
-    with pytest.raises(ValueError, match=r"of 'cd' the axes are \{'x': 4, 'longest': None\}"):
+    with pytest.raises(ValueError, match=r"'cd'.*'longest': None"):
         domain_data.part_of(batch(longest=7), 0, 2)
 
 

@@ -501,7 +501,7 @@ def test_running_workers_do_not_follow_a_seek(monkeypatch):
     monkeypatch.setattr("doge_fast.mixture.samplers.get_worker_info", lambda: worker)
     copied = pickle.loads(pickle.dumps(stream))
     assert len(list(copied)) == 24
-    with pytest.raises(RuntimeError, match=r"up to step 2 .* Call mixture.seek\(step\)"):
+    with pytest.raises(RuntimeError, match=r"mixture\.seek\(step\)"):
         list(copied)
     mixture.seek(0)
     with pytest.raises(RuntimeError, match="leave persistent_workers off"):
@@ -551,7 +551,7 @@ def state(**changed) -> dict:
         ),
         (
             lambda: with_worker_taking(sized()).set_weights(THEN),
-            "from_step .*4",
+            "from_step.* 4",
         ),
         (lambda: sized().load_state_dict({}), "lacks 'version'"),
         (lambda: sized().load_state_dict(state(version=9)), "version 9"),

@@ -63,7 +63,9 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     for column in ("uniform", "natural", "DoGE", "DoReMi, 4 steps", "DoReMi, 6 steps"):
         assert column in table
     assert ", 2 seeds" in table
-    assert max(map(len, table.splitlines())) <= tables.PIPE_WIDTH
+    # Commands to copy stay whole, however long the paths in them are.
+    lines = [line for line in table.splitlines() if not line.startswith("  doge-fast")]
+    assert max(map(len, lines)) <= tables.PIPE_WIDTH
     source = (config.out / "report.html").read_text(encoding="utf-8")
     assert "What learning the weights costs" in source
     assert list((config.out / "report-figures").glob("*perplexity-against-uniform*.svg"))

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from doge_fast import cli
 from doge_fast.pipeline import profiling
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profiling import PHASES, Span, profile, table, trace_of
+from doge_fast.pipeline.profiling import PHASES, TimedSpan, profile, table, trace_of
 
 QUICK = ProfileConfig(
     vocab_size=256,
@@ -144,9 +144,9 @@ def assert_is_a_trace(trace: dict[str, Any]) -> None:
 
 def test_a_trace_names_its_tracks() -> None:
     spans = [
-        Span("plain", "step", 0.0, 2.0),
-        Span("plain", "forward", 0.5, 1.0),
-        Span("doge", "step", 2.0, 5.0),
+        TimedSpan("plain", "step", 0.0, 2.0),
+        TimedSpan("plain", "forward", 0.5, 1.0),
+        TimedSpan("doge", "step", 2.0, 5.0),
     ]
     events = trace_of(spans)["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}

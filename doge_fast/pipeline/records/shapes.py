@@ -339,7 +339,7 @@ def group_of(record: dict[str, Any], where: str | Path) -> Group | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExperimentSettings:
     """The settings in experiment.json that a report is made of."""
 
     seeds: tuple[int, ...]
@@ -354,7 +354,7 @@ class ExperimentRecord:
     preset: str
     title: str
     question: str
-    settings: Settings
+    settings: ExperimentSettings
     data: str
     runs: tuple[str, ...]
     groups: tuple[dict[str, Any], ...]

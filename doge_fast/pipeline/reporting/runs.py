@@ -34,7 +34,7 @@ LEARNING = ("proxy", "doremi")
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run directory, as its records tell it."""
 
     path: Path
@@ -166,7 +166,7 @@ class Run:
         return [(line.step, to_floats(line.loss)) for line in lines if isinstance(line.loss, dict)]
 
 
-def open_runs(runs: Sequence[Path]) -> list[Run]:
+def open_runs(runs: Sequence[Path]) -> list[RecordedRun]:
     """Every run that `runs` names or holds, once, in order."""
     if not runs:
         raise ValueError("A report needs at least one run directory; none was named.")
@@ -201,7 +201,7 @@ def _is_run(folder: Path) -> bool:
     return records.CONFIG in names and "stage" in records.read_json(folder / records.CONFIG)
 
 
-def _read_run(path: Path) -> Run:
+def _read_run(path: Path) -> RecordedRun:
     record, asked = records.load_config(path)
 
     def optional(file: str, read: Callable[[Path], Any], kind: type) -> Any:
@@ -210,7 +210,7 @@ def _read_run(path: Path) -> Run:
         return check_shape(read(path), kind, path / file) if is_there else None
 
     has_lines = os.path.lexists(path / records.METRICS)
-    run = Run(
+    run = RecordedRun(
         # A run named `.` has its name all the same.
         path=path.resolve(),
         record=record,
@@ -224,7 +224,7 @@ def _read_run(path: Path) -> Run:
     return run
 
 
-def _check_one_run(run: Run, path: Path) -> None:
+def _check_one_run(run: RecordedRun, path: Path) -> None:
     """The records of a directory are of one run: they name the domains that config.json does."""
     domains, odd = set(run.domains), {}
     if run.weights is not None:

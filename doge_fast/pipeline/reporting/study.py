@@ -24,7 +24,7 @@ from doge_fast.pipeline.records.shapes import (
     check_shape,
 )
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights, mean_weights
-from doge_fast.pipeline.reporting.runs import LEARNING, Run, open_runs
+from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Arm, Line, lines_of
 from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
 
@@ -39,7 +39,7 @@ class Study:
 
     title: str
     question: str
-    runs: Mapping[str, Run] = field(repr=False)
+    runs: Mapping[str, RecordedRun] = field(repr=False)
     """By their names."""
     proxies: tuple[Proxy, ...]
     groups: tuple[Group, ...]
@@ -48,7 +48,7 @@ class Study:
     """Of an experiment, which knows which runs are missing."""
 
     @property
-    def shown(self) -> list[Run]:
+    def shown(self) -> list[RecordedRun]:
         """Runs that learn weights or train at them."""
         return [run for run in self.runs.values() if run.record.stage != "select"]
 
@@ -73,7 +73,7 @@ class Study:
             or (name in needed and not records.is_measured(self.runs[name].path, blocks))
         ]
 
-    def runs_of(self, names: Iterable[str]) -> list[Run]:
+    def runs_of(self, names: Iterable[str]) -> list[RecordedRun]:
         """Those that are there."""
         return [self.runs[name] for name in names if name in self.runs]
 
@@ -143,7 +143,7 @@ def open_study(runs: Sequence[Path]) -> Study:
     return Study("Domain weights", question, opened, proxies, tuple(_groups(bases, proxies)))
 
 
-def _proxies_of(runs: Iterable[Run]) -> tuple[Proxy, ...]:
+def _proxies_of(runs: Iterable[RecordedRun]) -> tuple[Proxy, ...]:
     """Runs that learned weights, the seeds of each together."""
     groups = _alike(run for run in runs if run.record.stage in LEARNING)
     # What is asked of all domains comes before what is asked of one, the baseline after both.
@@ -155,9 +155,9 @@ def _proxies_of(runs: Iterable[Run]) -> tuple[Proxy, ...]:
     )
 
 
-def _alike(runs: Iterable[Run]) -> list[list[Run]]:
+def _alike(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
     """Such as differ in nothing but their seed, or in their weights."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
         groups.setdefault(run.settings(), []).append(run)
     return list(groups.values())
@@ -166,7 +166,7 @@ def _alike(runs: Iterable[Run]) -> list[list[Run]]:
 # The tables of runs that no experiment has planned.
 
 
-def _groups(bases: Sequence[Run], proxies: Sequence[Proxy]) -> Iterator[Group]:
+def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[Group]:
     learned = {
         proxy.label: ArmRecord(proxy.label, proxy.about, tuple(run.name for run in proxy.runs))
         for proxy in proxies
@@ -201,7 +201,7 @@ def _groups(bases: Sequence[Run], proxies: Sequence[Proxy]) -> Iterator[Group]:
     yield CostGroup("Cost", (*methods, *trained))
 
 
-def _comparable(runs: Sequence[Run]) -> list[Run]:
+def _comparable(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Base models that differ in weights and seed alone; references of DoReMi beside."""
     references = {Path(run.asked.reference).name for run in runs if run.asked.reference}
     alike = [
@@ -223,7 +223,7 @@ def _takes(proxy: Proxy) -> tuple[tuple[str, ...], ...]:
     return tuple(pair[not pair[0] :] for pair in names)
 
 
-def _source(run: Run, proxies: Sequence[Proxy]) -> str:
+def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:
     """Label of what a base run took its weights from: a word, a proxy run, or a file's path."""
     weights = Path(run.asked.weights)
     folder = (weights.parent if weights.name == records.WEIGHTS else weights).resolve()

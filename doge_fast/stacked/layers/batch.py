@@ -21,7 +21,7 @@ class Segment(NamedTuple):
     last: int
 
 
-class Run:
+class DomainRun:
     """Neighbouring domains with neighbouring rows, whose rows are filled together.
 
     Args:
@@ -40,13 +40,13 @@ class Run:
         """Whether all domains have the same number of examples: then one product fills all rows."""
         self._borders_on: dict[tuple[torch.device, int], Tensor] = {}
 
-    def _split_where_sizes_change(self) -> list[tuple[slice, "Run"]]:
+    def _split_where_sizes_change(self) -> list[tuple[slice, "DomainRun"]]:
         sizes = [last - first for first, last in itertools.pairwise(self.borders)]
         changes = [i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]]
         if not changes:
             return [(slice(None), self)]
         return [
-            (slice(i, j), Run(self.rows[i], self.borders[i : j + 1], self.num_examples))
+            (slice(i, j), DomainRun(self.rows[i], self.borders[i : j + 1], self.num_examples))
             for i, j in itertools.pairwise([0, *changes, len(sizes)])
         ]
 
@@ -89,7 +89,7 @@ def on_device(
     return values.to(device, non_blocking=True)
 
 
-def runs_of(segments: Sequence[Segment]) -> list[Run]:
+def runs_of(segments: Sequence[Segment]) -> list[DomainRun]:
     """The consecutive segments of a batch, in as few runs as possible."""
     starts = [
         index
@@ -99,7 +99,7 @@ def runs_of(segments: Sequence[Segment]) -> list[Run]:
     runs = []
     for start, end in itertools.pairwise([*starts, len(segments)]):
         borders = [segments[start].first, *(each.last for each in segments[start:end])]
-        runs.append(Run(segments[start].row, borders, segments[-1].last))
+        runs.append(DomainRun(segments[start].row, borders, segments[-1].last))
     return runs
 
 
