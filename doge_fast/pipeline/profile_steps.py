@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from doge_fast import scale
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import memory
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
@@ -256,8 +255,7 @@ def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
         del parts["AdamW"]
     num_rows = config.targets + config.domains
     dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
-    rows = scale.rows_bytes(num_parameters, num_rows, dtype.itemsize)
-    parts[f"gradients of {num_rows} rows"] = rows
+    parts[f"gradients of {num_rows} rows"] = num_rows * num_parameters * dtype.itemsize
     text = memory.size_text(sum(parts.values()))
     _log.info("profile: both steps keep %s, and activations", text)
     advice = "Take a smaller --model, fewer --domains, or --buffer-dtype bfloat16."

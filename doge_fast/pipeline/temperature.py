@@ -33,9 +33,18 @@ from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.shapes import (
+    ArmRecord,
+    CostGroup,
+    Group,
+    Method,
+    PerplexityGroup,
+    TemperatureGroup,
+    TemperaturePoint,
+)
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS, epochs
-from doge_fast.pipeline.reporting.statistics import Difference, paired_difference
+from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.reporting.wording import to_float
 from doge_fast.pipeline.run import Run
 
@@ -173,7 +182,7 @@ class Point:
         """Of the objective, over seeds."""
         return fmean(self.losses.values())
 
-    def against(self, other: "Point") -> Difference:
+    def against(self, other: "Point") -> PairedDifference:
         """Mean over seeds of this point's loss less the other's."""
         return paired_difference(list(self.losses.values()), list(other.losses.values()))
 
@@ -238,8 +247,8 @@ class _Search:
     @property
     def aim(self) -> dict[str, float]:
         """{domain: its weight in the objective}; they sum to 1."""
-        target = self.record.get("target") or "universal"
-        if target == "universal" or target.keys() <= {"mix"}:
+        target: Any = self.record.get("target")
+        if not isinstance(target, Mapping) or target.keys() <= {"mix"}:
             target = dict.fromkeys(self.alpha, 1.0)
         total = math.fsum(target.values())
         return {name: value / total for name, value in target.items()}
@@ -423,49 +432,42 @@ class _Search:
         config = self.config
         labels = {0.0: "uniform", 1.0: "DoGE"}
         arms = [
-            {
-                "label": labels.get(point.inverse, f"1/T = {point.inverse:g}"),
-                "about": f"1/T = {point.inverse:g}",
-                "runs": point.runs,
-                "is_baseline": point.inverse == 0,
-            }
+            ArmRecord(
+                labels.get(point.inverse, f"1/T = {point.inverse:g}"),
+                f"1/T = {point.inverse:g}",
+                point.runs,
+                is_baseline=point.inverse == 0,
+            )
             for point in points
         ]
-        groups: list[Json] = []
+        groups: list[Group] = []
         if best is not None:
-            chosen = next(arm for arm in arms if arm["about"] == f"1/T = {best.inverse:g}")
+            chosen = arms[list(points).index(best)]
+            seeds = tuple(zip(*(point.runs for point in points), strict=True))
             groups = [
-                {
-                    "kind": "temperature",
-                    "title": "How far to follow the proxy",
-                    "points": [
-                        {"inverse": point.inverse, "arm": arm, "weights": dict(point.weights)}
+                TemperatureGroup(
+                    "How far to follow the proxy",
+                    tuple(
+                        TemperaturePoint(point.inverse, arm, dict(point.weights))
                         for point, arm in zip(points, arms, strict=True)
-                    ],
-                    "aim": self.aim,
-                    "chosen": best.inverse,
-                    "epochs": self._epochs(best.weights),
-                },
-                {
-                    "kind": "perplexity",
-                    "title": "Base models",
-                    "arms": arms,
-                    "aim": list(self.aim),
-                    "focus": chosen["label"] if best.inverse else None,
-                },
-                {
-                    "kind": "cost",
-                    "title": "Cost",
-                    "methods": [
-                        {
-                            "label": f"{len(points)} base models",
-                            "runs": [
-                                list(names) for names in zip(*(p.runs for p in points), strict=True)
-                            ],
-                        },
-                        {"label": "one of them", "runs": [[name] for name in points[0].runs]},
-                    ],
-                },
+                    ),
+                    self.aim,
+                    best.inverse,
+                    self._epochs(best.weights),
+                ),
+                PerplexityGroup(
+                    "Base models",
+                    tuple(arms),
+                    tuple(self.aim),
+                    focus=chosen.label if best.inverse else None,
+                ),
+                CostGroup(
+                    "Cost",
+                    (
+                        Method(f"{len(points)} base models", seeds),
+                        Method("one of them", tuple((name,) for name in points[0].runs)),
+                    ),
+                ),
             ]
         return {
             "name": "temperature",

@@ -12,12 +12,8 @@ def default_mu(learning_rate: float, sum_of_targets: float) -> float:
     W is a sum over targets, so mu grows with the sum T of their weights: for the universal target
     of seven domains it is four times as large (docs/evidence.md).
 
-    Args:
-        learning_rate: > 0, the proxy's peak learning rate.
-        sum_of_targets: T > 0; K for the universal target.
-
     Raises:
-        ValueError: the learning rate is not positive and finite.
+        ValueError: the learning rate, the proxy's peak, is not positive and finite.
     """
     if not 0 < learning_rate < float("inf"):
         raise ValueError(

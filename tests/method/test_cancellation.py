@@ -273,7 +273,7 @@ def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
         assert second.terms(reading) == whole.terms(reading)
     other = nn.Linear(2, 2)
     effect = CancellationEffect(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(ValueError, match="28 parameters"):
+    with pytest.raises(ValueError, match="scores of shape"):
         effect.load_state_dict(first.state_dict())
 
 
@@ -369,7 +369,6 @@ def test_select(strategy: str, names: str, num_columns: int) -> None:
         ("low0", {}, "got 'low0'"),
         ("middle3", {}, "got 'middle3'"),
         ("low1", {"b": math.nan}, "that of b is nan"),
-        ("low1", {"e": 1.0}, "same parameters"),
     ],
 )
 def test_select_refuses(strategy: str, changes: dict[str, float], text: str) -> None:

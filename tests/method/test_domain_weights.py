@@ -111,10 +111,10 @@ def test_few_of_many_domains_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("initial", "message"),
     [
-        ({"a": 0.5, "b": 0.5}, r"lacks \['c'\]"),
-        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"has \['d'\] besides"),
-        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0; 'b' has -0.5"),
-        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0; 'b' has '0.5'"),
+        ({"a": 0.5, "b": 0.5}, "exactly .*'c'"),
+        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, "exactly .*'d': 0.0"),
+        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0 .*'b': -0.5"),
+        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0 .*'b': '0.5'"),
         ([0.2, 0.3, 0.5], "a dict {domain: weight}"),
         ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
         ({"a": 0.5, "b": 0.5, "c": 1.1e-5}, r"sum to 1 \(within 1e-05\)"),

@@ -374,8 +374,8 @@ def test_sizes_are_checked() -> None:
     wrong: list[tuple[Any, str]] = [
         ({"nobody": 3}, "nobody"),
         ([3, 2], r"dict .* \[3, 2\]"),
-        ({"a": 1.5, "b": 1}, "'a' has 1.5"),
-        ({"a": -1, "b": 2}, "'a' has -1"),
+        ({"a": 1.5, "b": 1}, "'a': 1.5"),
+        ({"a": -1, "b": 2}, "'a': -1"),
         ({"a": 0}, "at least one example"),
     ]
     for sizes, message in wrong:

@@ -120,7 +120,7 @@ def change_figure(
 
 
 def temperature_figure(
-    means: Mapping[float, float], changes: Mapping[float, Difference], chosen: float
+    means: Mapping[float, float], changes: Mapping[float, PairedDifference], chosen: float
 ) -> Figure:
     """Mean loss over 1/T, with the interval of its difference to uniform weights.
 

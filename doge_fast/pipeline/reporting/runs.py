@@ -148,22 +148,14 @@ class RecordedRun:
         corpus = records.plain(self.record.corpus)
         return json.dumps((self.record.stage, free, training, corpus), sort_keys=True)
 
-    def losses(self, until: float = 1.0) -> dict[str, float] | None:
-        """Held-out loss per domain at the end, or as measured last before a share of the steps.
-
-        None where it was not measured.
-        """
-        if until == 1 and self.evaluation is not None:
+    def losses(self) -> dict[str, float] | None:
+        """Held-out loss per domain at the end; None where it was not measured."""
+        if self.evaluation is not None:
             return to_floats(self.evaluation.loss)
-        measured = [(step, each) for step, each in self.evals if step <= until * self.steps]
-        is_known = measured and (until < 1 or measured[-1][0] == self.steps)
-        return measured[-1][1] if is_known else None
-
-    @property
-    def evals(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, held-out loss per domain) as measured during the training."""
-        lines = (line for line in self.lines if line.kind == "eval")
-        return [(line.step, to_floats(line.loss)) for line in lines if isinstance(line.loss, dict)]
+        for line in reversed(self.lines):
+            if line.kind == "eval" and line.step == self.steps and isinstance(line.loss, dict):
+                return to_floats(line.loss)
+        return None
 
 
 def open_runs(runs: Sequence[Path]) -> list[RecordedRun]:

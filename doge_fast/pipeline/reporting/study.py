@@ -77,20 +77,19 @@ class Study:
         """Those that are there."""
         return [self.runs[name] for name in names if name in self.runs]
 
-    def arm(self, arm: ArmRecord, until: float = 1.0) -> Arm:
-        """An arm with its losses at the end, or as measured last before a share of the steps."""
+    def arm(self, arm: ArmRecord) -> Arm:
+        """An arm with its losses at the end."""
         losses = {
             run.seed: found
             for run in self.runs_of(arm.runs)
-            if (until < 1 or run.name not in self.unmeasured)
-            and (found := run.losses(until)) is not None
+            if run.name not in self.unmeasured and (found := run.losses()) is not None
         }
         return Arm(arm.label, arm.about, losses, arm.is_baseline, arm.baseline)
 
     def lines(self, group: PerplexityGroup | TargetsGroup) -> list[Line]:
         """The lines of a table of perplexities, as far as they are known."""
         if isinstance(group, PerplexityGroup):
-            return lines_of(group.aim, [self.arm(arm, group.until) for arm in group.arms])
+            return lines_of(group.aim, [self.arm(arm) for arm in group.arms])
         return [
             Line(row.target, {arm.label: self.arm(arm) for arm in row.arms}, [row.target])
             for row in group.rows
@@ -129,12 +128,7 @@ def open_study(runs: Sequence[Path]) -> Study:
     if path is not None:
         file = path / records.EXPERIMENT
         plan = check_shape(records.read_experiment(path), ExperimentRecord, file)
-        planned = (
-            records.group_of(group, f"{file}, groups.{place},")
-            for place, group in enumerate(plan.groups)
-        )
-        groups = tuple(group for group in planned if group is not None)
-        return Study(plan.title, plan.question, opened, proxies, groups, plan)
+        return Study(plan.title, plan.question, opened, proxies, plan.groups, plan)
     bases = _comparable(found)
     if len(proxies) == 1:
         proxies = (Proxy("learned weights", proxies[0].runs),)

@@ -2,11 +2,13 @@
 
 from functools import partial
 
+from matplotlib.figure import Figure
+
 from doge_fast.pipeline.records.shapes import TemperatureGroup
 from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.statistics import (
-    Difference,
+    PairedDifference,
     change_text,
     paired_difference,
     stat_of,
@@ -28,7 +30,7 @@ def losses_of(study: Study, group: TemperatureGroup) -> dict[float, dict[int, fl
     return found
 
 
-def changes_of(losses: dict[float, dict[int, float]]) -> dict[float, Difference]:
+def changes_of(losses: dict[float, dict[int, float]]) -> dict[float, PairedDifference]:
     """{1/T: difference to uniform weights over the seeds of both}."""
     uniform = losses.get(0.0, {})
     changes = {}
@@ -81,7 +83,7 @@ def tables_of(study: Study, group: TemperatureGroup) -> list[Table]:
     return [measured, Table("Mixtures", note if group.epochs else "", "domain", labels, mixtures)]
 
 
-def curve(study: Study, group: TemperatureGroup) -> partial[figures.Figure]:
+def curve(study: Study, group: TemperatureGroup) -> partial[Figure]:
     """Loss over 1/T, ready to be drawn."""
     losses = losses_of(study, group)
     means = {inverse: stat_of(each.values()).mean for inverse, each in losses.items() if each}

@@ -79,11 +79,11 @@ class DomainRun:
 
 
 def on_device(
-    numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+    numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """A tensor of (lists of) numbers on `device`; the host does not wait for the copy."""
-    values = torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
+    """The numbers as a tensor on `device`; the host does not wait for the copy."""
+    values = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == "cuda" and values.device.type == "cpu":
         # Pinned, or the copy would make the host wait for the device.
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -174,16 +174,12 @@ def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def refuse_coupled_examples(model: nn.Module) -> None:
-    """Refuse a model in which no example of a batch has a gradient of its own.
-
-    Raises:
-        ValueError: a module mixes the examples of a batch.
-    """
+    """Raise ValueError where a module mixes the examples of a batch."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
-                "examples of a batch, so neither an example nor a domain has a gradient of its "
-                "own. Put it in eval mode. Or train with one domain after another: "
-                "optimizer.domain(name) instead of optimizer.stacked()."
+                "examples of a batch, so no domain has a gradient of its own. Put it in eval mode. "
+                "Or train with one domain after another: optimizer.domain(name) instead of "
+                "optimizer.stacked()."
             )
