@@ -273,7 +273,32 @@ class TasksGroup:
     kind: Literal["tasks"] = "tasks"
 
 
-Group = PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
+@dataclass(frozen=True)
+class TemperaturePoint:
+    """Base models at weights of one temperature."""
+
+    inverse: PositiveOrZero
+    """1/T."""
+    arm: ArmRecord
+    weights: dict[str, PositiveOrZero]
+
+
+@dataclass(frozen=True)
+class TemperatureGroup:
+    """Base models at weights between uniform ones and far beyond a proxy's."""
+
+    title: str
+    points: Annotated[tuple[TemperaturePoint, ...], MinLen(1)]
+    aim: dict[str, PositiveOrZero]
+    """{domain: its weight in the loss that counts}; they sum to 1."""
+    chosen: PositiveOrZero
+    """1/T of the weights that were written."""
+    epochs: dict[str, PositiveOrZero]
+    """{domain: passes over its text} at the chosen weights."""
+    kind: Literal["temperature"] = "temperature"
+
+
+Group = TemperatureGroup | PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
 """A table that an experiment ends in."""
 
 
