@@ -363,5 +363,5 @@ def test_the_paper_s_proxy_has_76_modules() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6, n_embd=768))
         effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
-    assert len(effect.names) == 76
+    assert len(effect.columns) == 76
     assert effect.without_rule == []
