@@ -28,7 +28,7 @@ from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, SelectConfig, St
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.failures import FileFailure
-from doge_fast.pipeline.model import build_model, without_bars
+from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
@@ -359,6 +359,8 @@ def prepare(stage: Stage[Any], recorded: Json | None) -> PreTrainedModel:
         ValueError: as `run`.
     """
     config = stage.config
+    # Before a corpus is packed, which may take hours.
+    check_model(config.model, block_size=config.corpus.block_size)
     _log.info("%s: reading %s", stage.out, config.corpus.data)
     stage.corpus = domains.load_corpus(config.corpus, targets=config.targets)
     if recorded is not None:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,6 +159,22 @@ def test_another_corpus_is_refused_and_named(tmp_path):
     records.check_corpus(config.out, recorded, CORPUS)
     with pytest.raises(ValueError, match="tokenizer_sha256"):
         records.check_corpus(config.out, recorded, CORPUS | {"tokenizer_sha256": "1" * 64})
+
+
+def test_a_text_that_has_changed_is_refused_where_its_digest_was_recorded(tmp_path):
+    config = proxy_config(tmp_path)
+
+    def corpus(digest: str) -> Any:
+        domains = {name: {**of, "digest": digest} for name, of in CORPUS["domains"].items()}
+        return CORPUS | {"domains": domains}
+
+    records.open_run(config.out, stage="proxy", config=config, corpus=corpus("a"))
+    recorded = records.read_config(config.out)
+    records.check_corpus(config.out, recorded, corpus("a"))
+    with pytest.raises(ValueError, match="began with another text"):
+        records.check_corpus(config.out, recorded, corpus("b"))
+    # Earlier releases recorded none.
+    records.check_corpus(config.out, recorded | {"corpus": CORPUS}, corpus("b"))
 
 
 def test_what_is_no_directory_for_a_run_is_refused(tmp_path):

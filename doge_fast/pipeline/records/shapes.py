@@ -52,6 +52,8 @@ class DomainSizes:
     train_blocks: CountOrZero
     validation_blocks: CountOrZero
     documents: CountOrZero
+    digest: str | None = None
+    """Of all blocks; runs of earlier releases have none."""
 
 
 @dataclass(frozen=True)
