@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from doge_fast.pipeline import strict_yaml
+
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Writes a share as the float that a framework reads."""
@@ -23,7 +25,7 @@ def to_yaml(value: Any) -> str:
 def from_yaml(text: str, where: str = "The text") -> Any:
     """What a YAML or JSON text holds; ValueError where it is neither, or several documents."""
     try:
-        return yaml.safe_load(text)
+        return strict_yaml.load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{where} must be YAML or JSON and is not: {reason}.") from None

@@ -106,6 +106,11 @@ def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
     file = path / WEIGHTS if path.is_dir() else path
     record = read_json(file)
     _check_weights(record, file)
+    if record.pop("sha256", None) not in (None, weights_file.digest_of(record)):
+        raise FileFailure(
+            f"{file} is not as it was written: its sha256 differs. Restore it; or remove its field "
+            "sha256, where it was edited on purpose."
+        )
     if domains is None:
         return record
     by_name = {entry["name"]: entry for entry in record["domains"]}
