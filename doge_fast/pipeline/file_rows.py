@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from doge_fast.pipeline.corpus_files import COMPRESSIONS, CorpusFile
 from doge_fast.pipeline.failures import FileFailure, reading
+from doge_fast.weights.weights_file import unique_keys
 
 MEND = "Restore the file, or take it out of the corpus."
 # A text file is cut at the first blank line past this many characters, so that it has
@@ -158,22 +159,13 @@ def _json_rows(file: CorpusFile, columns: list[str]) -> Iterator[tuple[int, Mapp
 
 def _loaded(text: bytes, path: Path, number: int) -> Any:
     try:
-        return json.loads(text.decode(), object_pairs_hook=_unique)
+        return json.loads(text.decode(), object_pairs_hook=unique_keys)
     except RecursionError:
         raise FileFailure(
             f"{path}, line {number} cannot be read: it is nested too deep. {MEND}"
         ) from None
     except ValueError as error:
         raise FileFailure(f"{path}, line {number} cannot be read: {error}. {MEND}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return found
 
 
 def _checked(row: Any, path: Path, number: int) -> Mapping[str, Any]:

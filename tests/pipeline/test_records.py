@@ -1,5 +1,6 @@
 """A run directory is complete, survives a kill at any byte, and says so when it is not believed."""
 
+import contextlib
 import json
 import math
 import os
@@ -159,6 +160,39 @@ def test_another_corpus_is_refused_and_named(tmp_path):
     records.check_corpus(config.out, recorded, CORPUS)
     with pytest.raises(ValueError, match="tokenizer_sha256"):
         records.check_corpus(config.out, recorded, CORPUS | {"tokenizer_sha256": "1" * 64})
+
+
+def test_no_flipped_bit_of_weights_gives_other_weights(tmp_path):
+    path = tmp_path / "weights.json"
+    entries = [{"name": "web", "weight": 0.25}, {"name": "wiki", "weight": 0.75}]
+    records.write_weights(path, {"method": "given", "domains": entries})
+    whole, expected = path.read_bytes(), {"web": 0.25, "wiki": 0.75}
+    assert records.weights_by_name(records.read_weights(path)) == expected
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with contextlib.suppress(ValueError):
+            found = records.read_weights(path)
+            # The name of the field that holds the digest may be lost: then no other bit is.
+            assert records.weights_by_name(found) == expected
+
+
+def test_weights_that_were_edited_are_refused_unless_their_digest_is_taken_out(tmp_path):
+    path = tmp_path / "weights.json"
+    entries = [{"name": "web", "weight": 0.25}, {"name": "wiki", "weight": 0.75}]
+    records.write_weights(path, {"method": "given", "domains": entries})
+    record = json.loads(path.read_text())
+    record["domains"][0]["name"] = "news"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="sha256 differs"):
+        records.read_weights(path)
+    del record["sha256"]
+    path.write_text(json.dumps(record))
+    assert set(records.weights_by_name(records.read_weights(path))) == {"news", "wiki"}
+    path.write_text('{"schema_version": 1, "domains": [], "domains": []}')
+    with pytest.raises(ValueError, match="'domains' is there twice"):
+        records.read_weights(path)
 
 
 def test_a_text_that_has_changed_is_refused_where_its_digest_was_recorded(tmp_path):

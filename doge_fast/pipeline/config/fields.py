@@ -52,8 +52,10 @@ def read_file(path: Path, verb: str) -> Json:
     """
     import yaml
 
+    from doge_fast.pipeline import strict_yaml
+
     try:
-        record = yaml.safe_load(path.read_text(encoding="utf-8"))
+        record = strict_yaml.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config must be a file of fields; {path}: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:

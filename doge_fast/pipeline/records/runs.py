@@ -20,7 +20,7 @@ from doge_fast.pipeline.records.shapes import (
     Stage,
     check_shape,
 )
-from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
+from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, unique_keys, write_json
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -241,7 +241,7 @@ def versions() -> dict[str, str]:
 def read_json(path: Path) -> Json:
     """The object that the file holds; ValueError where it is absent or holds another thing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:

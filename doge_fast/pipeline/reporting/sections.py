@@ -34,6 +34,7 @@ from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
     Line,
+    PairedDifference,
     change_of,
     change_text,
     stat_of,
@@ -282,10 +283,12 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
 
 
 def _headline(line: Line, own: str, other: str) -> str:
+    where = "" if line.is_total else f" on {line.label}"
+    return headline(own, f"{other}{where}", line.difference(own, other))
+
+
+def headline(own: str, other: str, difference: PairedDifference) -> str:
     """DoGE: perplexity 0.6 % higher than uniform, undecided, one seed."""
-    difference = line.difference(own, other)
-    if not line.is_total:
-        other += f" on {line.label}"
     if not difference.pairs:
         return f"{own} and {other} have no seed in common"
     if not difference.is_known:
