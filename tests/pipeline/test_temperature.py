@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.temperature import next_inverses, sharpened, temperature
+from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import NAMES, write_weights
 
 Losses = Callable[[float], float]
@@ -72,10 +74,20 @@ def test_sharpened_weights_do_not_underflow() -> None:
     assert sharpened({"a": 1e-300, "b": 1e-301}, 50) == pytest.approx({"a": 1.0, "b": 0.0})
 
 
-@pytest.fixture
-def learned(proxy: Callable[..., ProxyConfig]) -> Path:
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, small_corpus: Path, blocks_cache: Path
+) -> Path:
     """A proxy whose weights are far from uniform."""
-    return learn_weights(proxy(mu=1e-3)).path
+    out = tmp_path_factory.mktemp("temperature") / "proxy"
+    settings = settings_of(small_corpus, blocks_cache)
+    return learn_weights(ProxyConfig(out=out, sequences_per_domain=2, mu=1e-3, **settings)).path
+
+
+@pytest.fixture
+def learned(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "proxy"))
 
 
 def asked(learned: Path, **changes: Any) -> TemperatureConfig:
