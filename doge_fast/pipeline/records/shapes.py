@@ -68,12 +68,19 @@ class CorpusRecord:
 
 
 @dataclass(frozen=True)
-class InitialRecord:
-    """The weights that a run began with, in config.json: of a base run their digest."""
+class GivenWeights:
+    """What a base run began with, in config.json."""
 
     source: str
-    sha256: str | None = None
-    weights: dict[str, float] | None = None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LearnedFrom:
+    """What a proxy began with, in config.json."""
+
+    source: str
+    weights: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class ConfigRecord:
     created: str = ""
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
-    initial: InitialRecord | None = None
+    initial: GivenWeights | LearnedFrom | None = None
     parameters: CountOrZero | None = None
 
 
