@@ -4,16 +4,17 @@ Batch t is a pure function of the seed, t, and the weights set for steps up to t
 not depend on the number of workers and ranks, and a stopped run resumes bitwise.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset
 
-from doge_fast.mixture.counts import MixtureCounts, Phase
+from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
 from doge_fast.mixture.rows import DomainRows, Draw
 from doge_fast.mixture.samplers import MixtureBatches, Progress, batch_draws
-from doge_fast.mixture.state import restore, state_of
+
+STATE_VERSION = 1
 
 
 class DomainMixture(Dataset[Any]):
@@ -30,12 +31,10 @@ class DomainMixture(Dataset[Any]):
 
         loader = DataLoader(mixture, batch_sampler=mixture.batches(), num_workers=4)
 
-    `stream()` is an iterable dataset for loops that take no sampler, such as Hugging Face's
-    Trainer; it has no workers. Give Trainer `max_steps`; to resume, load the state and set
-    `ignore_data_skip`. Trainer then does not restore random generators, so dropout draws other
-    masks. Accelerate divides a sampler among processes itself: leave `rank` and `world_size` at
-    their defaults there; `batch_size` is then that of one process, or with `split_batches` that of
-    all.
+    A Trainer of transformers gets this loader from its method `get_train_dataloader`; give it
+    `max_steps`, and `ignore_data_skip` to resume. Accelerate divides a sampler among processes
+    itself: leave `rank` and `world_size` at their defaults there; `batch_size` is then that of one
+    process, or with `split_batches` that of all.
 
     Loaders prefetch: they take num_workers * prefetch_factor batches ahead of the loop (2 per
     worker by default), accelerate one more. New weights apply from the first batch that no loader
@@ -104,8 +103,8 @@ class DomainMixture(Dataset[Any]):
     def __len__(self) -> int:
         raise TypeError(
             "a mixture has no length and is not indexed by row numbers: these would ignore its "
-            "weights. Pass batch_sampler=mixture.batches() to the DataLoader, or use "
-            "mixture.stream() where no sampler can be passed, as to Trainer."
+            "weights. Pass batch_sampler=mixture.batches() to the DataLoader; a Trainer gets that "
+            "loader from its get_train_dataloader()."
         )
 
     def __getitem__(self, draw: Draw) -> Any:
@@ -204,15 +203,8 @@ class DomainMixture(Dataset[Any]):
         """
         return MixtureBatches(self._counts, self._progress, rank, world_size)
 
-    def stream(self, rank: int = 0, world_size: int = 1) -> "MixtureStream":
-        """The rows of `batches(rank, world_size)`, one after another, as an iterable dataset.
-
-        For a `DataLoader` with `batch_size=stream.batch_size` and without workers.
-        """
-        return MixtureStream(self, self.batches(rank, world_size))
-
     def seek(self, step: int) -> None:
-        """Let the next pass over a sampler or stream begin at this step.
+        """Let the next pass over a sampler begin at this step.
 
         Required after an interrupted pass, whose loader may have taken more batches than the loop
         has used.
@@ -248,7 +240,19 @@ class DomainMixture(Dataset[Any]):
                     "fewer. Call state_dict(step=...) with the number that it has finished."
                 )
             step = self.step
-        return state_of(self._counts, self.sizes, step)
+        totals = self._counts.totals(step)
+        changes = zip(self._counts.first_steps, self._counts.weights_PK, strict=True)
+        return {
+            "version": STATE_VERSION,
+            "domains": list(self.names),
+            "sizes": list(self.sizes.values()),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "step": step,
+            "history": [[first_step, weights_K.tolist()] for first_step, weights_K in changes],
+            "drawn": totals.drawn_K.tolist(),
+            "surplus": totals.surplus_K.tolist(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: the next pass begins at its step, with its seed.
@@ -259,36 +263,44 @@ class DomainMixture(Dataset[Any]):
             ValueError: the state is malformed, from a later version, or of other domains, sizes or
                 batch size; nothing is changed then.
         """
-        restore(self._counts, self.sizes, state)
-        self.seek(state["step"])
+        try:
+            step = self._restore(state)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                "A mixture's state is what state_dict() of the same mixture returns; this one: "
+                f"{reason}."
+            ) from error
+        self.seek(step)
 
-
-class MixtureStream(IterableDataset[Any]):
-    """Rows of one rank, batch after batch; made by `DomainMixture.stream`.
-
-    The loader's batch_size must be this `batch_size`.
-    """
-
-    def __init__(self, mixture: DomainMixture, batches: MixtureBatches) -> None:
-        self.mixture = mixture
-        self.batches = batches
-        self.batch_size = batches.batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        """Rows of the batches from the mixture's start on.
-
-        Raises:
-            RuntimeError: a worker of a loader reads it.
-        """
-        if get_worker_info() is not None:
-            raise RuntimeError(
-                "A mixture's stream is read in the loop's process, since new weights would not "
-                "reach a worker's copy. Use num_workers=0, or DataLoader(mixture, "
-                "batch_sampler=mixture.batches(), num_workers=...)."
+    def _restore(self, state: Mapping[str, Any]) -> int:
+        """Set the counts to a state; its step."""
+        if state["version"] > STATE_VERSION:
+            raise ValueError(f"it has version {state['version']}; update doge_fast to read it")
+        num_domains = len(self.names)
+        # Another mixture could not resume bitwise.
+        expected = {
+            "domains": list(self.names),
+            "sizes": list(self.sizes.values()),
+            "batch_size": self.batch_size,
+        }
+        for key, value in expected.items():
+            if state[key] != value:
+                raise ValueError(f"it is of {key} {state[key]}, and the mixture has {value}")
+        step = int(state["step"])
+        drawn_K = np.array(state["drawn"], dtype=np.int64)
+        surplus_K = np.array(state["surplus"], dtype=np.int64)
+        if not drawn_K.shape == surplus_K.shape == (num_domains,):
+            raise ValueError(f"drawn and surplus must hold {num_domains} numbers each")
+        if step < 0 or int(drawn_K.sum()) != step * self.batch_size:
+            raise ValueError(
+                f"step {step} follows batches of {drawn_K.sum()} rows in all, and that is not "
+                f"{step} times {self.batch_size}"
             )
-        for draws in self.batches:
-            yield from self.mixture.__getitems__(draws)
-
-    def __len__(self) -> int:
-        """Rows of the next pass."""
-        return len(self.batches) * self.batch_size
+        first_steps = [int(first_step) for first_step, _ in state["history"]]
+        weights_PK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
+        if any(weights_K.shape != (num_domains,) for weights_K in weights_PK):
+            raise ValueError(f"its history must hold {num_domains} weights for each change")
+        totals = Totals(step, drawn_K, surplus_K)
+        self._counts.restart(int(state["seed"]), first_steps, weights_PK, totals)
+        return step

@@ -57,10 +57,12 @@ class BaseStage(MixtureStage[BaseConfig]):
     def check(self) -> None:
         """Beside its own settings, that the weights are there."""
         config = self.config
-        if config.weights not in BASELINES and not Path(config.weights).exists():
+        is_given = records.is_typed(config.weights) or Path(config.weights).exists()
+        if config.weights not in BASELINES and not is_given:
             raise ValueError(
-                f"weights must be {' or '.join(BASELINES)}, a weights.json, or the run "
-                f"directory of a proxy; {config.weights!r} is none of them and no such path exists."
+                f"weights must be {' or '.join(BASELINES)}, a weights.json, the run directory of a "
+                f"proxy, or NAME=NUMBER,...; {config.weights!r} is none of them and no such path "
+                "exists."
             )
         is_run = (Path(config.weights) / records.METRICS).exists()
         if config.stages > 1 and (config.weights in BASELINES or not is_run):

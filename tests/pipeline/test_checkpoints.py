@@ -250,97 +250,54 @@ def beyond(lines: list[bytes]) -> list[bytes]:
     return [*lines, *(line.replace(b'"step": 1,', b'"step": 11,') for line in lines[1:2])]
 
 
-REPAIRED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+DROPPED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "as it was": lambda lines: lines,
     "torn last line": lambda lines: [*lines, lines[-1][:20]],
     "lines after the checkpoint": beyond,
-    "last line twice": lambda lines: [*lines, lines[-1]],
-    "first line twice": lambda lines: [lines[0], *lines],
-    "every line twice": lambda lines: [line for line in lines for _ in range(2)],
     "all of it twice": lambda lines: lines * 2,
-    "two writers": lambda lines: [
-        each for line in lines for each in (line, line.replace(b'"seconds": 0.', b'"seconds": 9.'))
-    ],
-    "a torn line and the rest": lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
-    "an empty line": lambda lines: [*lines[:2], b"\n", *lines[2:]],
-    "nested brackets": lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[2:]],
-    "bytes that are no text": lambda lines: [*lines[:2], b"\xff\x00\n", *lines[2:]],
 }
 
 
-@pytest.mark.parametrize("damage", REPAIRED)
-def test_a_record_is_repaired_where_it_can_be(run: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", DROPPED)
+def test_what_lies_after_the_checkpoint_is_dropped(run: Path, damage: str) -> None:
     before = lines_of(run)
-    (run / "metrics.jsonl").write_bytes(b"".join(REPAIRED[damage](before)))
+    (run / "metrics.jsonl").write_bytes(b"".join(DROPPED[damage](before)))
     assert records.resume_checkpoint(run) == run / "checkpoints" / NEWEST
     assert lines_of(run) == before[:9]
 
 
-def without(*indices: int) -> Callable[[list[bytes]], list[bytes]]:
-    return lambda lines: [line for n, line in enumerate(lines) if n not in indices]
-
-
-@pytest.mark.parametrize(
-    ("damage", "why"),
-    [
-        (without(8, 9, 10), "metrics.jsonl holds 8 of the 9 lines that it held then"),
-        (without(7), "metrics.jsonl holds not the lines that it held then"),
-        (
-            lambda lines: [*lines[:8], lines[8][:30]],
-            "metrics.jsonl holds 8 of the 9 lines that it held then",
-        ),
-    ],
-    ids=["last lines lost", "a line lost", "a known line torn"],
-)
 def test_lines_that_are_lost_lead_to_the_generation_before(
-    config: ProxyConfig,
-    whole: Path,
-    run: Path,
-    damage: Callable[[list[bytes]], list[bytes]],
-    why: str,
-    caplog: pytest.LogCaptureFixture,
+    run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = lines_of(run)
-    (run / "metrics.jsonl").write_bytes(b"".join(damage(before)))
+    (run / "metrics.jsonl").write_bytes(b"".join([*before[:8], before[8][:30]]))
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
-    assert caplog.messages == [f"{run}: {NEWEST} is damaged: {why}. {BEFORE} is used."]
+    (told,) = caplog.messages
+    assert all(word in told for word in (NEWEST, "metrics.jsonl", "9 lines", BEFORE))
     assert lines_of(run) == before[:6]
 
 
 REFUSED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "no first line": without(0),
-    "a line of the middle lost": without(3),
-    "empty": lambda lines: [],
+    "a line lost": lambda lines: lines[1:],
+    "a line twice": lambda lines: [lines[0], *lines],
+    "a torn line and the rest": lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
     "a digit changed": lambda lines: [lines[0].replace(b"0.25", b"0.26", 1), *lines[1:]],
-    "lines in another order": lambda lines: [lines[1], lines[0], *lines[2:]],
-    "another run's": lambda lines: [line.replace(b"code", b"mode") for line in lines],
+    "empty": lambda lines: [],
 }
 
 
 @pytest.mark.parametrize("damage", [*REFUSED, "gone"])
-def test_a_record_that_cannot_be_repaired_is_refused_and_left(run: Path, damage: str) -> None:
+def test_a_record_that_something_else_changed_is_refused_and_left(run: Path, damage: str) -> None:
     path = run / "metrics.jsonl"
     if damage == "gone":
         path.unlink()
     else:
         path.write_bytes(b"".join(REFUSED[damage](lines_of(run))))
     before = path.read_bytes() if path.exists() else None
-    with pytest.raises(ValueError, match=r"no checkpoint is whole .*metrics\.jsonl holds") as error:
+    with pytest.raises(ValueError, match=r"no checkpoint is whole .*metrics\.jsonl"):
         records.resume_checkpoint(run)
-    assert str(error.value).count("metrics.jsonl holds") == 2
     assert (path.read_bytes() if path.exists() else None) == before
-
-
-def test_a_repaired_record_leads_to_the_bits_of_the_uninterrupted_run(
-    config: ProxyConfig, whole: Path, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = run / "metrics.jsonl"
-    path.write_bytes(b"".join(REPAIRED["every line twice"](lines_of(run))) + b'{"step": 7, "ki')
-    with caplog.at_level("WARNING", logger="doge_fast"):
-        learn_weights(replace(config, out=run))
-    assert f"{path}: lines that were there twice or torn are left out" in caplog.text
-    assert_same_run(run, whole)
 
 
 # What is on the disk before a name says that it is there.
@@ -455,7 +412,6 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
-@pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
@@ -465,17 +421,14 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
         ("config.json", "deleted"),
         ("config.json", "empty"),
         ("tokenizer.json", "deleted"),
+        ("manifest.json", "deleted"),
     ],
 )
 def test_a_damaged_model_is_not_complete_and_not_trained_over(
-    base_run: BaseConfig, file: str, damage: str, has_manifest: bool
+    base_run: BaseConfig, file: str, damage: str
 ) -> None:
     model = base_run.out / "model"
     DAMAGES[damage][0](model / file)
-    if not has_manifest:
-        if file == "tokenizer.json":
-            pytest.skip("without a manifest nobody knows of it")
-        (model / "manifest.json").unlink()
     assert not records.is_finished(base_run.out)
     before = (base_run.out / "metrics.jsonl").read_bytes()
     for call in (lambda: train_base(base_run), lambda: records.check_finished(base_run.out)):
@@ -492,12 +445,6 @@ def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> N
     assert records.is_finished(base_run.out)
     with pytest.raises(ValueError, match=r"model\.safetensors is not what was written"):
         records.check_finished(base_run.out)
-
-
-def test_a_model_of_an_earlier_version_has_no_manifest(base_run: BaseConfig) -> None:
-    (base_run.out / "model" / "manifest.json").unlink()
-    records.check_finished(base_run.out)
-    assert train_base(base_run).path == base_run.out
 
 
 @pytest.mark.parametrize("damage", ["deleted", "half", "empty"])

@@ -1,6 +1,5 @@
 """A training that computes no numbers ends as one that failed, and says where and whose."""
 
-import json
 import math
 import signal
 from collections.abc import Callable, Collection
@@ -353,10 +352,9 @@ def test_collapse_is_told_on_the_terminal_in_metrics_and_in_the_report(
     assert len(lines[-1]["warnings"]["collapsed"]) == 1
     assert set(lines[-1]["warnings"]) == {"collapsed", "saturated"}
     told = " ".join(" ".join(remarks_on(run)).split())
-    assert "in 7 of 8 logged steps" in told
-    assert health.TOLD["saturated"] in told
+    assert "collapsed onto" in told
     page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
-    assert health.TOLD["saturated"] in page
+    assert "collapsed onto" in page
     # Said once: the wrapper's own warning is for loops of one's own.
     assert not [each for each in recwarn if "domain weights have collapsed" in str(each.message)]
 
@@ -369,26 +367,6 @@ def test_a_report_does_not_believe_a_run_that_diverged(tmp_path: Path) -> None:
     assert "smaller mu" not in told
     page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
     assert "run: not complete, its records end at step 20 of 20" in page
-
-
-@pytest.mark.parametrize(
-    ("what", "number", "is_told"),
-    [("vanished", 2, True), ("vanished", 1, False), ("collapsed", 2, True), ("saturated", 2, True)],
-)
-def test_a_report_tells_what_happened_in_many_steps(
-    tmp_path: Path, what: str, number: int, is_told: bool
-) -> None:
-    """In more than a twentieth of them."""
-    run = write_proxy(tmp_path / "run", steps=20)
-    file = run / "metrics.jsonl"
-    lines = [json.loads(text) for text in file.read_text().splitlines()]
-    for line in lines[5 : 5 + number]:
-        line["warnings"] = {what: ["tests"]}
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = f"in {number} of 20 logged steps tests {health.TOLD[what]}"
-    page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
-    for text in (" ".join(" ".join(remarks_on(run)).split()), page):
-        assert (told in text) is is_told
 
 
 def test_domains_are_told_in_a_few_words() -> None:

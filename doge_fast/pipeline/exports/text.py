@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-from doge_fast.pipeline import strict_yaml
-
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Writes a share as the float that a framework reads."""
@@ -20,15 +18,6 @@ _Dumper.add_representer(Decimal, lambda dumper, share: dumper.represent_float(fl
 def to_yaml(value: Any) -> str:
     """Block YAML in the order given, each path on one line; a decimal is written as a float."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000))
-
-
-def from_yaml(text: str, where: str = "The text") -> Any:
-    """What a YAML or JSON text holds; ValueError where it is neither, or several documents."""
-    try:
-        return strict_yaml.load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where} must be YAML or JSON and is not: {reason}.") from None
 
 
 def to_json(value: Any) -> str:

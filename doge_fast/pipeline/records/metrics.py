@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +11,6 @@ from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import METRICS, Json
 from doge_fast.pipeline.records.shapes import WAY_OUT, MetricsLine, check_shape
 from doge_fast.weights.weights_file import plain
-
-_log = logging.getLogger("doge_fast")
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
@@ -49,11 +45,10 @@ def keep_metrics(run: Path) -> Json:
     return {"lines": content.count(b"\n"), "bytes": len(content), "sha256": _sha256(content)}
 
 
-def resume_metrics(run: Path, written: Json | None) -> None:
+def resume_metrics(run: Path, written: Any) -> None:
     """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
 
-    Whatever came after the checkpoint goes, a torn last line with it. So do second copies of a
-    line and lines that are torn, where what is left is what the checkpoint knew.
+    Whatever came after the checkpoint goes, a torn last line with it.
 
     Args:
         run: the run directory.
@@ -65,40 +60,16 @@ def resume_metrics(run: Path, written: Json | None) -> None:
     """
     path = run / METRICS
     content = path.read_bytes() if path.exists() else b""
-    kept = b"" if written is None else _begun(content, written)
-    if not content.startswith(kept):
-        _log.warning("%s: lines that were there twice or torn are left out.", path)
+    kept = b""
+    if written is not None:
+        told = written if isinstance(written, dict) else {}
+        if not isinstance(told.get("bytes"), int):
+            raise ValueError(f"its manifest does not say what {METRICS} held")
+        kept = content[: told["bytes"]]
+        if _sha256(kept) != told.get("sha256"):
+            raise ValueError(f"{METRICS} does not hold the {told.get('lines')} lines that it did")
     if kept != content:
         atomic_file.write(path, kept)
-
-
-def _begun(content: bytes, written: Any) -> bytes:
-    """What the file held at a checkpoint, of what it holds now."""
-    lines, size, sha256 = (
-        written.get(key) if isinstance(written, dict) else None
-        for key in ("lines", "bytes", "sha256")
-    )
-    if not isinstance(lines, int) or not isinstance(size, int):
-        raise ValueError(f"its manifest does not say what {METRICS} held")
-    if _sha256(content[:size]) == sha256:
-        return content[:size]
-    whole = _whole_lines(content)
-    repaired = b"".join(whole[:lines])
-    if _sha256(repaired) != sha256:
-        found = f"{len(whole)} of the {lines} lines" if len(whole) < lines else "not the lines"
-        raise ValueError(f"{METRICS} holds {found} that it held then")
-    return repaired
-
-
-def _whole_lines(content: bytes) -> list[bytes]:
-    """The first of the lines of each step and kind, without those that are none."""
-    found: dict[tuple[int, str], bytes] = {}
-    for text in content.splitlines(keepends=True):
-        with suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            _check_line(line, METRICS)
-            found.setdefault((line["step"], line["kind"]), text)
-    return list(found.values())
 
 
 def _sha256(content: bytes) -> str:
