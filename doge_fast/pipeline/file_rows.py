@@ -202,7 +202,8 @@ def text_documents(file: CorpusFile, chars: int) -> Iterator[Row]:
     """
     with reading(file.path, MEND), io.TextIOWrapper(opened(file.path), "utf-8-sig") as handle:
         try:
-            filled = filter(str.strip, _cut(handle, chars))
+            # A disk that was full may leave zeros.
+            filled = (text for text in _cut(handle, chars) if text.strip().strip("\0"))
             yield from (Row(number, None, text) for number, text in enumerate(filled, start=1))
         except UnicodeDecodeError as error:
             raise FileFailure(
