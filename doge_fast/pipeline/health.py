@@ -116,7 +116,7 @@ def not_finite(values: Mapping[str, float]) -> list[str]:
     return [name for name, value in values.items() if not math.isfinite(value)]
 
 
-def domains_told(names: Sequence[str], most: int = 5) -> str:
+def domains_text(names: Sequence[str], most: int = 5) -> str:
     """a, b and 3 more."""
     left = len(names) - most
     return listed([*names[:most], *([f"{left} more"] if left > 0 else [])])

@@ -35,7 +35,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     block_size: int,
-    told_size: Callable[[int], None] | None = None,
+    on_size: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
     """The causal language model that `config` describes, for this tokenizer and block size.
 
@@ -46,7 +46,7 @@ def build_model(
         config: a size of the family, or a folder or Hub id of any causal language model.
         tokenizer: gives the vocabulary and the end-of-text token.
         block_size: tokens in a training example; positions that the model needs.
-        told_size: called with the number of parameters before there are any; may refuse.
+        on_size: called with the number of parameters before there are any; may refuse.
 
     Returns:
         The model, in float32 (a pretrained one too).
@@ -83,8 +83,8 @@ def build_model(
             f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
             f"block. Pass block_size={positions} (--block-size {positions}) or less."
         )
-    if told_size is not None and (size := _num_parameters(architecture)) is not None:
-        told_size(size)
+    if on_size is not None and (size := _num_parameters(architecture)) is not None:
+        on_size(size)
     if config.pretrained:
         model = open_model(config.model)
     else:

@@ -216,7 +216,7 @@ def test_a_run_on_mixed_batches_names_those_that_it_was_lost_in(
     def held(step: int) -> str:
         found = [name for name in NAMES if drawn[step][name] > drawn[step - 1][name]]
         assert len(found) == 3
-        return health.domains_told(found)
+        return health.domains_text(found)
 
     told = f"is not finite; the first, step {first_lost}, had a batch of {held(first_lost)}"
     told += f", after one of {held(first_lost - 1)}. " if first_lost > 1 else ". "
@@ -392,9 +392,9 @@ def test_a_report_tells_what_happened_in_many_steps(
 
 
 def test_domains_are_told_in_a_few_words() -> None:
-    assert health.domains_told(["a"]) == "a"
-    assert health.domains_told(["a", "b"]) == "a and b"
-    assert health.domains_told(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    assert health.domains_text(["a"]) == "a"
+    assert health.domains_text(["a", "b"]) == "a and b"
+    assert health.domains_text(list("abcdefg")) == "a, b, c, d, e and 2 more"
 
 
 def test_a_run_that_is_well_has_no_warnings(proxy: Make) -> None:

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +11,6 @@ from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import METRICS, Json
 from doge_fast.pipeline.records.shapes import WAY_OUT, MetricsLine, check_shape
 from doge_fast.weights.weights_file import plain
-
-_log = logging.getLogger("doge_fast")
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
@@ -52,8 +48,7 @@ def keep_metrics(run: Path) -> Json:
 def resume_metrics(run: Path, written: Json | None) -> None:
     """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
 
-    Whatever came after the checkpoint goes, a torn last line with it. So do second copies of a
-    line and lines that are torn, where what is left is what the checkpoint knew.
+    Whatever came after the checkpoint goes, a torn last line with it.
 
     Args:
         run: the run directory.
@@ -65,40 +60,30 @@ def resume_metrics(run: Path, written: Json | None) -> None:
     """
     path = run / METRICS
     content = path.read_bytes() if path.exists() else b""
-    kept = b"" if written is None else _begun(content, written)
-    if not content.startswith(kept):
-        _log.warning("%s: lines that were there twice or torn are left out.", path)
+    kept = b""
+    if written is not None:
+        known = written if isinstance(written, dict) else {}
+        size, lines = known.get("bytes"), known.get("lines")
+        if not isinstance(size, int) or not isinstance(lines, int):
+            raise ValueError(f"its manifest does not say what {METRICS} held")
+        kept = content[:size]
+        if _sha256(kept) != known.get("sha256"):
+            raise ValueError(_difference(content, lines))
     if kept != content:
         atomic_file.write(path, kept)
 
 
-def _begun(content: bytes, written: Any) -> bytes:
-    """What the file held at a checkpoint, of what it holds now."""
-    lines, size, sha256 = (
-        written.get(key) if isinstance(written, dict) else None
-        for key in ("lines", "bytes", "sha256")
-    )
-    if not isinstance(lines, int) or not isinstance(size, int):
-        raise ValueError(f"its manifest does not say what {METRICS} held")
-    if _sha256(content[:size]) == sha256:
-        return content[:size]
-    whole = _whole_lines(content)
-    repaired = b"".join(whole[:lines])
-    if _sha256(repaired) != sha256:
-        found = f"{len(whole)} of the {lines} lines" if len(whole) < lines else "not the lines"
-        raise ValueError(f"{METRICS} holds {found} that it held then")
-    return repaired
-
-
-def _whole_lines(content: bytes) -> list[bytes]:
-    """The first of the lines of each step and kind, without those that are none."""
-    found: dict[tuple[int, str], bytes] = {}
-    for text in content.splitlines(keepends=True):
-        with suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            _check_line(line, METRICS)
-            found.setdefault((line["step"], line["kind"]), text)
-    return list(found.values())
+def _difference(content: bytes, num_lines: int) -> str:
+    """What is wrong with a file that held so many lines."""
+    lines = content.splitlines(keepends=True)[:num_lines]
+    for number, text in enumerate(lines, start=1):
+        try:
+            _check_line(json.loads(text), METRICS)
+        except (ValueError, RecursionError):
+            return f"line {number} of {METRICS} is damaged"
+    if len(lines) < num_lines:
+        return f"{METRICS} holds {len(lines)} of the {num_lines} lines that it held then"
+    return f"{METRICS} holds other lines than it held then"
 
 
 def _sha256(content: bytes) -> str:
