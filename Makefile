@@ -1,4 +1,4 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Each makes .venv when it is missing.
+# Commands for a fresh machine: `make env`, `make demo` and `make test`. Each makes .venv when it is missing.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -14,7 +14,7 @@ endif
 
 # Half an environment is none: Debian without python3-venv leaves one that has no pip.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak mutants fuzz sanitize bench docs notebook lint typecheck format check-wheel address release clean
+.PHONY: help env demo test test-all soak mutants fuzz sanitize bench docs notebook lint typecheck format check-wheel address release clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,8 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) '$(TORCH)' -e '.[$(firstword $(subst -, ,$*))]'
 	@touch $@
+
+env: $(call STAMP,pipeline)  ## the environment alone, in .venv, with all that doge-fast needs
 
 demo: $(call STAMP,pipeline)  ## the whole story on text found on this machine, in minutes
 	$(BIN)/python -m doge_fast demo

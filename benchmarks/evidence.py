@@ -59,7 +59,10 @@ def unpack(record: Record, out: Path) -> Path:
     if out.exists():
         raise ValueError(f"{out} exists; name a directory that does not.")
     out.mkdir(parents=True)
-    records.write_json(out / records.EXPERIMENT, record["experiment"])
+    experiment = dict(record["experiment"])
+    # Tables that only the commit tagged before-the-card could make.
+    experiment["groups"] = [each for each in experiment["groups"] if each["kind"] != "regret"]
+    records.write_json(out / records.EXPERIMENT, experiment)
     for name, files in record["runs"].items():
         run = out / "runs" / name
         run.mkdir(parents=True)

@@ -45,7 +45,7 @@ _CIPHER = str.maketrans(
 
 
 @dataclass(frozen=True)
-class Case:
+class KnownCase:
     """A corpus with an answer."""
 
     name: str
@@ -74,7 +74,7 @@ class Case:
         return found
 
 
-def cases(names: Sequence[str], target: str) -> list[Case]:
+def cases(names: Sequence[str], target: str) -> list[KnownCase]:
     """The four cases on a corpus of these domains.
 
     Args:
@@ -94,9 +94,9 @@ def cases(names: Sequence[str], target: str) -> list[Case]:
     own, foreign = tuple(names[: len(names) // 2]), tuple(names[len(names) // 2 :])
     return [
         # The words of a domain are in random order.
-        Case("noise", tuple(names), tuple(names), (first,), False, partial(_shuffled, first)),
+        KnownCase("noise", tuple(names), tuple(names), (first,), False, partial(_shuffled, first)),
         # A domain is there twice, and counts once.
-        Case(
+        KnownCase(
             "twins",
             (*names, twin),
             tuple(names),
@@ -105,7 +105,7 @@ def cases(names: Sequence[str], target: str) -> list[Case]:
             partial(_doubled, first, twin),
         ),
         # A tenth of a domain is text of the target, which is not trained on.
-        Case(
+        KnownCase(
             "hidden",
             sources,
             (target,),
@@ -114,7 +114,7 @@ def cases(names: Sequence[str], target: str) -> list[Case]:
             partial(_hidden, sources[0], target),
         ),
         # Domains in another alphabet do not help the target, which is not trained on.
-        Case(
+        KnownCase(
             "groups",
             (*own[:-1], *foreign),
             own[-1:],
@@ -125,7 +125,7 @@ def cases(names: Sequence[str], target: str) -> list[Case]:
     ]
 
 
-def write(case: Case, texts: Texts, out: Path) -> None:
+def write(case: KnownCase, texts: Texts, out: Path) -> None:
     """Write `out`/NAME/DOMAIN/SPLIT.jsonl, unless it is there, and `out`/NAME-odds-xF.json."""
     folder, beside = out / case.name, out / f".{case.name}"
     if not folder.exists():

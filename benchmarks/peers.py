@@ -208,7 +208,7 @@ class Autogram(Peer):
         return Outcome(gram_KK, alpha_K)
 
 
-class Published(Peer):
+class PublishedCode(Peer):
     """The published code's own step, from a checkout."""
 
     def __init__(self, problem: Problem, device: torch.device | str, checkout: Path) -> None:
@@ -242,7 +242,7 @@ PEERS: dict[str, Callable[..., PlainStep]] = {
     "torch.func.vmap": Vmap,
     "TorchJD autojac": Autojac,
     "TorchJD autogram": Autogram,
-    "published code": Published,
+    "published code": PublishedCode,
 }
 
 
@@ -346,7 +346,7 @@ def _made(
     name: str, problem: Problem, device: torch.device | str, checkout: str | None
 ) -> PlainStep:
     if name == "published code":
-        return Published(problem, device, Path(str(checkout)))
+        return PublishedCode(problem, device, Path(str(checkout)))
     return PEERS[name](problem, device)
 
 

@@ -88,10 +88,10 @@ def alternated(
     seconds: float = math.inf,
     hide_host: bool = False,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round.
+    """Milliseconds of each warmed-up call in each round, in an order that changes.
 
     Args:
-        calls: warmed-up calls; each runs once a round, in an order that changes.
+        calls: what is timed.
         rounds: number of rounds, if time allows.
         device: its queue is drained around each sample.
         before: runs before each sample and is not timed.
@@ -101,9 +101,7 @@ def alternated(
     """
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
-    cycles = dict.fromkeys(names, 0)
-    if hide_host:
-        cycles = {name: cycles_to_hide(call, device) for name, call in calls.items()}
+    cycles = {name: cycles_to_hide(calls[name], device) if hide_host else 0 for name in names}
     clock = Clock(seconds)
     # A garbage collection would count for the call in which it happens.
     gc.collect()
@@ -132,14 +130,8 @@ def timed_ms(
     """Milliseconds of one call, the device's queue drained before and after.
 
     On a GPU the time is between two events. In an empty queue the first event happens at once, so
-    the host's work until the first kernel is queued counts too.
-
-    Args:
-        call: the call to time.
-        device: where it runs.
-        before: runs before the call and is not timed.
-        sleep_cycles: a GPU sleeps so long before the first event that the host can queue the whole
-            call meanwhile; see `cycles_to_hide`.
+    the host's work until the first kernel is queued counts too. `before` is not timed. A GPU sleeps
+    `sleep_cycles` before the first event, for the host to queue the whole call meanwhile.
     """
     synchronize(device)
     if before is not None:
@@ -154,8 +146,7 @@ def timed_ms(
 def cycles_to_hide(call: Call, device: torch.device | str) -> int:
     """Clock cycles that a GPU must sleep while the host queues a call; 0 on a CPU.
 
-    The longest of a few calls, timed on the host, with a margin. For a call that waits for the
-    device this is too long, which does no harm.
+    For a call that waits for the device this is too long, which does no harm.
     """
     if torch.device(device).type != "cuda":
         return 0

@@ -154,13 +154,10 @@ class CancellationEffect:
         self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Sum `p.grad` and the norms of this step over all ranks; call it before the step.
+        """Sum `p.grad` and the norms of this step over all ranks with `summed`, before the step.
 
         All ranks must have run backward on the same number of examples with the same weight, and
         without a reduction of gradients.
-
-        Args:
-            summed: returns the sum of a tensor over the ranks.
         """
         assert self._watched is not None
         for param in self._params.values():
@@ -179,11 +176,11 @@ class CancellationEffect:
             ValueError: an unknown reading.
             RuntimeError: no step has counted yet.
         """
-        return dict(zip(self._params, self._row(self._scores_RP, reading), strict=True))
+        return self._by_name(self._scores_RP, reading)
 
     def terms(self, reading: Reading = DEFAULT_READING) -> dict[str, int]:
         """The number of terms of each score, {name: count}; raises as `scores` does."""
-        return dict(zip(self._params, self._row(self._terms_RP, reading), strict=True))
+        return self._by_name(self._terms_RP, reading)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all sums so far. Call it between steps, not between micro-batches."""
@@ -201,9 +198,9 @@ class CancellationEffect:
         """
         if state["scores"].shape != self._scores_RP.shape:
             raise ValueError(
-                f"The state has scores of {state['scores'].shape[-1]} parameters in "
-                f"{len(state['scores'])} readings; this model has {len(self._params)} in "
-                f"{len(READINGS)}. Load it into the model that it was saved from."
+                f"The state has scores of shape {list(state['scores'].shape)}; those of this "
+                f"model have {list(self._scores_RP.shape)}. Load it into the model that it was "
+                "saved from."
             )
         self._scores_RP.copy_(state["scores"])
         self._terms_RP.copy_(state["terms"])
@@ -216,7 +213,7 @@ class CancellationEffect:
             handle.remove()
         self._copies.clear()
 
-    def _row(self, values_RP: Tensor, reading: Reading) -> list[Any]:
+    def _by_name(self, values_RP: Tensor, reading: Reading) -> dict[str, Any]:
         if reading not in READINGS:
             raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {reading!r}.")
         if self.num_steps == 0:
@@ -224,8 +221,7 @@ class CancellationEffect:
                 "No step has been watched. Run backward inside effect.watching(num_examples) and "
                 "step the optimizer."
             )
-        values: list[Any] = values_RP[READINGS.index(reading)].tolist()
-        return values
+        return dict(zip(self._params, values_RP[READINGS.index(reading)].tolist(), strict=True))
 
     def _check(self, num_examples: int, weight: float | None) -> float:
         if num_examples < 1:
@@ -311,24 +307,25 @@ class Selection(NamedTuple):
 
 
 def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, int]) -> Selection:
-    """The parameters with the lowest or highest scores.
+    """The parameters with the lowest or highest scores; equal scores are ordered by name.
 
     Args:
         scores: {name: C(w)}.
         strategy: "lowN" or "highN", N of them; the paper has low10, low30, low50, high30, high10.
         columns: {name: number of elements} of the same parameters.
 
-    Returns:
-        The selection; equal scores are ordered by name.
-
     Raises:
-        ValueError: an unknown strategy, N above the number of parameters, a score that is not
-            finite, or `columns` of other parameters.
+        ValueError: an unknown strategy, N above the number of parameters, or a score that is not
+            finite.
 
     Source: DoGE, appendix cancellation, strategies (1) and (2).
     """
     side, count = parse_strategy(strategy)
-    _check_scores(scores, columns)
+    if bad := [name for name, score in scores.items() if not math.isfinite(score)]:
+        raise ValueError(
+            f"Only finite scores can be ranked; that of {bad[0]} is {scores[bad[0]]}. The "
+            "training run has diverged; lower its learning rate."
+        )
     if count > len(scores):
         raise ValueError(f"{strategy} selects {count} parameters; the model has {len(scores)}.")
     sign = 1 if side == "low" else -1
@@ -350,17 +347,3 @@ def parse_strategy(strategy: str) -> tuple[Literal["low", "high"], int]:
             f"A strategy is lowN or highN with N >= 1, high30 for example; got {strategy!r}."
         )
     return ("low" if match[1] == "low" else "high"), int(match[2])
-
-
-def _check_scores(scores: Mapping[str, float], columns: Mapping[str, int]) -> None:
-    bad = [name for name, score in scores.items() if not math.isfinite(score)]
-    if bad:
-        raise ValueError(
-            f"Only finite scores can be ranked; that of {bad[0]} is {scores[bad[0]]}. The "
-            "training run has diverged; lower its learning rate."
-        )
-    if set(scores) != set(columns):
-        raise ValueError(
-            f"Scores and columns must name the same parameters; only one of them names "
-            f"{sorted(set(scores) ^ set(columns))[0]}."
-        )

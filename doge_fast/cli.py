@@ -66,10 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = None
     try:
         with _terminable():
-            lines = _overviews(words)
-            if not lines:
-                config = _configured(words)
-                lines = _answer(config, words)
+            if words in ([], ["-h"], ["--help"]):
+                return _print([overview()])
+            if words == ["--version"]:
+                return _print([f"doge-fast {doge_fast.__version__}"])
+            name, _ = _verb_of(words)
+            if name not in VERBS:
+                return _print([overview(f"{name} ")])
+            config = _configured(name, words)
+            _load(VERBS[name].loads, config)
+            is_plan = isinstance(config, configs.ExperimentConfig) and config.plan
+            lines = _plan(config, words) if is_plan else VERBS[name].run(config)
     except KeyboardInterrupt as end:
         return _refuse(EXIT_INTERRUPTED, f"Interrupted. {str(end) or _RESUMES}")
     except failures.Terminated as end:
@@ -85,12 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ending(error: BaseException, words: list[str], directory: Path | None) -> failures.Ending:
-    if isinstance(error, ModuleNotFoundError) and not _is_ours(error):
-        extra = _EXTRAS.get(str(error.name), "pipeline")
+    # A missing module of this package is a bug, not a missing extra.
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and missing.split(".")[0] != "doge_fast":
+        extra = _EXTRAS.get(missing, "pipeline")
         return failures.Ending(
             failures.USAGE,
-            f"This verb needs {error.name}, which is not installed: pip install "
-            f"'doge-fast[{extra}]'.",
+            f"This verb needs {missing}, which is not installed: pip install 'doge-fast[{extra}]'.",
         )
     foreseen = failures.ending_of(error, directory)
     if foreseen is not None:
@@ -151,19 +159,8 @@ def _mute() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _overviews(words: list[str]) -> list[str]:
-    """Help, or the version, if the words ask for it."""
-    if words in ([], ["-h"], ["--help"]):
-        return [overview()]
-    if words == ["--version"]:
-        return [f"doge-fast {doge_fast.__version__}"]
-    name, _ = _verb_of(words)
-    return [] if name in VERBS else [overview(f"{name} ")]
-
-
-def _configured(words: list[str]) -> Any:
+def _configured(name: str, words: list[str]) -> Any:
     """The verb's configuration, with checked ranges."""
-    name, _ = _verb_of(words)
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
     try:
@@ -174,14 +171,6 @@ def _configured(words: list[str]) -> Any:
         raise SystemExit(0) from None
     checks.check(config)
     return config
-
-
-def _answer(config: Any, words: list[str]) -> list[str]:
-    verb = VERBS[_verb_of(words)[0]]
-    _load(verb.loads, config)
-    if isinstance(config, configs.ExperimentConfig) and config.plan:
-        return _plan(config, words)
-    return verb.run(config)
 
 
 def _directory_of(config: Any) -> Path | None:
@@ -375,11 +364,6 @@ VERBS: dict[str, Verb] = {
     "info": Verb(configs.InfoConfig, _info, loads=("torch",)),
     "profile": Verb(configs.ProfileConfig, _profile, loads=("torch", "transformers")),
 }
-
-
-def _is_ours(error: ModuleNotFoundError) -> bool:
-    """Whether a module of this package is missing: a bug, not a missing extra."""
-    return error.name is None or error.name.split(".")[0] == "doge_fast"
 
 
 def _refuse(code: int, sentence: str) -> int:

@@ -51,6 +51,7 @@ class Block:
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.param = param
+        # A parameter may be cast or moved to another device.
         self.made_for = _place_of(param)
         # Dtype of the last gradient; the rows can hold it.
         self.grad_dtype = dtype
@@ -64,10 +65,6 @@ class Block:
     def _shaped(self) -> Sequence[Tensor]:
         # In the shape of the gradients, so that none is reshaped when it comes.
         return self.rows_BN.view(len(self.rows_BN), *local_of(self.param).shape).unbind(0)
-
-    def rows_not_written(self) -> list[Tensor]:
-        """The rows of domains that did not touch this parameter in this step."""
-        return [row for r, row in enumerate(self.rows) if not self.written >> r & 1]
 
     def remake(self, num_rows: int, dtype: torch.dtype) -> None:
         """Replace the rows by more, or wider, ones with the same values."""
@@ -111,10 +108,6 @@ class Block:
             return self.combined
         return self.gradient().copy_(values_N.view(self.param.shape))
 
-    def has_moved(self) -> bool:
-        """Whether the parameter's device, dtype or shape has changed since its rows were made."""
-        return _place_of(self.param) != self.made_for
-
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
@@ -155,12 +148,8 @@ def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 class FlatBuffer:
     """Rows of domain gradients, filled during backward passes and read by the operators.
 
-    Args:
-        num_rows: the number of rows that each block has at least; B in one process.
-        dtype: of the rows; None: the dtype of each gradient. Sums over micro-batches round to it.
-
-    Raises:
-        ValueError: the dtype is not a floating type.
+    `num_rows` is the number of rows that each block has at least; B in one process. A dtype of None
+    is that of each gradient. Sums over micro-batches round to the dtype.
     """
 
     def __init__(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
@@ -173,12 +162,9 @@ class FlatBuffer:
         self.dtype = dtype
         # By id: tensors compare elementwise. A block holds its parameter, so ids stay unique.
         self._blocks: dict[int, Block] = {}
-        self._grads: list[Tensor] = []
-        self._rows: list[Tensor] = []
-        self._pending: list[Block] = []
-        self._pending_bytes = 0
         self._pending_adds = False
-        # Parameters, dtypes and number of rows of the last domain, and its blocks.
+        self._forget_pending()
+        # Of the last domain: parameters, their dtypes and number of rows, and blocks.
         self._found: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
         # autograd runs the backward pass of each device on its own thread.
         self._lock = threading.RLock()
@@ -205,11 +191,7 @@ class FlatBuffer:
         )
 
     def receive_all(self, row: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """`receive` all parameters and their gradients in one call.
-
-        Raises:
-            RuntimeError: a gradient is sparse, or a parameter has moved since its block was made.
-        """
+        """`receive` all parameters and their gradients in one call."""
         with self._lock:
             self.flush()
             blocks = self._blocks_for(params, grads)
@@ -283,18 +265,9 @@ class FlatBuffer:
         With a buffer dtype of None, rows of 16 bits become float32 when a second gradient is added
         or a float32 gradient comes.
 
-        Args:
-            first_row: the first row to write.
-            num_rows: the number of rows.
-            param: the parameter whose gradients come.
-            dtype: the dtype in which they are computed.
-
         Returns:
             [num_rows, numel] rows; and True if one of them holds a gradient of this step, in which
             case the others hold zeros.
-
-        Raises:
-            RuntimeError: the parameter has moved since its block was made.
         """
         with self._lock:
             block = self._block(param, dtype)
@@ -318,11 +291,17 @@ class FlatBuffer:
                 accumulate(self._grads, self._rows, add=self._pending_adds)
         for block in self._pending:
             block.is_pending = False
-        self._grads, self._rows, self._pending, self._pending_bytes = [], [], [], 0
+        self._forget_pending()
+
+    def _forget_pending(self) -> None:
+        self._grads: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._pending: list[Block] = []
+        self._pending_bytes = 0
 
     def clear(self) -> None:
         """Forget this step's rows; the memory stays."""
-        self._grads, self._rows, self._pending, self._pending_bytes = [], [], [], 0
+        self._forget_pending()
         for block in self._blocks.values():
             block.written = 0
             block.is_pending = False
@@ -350,11 +329,8 @@ class FlatBuffer:
     ) -> list[Block]:
         """Blocks of the `params` with a gradient in this step; rows without one hold zeros.
 
-        Args:
-            params: the parameters, in the order of the blocks.
-            dtypes: dtype of each parameter's rows over all ranks, None without a gradient on any.
-                A parameter with a gradient on other ranks only has rows of zeros here. None: one
-                process, `dtypes_of(params)`.
+        `dtypes` are those of the rows over all ranks, None without a gradient on any rank; by
+        default `dtypes_of(params)`.
         """
         self.flush()
         if dtypes is None:
@@ -366,7 +342,11 @@ class FlatBuffer:
         ]
         every = (1 << self.num_rows) - 1
         absent = [
-            row for block in blocks if block.written != every for row in block.rows_not_written()
+            row
+            for block in blocks
+            if block.written != every
+            for r, row in enumerate(block.rows)
+            if not block.written >> r & 1
         ]
         if absent:
             torch._foreach_zero_(absent)
@@ -377,7 +357,7 @@ class FlatBuffer:
         if block is None:
             block = Block(param, self.num_rows, self.dtype or dtype)
             self._blocks[id(param)] = block
-        elif block.has_moved():
+        elif _place_of(param) != block.made_for:
             raise RuntimeError(
                 f"the model was moved or cast after its first gradient: a parameter had rows of "
                 f"{block.rows_BN.shape[1]} elements on {block.rows_BN.device} for "
@@ -403,15 +383,7 @@ def _refusal_of_sparse(param: Tensor, grad: Tensor) -> RuntimeError:
 
 
 def weighted_gradients(blocks: Sequence[Block], coefficients_B: Tensor) -> list[Tensor]:
-    """sum_r c_r g_r for every block, in the memory that becomes `p.grad`.
-
-    Args:
-        blocks: as `FlatBuffer.touched` returns them.
-        coefficients_B: [B] float64; a row with coefficient zero is not read.
-
-    Returns:
-        One tensor of the parameter's local shape for each block.
-    """
+    """sum_r c_r g_r for every block, in the memory that becomes `p.grad`."""
     gradients = [block.gradient() for block in blocks]
     outs = gradients
     if not all(map(Tensor.is_contiguous, gradients)):

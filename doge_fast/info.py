@@ -34,18 +34,9 @@ VARIABLES = (
 
 
 def info() -> dict[str, Any]:
-    """Versions, devices with the implementation of each operator, cache and environment.
+    """Versions, devices with the implementation of each operator, cache and environment, as JSON.
 
     Compiles operators that are not compiled yet, as their first use would. Needs only torch.
-
-    Returns:
-        Strings, numbers, None, lists and dictionaries only:
-        versions: {package: version};
-        devices: for each its `device`, `name`, `what` (a description), `operators` ({operator:
-        {implementation, reason}}) and `implementations` ({name: why it cannot run, None if it
-        can});
-        cache: `path`, numbers of `files`, `bytes` and compiled `libraries`;
-        environment: the `VARIABLES` that are set.
     """
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -102,10 +93,18 @@ def text(machine: dict[str, Any]) -> str:
 
 
 def _of_device(device: torch.device) -> dict[str, Any]:
+    what = f"{os.cpu_count()} cores, torch takes {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        what = (
+            f"compute capability {properties.major}.{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB, "
+            f"{properties.multi_processor_count} multiprocessors"
+        )
     return {
         "device": str(device),
         "name": device_name(device),
-        "what": _what(device),
+        "what": what,
         "operators": {name: _choice(name, device) for name in OPERATORS},
         "implementations": implementations(device),
     }
@@ -116,25 +115,11 @@ def _choice(operator: str, device: torch.device) -> dict[str, str | None]:
         name = chosen(device, operator)
     except (ValueError, RuntimeError) as error:
         return {"implementation": None, "reason": str(error)}
-    return {"implementation": name, "reason": _reason(operator, device)}
-
-
-def _reason(operator: str, device: torch.device) -> str:
     forced = os.environ.get("DOGE_FAST_BACKEND") or AUTO
+    reason = f"the first that can run of {', '.join(preference(operator, device))}"
     if forced != AUTO:
-        return f"forced by DOGE_FAST_BACKEND={forced}"
-    return f"the first that can run of {', '.join(preference(operator, device))}"
-
-
-def _what(device: torch.device) -> str:
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        major, minor = torch.cuda.get_device_capability(device)
-        return (
-            f"compute capability {major}.{minor}, {properties.total_memory / 2**30:.0f} GiB, "
-            f"{properties.multi_processor_count} multiprocessors"
-        )
-    return f"{os.cpu_count()} cores, torch takes {torch.get_num_threads()} threads"
+        reason = f"forced by DOGE_FAST_BACKEND={forced}"
+    return {"implementation": name, "reason": reason}
 
 
 def _cache() -> dict[str, Any]:

@@ -7,8 +7,10 @@ all optimizers consecutively, so schedulers and checkpoints see one optimizer.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,10 +22,7 @@ NAME = "optimizer"
 
 
 class JoinedOptimizer(Optimizer):
-    """Several optimizers of disjoint parameters as one.
-
-    Args:
-        optimizers: at least two.
+    """Two or more optimizers of disjoint parameters as one.
 
     Raises:
         ValueError: two of them share a parameter, or a state_dict has keys other than `state` and
@@ -66,22 +65,18 @@ class JoinedOptimizer(Optimizer):
             optimizer.param_groups = own
 
     @property  # type: ignore[override]
-    def state(self) -> MutableMapping[Any, Any]:
-        """The states of all optimizers; an item is written to its parameter's optimizer."""
-        return _States(self.optimizers)
+    def state(self) -> Mapping[Any, Any]:
+        """The states of all optimizers; a view that cannot be written to."""
+        return MappingProxyType({k: v for each in self.optimizers for k, v in each.state.items()})
 
     @state.setter
-    def state(self, state: MutableMapping[Any, Any]) -> None:
+    def state(self, state: Mapping[Any, Any]) -> None:
         for optimizer in self.optimizers:
             own = [p for p in _params_of(optimizer) if p in state]
             optimizer.state = defaultdict(dict, {param: state[param] for param in own})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each optimizer.
-
-        Args:
-            closure: evaluates the loss; called once, before the first optimizer steps.
-        """
+        """Step each optimizer; the closure is called once, before the first steps."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,8 +108,9 @@ class JoinedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; each group names its optimizer's class."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+        return saved(self, self._joined_state)
+
+    def _joined_state(self) -> dict[str, Any]:
         state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
         start = 0
         for index, (optimizer, name) in enumerate(zip(self.optimizers, self.names, strict=True)):
@@ -127,8 +123,6 @@ class JoinedOptimizer(Optimizer):
                 params = [start + number for number in group["params"]]
                 state_dict["param_groups"].append(group | {"params": params, NAME: name})
             start += len(numbers)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,25 +131,22 @@ class JoinedOptimizer(Optimizer):
         Raises:
             ValueError: other optimizers, or other parameter groups, wrote it.
         """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        refuse_other_optimizers(state_dict["param_groups"], self)
-        state = state_dict["state"]
-        parts = self._by_optimizer(state_dict["param_groups"])
-        for index, (optimizer, groups) in enumerate(zip(self.optimizers, parts, strict=True)):
-            keys = [key for group in groups for key in group["params"]]
-            numbers = {key: number for number, key in enumerate(keys)}
-            own = {number: state[key] for key, number in numbers.items() if key in state}
-            for key in state:
-                if isinstance(key, tuple) and key[0] == index:
-                    own[key[1]] = state[key]
-            renumbered = [
-                group | {"params": [numbers[key] for key in group["params"]]} for group in groups
-            ]
-            optimizer.load_state_dict({"state": own, "param_groups": renumbered})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        with loading(self, state_dict) as state_dict:
+            refuse_other_optimizers(state_dict["param_groups"], self)
+            state = state_dict["state"]
+            parts = self._by_optimizer(state_dict["param_groups"])
+            for index, (optimizer, groups) in enumerate(zip(self.optimizers, parts, strict=True)):
+                keys = [key for group in groups for key in group["params"]]
+                numbers = {key: number for number, key in enumerate(keys)}
+                own = {number: state[key] for key, number in numbers.items() if key in state}
+                for key in state:
+                    if isinstance(key, tuple) and key[0] == index:
+                        own[key[1]] = state[key]
+                renumbered = [
+                    group | {"params": [numbers[key] for key in group["params"]]}
+                    for group in groups
+                ]
+                optimizer.load_state_dict({"state": own, "param_groups": renumbered})
 
     def _by_optimizer(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         rest = iter(groups)
@@ -180,42 +171,29 @@ class JoinedOptimizer(Optimizer):
         return f"{type(self).__name__}({', '.join(map(repr, self.optimizers))})"
 
 
-class _States(MutableMapping[Any, Any]):
-    """The states of several optimizers, by parameter."""
+def saved(optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `save` returns, with the optimizer's hooks run around it."""
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
+    state_dict = save()
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = post_hook(optimizer, state_dict) or state_dict
+    return state_dict
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._owners = {id(p): each for each in optimizers for p in _params_of(each)}
 
-    def _owner(self, key: Any) -> MutableMapping[Any, Any]:
-        # A key that is no parameter goes to the first optimizer.
-        return self._owners.get(id(key), self._optimizers[0]).state
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._owner(key)[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._owner(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._owner(key)[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._owner(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (key for each in self._optimizers for key in each.state)
-
-    def __len__(self) -> int:
-        return sum(len(each.state) for each in self._optimizers)
+@contextmanager
+def loading(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A copy of `state_dict` to load inside, with the optimizer's hooks run around it."""
+    state_dict = dict(state_dict)
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = pre_hook(optimizer, state_dict) or state_dict
+    yield state_dict
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
 
 
 def step_with(optimizer: Optimizer, loss: Any) -> None:
-    """Step an optimizer; if its step takes a closure, pass one that returns the known loss.
-
-    Args:
-        optimizer: the optimizer to step.
-        loss: the loss of its gradients; None: not known.
+    """Step an optimizer; if its step takes a closure and the loss is known, pass one.
 
     Raises:
         RuntimeError: the optimizer calls the closure after it has moved the parameters or cleared
@@ -240,27 +218,18 @@ def step_with(optimizer: Optimizer, loss: Any) -> None:
 
 
 def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimizer) -> None:
-    """Refuse a checkpoint that other optimizers have written.
-
-    Args:
-        groups: the parameter groups of the checkpoint. Those of joined optimizers name their class.
-        optimizer: the optimizer that loads them.
+    """Refuse parameter groups of a checkpoint that other optimizers have written.
 
     Raises:
         ValueError: the classes differ, or for joined optimizers the numbers of parameters.
     """
-    saved = [(group.get(NAME), len(group["params"])) for group in groups]
-    if isinstance(optimizer, JoinedOptimizer):
-        here = [(group[NAME], len(group["params"])) for group in optimizer.param_groups]
-        are_others = saved != here
-    else:
-        here = [
-            (type(optimizer).__name__, len(group["params"])) for group in optimizer.param_groups
-        ]
-        are_others = bool({name for name, _ in saved} - {here[0][0], None})
-    if are_others:
+    is_joined = isinstance(optimizer, JoinedOptimizer)
+    name = type(optimizer).__name__
+    there = [(group.get(NAME), len(group["params"])) for group in groups]
+    here = [(group.get(NAME, name), len(group["params"])) for group in optimizer.param_groups]
+    if there != here if is_joined else {written for written, _ in there} - {name, None}:
         raise ValueError(
-            f"the parameter groups of the checkpoint are of {_in_words(saved)}; those of this "
+            f"the parameter groups of the checkpoint are of {_in_words(there)}; those of this "
             f"optimizer are of {_in_words(here)}. Wrap the optimizers that wrote it, in the same "
             "order. To load the checkpoint of a single optimizer, load it before wrapping."
         )

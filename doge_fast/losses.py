@@ -255,10 +255,7 @@ def _memory_for(
     domain: int,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor | None, bool]]:
-    """The memory for a domain's gradient of weight or bias; True if it must be added there.
-
-    `whole`, the batch's gradient for autograd, or the row of domain number `domain` in `stacked`.
-    """
+    """`whole`, or the row of domain number `domain` in `stacked`; True if it must be added to."""
     if stacked is None:
         yield whole, True
         return
@@ -285,12 +282,10 @@ def _counts(
         return _sums(targets_BL != ignore_index, examples).clamp(min=1)
     device = targets_BL.device
     counts = [num_targets[name] for name in names]
-    if not any(isinstance(count, Tensor) and count.device == device for count in counts):
-        # One copy for all counts.
-        return on_device([int(count) for count in counts], device).clamp(min=1)
-    return torch.stack(
-        [count if isinstance(count, Tensor) else on_device([count], device)[0] for count in counts]
-    ).clamp(min=1)
+    if any(isinstance(count, Tensor) and count.device == device for count in counts):
+        return torch.stack([torch.as_tensor(count).to(device) for count in counts]).clamp(min=1)
+    # One copy for all counts.
+    return on_device([int(count) for count in counts], device).clamp(min=1)
 
 
 def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
@@ -307,15 +302,12 @@ def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
 def _check_head(
     hidden_BLH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chunk_tokens: int | None
 ) -> None:
-    if weight_VH.dim() != 2 or hidden_BLH.shape[-1:] != weight_VH.shape[1:]:
+    is_bias = bias_V is None or bias_V.shape == weight_VH.shape[:1]
+    if weight_VH.dim() != 2 or hidden_BLH.shape[-1:] != weight_VH.shape[1:] or not is_bias:
         raise ValueError(
-            "linear_domain_losses() takes hidden states [B, L, H] and a weight [V, H]; got "
-            f"{list(hidden_BLH.shape)} and {list(weight_VH.shape)}."
-        )
-    if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
-        raise ValueError(
-            f"bias_V must hold one number for each of {len(weight_VH)} tokens; got "
-            f"{list(bias_V.shape)}."
+            "linear_domain_losses() takes hidden states [B, L, H], a weight [V, H] and a bias_V "
+            f"[V] or None; got {list(hidden_BLH.shape)}, {list(weight_VH.shape)} and "
+            f"{None if bias_V is None else list(bias_V.shape)}."
         )
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")

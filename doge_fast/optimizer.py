@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from doge_fast.distributed import Ranks
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.joined import refuse_other_optimizers, step_with
+from doge_fast.joined import loading, refuse_other_optimizers, saved, step_with
 from doge_fast.step.parameters import TrackedParameters
 from doge_fast.step.step import Step
 from doge_fast.weights import checkpoint, defaults, weights_file
@@ -28,7 +28,7 @@ from doge_fast.weights.reweight import LastStep
 from doge_fast.weights.scores import Score, score_of
 from doge_fast.weights.state import DomainWeights, UpdateRule
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import OptimizerWrapper, checked_scaler
+from doge_fast.wrapper import OptimizerWrapper
 
 
 class DomainState:
@@ -37,16 +37,12 @@ class DomainState:
     For `torch.distributed.checkpoint`; the parameter groups carry the same numbers::
 
         dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
-
-    Args:
-        weights: the domain weights to save and restore.
-        step: the step under way; loading a checkpoint empties it.
-        is_mu_named: whether the user passed `mu`, which a checkpoint then does not replace.
     """
 
     def __init__(self, weights: DomainWeights, step: Step, *, is_mu_named: bool) -> None:
         self._weights = weights
         self._step = step
+        # A checkpoint does not replace a `mu` that the user passed.
         self._is_mu_named = is_mu_named
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,6 +66,7 @@ class DomainState:
         if not self._is_mu_named and "mu" in state_dict:
             self._weights.set_mu(float(state_dict["mu"]))
         self._step.clear()
+        self._step.note_loaded()
         self._step.subset.draw(state_dict.get("draws", 0))
 
 
@@ -158,12 +155,12 @@ class DoGEOptimizer(OptimizerWrapper):
         process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
-        scaler = checked_scaler(scaler)
         parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
         objective = Objective.of(domains, target)
+        peak_lr = parameters.peak_lr
         if mu is None:
-            mu = defaults.default_mu(parameters.peak_lr, sum(objective.tau))
+            mu = defaults.default_mu(peak_lr, sum(objective.tau))
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),
@@ -173,6 +170,7 @@ class DoGEOptimizer(OptimizerWrapper):
         )
         device = parameters.params[0].device
         self._weights = DomainWeights(objective, rule, device=device, initial=initial)
+        self._weights.assumed_lr = None if self._is_mu_named else peak_lr
         self._step = Step(
             self.inner,
             parameters,
@@ -241,7 +239,8 @@ class DoGEOptimizer(OptimizerWrapper):
         """The average domain weights by name. Waits for the device.
 
         Warns:
-            UserWarning: once, if the weights have collapsed or have not moved at all.
+            UserWarning: once each, if the weights mean nothing: most steps were skipped, no weight
+                has moved, the default mu does not fit the learning rate, or they have collapsed.
         """
         self._weights.warn_of_failure()
         return dict(zip(self.domains, self.alpha_mean.tolist(), strict=True))
@@ -262,7 +261,12 @@ class DoGEOptimizer(OptimizerWrapper):
         return int(self._weights.read("num_skipped"))
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Write the average and last weights as a JSON file keyed by name (docs/weights.md)."""
+        """Write the average and last weights as a JSON file keyed by name (docs/weights.md).
+
+        Warns:
+            UserWarning: as `weights`.
+        """
+        self._weights.warn_of_failure()
         weights_file.write(path, self._weights.record())
 
     # The step.
@@ -326,9 +330,8 @@ class DoGEOptimizer(OptimizerWrapper):
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
         Runs by itself when the last domain of a step is left; another call then does nothing. With
-        `micro_batches=None`, or if domains are missing, `step()` calls it. Call it yourself if
-        something must see `p.grad` before that. The domain weights move here, even if the loop
-        then skips `step()`.
+        `micro_batches=None`, or if domains are missing, `step()` calls it; call it yourself if
+        something must see `p.grad` before. The domain weights move even if `step()` is skipped.
 
         Args:
             grad_scale: the factor that losses were multiplied by, as `GradScaler.get_scale()`;
@@ -408,14 +411,12 @@ class DoGEOptimizer(OptimizerWrapper):
         parameter group holds the same numbers as a tuple (see `doge_fast.weights.checkpoint`). Save
         between steps: collected gradients are not in it. Waits for the device.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        state_dict = checkpoint.put_into(
-            self.inner.state_dict(), self.doge.state_dict(), self.objective
+        return saved(
+            self,
+            lambda: checkpoint.put_into(
+                self.inner.state_dict(), self.doge.state_dict(), self.objective
+            ),
         )
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict()` saved; training continues bit for bit.
@@ -430,20 +431,17 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check_is_dict(state_dict)
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        ours, theirs = checkpoint.taken_from(state_dict, self.objective)
-        refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
-        self.inner.load_state_dict(theirs)
-        checkpoint.mark(self.param_groups)
-        self._step.clear()
-        if ours is None:
-            checkpoint.warn_of_none()
-        else:
-            self.doge.load_state_dict(ours)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        with loading(self, state_dict) as state_dict:
+            ours, theirs = checkpoint.taken_from(state_dict, self.objective)
+            refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
+            self.inner.load_state_dict(theirs)
+            checkpoint.mark(self.param_groups)
+            self._step.clear()
+            if ours is None:
+                self._step.note_loaded()
+                checkpoint.warn_of_none()
+            else:
+                self.doge.load_state_dict(ours)
 
     def __repr__(self) -> str:
         """Domains, target and the wrapped optimizer."""

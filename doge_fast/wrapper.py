@@ -8,7 +8,7 @@ optimizers initialise a parameter's state when they find it empty.
 import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from doge_fast.joined import JoinedOptimizer, step_with
 from doge_fast.tracing import outside_graphs
 from doge_fast.weights.simplex import is_number
 
-T = TypeVar("T")
-
 _HOOKS = tuple(
     f"_optimizer_{what}_{when}_hooks"
     for what in ("step", "state_dict", "load_state_dict")
@@ -28,28 +26,17 @@ _HOOKS = tuple(
 )
 
 
-class _Shared(Generic[T]):
-    """An attribute that is the wrapped optimizer's own, not a copy of it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, wrapper: "OptimizerWrapper | None", owner: type) -> T:
-        if wrapper is None:
-            return self  # type: ignore[return-value]
-        # Looked up each time: the wrapped optimizer's load_state_dict replaces the object.
-        value: T = getattr(wrapper.inner, self.name)
-        return value
-
-    def __set__(self, wrapper: "OptimizerWrapper", value: T) -> None:
-        setattr(wrapper.inner, self.name, value)
+def _shared(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's own."""
+    # Looked up each time: the wrapped optimizer's load_state_dict replaces the object.
+    return property(
+        lambda wrapper: getattr(wrapper.inner, name),
+        lambda wrapper, value: setattr(wrapper.inner, name, value),
+    )
 
 
 class OptimizerWrapper(Optimizer):
-    """A torch optimizer around another one, or around several that step one model.
-
-    Args:
-        optimizer: the wrapped one; several are joined (`doge_fast.joined`).
+    """A torch optimizer around another one, or around several, which `doge_fast.joined` joins.
 
     Raises:
         TypeError: one is not a torch optimizer or is a wrapper already; its step needs a closure
@@ -57,9 +44,9 @@ class OptimizerWrapper(Optimizer):
         ValueError: two of them share a parameter, or the list is empty.
     """
 
-    param_groups: _Shared[list[dict[str, Any]]] = _Shared()
-    state: _Shared[Any] = _Shared()
-    defaults: _Shared[dict[str, Any]] = _Shared()
+    param_groups: list[dict[str, Any]] = _shared("param_groups")
+    state: Any = _shared("state")
+    defaults: dict[str, Any] = _shared("defaults")
     # False: a GradScaler unscales p.grad itself and skips step() on overflow.
     _step_supports_amp_scaling = False
 
@@ -165,13 +152,9 @@ class SkipFlag:
         self._arrival: torch.cuda.Event | None = None
 
     def send(self, skipped: Tensor, inner: Optimizer) -> None:
-        """Begin to copy the flag to the host, if `inner` needs it there.
-
-        Call it right after the kernel that decides the flag: what is queued later is not waited
-        for.
-        """
+        """Begin to copy the flag, if `inner` needs it on the host; right after it is decided."""
         self._skipped = None
-        is_on_gpu = skipped.device.type == "cuda" and not skips_on_the_device(inner)
+        is_on_gpu = skipped.device.type == "cuda" and _needing_the_host(inner)
         if is_on_gpu and not torch.cuda.is_current_stream_capturing():
             # torch takes pinned memory for a non-blocking copy.
             self._on_host = skipped.to("cpu", non_blocking=True)
@@ -187,13 +170,8 @@ class SkipFlag:
         return bool(self._on_host)
 
 
-def skips_on_the_device(inner: Optimizer) -> bool:
-    """Whether the wrapped optimizer skips a step on the device, as torch's fused ones do."""
-    return not _waiting_for_the_host(inner)
-
-
-def _waiting_for_the_host(inner: Optimizer) -> list[str]:
-    """Class names of the wrapped optimizers that cannot skip a step on the device."""
+def _needing_the_host(inner: Optimizer) -> list[str]:
+    """Class names of the wrapped optimizers that are not fused: the host skips their steps."""
     return [
         type(each).__name__
         for each in _each_of(inner)
@@ -211,19 +189,15 @@ def _each_of(inner: Optimizer) -> Sequence[Optimizer]:
 def step_unless(
     skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag, loss: Any = None
 ) -> None:
-    """Step the wrapped optimizer unless the step is skipped.
+    """Step the wrapped optimizer unless the bool `skipped`, in float32 `found_inf`, is true.
 
-    Args:
-        skipped: bool scalar on any device.
-        found_inf: the same as float32, for fused optimizers.
-        inner: the wrapped optimizer.
-        flag: reads `skipped` on the host.
-        loss: for an optimizer whose step takes a closure; None: not known.
+    A fused optimizer on a GPU reads the flag there. Any other one is skipped by the host.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
     """
-    if skips_on_the_device(inner) and skipped.device.type != "cpu":
+    needing = _needing_the_host(inner)
+    if not needing and skipped.device.type != "cpu":
         fused: Sequence[Any] = _each_of(inner)
         for each in fused:
             each.grad_scale, each.found_inf = None, found_inf
@@ -235,44 +209,25 @@ def step_unless(
     elif skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a step that is captured in a CUDA graph cannot be skipped by the host; "
-            f"{' and '.join(_waiting_for_the_host(inner))} needs fused=True (and capturable=True "
-            "where it has that argument), which lets the device skip it."
+            f"{' and '.join(needing)} needs fused=True (and capturable=True where it has that "
+            "argument), which lets the device skip it."
         )
     elif not flag.read(skipped):
         step_with(inner, loss)
 
 
-def checked_scaler(scaler: object) -> GradScaler | None:
-    """The scaler.
-
-    Raises:
-        TypeError: it is not a GradScaler.
-    """
-    if scaler is None or isinstance(scaler, GradScaler):
-        return scaler
-    raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")
-
-
 def loss_scale(
     grad_scale: float | Tensor | None, scaler: GradScaler | None, device: torch.device
 ) -> float | Tensor:
-    """The factor that multiplied the losses of a step.
-
-    Args:
-        grad_scale: the factor, if the loop knows it. A tensor is not checked: that would wait for
-            the device. None: the scaler's factor.
-        scaler: None: the factor is 1.
-        device: of the result, if it comes from the scaler.
+    """The factor that multiplied the losses of a step: `grad_scale`, or the scaler's, or 1.
 
     Raises:
-        ValueError: `grad_scale` is not positive and finite.
+        ValueError: `grad_scale` is a number that is not positive and finite.
     """
-    if grad_scale is None and scaler is None:
-        return 1.0
     if grad_scale is None:
-        assert scaler is not None
         # Not get_scale(), for which the host would wait.
-        return scaler.scale(torch.ones((), device=device))
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
+    # The host would wait for the value of a tensor.
     if not isinstance(grad_scale, Tensor) and not (
         is_number(grad_scale) and 0 < grad_scale < float("inf")
     ):

@@ -5,11 +5,11 @@ renamed into our cache, under a hash of sources, flags, compiler and CPU; torch'
 directory for all of them. Other processes wait at a lock that ends with its holder; torch's
 lock file outlives a killed build, and processes wait for it forever.
 
-Environment, besides what torch's builder reads (CXX, CC, CUDA_HOME, MAX_JOBS,
-TORCH_CUDA_ARCH_LIST):
-    DOGE_FAST_CACHE, TORCH_EXTENSIONS_DIR: the cache directory; the first that is set.
-    DOGE_FAST_NO_JIT: 1 to run without compiled code.
-    DOGE_FAST_MARCH: the CPU to compile for, a value of -march=; default: this machine's.
+torch's builder reads CXX, CC, CUDA_HOME, MAX_JOBS and TORCH_CUDA_ARCH_LIST. Beside these:
+
+- DOGE_FAST_CACHE, TORCH_EXTENSIONS_DIR: the cache directory; the first that is set.
+- DOGE_FAST_NO_JIT: 1 to run without compiled code.
+- DOGE_FAST_MARCH: the CPU to compile for, a value of -march=; default: this machine's.
 """
 
 import contextlib

@@ -64,16 +64,26 @@ def test_readme_example_learns_weights() -> None:
 
 
 def test_contributing_draws_what_is_there() -> None:
+    """Every folder and file of the drawing exists, and every part of the package is drawn."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     # With the repository's address before it in a release.
     assert "CONTRIBUTING.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
-    drawing = page[page.index("\ndoge_fast/") : page.index("\n## Floors")]
-    for path in sorted((ROOT / "doge_fast").iterdir()):
-        if path.suffix == ".py" or (path / "__init__.py").exists():
-            assert path.name == "__init__.py" or re.search(rf"\b{path.stem}\b", drawing), path
-    for folder in ("doge_fast", "kernels", "csrc", "benchmarks", "tests", "examples", "docs"):
-        assert f"\n{folder}/" in drawing
-        assert (ROOT / folder).is_dir()
+    (drawing,) = re.findall(r"^```\n(doge_fast/ .*?)^```$", page, re.M | re.S)
+    drawn = set()
+    for line in drawing.splitlines():
+        # What a folder holds stands two spaces to the right of it; remarks stand further right.
+        if folder := re.match(r"\w+/(?= )", line):
+            top = ROOT / folder[0]
+            drawn.add(top)
+        elif inside := re.match(r"  (?:\w+(?:\.py|/)(?:, | +|$))+", line):
+            drawn.update(top / name for name in re.findall(r"\w+(?:\.py)?", inside[0]))
+    assert [path for path in drawn if not path.exists()] == []
+    tops = ("doge_fast", "kernels", "csrc", "benchmarks", "tests", "examples", "docs")
+    parts = (ROOT / "doge_fast").iterdir()
+    ours = [path for path in parts if path.suffix == ".py" or (path / "__init__.py").exists()]
+    missing = {*(ROOT / name for name in tops), *ours} - drawn
+    # doge_fast/kernels only imports what the top-level folder holds.
+    assert {path.name for path in missing} == {"__init__.py", "kernels"}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not there")

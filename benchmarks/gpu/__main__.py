@@ -32,26 +32,26 @@ from doge_fast.kernels.dispatch import chosen
 MINUTES = 6.5
 
 
-class Section(NamedTuple):
+class ScriptSection(NamedTuple):
     """What gives rows, and its share of the part's time; what one leaves goes to the next."""
 
     rows: Callable[[Session], Iterator[Row]]
     share: float = 1.0
 
 
-PARTS: dict[str, dict[str, Section]] = {
+PARTS: dict[str, dict[str, ScriptSection]] = {
     "correctness": {
-        "correctness": Section(checks.correctness, 0.4),
-        "determinism": Section(checks.determinism, 0.05),
-        "offsets": Section(checks.offsets, 0.1),
-        "graphs": Section(checks.graphs, 0.05),
-        "sanitizer": Section(sanitizer.sanitizer, 0.4),
+        "correctness": ScriptSection(checks.correctness, 0.4),
+        "determinism": ScriptSection(checks.determinism, 0.05),
+        "offsets": ScriptSection(checks.offsets, 0.1),
+        "graphs": ScriptSection(checks.graphs, 0.05),
+        "sanitizer": ScriptSection(sanitizer.sanitizer, 0.4),
     },
-    "steps": {"steps": Section(times.first_steps)},
-    "sizes": {"sizes": Section(times.further_steps)},
-    "operators": {"operators": Section(times.operator_times)},
-    "job": {"job": Section(job.job)},
-    "ranks": {"ranks": Section(ranks.ranks)},
+    "steps": {"steps": ScriptSection(times.first_steps)},
+    "sizes": {"sizes": ScriptSection(times.further_steps)},
+    "operators": {"operators": ScriptSection(times.operator_times)},
+    "job": {"job": ScriptSection(job.job)},
+    "ranks": {"ranks": ScriptSection(ranks.ranks)},
 }
 
 

@@ -11,10 +11,10 @@ from doge_fast.integrations.domain_data import Batch
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from doge_fast.stacked.layers.batch import on_device
 
-# Architectures whose stacked gradients are tested against sequential ones.
-STACKABLE = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox", "gemma2")
-# The architectures whose head does not scale or cap its logits.
+# Architectures whose head does not scale or cap its logits.
 PLAIN_HEADS = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox")
+# Architectures whose stacked gradients are tested against sequential ones.
+STACKABLE = (*PLAIN_HEADS, "gemma2")
 # The keys that a stacked batch may have; the first axis of each tensor is the examples.
 STACKABLE_KEYS = {"input_ids", "labels", "attention_mask"}
 # "auto" stacks domains of at most so many tokens in a micro-batch. Measured on a CPU (`python -m
@@ -53,24 +53,19 @@ def num_targets(
         device: the result's device.
         is_shifted: the model shifts the labels, so the first one is not predicted.
     """
-    names, targets = [], []
+    counts: dict[str, Tensor] = {}
     for micro_batch in batches:
         for name, batch in micro_batch.items():
             if "labels" not in batch:
                 continue
             labels = batch["labels"][..., 1:] if is_shifted else batch["labels"]
-            names.append(name)
             # A collator that packs several texts into one sequence shifts the labels itself.
-            targets.append(batch.get("shift_labels", labels))
-    if not names:
+            targets = batch.get("shift_labels", labels)
+            counts[name] = counts.get(name, 0) + targets.ne(IGNORED).sum()
+    if not counts:
         return torch.zeros(len(rows), dtype=torch.int64, device=device)
-    counts_C = torch.stack([part.ne(IGNORED).sum() for part in targets])
-    is_its_RC = on_device([[row == name for name in names] for row in rows], counts_C.device)
-    sums_R = torch.where(is_its_RC.bool(), counts_C, 0).sum(1)
-    if device.type == "cuda" and sums_R.device.type == "cpu":
-        # Pinned, or the copy would make the host wait for the device.
-        sums_R = sums_R.pin_memory()
-    return sums_R.to(device, non_blocking=True)
+    zero = torch.zeros_like(next(iter(counts.values())))
+    return on_device(torch.stack([counts.get(name, zero) for name in rows]), device)
 
 
 def unstackable_reason(inputs: Mapping[str, Batch]) -> str | None:
@@ -103,11 +98,6 @@ def gains_by_stacking(model: Any, inputs: Mapping[str, Batch], device: torch.dev
     return model_type in STACKABLE and is_small
 
 
-def _has_many_logits(num_tokens: int, config: Any, device_type: str) -> bool:
-    most = MOST_LOGITS_BYTES.get(device_type, MOST_LOGITS_BYTES_ELSEWHERE)
-    return bool(4 * num_tokens * config.vocab_size > most)
-
-
 def stacked_losses(
     model: Any,
     unwrapped: Any,
@@ -126,7 +116,8 @@ def stacked_losses(
     keys = next(iter(batches.values()))
     inputs = {key: torch.cat([batch[key] for batch in batches.values()]) for key in keys}
     labels = inputs.pop("labels")
-    has_many_logits = _has_many_logits(labels.numel(), unwrapped.config, labels.device.type)
+    most = MOST_LOGITS_BYTES.get(labels.device.type, MOST_LOGITS_BYTES_ELSEWHERE)
+    has_many_logits = 4 * labels.numel() * unwrapped.config.vocab_size > most
     if has_many_logits and unwrapped.config.model_type in PLAIN_HEADS:
         head = unwrapped.get_output_embeddings()
         hidden = unwrapped.base_model(**inputs, use_cache=False).last_hidden_state

@@ -29,36 +29,15 @@ MOST_EXAMPLES_WITHOUT = 1_000_000
 
 
 def by_domain(dataset: Any, column: str, rows: Sequence[str]) -> Any:
-    """A training data set by domain: one stream, or a mapping from domains to datasets.
-
-    A dataset whose examples do not name a domain is returned unchanged. Arguments as for
-    `split_by_domain`.
-
-    Raises:
-        ValueError: a mapping has both datasets and streams, or as `split_by_domain`.
-    """
-    if isinstance(dataset, IterableDataset):
+    """`split_by_domain` of a dataset whose examples name a domain; any other one unchanged."""
+    if isinstance(dataset, IterableDataset | Mapping):
         return dataset
-    if isinstance(dataset, Mapping):
-        return StreamsInTurn(dataset, column) if _are_streams(dataset) else dataset
-    return split_by_domain(dataset, column, rows) if _has_column(dataset, column) else dataset
-
-
-def _has_column(dataset: Any, column: str) -> bool:
-    if (columns := getattr(dataset, "column_names", None)) is not None:
-        return column in columns
-    return len(dataset) > 0 and _names_a_domain(dataset[0], column)
-
-
-def _are_streams(datasets: Mapping[str, Any]) -> bool:
-    streams = [name for name, rows in datasets.items() if isinstance(rows, IterableDataset)]
-    if streams and len(streams) < len(datasets):
-        raise ValueError(
-            f"train_dataset must map to datasets or to streams, not to both; got streams for "
-            f"{streams} of {list(datasets)}. Dataset.to_iterable_dataset() makes a stream of a "
-            "dataset."
-        )
-    return bool(streams)
+    columns = getattr(dataset, "column_names", None)
+    if columns is None:
+        is_mixed = len(dataset) > 0 and _names_a_domain(dataset[0], column)
+    else:
+        is_mixed = column in columns
+    return split_by_domain(dataset, column, rows) if is_mixed else dataset
 
 
 class DomainZip(Dataset[Mapping[str, Any]]):
@@ -68,10 +47,16 @@ class DomainZip(Dataset[Mapping[str, Any]]):
     and shorter ones repeat. Examples are read lazily, so a rank reads its own part alone.
 
     Raises:
-        ValueError: there is no domain, or a domain is empty.
+        ValueError: there is no domain, or a domain is empty or a stream.
     """
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
+        if streams := [n for n, rows in datasets.items() if isinstance(rows, IterableDataset)]:
+            raise ValueError(
+                f"a mapping of training datasets needs their lengths; {streams} are streams. Give "
+                "their examples the column of the domain, and make them one stream: "
+                'datasets.interleave_datasets([...], stopping_strategy="all_exhausted").'
+            )
         empty = [name for name, rows in datasets.items() if len(rows) == 0]
         if empty or not datasets:
             raise ValueError(
@@ -151,49 +136,6 @@ def _domains_of(dataset: Any, column: str) -> Iterator[str]:
         yield from map(to_text, narrow[first : first + ROWS_AT_ONCE][column])
 
 
-class StreamsInTurn(IterableDataset[dict[str, Any]]):
-    """Streams by domain as one stream, which takes an example of each domain in turn.
-
-    It ends with the longest stream; shorter ones restart.
-
-    Args:
-        streams: {domain: iterable dataset of examples}.
-        column: the key that each example gets, with the name of its domain.
-
-    Raises:
-        ValueError: a stream is empty.
-    """
-
-    def __init__(self, streams: Mapping[str, IterableDataset[Any]], column: str) -> None:
-        self.streams = dict(streams)
-        self.column = column
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the streams, which may decide their order."""
-        for stream in self.streams.values():
-            _set_epoch(stream, epoch)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """One pass over the longest stream."""
-        running = {name: iter(stream) for name, stream in self.streams.items()}
-        unfinished = set(running)
-        while True:
-            for name, stream in self.streams.items():
-                example = next(running[name], None)
-                if example is None:
-                    unfinished.discard(name)
-                    if not unfinished:
-                        return
-                    running[name] = iter(stream)
-                    example = next(running[name], None)
-                if example is None:
-                    raise ValueError(
-                        f"the stream of {name!r} holds no example for this loader. Leave the "
-                        "domain out, or use no more dataloader_num_workers than it has shards."
-                    )
-                yield {**example, self.column: name}
-
-
 class DomainStream(IterableDataset[dict[str, Batch]]):
     """Batches `{domain: batch}` from a stream of examples that name their domain.
 
@@ -229,7 +171,8 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the stream, which may decide its order."""
-        _set_epoch(self.stream, epoch)
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """One pass over the stream."""
@@ -279,12 +222,7 @@ class StreamLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the stream."""
-        _set_epoch(self.dataset, epoch)
-
-
-def _set_epoch(stream: Any, epoch: int) -> None:
-    if hasattr(stream, "set_epoch"):
-        stream.set_epoch(epoch)
+        cast(DomainStream, self.dataset).set_epoch(epoch)
 
 
 class CollateByDomain:

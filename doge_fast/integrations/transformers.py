@@ -38,8 +38,6 @@ Mode = Literal["auto", "sequential", "stacked"]
 class DoGETrainer(Trainer):
     """A `transformers.Trainer` that learns domain weights while it trains.
 
-    Replace the class and name the domains; a column of the dataset holds each example's domain:
-
         trainer = DoGETrainer(
             model=model,
             args=TrainingArguments(output_dir="out", per_device_train_batch_size=4, max_steps=1000),
@@ -49,18 +47,19 @@ class DoGETrainer(Trainer):
         trainer.train()
         trainer.weights                                     # {"arxiv": 0.61, "book": 0.39}
 
-    Everything else is Trainer's: the optimizer that `args.optim` names is created as always and
-    wrapped, `args.max_grad_norm` clips the combined gradient (once), schedulers, gradient
-    accumulation, bfloat16, compilation, gradient checkpointing, evaluation, callbacks, logging and
-    resuming work as before. A domain's loss, l_j of the paper, is the mean over its tokens in the
-    whole optimizer step, whatever the number of micro-batches.
+    Everything else is Trainer's. The optimizer that `args.optim` names, or your own, is wrapped;
+    `args.max_grad_norm` clips the combined gradient, once. If your own is a `DoGEOptimizer`
+    already, its options hold; if its `max_grad_norm` is None, `args.max_grad_norm` clips. A
+    domain's loss, l_j of the paper, is the mean over its tokens in the whole optimizer step,
+    whatever the number of micro-batches. Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and
+    `alpha_mean/DOMAIN`.
 
     `train_dataset` may be, with `per_device_train_batch_size` examples of every row in a step:
 
     - a dataset with a column `domain_column`, or one whose examples have this key; then all
       examples are read once before training. It is split by domain, and no example is dropped;
-    - a mapping from row names to datasets, or to streams. Here and above an epoch is one pass over
-      the longest row; shorter rows restart;
+    - a mapping from row names to datasets. Here and above an epoch is one pass over the longest
+      row; shorter rows restart;
     - a dataset whose examples are `{domain: example}`: collated domain by domain;
     - an iterable dataset of examples with the key `domain_column`, such as a stream of a Hub
       dataset. Examples wait until every domain has enough for a step; if one domain is much more
@@ -68,13 +67,8 @@ class DoGETrainer(Trainer):
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model unchanged.
 
-    `set_epoch` of a stream is called with the number of every pass. A run over a stream resumes
-    bitwise within its first pass. Trainer cannot count the passes of a stream: a run that is
-    resumed in a later pass begins a new one. Use a dataset with a length to avoid this.
-
-    Your own optimizer (`optimizers`, `optimizer_cls_and_kwargs`) is wrapped like Trainer's. If it
-    is a `DoGEOptimizer` already, its options decide how the weights are updated. Its
-    `max_grad_norm` clips the gradient; if that is None, `args.max_grad_norm` does.
+    A run over a stream resumes bitwise within its first pass. Trainer cannot count the passes of a
+    stream: a run that is resumed in a later pass begins a new one.
 
     Gradients come from one backward pass per domain (`mode="sequential"`) or from one pass over
     the batches of all domains end to end (`"stacked"`; `DoGEOptimizer.stacked`); the weights are
@@ -85,12 +79,10 @@ class DoGETrainer(Trainer):
     memory.
 
     With n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
-    of every row, as in Trainer; a finished batch is divided among all ranks. All ranks read the
-    same data, and each trains on its part of every batch. The result equals that of one process on
-    the same batches to rounding, without dropout. For a model that does not take a number of
-    targets, means are over examples.
-
-    Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN` beside Trainer's own.
+    of every row; a finished batch is divided among all ranks. All ranks read the same data, and
+    each trains on its part of every batch. The result equals that of one process on the same
+    batches to rounding, without dropout. For a model that does not take a number of targets, means
+    are over examples.
 
     Args:
         domains: names of the training domains, in the order of the weights. Optional if
@@ -230,25 +222,19 @@ class DoGETrainer(Trainer):
 
     def check_host(self) -> None:
         """Raise RuntimeError for parallelism that DoGETrainer does not support (see the class)."""
-        if self.is_deepspeed_enabled:
+        accelerator = self.accelerator
+        kept_by = {
+            f"deepspeed={self.args.deepspeed!r}": self.is_deepspeed_enabled,
+            "FSDP1": self.is_fsdp_enabled and not accelerator.is_fsdp2,
+            "a parallelism_config": getattr(accelerator, "parallelism_config", None),
+            "a distributed_config": getattr(self, "is_distributed_loading_by_transformers", False),
+        }
+        if unsupported := [name for name, is_on in kept_by.items() if is_on]:
             raise RuntimeError(
-                "DoGETrainer needs the gradient of each domain, and DeepSpeed reduces and keeps "
-                f"the gradients itself; got deepspeed={self.args.deepspeed!r}. Learn the weights "
-                "without it, with a smaller proxy if necessary, and use DeepSpeed for the base "
-                "model."
-            )
-        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
-            raise RuntimeError(
-                "DoGETrainer needs the gradient of each parameter, and FSDP1 flattens parameters "
-                'into one vector. Pass fsdp_config={"version": 2}, which is fully_shard.'
-            )
-        if getattr(self.accelerator, "parallelism_config", None) or getattr(
-            self, "is_distributed_loading_by_transformers", False
-        ):
-            raise RuntimeError(
-                "DoGETrainer needs the whole model on every rank, or fsdp=True; a "
-                "parallelism_config or distributed_config shards it in another way. Leave it out, "
-                "or use DoGEOptimizer in your own loop."
+                "DoGETrainer needs the gradient of each parameter for each domain: the whole model "
+                'on every rank, or fsdp=True with fsdp_config={"version": 2} (fully_shard). '
+                f"{unsupported[0]} keeps or shards gradients in another way. Learn the weights "
+                "without it, with a smaller proxy if necessary."
             )
         world = default_group()
         if self.args.world_size == 1 and world is not None and world.size() > 1:
@@ -336,15 +322,6 @@ class DoGETrainer(Trainer):
             loader, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=seed
         )
         return cast("DataLoader[Any]", prepared)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        strategy = getattr(self.args, "train_sampling_strategy", "random")
-        if strategy not in ("random", "sequential"):
-            raise ValueError(
-                f"train_sampling_strategy={strategy!r} orders single examples, but a step of "
-                'DoGETrainer has examples of every domain. Pass "random" or "sequential".'
-            )
-        return super()._get_train_sampler(train_dataset)
 
     def _without_unused_columns(self, rows: Any) -> Any:
         if hasattr(rows, "column_names"):

@@ -4,20 +4,16 @@ Batch t is a pure function of the seed, t, and the weights set for steps up to t
 not depend on the number of workers and ranks, and a stopped run resumes bitwise.
 """
 
-import math
-import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.rows import DomainRows, Draw
-from doge_fast.mixture.samplers import MixtureBatches, MixtureStream, Progress, batch_draws
+from doge_fast.mixture.samplers import MixtureBatches, Progress, batch_draws
 from doge_fast.mixture.state import restore, state_of
-from doge_fast.mixture.workers import WorkerFile
 
 
 class DomainMixture(Dataset[Any]):
@@ -26,32 +22,28 @@ class DomainMixture(Dataset[Any]):
     Every batch holds the floor or the ceiling of batch_size * weight rows of each domain; the
     expectation over seeds is that product if weights change slowly or never. The rows drawn so far
     stay within five of the rows asked for, however the weights change
-    (`doge_fast.mixture.counts.MixtureCounts`). An indexable domain is shuffled anew in every epoch
-    and gives each row once per epoch; a stream is read in order and restarts at its end. The rows
-    of a domain are spread evenly over the batch, so the slices for ranks and micro-batches have the
-    mixture of the whole.
+    (`doge_fast.mixture.counts.MixtureCounts`). A domain is shuffled anew in every epoch and gives
+    each row once per epoch. The rows of a domain are spread evenly over the batch, so the slices
+    for ranks and micro-batches have the mixture of the whole.
 
     It is a map-style dataset for a loader with one of its samplers:
 
         loader = DataLoader(mixture, batch_sampler=mixture.batches(), num_workers=4)
 
     `stream()` is an iterable dataset for loops that take no sampler, such as Hugging Face's
-    Trainer. Give Trainer `max_steps`; to resume, load the state and set `ignore_data_skip`. Trainer
-    then does not restore random generators, so dropout draws other masks. Accelerate divides a
-    sampler among processes itself: leave `rank` and `world_size` at their defaults there;
-    `batch_size` is then that of one process, or with `split_batches` that of all.
+    Trainer; it has no workers. Give Trainer `max_steps`; to resume, load the state and set
+    `ignore_data_skip`. Trainer then does not restore random generators, so dropout draws other
+    masks. Accelerate divides a sampler among processes itself: leave `rank` and `world_size` at
+    their defaults there; `batch_size` is then that of one process, or with `split_batches` that of
+    all.
 
     Loaders prefetch: they take num_workers * prefetch_factor batches ahead of the loop (2 per
     worker by default), accelerate one more. New weights apply from the first batch that no loader
     has taken, or from a later step that the loop names.
 
-    Every worker reads all rows of a stream and keeps the rows of its own batches. A loader with
-    workers therefore refuses torch's `IterableDataset`, which may divide its rows among workers.
-    Iterables of other classes and streams of Hugging Face's datasets are accepted.
-
     Args:
-        domains: {name: rows}. A list, a `torch.utils.data.Dataset`, a `datasets.Dataset`, or a
-            stream that can be read repeatedly (an `IterableDataset`, or any iterable).
+        domains: {name: rows}. Rows are indexable: a list, a map-style `torch.utils.data.Dataset`
+            or a `datasets.Dataset`.
         weights: {name: weight >= 0}, sum 1; None: uniform.
         batch_size: > 0; rows of a batch, over all ranks.
         seed: decides the order of rows and the rounding of weights.
@@ -60,7 +52,7 @@ class DomainMixture(Dataset[Any]):
             rows must then be dicts.
 
     Raises:
-        ValueError: a domain cannot be read, the weights are not on the simplex or name other
+        ValueError: a domain is not indexable, the weights are not on the simplex or name other
             domains, a domain without rows has a weight > 0, or a number is out of range.
 
     Example:
@@ -101,19 +93,13 @@ class DomainMixture(Dataset[Any]):
         self._counts = MixtureCounts(seed, [Phase(0, weights)], batch_size, self.names)
         self._rows.check_weights(self._counts.weights_PK[0].tolist())
         self._progress = Progress(steps)
-        self._streams: weakref.WeakSet[MixtureStream] = weakref.WeakSet()
 
     # Rows.
 
     @property
-    def sizes(self) -> dict[str, int | None]:
-        """Rows of each domain; None where it is a stream."""
+    def sizes(self) -> dict[str, int]:
+        """Rows of each domain."""
         return self._rows.sizes
-
-    @property
-    def steps(self) -> int | None:
-        """Batches of the whole run; None: endless."""
-        return self._progress.num_steps
 
     def __len__(self) -> int:
         raise TypeError(
@@ -136,8 +122,7 @@ class DomainMixture(Dataset[Any]):
     @property
     def step(self) -> int:
         """The first batch that no loader has taken; new weights apply from it on."""
-        ends = [stream.worker_file.progress().end for stream in self._streams]
-        return max([self._progress.end, *ends])
+        return self._progress.end
 
     @property
     def seed(self) -> int:
@@ -159,8 +144,7 @@ class DomainMixture(Dataset[Any]):
         """Draw at these weights from a step on, until the next change.
 
         With several ranks, call it on each with the same weights. Pass `from_step` to get the same
-        run with another number of workers. Streams with workers on several ranks require it: a
-        rank does not know how many batches the other ranks' workers have taken.
+        run with another number of workers.
 
         Args:
             weights: {name: weight >= 0} of all domains, sum 1: for example `DoGEOptimizer.weights`.
@@ -172,39 +156,19 @@ class DomainMixture(Dataset[Any]):
 
         Raises:
             ValueError: the weights name other domains or are not on the simplex, a domain without
-                rows has a weight > 0, batch `from_step` has been taken, or `from_step` is required.
+                rows has a weight > 0, or batch `from_step` has been taken.
         """
-        with ExitStack() as locks:
-            # Locked, the workers of all streams wait until the change is posted.
-            files = [
-                (stream.worker_file, locks.enter_context(stream.worker_file.locked()))
-                for stream in self._streams
-            ]
-            workers = [shared.progress_in(file) for shared, file in files]
-            earliest = max([self._progress.end, *(progress.end for progress in workers)])
-            if from_step is None and any(progress.num_workers for progress in workers):
-                self._check_is_one_rank(earliest)
-            first_step = earliest if from_step is None else from_step
-            if first_step < earliest:
-                raise ValueError(
-                    f"New weights can apply from step {earliest} on; got from_step={from_step}. "
-                    "Loaders take batches ahead of the loop: pass a later step, or let them take "
-                    "fewer (num_workers * prefetch_factor)."
-                )
-            weights_K = self._counts.ordered(weights, first_step)
-            self._rows.check_weights(weights_K.tolist())
-            self._counts.set_weights(first_step, weights_K)
-            for shared, file in files:
-                shared.post(file, (first_step, weights_K.tolist()))
-        return first_step
-
-    def _check_is_one_rank(self, earliest: int) -> None:
-        if any(stream.world_size > 1 for stream in self._streams):
+        first_step = self.step if from_step is None else from_step
+        if first_step < self.step:
             raise ValueError(
-                "The workers of a stream take a different number of batches ahead on every rank. "
-                "set_weights needs from_step, so that all ranks change at the same step. Pass one "
-                f"beyond the batches that all loaders have taken (on this rank: {earliest})."
+                f"New weights can apply from step {self.step} on; got from_step={from_step}. "
+                "Loaders take batches ahead of the loop: pass a later step, or let them take "
+                "fewer (num_workers * prefetch_factor)."
             )
+        weights_K = self._counts.ordered(weights, first_step)
+        self._rows.check_weights(weights_K.tolist())
+        self._counts.set_weights(first_step, weights_K)
+        return first_step
 
     # What is drawn.
 
@@ -218,20 +182,6 @@ class DomainMixture(Dataset[Any]):
         None is the property `step`, which counts batches that loaders have taken ahead of the loop.
         """
         return self._named(self._counts.drawn(self.step if step is None else step))
-
-    def shares(self, step: int | None = None) -> dict[str, float]:
-        """Share of each domain in the rows `drawn`; zeros before the first batch."""
-        drawn = self.drawn(step)
-        total = max(1, sum(drawn.values()))
-        return {name: rows / total for name, rows in drawn.items()}
-
-    def epochs(self, step: int | None = None) -> dict[str, float]:
-        """Epochs of each domain in the rows `drawn`; NaN for a stream."""
-        drawn = self.drawn(step)
-        return {
-            name: math.nan if size is None else drawn[name] / max(1, size)
-            for name, size in self.sizes.items()
-        }
 
     def draws(self, step: int) -> list[Draw]:
         """The draws of batch `step` over all ranks, in order; mixture[draw] is the row."""
@@ -254,22 +204,12 @@ class DomainMixture(Dataset[Any]):
         """
         return MixtureBatches(self._counts, self._progress, rank, world_size)
 
-    def stream(self, rank: int = 0, world_size: int = 1) -> MixtureStream:
-        """This rank's share of the rows, batch after batch, as an iterable dataset.
+    def stream(self, rank: int = 0, world_size: int = 1) -> "MixtureStream":
+        """The rows of `batches(rank, world_size)`, one after another, as an iterable dataset.
 
-        For a `DataLoader` with `batch_size=stream.batch_size`. Workers read new weights from a
-        small temporary file.
-
-        Args:
-            rank: in [0, world_size); of `torch.distributed.get_rank()`, say.
-            world_size: processes that share each batch, in equal parts.
-
-        Raises:
-            ValueError: no such rank, or `batch_size` is not a multiple of `world_size`.
+        For a `DataLoader` with `batch_size=stream.batch_size` and without workers.
         """
-        stream = MixtureStream(self._counts, self._progress, self._rows, rank, world_size)
-        self._streams.add(stream)
-        return stream
+        return MixtureStream(self, self.batches(rank, world_size))
 
     def seek(self, step: int) -> None:
         """Let the next pass over a sampler or stream begin at this step.
@@ -280,8 +220,6 @@ class DomainMixture(Dataset[Any]):
         if step < 0:
             raise ValueError(f"A pass begins at step >= 0; got {step}.")
         self._progress.rewind(step)
-        for stream in self._streams:
-            stream.worker_file = WorkerFile(step)
 
     # State.
 
@@ -304,7 +242,11 @@ class DomainMixture(Dataset[Any]):
             ValueError: `step` is None and workers have taken batches ahead.
         """
         if step is None:
-            self._check_none_ahead()
+            if self._progress.num_ahead:
+                raise ValueError(
+                    f"Loaders have taken {self.step} batches, and the loop may have finished "
+                    "fewer. Call state_dict(step=...) with the number that it has finished."
+                )
             step = self.step
         return state_of(self._counts, self.sizes, step)
 
@@ -320,20 +262,33 @@ class DomainMixture(Dataset[Any]):
         restore(self._counts, self.sizes, state)
         self.seek(state["step"])
 
-    def _check_none_ahead(self) -> None:
-        has_workers = any(stream.worker_file.progress().num_workers for stream in self._streams)
-        # A stateful loader calls this on a worker's copy, from which nothing is drawn.
-        is_copy = get_worker_info() is not None
-        if not is_copy and (has_workers or self._progress.num_ahead):
-            raise ValueError(
-                f"Loaders have taken {self.step} batches, and the loop may have finished fewer. "
-                "Call state_dict(step=...) with the number that it has finished."
+
+class MixtureStream(IterableDataset[Any]):
+    """Rows of one rank, batch after batch; made by `DomainMixture.stream`.
+
+    The loader's batch_size must be this `batch_size`.
+    """
+
+    def __init__(self, mixture: DomainMixture, batches: MixtureBatches) -> None:
+        self.mixture = mixture
+        self.batches = batches
+        self.batch_size = batches.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Rows of the batches from the mixture's start on.
+
+        Raises:
+            RuntimeError: a worker of a loader reads it.
+        """
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "A mixture's stream is read in the loop's process, since new weights would not "
+                "reach a worker's copy. Use num_workers=0, or DataLoader(mixture, "
+                "batch_sampler=mixture.batches(), num_workers=...)."
             )
+        for draws in self.batches:
+            yield from self.mixture.__getitems__(draws)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the streams, which a worker does not need."""
-        return {key: value for key, value in self.__dict__.items() if key != "_streams"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._streams = weakref.WeakSet()
+    def __len__(self) -> int:
+        """Rows of the next pass."""
+        return len(self.batches) * self.batch_size

@@ -8,9 +8,9 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from doge_fast import scale
 from doge_fast.pipeline import ranks
 
+FLOAT32 = 4
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -26,11 +26,14 @@ def needed(num_parameters: int, num_rows: int = 0) -> dict[str, int]:
         num_parameters: those that train.
         num_rows: domains and targets of which a step keeps a gradient each.
     """
-    parts = scale.training_bytes(num_parameters)
+    size = FLOAT32 * num_parameters
+    # AdamW has two moments.
+    parts = {"parameters": size, "gradients": size, "AdamW": 2 * size}
     if num_rows:
-        here = scale.most_rows(num_rows, ranks.number())
-        size = scale.rows_bytes(num_parameters, here, scale.FLOAT32)
-        parts[f"gradients of {here} rows"] = size
+        # Rank r of n has the domains from r K / n to (r + 1) K / n, parts of domains included.
+        number = ranks.number()
+        here = max(-(-(r + 1) * num_rows // number) - r * num_rows // number for r in range(number))
+        parts[f"gradients of {here} rows"] = here * size
     return parts
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from doge_fast import scale
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import memory
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
@@ -46,7 +45,7 @@ class Traffic(NamedTuple):
         return float(2 * copied / limits.copy + (self.read - copied) / limits.read)
 
 
-class PlainStep:
+class ProfiledPlainStep:
     """A step of the wrapped optimizer alone; calling it runs one."""
 
     name = "plain"
@@ -107,7 +106,7 @@ class PlainStep:
             loss.backward()  # type: ignore[no-untyped-call]
 
 
-class DogeStep(PlainStep):
+class ProfiledDogeStep(ProfiledPlainStep):
     """A step of `DoGEOptimizer` around the same optimizer."""
 
     name = "doge"
@@ -188,7 +187,7 @@ class DogeStep(PlainStep):
         }
 
 
-SIDES = {step.name: step for step in (PlainStep, DogeStep)}
+SIDES = {step.name: step for step in (ProfiledPlainStep, ProfiledDogeStep)}
 
 
 def print_peak(side: str, settings: str) -> None:
@@ -256,8 +255,7 @@ def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
         del parts["AdamW"]
     num_rows = config.targets + config.domains
     dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
-    rows = scale.rows_bytes(num_parameters, num_rows, dtype.itemsize)
-    parts[f"gradients of {num_rows} rows"] = rows
+    parts[f"gradients of {num_rows} rows"] = num_rows * num_parameters * dtype.itemsize
     text = memory.size_text(sum(parts.values()))
     _log.info("profile: both steps keep %s, and activations", text)
     advice = "Take a smaller --model, fewer --domains, or --buffer-dtype bfloat16."

@@ -27,8 +27,8 @@ from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.profile_steps import (
     WARM_UP,
-    DogeStep,
-    PlainStep,
+    ProfiledDogeStep,
+    ProfiledPlainStep,
     Traffic,
     peak_memory,
 )
@@ -42,7 +42,7 @@ MOST_THREADS = 1024
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 
 
-class Span(NamedTuple):
+class TimedSpan(NamedTuple):
     """One range of one step; seconds since the recording began."""
 
     side: str
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Phase:
+class TimedPhase:
     """One line of the table."""
 
     name: str
@@ -93,7 +93,7 @@ class Profile:
     overhead_low: float
     overhead_high: float
     """Quartiles."""
-    phases: tuple[Phase, ...]
+    phases: tuple[TimedPhase, ...]
     """Of other DoGE steps than the timed ones; "other" is what no phase covers."""
     read_bandwidth: float
     copy_bandwidth: float
@@ -136,7 +136,7 @@ def profile(config: ProfileConfig) -> Profile:
 
 def _of_steps(config: ProfileConfig) -> tuple[Profile, int]:
     """All but the memory, and what that should be by its formula."""
-    plain_step, doge_step = PlainStep(config), DogeStep(config)
+    plain_step, doge_step = ProfiledPlainStep(config), ProfiledDogeStep(config)
     device = plain_step.device
     calls = {step.name: step for step in (plain_step, doge_step)}
     for _ in range(WARM_UP):
@@ -169,7 +169,7 @@ def _of_steps(config: ProfileConfig) -> tuple[Profile, int]:
     return measured, doge_step.extra_bytes
 
 
-def _spans(steps: list[PlainStep], num_rounds: int) -> list[Span]:
+def _spans(steps: list[ProfiledPlainStep], num_rounds: int) -> list[TimedSpan]:
     """The phases of a step of each in every round, each phase before the one that it is part of."""
     device = steps[0].device
     marks: list[tuple[str, str, Any, Any]] = []
@@ -191,7 +191,7 @@ def _spans(steps: list[PlainStep], num_rounds: int) -> list[Span]:
                 with timed("step"):
                     step()
     synchronize(device)
-    return [Span(of, name, _seconds(zero, a), _seconds(zero, b)) for of, name, a, b in marks]
+    return [TimedSpan(of, name, _seconds(zero, a), _seconds(zero, b)) for of, name, a, b in marks]
 
 
 def _now(device: torch.device) -> Any:
@@ -207,7 +207,9 @@ def _seconds(zero: Any, mark: Any) -> float:
     return float(mark - zero if isinstance(mark, float) else zero.elapsed_time(mark) / 1e3)
 
 
-def _phases(spans: list[Span], least: dict[str, Traffic], limits: Bandwidth) -> tuple[Phase, ...]:
+def _phases(
+    spans: list[TimedSpan], least: dict[str, Traffic], limits: Bandwidth
+) -> tuple[TimedPhase, ...]:
     """The DoGE step taken apart; medians over its steps. "other" is what no phase covers."""
     steps: list[dict[str, float]] = [defaultdict(float)]
     for span, own in _own_seconds([span for span in spans if span.side == "doge"]):
@@ -220,13 +222,13 @@ def _phases(spans: list[Span], least: dict[str, Traffic], limits: Bandwidth) -> 
         seconds, whole = (statistics.median(step[n] for step in steps[:-1]) for n in (name, "step"))
         traffic = least.get(name, Traffic(0, 0))
         fraction = traffic.seconds(limits) / seconds if seconds > 0 else 0.0
-        phases.append(Phase(name, 1e3 * seconds, seconds / whole, sum(traffic), fraction))
+        phases.append(TimedPhase(name, 1e3 * seconds, seconds / whole, sum(traffic), fraction))
     return tuple(phases)
 
 
-def _own_seconds(spans: list[Span]) -> Iterator[tuple[Span, float]]:
+def _own_seconds(spans: list[TimedSpan]) -> Iterator[tuple[TimedSpan, float]]:
     """Spans in the order in which they end, each with the time that none inside it takes."""
-    ended: list[Span] = []
+    ended: list[TimedSpan] = []
     for span in spans:
         own = span.end - span.start
         while ended and ended[-1].start >= span.start:
@@ -310,7 +312,7 @@ def table(measured: Profile) -> str:
     return "\n".join(lines)
 
 
-def _row(phase: Phase) -> list[str]:
+def _row(phase: TimedPhase) -> list[str]:
     row = [phase.name, f"{phase.milliseconds:.3f}", f"{100 * phase.share:.1f} %"]
     if not phase.num_bytes:
         return [*row, "-", "-", "-"]

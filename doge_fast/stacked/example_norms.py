@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doge_fast.stacked.layers.batch import ExampleAxis, Run, only_input
+from doge_fast.stacked.layers.batch import DomainRun, ExampleAxis, only_input
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.stacked.layers.token_sums import TokenSum, wide_dtype
@@ -138,7 +138,7 @@ class ExampleNorms:
         for first in range(0, size, step):
             last = min(size, first + step)
             # Each example is a row.
-            run = Run(0, range(first, last + 1), size)
+            run = DomainRun(0, range(first, last + 1), size)
             grads = torch.empty(last - first, *param.shape, dtype=dtype, device=param.device)
             for index, use in enumerate(uses):
                 use.write(run, grads, index > 0)

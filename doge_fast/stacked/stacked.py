@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.stacked.layers.batch import (
+    DomainRun,
     ExampleAxis,
-    Run,
     Segment,
     only_input,
     refuse_coupled_examples,
@@ -45,18 +45,16 @@ def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
         sizes: number of examples of each domain, in the order of the batch.
 
     Raises:
-        ValueError: `sizes` is no mapping, a size is no integer >= 0, or all are zero.
+        ValueError: `sizes` is no mapping to integers >= 0, or all are zero.
     """
-    if not isinstance(sizes, Mapping):
+    are_numbers = isinstance(sizes, Mapping) and all(
+        is_integer(size) and size >= 0 for size in sizes.values()
+    )
+    if not are_numbers or not any(sizes.values()):
         raise ValueError(
-            f"sizes must be a dict {{domain: number of examples}}, in the order of the batch; "
-            f"got {sizes!r}."
+            "sizes must be a dict {domain: number of examples}, in the order of the batch, which "
+            f"has at least one example; got {sizes!r}."
         )
-    for name, size in sizes.items():
-        if not is_integer(size) or size < 0:
-            raise ValueError(f"sizes must be numbers of examples; {name!r} has {size!r}.")
-    if not sum(sizes.values()):
-        raise ValueError(f"stacked() needs a batch with at least one example; got {sizes}.")
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -90,7 +88,7 @@ class StackedModel:
         self._buffer = buffer
         self._tracked = frozenset(tracked)
         self._segments: list[Segment] = []
-        self._runs: list[Run] = []
+        self._runs: list[DomainRun] = []
         self.examples = ExampleAxis()
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
@@ -143,7 +141,7 @@ class StackedModel:
         return self._segments
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[DomainRun]:
         """The domains of `segments` in as few runs as possible; raises as `segments` does."""
         return self._runs if self.segments else []
 
@@ -269,13 +267,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, layer: _StackedLayer, x: Tensor, token: Tensor, *params: Tensor | None
     ) -> Tensor:
-        made = layer.rule.forward(layer.module, x)
-        if isinstance(made, Tensor):
-            raise RuntimeError(
-                f"forward() of {type(layer.rule).__name__} must return the output and the tensors "
-                "that are saved; got a tensor. Return (output, ())."
-            )
-        output, saved = made
+        output, saved = layer.rule.forward(layer.module, x)
         ctx.save_for_backward(x, *saved)
         ctx.layer, ctx.token, ctx.num_others = layer, token, 1 + len(params)
         return output

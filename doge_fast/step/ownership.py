@@ -32,11 +32,7 @@ _open = _Open()
 
 
 def refuse_second(owner: object) -> None:
-    """Refuse a domain inside a domain of another DoGEOptimizer.
-
-    Raises:
-        RuntimeError: an optimizer other than `owner` has a domain open on this thread.
-    """
+    """Raise RuntimeError if another DoGEOptimizer has a domain open on this thread."""
     if _open.owner is not None and _open.owner is not owner:
         raise RuntimeError(
             "a domain of another DoGEOptimizer is open; the two would learn separate mixtures, "
@@ -67,12 +63,7 @@ class OwnershipCheck:
     ) -> Iterator[None]:
         """Check the first domain, whose backward pass runs inside.
 
-        Args:
-            groups: the parameter groups of the wrapped optimizer.
-            model: the model that the domain trains; None: every module with one of the parameters.
-
-        Warns:
-            UserWarning: parameters without an owner have received a gradient inside.
+        It trains `model`; None: every module with a parameter of `groups`, the wrapped optimizer's.
         """
         if self._is_done:
             yield
@@ -116,12 +107,10 @@ def _warn_of(unowned: dict[str, Tensor]) -> None:
     names = [name for name, param in unowned.items() if param.grad is not None]
     if not names:
         return
-    rest = len(names) - NUM_NAMED
-    further = f" and {rest} more" if rest > 0 else ""
     warnings.warn(
         f"parameters that no wrapped optimizer owns received a gradient inside a domain: "
-        f"{', '.join(names[:NUM_NAMED])}{further}. The optimizer that steps them sees the "
-        "unweighted sum over domains, and W does not see them. Wrap both, "
+        f"{', '.join(names[:NUM_NAMED])} ({len(names)} in all). The optimizer that steps them sees "
+        "the unweighted sum over domains, and W does not see them. Wrap both, "
         "DoGEOptimizer([optimizer, other], domains=...); or freeze them, or run their backward "
         "pass outside the domain.",
         stacklevel=_level_of_the_caller(),

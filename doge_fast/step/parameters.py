@@ -32,21 +32,13 @@ _grad_of: Callable[[Tensor], Any] = attrgetter("grad")
 class TrackedParameters:
     """Parameters of an optimizer that require a gradient, and the hooks on them.
 
-    Args:
-        optimizer: the wrapped optimizer.
-        selection: the parameters whose columns enter W, as tensors or as names; None: all.
-
-    Raises:
-        TypeError: the first group has no number for `lr`.
-        ValueError: no parameter requires a gradient, one is complex, or the selection names
-            something that is not trained.
+    `selection` is that of `DoGEOptimizer`: the parameters whose columns enter W.
     """
 
     def __init__(
         self, optimizer: Optimizer, selection: Collection[str] | Collection[Tensor] | None
     ) -> None:
         self._optimizer = optimizer
-        self._check_lr()
         # {id: (parameter, hook)}; holding the parameter keeps its id unique.
         self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
         # {id of a parameter with a hook: whether the hook takes the gradient at once}
@@ -56,13 +48,16 @@ class TrackedParameters:
         """Called with each tracked parameter on a CPU when its gradient is complete."""
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
-        self._check_params()
-        self._selected = (
-            None if selection is None else resolve(selection, self.params, self._by_name())
-        )
-        # By name where there is one, since the tensors may be replaced, as by fully_shard().
-        names = {id(param): name for name, param in self._by_name().items()}
-        self._selection = [names.get(id(param), param) for param in self._selected or ()]
+        self._check()
+        self.selected_ids: set[int] | None = None
+        """The ids of the parameters whose columns enter W; None: all."""
+        self._selection: list[str | Tensor] = []
+        if selection is not None:
+            selected = resolve(selection, self.params, self._by_name())
+            self.selected_ids = set(map(id, selected))
+            # By name where there is one, since the tensors may be replaced, as by fully_shard().
+            names = {id(param): name for name, param in self._by_name().items()}
+            self._selection = [names.get(id(param), param) for param in selected]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which cannot be pickled."""
@@ -155,10 +150,6 @@ class TrackedParameters:
         self._takes_at_once = {}
         self.forget()
 
-    def selected_ids(self) -> set[int] | None:
-        """The ids of the parameters whose columns enter W; None: all."""
-        return None if self._selected is None else {id(param) for param in self._selected}
-
     def name_of(self, param: Tensor) -> str:
         """A parameter's name for a message."""
         for name, known in self._by_name().items():
@@ -179,19 +170,19 @@ class TrackedParameters:
         }
 
     def _select_again(self) -> None:
-        if self._selected is None:
+        if self.selected_ids is None:
             return
-        by_name, trained = self._by_name(), {id(param) for param in self.params}
-        found = [by_name.get(each) if isinstance(each, str) else each for each in self._selection]
-        self._selected = [param for param in found if id(param) in trained and param is not None]
-        if self.params and not self._selected:
+        by_name = self._by_name()
+        found = (by_name.get(each) if isinstance(each, str) else each for each in self._selection)
+        self.selected_ids = set(map(id, found)) & set(map(id, self.params))
+        if self.params and not self.selected_ids:
             raise RuntimeError(
                 "the optimizer trains none of the parameters of the selection any more: they were "
                 "frozen, or replaced by others. Build the wrapped optimizer from "
                 "model.named_parameters(), so that the selection is found by name."
             )
 
-    def _check_lr(self) -> None:
+    def _check(self) -> None:
         lr = self.groups[0].get("lr")
         if not simplex.is_number(lr):
             raise TypeError(
@@ -200,8 +191,6 @@ class TrackedParameters:
                 f"{type(self._optimizer).__name__} has {lr!r} there. Give it a learning rate, and "
                 "switch off its own choice of one."
             )
-
-    def _check_params(self) -> None:
         if not self.params:
             raise ValueError(
                 "the wrapped optimizer has no parameter that requires a gradient; give it "
@@ -226,12 +215,7 @@ def resolve(
     params: Iterable[Tensor],
     by_name: Mapping[str, Tensor],
 ) -> list[Tensor]:
-    """The parameters that a selection names.
-
-    Args:
-        selection: parameters, or their names.
-        params: the parameters that are trained.
-        by_name: {name: parameter}; may hold some that are not trained.
+    """The parameters of `params` that a selection names; names are looked up in `by_name`.
 
     Raises:
         ValueError: it is empty or names something that is not trained.
@@ -248,14 +232,9 @@ def resolve(
         param = by_name.get(item) if isinstance(item, str) else item
         if param is None or id(param) not in tracked:
             raise ValueError(
-                f"selection names {item if isinstance(item, str) else 'a tensor'!r}, which "
-                "is not a parameter the wrapped optimizer trains. "
-                + (
-                    f"It knows {sorted(by_name)[:8]} ..."
-                    if by_name
-                    else "It knows no names: build the wrapped optimizer from "
-                    "model.named_parameters(), or pass the tensors."
-                )
+                f"selection names {item if isinstance(item, str) else 'a tensor'!r}, which is not "
+                "a parameter the wrapped optimizer trains. Build it from model.named_parameters() "
+                f"for names to be known; it knows {sorted(by_name)[:8]} ..."
             )
         selected.append(param)
     return selected

@@ -80,16 +80,6 @@ class OpenDomain:
     """Row of the buffer; None in a stacked pass, whose modules write the rows themselves."""
     has_received: bool = False
 
-    def row_for(self, param: Tensor, parameters: TrackedParameters) -> int:
-        """The row for the gradient that autograd has put into `param.grad`."""
-        if self.row is None:
-            raise RuntimeError(
-                f"{parameters.name_of(param)} received a gradient of the whole batch, since it is "
-                "used outside its own module's forward, where domains are not separate. Run one "
-                "domain after another, with optimizer.domain(name)."
-            )
-        return self.row
-
 
 @dataclass
 class Received:
@@ -108,22 +98,7 @@ class Received:
 
 
 class Step:
-    """The step under way.
-
-    Args:
-        inner: the wrapped optimizer.
-        parameters: the parameters that it trains.
-        weights: the domain weights, which the step moves.
-        subset: the domains of a step and their rows.
-        buffer_dtype: of the rows; None: the dtype of each gradient.
-        absent: what to do about a domain that was not entered, "error" or "keep".
-        micro_batches: times that each domain is entered in a step; None: any number.
-        scaler: the GradScaler of the losses.
-        ranks: the ranks that learn together.
-
-    Raises:
-        ValueError: `absent` or `micro_batches` is outside its range.
-    """
+    """The step under way; arguments are those of `DoGEOptimizer`, checked here or made of them."""
 
     def __init__(
         self,
@@ -147,6 +122,8 @@ class Step:
                 "micro_batches must be the number of times that each domain is entered in a step, "
                 f"at least 1, or None for any number; got {micro_batches!r}."
             )
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")
         self.micro_batches = micro_batches
         self.parameters = parameters
         self.subset = subset
@@ -169,10 +146,13 @@ class Step:
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
+        self._has_entered = False
+        # Whether a state that appears in the wrapped optimizer was loaded in its place.
+        self._may_be_loaded = not self._inner.state
         # Whether `p.grad` holds the zeros of zero_grad(set_to_none=False).
         self._are_zeros_left = False
         self.parameters.receive = _receiver(weakref.ref(self))
-        self._hook()
+        self.parameters.scan()
 
     _LASTING = (
         *("micro_batches", "parameters", "subset", "buffer"),
@@ -187,11 +167,6 @@ class Step:
         """Start an empty step, with hooks on the parameters again."""
         self.__dict__.update(state)
         self._start()
-
-    @outside_graphs
-    def _hook(self) -> list[Tensor]:
-        """The parameters that are trained now, each with a hook."""
-        return self.parameters.scan()
 
     # A domain.
 
@@ -242,15 +217,10 @@ class Step:
         """Check that these domains may be entered now, and begin the step with the first."""
         for name in names:
             self._check_name(name)
-        self._refuse_nested(names[0])
+        self.refuse_inside_a_domain(f"domain({names[0]!r})")
         ownership.refuse_second(self)
         self.refuse_stray()
-        if self.state is StepState.COMBINED:
-            self._refuse_uncleared()
-            # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
-            # stays: the loop has read `domains_of_step`.
-            self._clear_rows()
-        if self.state is StepState.EMPTY:
+        if self.state in (StepState.EMPTY, StepState.COMBINED):
             self._begin()
         for name in names:
             _refuse_division(name, self.micro_batches)
@@ -259,11 +229,12 @@ class Step:
                     f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
                     f"this step already. {WAY_TO_ACCUMULATE}"
                 )
+        self._has_entered = True
         self._received.order.extend(names)
 
     def _begin(self) -> None:
         # First, since fully_shard() may have replaced the parameters by shards.
-        params = self._hook()
+        params = self.parameters.scan()
         self._settle_exchange()
         for param in params:
             if param.grad is None:
@@ -271,15 +242,23 @@ class Step:
             if not self._are_zeros_left:
                 raise RuntimeError(
                     "a parameter still holds a gradient from before this domain; call "
-                    "optimizer.zero_grad() after step() and before the next domain."
+                    "optimizer.step() if the domains of the step are combined, and zero_grad(). "
+                    + WAY_TO_ACCUMULATE
                 )
             param.grad = None
         self._are_zeros_left = False
+        if self._may_be_loaded:
+            self._may_be_loaded = False
+            checkpoint.warn_of_loading_in_place(self._inner)
+        if self.state is StepState.COMBINED:
+            # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
+            # stays: the loop has read `domains_of_step`.
+            self._clear_rows()
 
     def _row_of(self, name: str) -> int:
         self._received.counts.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
-            return self.subset.slot_of(name)
+            return self.subset.slots[name]
         self.buffer.num_rows = max(self.buffer.num_rows, len(self._received.counts))
         return list(self._received.counts).index(name)
 
@@ -299,7 +278,14 @@ class Step:
                 self.buffer.flush()
                 self._refuse_reduced()
                 if not opened.has_received:
-                    raise RuntimeError(_nothing_received(opened))
+                    raise RuntimeError(
+                        "no parameter of the optimizer received a gradient inside "
+                        f"domain {' or '.join(map(repr, counts))}. Run forward and "
+                        "loss.backward() inside it, in stacked() on the model that it was given. "
+                        "If you did, either the model's parameters were replaced after the "
+                        "optimizer was built, so build it again; or another DoGEOptimizer on the "
+                        "same parameters has taken the gradient inside a domain of its own."
+                    )
         finally:
             self._open = None
         for name, count in counts.items():
@@ -321,7 +307,7 @@ class Step:
             return
         if self.exchange.has_shards:
             grad = local_gradient(param, grad)
-        self.buffer.receive(opened.row_for(param, self.parameters), param, grad)
+        self.buffer.receive(self._row_for(param, opened), param, grad)
         opened.has_received = True
 
     @outside_graphs
@@ -332,8 +318,17 @@ class Step:
         if self.exchange.has_shards:
             grads = list(map(local_gradient, params, grads))
         if params:
-            self.buffer.receive_all(opened.row_for(params[0], self.parameters), params, grads)
+            self.buffer.receive_all(self._row_for(params[0], opened), params, grads)
             opened.has_received = True
+
+    def _row_for(self, param: Tensor, opened: OpenDomain) -> int:
+        if opened.row is None:
+            raise RuntimeError(
+                f"{self.parameters.name_of(param)} received a gradient of the whole batch, since "
+                "it is used outside its own module's forward, where domains are not separate. Run "
+                "one domain after another, with optimizer.domain(name)."
+            )
+        return opened.row
 
     # The end of a step.
 
@@ -373,7 +368,7 @@ class Step:
 
         Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
         """
-        selected = self.parameters.selected_ids()
+        selected = self.parameters.selected_ids
         lr = self.parameters.lr
 
         # Complete over ranks: agree on the rows, and get all of them for this rank's columns.
@@ -427,41 +422,39 @@ class Step:
 
     def _agree(self, params: list[Tensor], scale: float | Tensor) -> Agreement:
         """What all ranks together have; refuses a step without some domain."""
-        exchange = self.exchange
         report = Report(
             counts=self._received.counts,
             order=self._received.order,
             params=params,
             dtypes=self.buffer.dtypes_of(params),
-            settings=self._settings(params, scale) if exchange.num_ranks > 1 else {},
+            settings=self._settings(params, scale) if self.exchange.num_ranks > 1 else {},
             is_first=not self._has_agreed,
         )
-        agreement = exchange.agree(self.subset.rows, report)
+        agreement = self.exchange.agree(self.subset.rows, report)
         self._has_agreed = True
         self._refuse_missing(agreement.seen)
         return agreement
 
     def _settings(self, params: Sequence[Tensor], scale: float | Tensor) -> dict[str, object]:
         """{name for messages: value that must be the same on all ranks}."""
-        selected = self.parameters.selected_ids()
+        selected = self.parameters.selected_ids
         return {
             **self._weights.settings(with_values=not self._has_agreed),
             "grad_scale": on_host(scale),
             "the learning rate": [on_host(group.get("lr")) for group in self.parameters.groups],
             "micro_batches or absent": [self.micro_batches, self._absent],
             "their number of steps, or the draw of domains_per_step": [
-                *(self.subset.draws, self.subset.rows)
+                self.subset.draws,
+                self.subset.rows,
             ],
             "the parameters that are trained": [list(param.shape) for param in params],
             "the selection": selected and [id(param) in selected for param in params],
         }
 
     def is_of_others(self) -> bool:
-        """Whether `step()` should run the wrapped optimizer alone, on gradients of no domain.
-
-        torch.distributed.checkpoint makes an optimizer create its state by a step on zero
-        gradients at learning rate zero, even between two domains.
-        """
+        """Whether `step()` should run the wrapped optimizer alone, on gradients of no domain."""
+        # torch.distributed.checkpoint makes an optimizer create its state by a step on zero
+        # gradients at learning rate zero, even between two domains.
         self.refuse_inside_a_domain("combine() and step()")
         with self._failure_reaches_all_ranks():
             self.refuse_stray()
@@ -469,17 +462,19 @@ class Step:
                 return False
             # A rate on a device counts as not zero: reading it would wait for the device.
             has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
+            if has_rate:
+                self._may_be_loaded = False
             if has_rate and (self.state is StepState.COLLECTED or self._received.is_dropped):
                 return False
-            given = (param for param in self.parameters.look_up() if param.grad is not None)
+            given = [param for param in self.parameters.look_up() if param.grad is not None]
+            if not given and not self._has_entered:
+                # As when a schedule is run through without training. On several ranks another one
+                # may have entered a domain.
+                return self.exchange.num_ranks == 1
             return not all(map(self.buffer.is_combined, given))
 
     def finish(self, loss: Any) -> None:
-        """Combine unless that is done; step the wrapped optimizer unless the step is skipped.
-
-        Args:
-            loss: of the step, for an optimizer whose step takes a closure; None: not known.
-        """
+        """Combine unless that is done; step the wrapped optimizer unless the step is skipped."""
         if self.state is not StepState.COMBINED:
             self._refuse_partial()
             self.combine(None)
@@ -493,13 +488,13 @@ class Step:
 
     @outside_graphs
     def clear(self, *, are_zeros_left: bool = False) -> None:
-        """Start an empty step.
-
-        Args:
-            are_zeros_left: `p.grad` holds zeros, which the next domain may overwrite.
-        """
+        """Start an empty step; zeros left in `p.grad` may be overwritten by the next domain."""
         self._clear_rows()
         self._are_zeros_left = are_zeros_left
+
+    def note_loaded(self) -> None:
+        """A state of the wrapped optimizer was not loaded in its place."""
+        self._may_be_loaded = False
 
     def _clear_rows(self) -> None:
         self.buffer.clear()
@@ -534,12 +529,9 @@ class Step:
     @property
     def exchange(self) -> Exchange:
         """The exchange between ranks."""
-        if self._exchange is None:
-            self._settle_exchange()
-        assert self._exchange is not None
-        return self._exchange
+        return self._exchange or self._settle_exchange()
 
-    def _settle_exchange(self) -> None:
+    def _settle_exchange(self) -> Exchange:
         """Make the exchange anew if the process group or the kind of parameters has changed."""
         # Before the first step a trainer may have replaced the parameters found at construction.
         params = self.parameters.look_up() if self._exchange is None else self.parameters.params
@@ -549,6 +541,7 @@ class Step:
             self._has_agreed = False
             # A data-parallel rank adds a row for each domain that it enters.
             self.buffer.num_rows = 0 if self._exchange.has_own_rows else self.subset.num_rows
+        return self._exchange
 
     @property
     def has_own_rows(self) -> bool:
@@ -571,7 +564,7 @@ class Step:
         """Raise RuntimeError if a domain is open."""
         if self._open is not None:
             raise RuntimeError(
-                f"{what} must be called outside domain(...); {self._name_of_open()!r} is active. "
+                f"{what} must be called outside domain(...); {list(self._open.counts)} is active. "
                 "Leave it first."
             )
 
@@ -591,41 +584,11 @@ class Step:
         self.parameters.forget()
 
     def _check_name(self, name: str) -> None:
-        if self.subset.holds(name):
-            return
-        if name in self.subset.all_rows:
+        if name not in self.subset.slots:
             raise ValueError(
-                f"domain {name!r} is not one of this step's domains, {list(self.subset.domains)}: "
-                "domains_per_step draws new ones for every step. Run those in "
-                "optimizer.domains_of_step."
-            )
-        raise ValueError(
-            f"unknown domain {name!r}; the optimizer knows {list(self.subset.all_rows)}. "
-            "Name it in domains= (trained on) or in target= (measured only)."
-        )
-
-    def _name_of_open(self) -> str:
-        return "" if self._open is None else ", ".join(self._open.counts)
-
-    def _refuse_nested(self, name: str) -> None:
-        if self._open is not None:
-            raise RuntimeError(
-                f"domain({name!r}) was entered inside domain({self._name_of_open()!r}); a "
-                "gradient belongs to one domain. Leave the first before entering the next."
-            )
-
-    def _refuse_uncleared(self) -> None:
-        """Refuse a domain while the combined gradient is in `p.grad`."""
-        if any(param.grad is not None for param in self.parameters.params):
-            most = self.micro_batches
-            how = (
-                "combine() has been called"
-                if most is None
-                else f"every domain has been entered micro_batches={most} times"
-            )
-            raise RuntimeError(
-                f"{how} in this step, so its gradients are combined: call optimizer.step() and "
-                "zero_grad() before the next domain. " + WAY_TO_ACCUMULATE
+                f"domain {name!r} is none of this step's, {list(self.subset.rows)}, of "
+                f"{list(self.subset.all_rows)}. Name it in domains= (trained on) or in target= "
+                "(measured only); with domains_per_step run those in optimizer.domains_of_step."
             )
 
     def _refuse_reduced(self) -> None:
@@ -679,11 +642,7 @@ def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
 def _gram_matrices(
     columns: Columns, exchange: Exchange, selected: Collection[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """Gram matrices [B, B] over the columns that enter W and over all columns.
-
-    One tensor if these are the same columns. The columns outside the selection are needed too:
-    clipping and skipping go by the norm over all columns.
-    """
+    """Gram matrices [B, B] over the columns that enter W, and over all for clipping."""
     if selected is None:
         gram_BB = exchange.gram(columns.rows)
         return gram_BB, gram_BB
@@ -713,18 +672,3 @@ def _refuse_division(name: str, micro_batches: int | None) -> None:
             "its gradient would be the wrong size. Enter every domain inside each "
             "`accelerator.accumulate`, and give both numbers the same value."
         )
-
-
-def _nothing_received(opened: OpenDomain) -> str:
-    if opened.row is None:
-        return (
-            "no parameter of the optimizer received a gradient inside stacked(). Run forward and "
-            "loss.backward() inside it, on the model passed to stacked()."
-        )
-    return (
-        "no parameter of the optimizer received a gradient inside "
-        f"domain({next(iter(opened.counts))!r}). "
-        "Run loss.backward() inside it. If you did, either the model's parameters were replaced "
-        "after the optimizer was built, so build it again; or another DoGEOptimizer on the same "
-        "parameters has taken the gradient inside a domain of its own."
-    )

@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from doge_fast.weights import removed, simplex
+from doge_fast.weights import simplex
 from doge_fast.weights.objective import Objective
+from doge_fast.weights.weights_file import refusal_of_removed
 
 KEY = "doge"
 # Version 1 had no mu.
@@ -38,13 +40,9 @@ _REMOVED = ("tau", "norms")
 def named(
     parts: Mapping[str, Tensor], objective: Objective, *, draws: int, mu: float | None
 ) -> dict[str, Any]:
-    """The dict of a checkpoint: tensors, numbers and names, which `weights_only=True` can read.
+    """The dict of a checkpoint: what `DomainWeights.state` returns, and names and numbers.
 
-    Args:
-        parts: what `DomainWeights.state` returns: vectors [K] float64 and counts.
-        objective: gives the names of domains and rows.
-        draws: number of the draw, `Subset.draws`.
-        mu: the Bregman coefficient; None: not known.
+    `torch.load(weights_only=True)` can read it.
     """
     return {
         "version": VERSION,
@@ -118,17 +116,13 @@ def put_into(
 def taken_from(
     state_dict: Mapping[str, Any], objective: Objective
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Take the domain weights out of an optimizer's state dict.
+    """Divide an optimizer's state dict: the dict of `named`, None if there is none; and the rest.
 
-    Returns:
-        The dict of `named`, or None if there is none; and the wrapped optimizer's state dict, whose
-        groups still hold the tuple.
+    The groups of the rest still hold the tuple.
 
     Raises:
-        TypeError: `state_dict` is no dict.
         ValueError: it is for other domains or of a later version; or its groups differ.
     """
-    check_is_dict(state_dict)
     rest = dict(state_dict)
     ours: dict[str, Any] | None = rest.pop(KEY, None)
     groups = rest.get("param_groups", [])
@@ -154,6 +148,30 @@ def warn_of_none() -> None:
     )
 
 
+def warn_of_loading_in_place(optimizer: Optimizer) -> None:
+    """Warn if the wrapped optimizer's state holds numbers before its first step.
+
+    torch.distributed.checkpoint.load() writes into the tensors of a state dict. Those of the
+    optimizer's state are the optimizer's own; the domain weights arrive as numbers in the dict and
+    reach the optimizer by load_state_dict() alone. Waits for the device.
+    """
+    # A shard by attribute: importing DTensor takes as long as importing the rest of us.
+    tensors = (
+        value.to_local() if hasattr(value, "to_local") else value
+        for state in optimizer.state.values()
+        if isinstance(state, Mapping)
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() > 0
+    )
+    if any(bool(tensor.any()) for tensor in tensors):
+        warnings.warn(
+            "the wrapped optimizer's state was loaded in its place, and the domain weights were "
+            "not: they begin anew. Pass the loaded dict to load_state_dict() or set_state_dict() "
+            "as well, or keep optimizer.doge in the checkpoint.",
+            stacklevel=3,
+        )
+
+
 def check_is_dict(state_dict: object) -> None:
     """Raise TypeError unless it is a mapping."""
     if not isinstance(state_dict, Mapping):
@@ -169,9 +187,7 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
             parts are missing; weights are off the simplex; or a score is not finite.
     """
     check_is_dict(ours)
-    if "version" not in ours:
-        raise ValueError("the checkpoint's DoGE state was not written by state_dict().")
-    needed = ("domains", "rows", *_VECTORS, *_COUNTS)
+    needed = ("version", "domains", "rows", *_VECTORS, *_COUNTS)
     if missing := [name for name in needed if name not in ours]:
         raise ValueError(
             f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
@@ -186,28 +202,26 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
         _refuse_removed(name)
     for name, expected in (("domains", objective.domains), ("rows", objective.rows)):
         value = ours[name]
-        _require(isinstance(value, list | tuple), name, "names", value)
-        if tuple(value) != expected:
+        if not isinstance(value, list | tuple) or tuple(value) != expected:
             raise ValueError(
-                f"the checkpoint has the {name} {list(value)}; this optimizer has "
-                f"{list(expected)}. Build it with the same domains in the same order, and the same "
-                "target."
+                f"the checkpoint has the {name} {value!r}; this optimizer has {list(expected)}. "
+                "Build it with the same domains in the same order, and the same target."
             )
-    for name in (*_VECTORS, *_COUNTS):
-        _require(isinstance(ours[name], Tensor), name, "a tensor", ours[name])
     for name in _COUNTS:
         value = ours[name]
-        _require(value.numel() == 1 and float(value) >= 0, name, "a count", value)
-    num_domains = len(objective.domains)
+        is_count = isinstance(value, Tensor) and value.numel() == 1 and float(value) >= 0
+        _require(is_count, name, "a count, as a tensor", value)
     for name in _VECTORS:
-        vector_K = ours[name]
-        is_right = vector_K.shape == (num_domains,) and bool(vector_K.isfinite().all())
-        if name == "gain":
-            _require(is_right, name, f"{num_domains} finite scores", vector_K.tolist())
-        else:
-            is_point = abs(float(vector_K.sum()) - 1) < 1e-9 and bool((vector_K >= 0).all())
-            rule = f"{num_domains} weights that sum to one"
-            _require(is_right and is_point, name, rule, vector_K.tolist())
+        value = ours[name]
+        is_finite = (
+            isinstance(value, Tensor)
+            and value.shape == (len(objective.domains),)
+            and bool(value.isfinite().all())
+        )
+        _require(is_finite, name, f"{len(objective.domains)} finite numbers, as a tensor", value)
+        if name != "gain":
+            is_point = abs(float(value.sum()) - 1) < 1e-9 and bool((value >= 0).all())
+            _require(is_point, name, "weights >= 0 that sum to one", value)
     if "mu" in ours:
         simplex.check_mu(ours["mu"])
 
@@ -229,4 +243,4 @@ def _check_version(version: float) -> None:
 
 
 def _refuse_removed(name: str) -> NoReturn:
-    raise ValueError(removed.refusal(f"the checkpoint's DoGE state: {name!r}"))
+    raise ValueError(refusal_of_removed(f"the checkpoint's DoGE state: {name!r}"))

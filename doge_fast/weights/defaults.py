@@ -10,14 +10,10 @@ def default_mu(learning_rate: float, sum_of_targets: float) -> float:
     The weights' logarithms move by lr W / mu, so mu is proportional to the peak learning rate. For
     one target, 20 lr is 0.01 at the paper's 5e-4: the published code's value for its held-out mix.
     W is a sum over targets, so mu grows with the sum T of their weights: for the universal target
-    of seven domains it is four times as large (docs/evidence-tables.md).
-
-    Args:
-        learning_rate: > 0, the proxy's peak learning rate.
-        sum_of_targets: T > 0; K for the universal target.
+    of seven domains it is four times as large (docs/evidence.md).
 
     Raises:
-        ValueError: the learning rate is not positive and finite.
+        ValueError: the learning rate, the proxy's peak, is not positive and finite.
     """
     if not 0 < learning_rate < float("inf"):
         raise ValueError(

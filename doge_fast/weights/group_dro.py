@@ -54,15 +54,7 @@ class ExcessWeights(NamedTuple):
         alpha_k      =  (1 - c) alpha'_k + c / K
         alpha_bar_k  =  mean of alpha_k over the steps
 
-        lambda is `excess_K`.
-
-        Args:
-            excess_K: [K] float64; nats per token.
-            step_size: eta > 0.
-            smoothing: c in [0, 1).
-
-        Raises:
-            ValueError: `smoothing` is out of its range.
+        lambda is `excess_K`, [K] float64 in nats per token; eta is `step_size`, c is `smoothing`.
 
         Source: DoReMi (Xie et al., NeurIPS 2023), Algorithm 1.
         """
@@ -102,9 +94,7 @@ class WeightUpdate(NamedTuple):
 def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     """[B, L - 1] cross-entropy of every predicted token, in nats and float32.
 
-    Args:
-        logits_BLV: [B, L, V] floating; position p predicts token p + 1.
-        labels_BL: [B, L] int64, without padding.
+    Position p of `logits_BLV` predicts token p + 1. There is no padding.
     """
     targets_BT = labels_BL[:, 1:]
     logits_NV = logits_BLV[:, :-1].flatten(0, 1).float()
@@ -115,10 +105,7 @@ def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
 def domain_means(values_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Tensor:
     """[K] float64: mean over the tokens of each domain; NaN for a domain without any.
 
-    Args:
-        values_BT: [B, T]; a number for every token.
-        domain_ids_B: [B] int64 in [0, K), the domain of each example.
-        num_domains: K.
+    `domain_ids_B` is int64 in [0, K): the domain of each example of `values_BT`.
     """
     ids_K1 = torch.arange(num_domains, device=domain_ids_B.device).unsqueeze(1)
     # Not index_add, which adds in any order on a GPU.
@@ -143,11 +130,9 @@ def excess_losses(
     it. A domain without tokens in the batch keeps its last value.
 
     Args:
-        losses_BT: [B, T]; of the proxy, in nats.
-        reference_BT: [B, T]; of the reference model, on the same tokens.
+        losses_BT: [B, T] of the proxy, in nats; `reference_BT` of the reference model.
         domain_ids_B: [B] int64 in [0, K).
         last_K: [K] float64; the values of the step before.
-        variant: "doremi" follows DoReMi's paper and code; "doge" follows DoGE's published code.
 
     Source: DoReMi (Xie et al., NeurIPS 2023), Algorithm 1, lambda_t[i].
     """
@@ -177,7 +162,6 @@ def example_shares(
         alpha_K: [K], on the simplex; this step's.
         sampling_K: [K], > 0; the sampling weights of the batch.
         domain_ids_B: [B] int64 in [0, K).
-        variant: "doremi" follows DoReMi's code; "doge" follows DoGE's published code.
 
     Source: DoReMi (Xie et al., NeurIPS 2023), eq. (1).
     """

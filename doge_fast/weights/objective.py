@@ -17,19 +17,16 @@ UNIVERSAL: Literal["universal"] = "universal"
 
 @dataclass(frozen=True)
 class Objective:
-    """sum_r tau_r l_r over the rows.
-
-    Args:
-        domains: the K training domains, in the order of the simplex.
-        rows: the training domains, then the M held-out targets.
-        tau: [R] weights >= 0, one per row.
-        is_universal: whether the target was given as "universal" (Algorithm 1).
-    """
+    """sum_r tau_r l_r over the rows."""
 
     domains: tuple[str, ...]
+    """The K training domains, in the order of the simplex."""
     rows: tuple[str, ...]
+    """The training domains, then the M held-out targets."""
     tau: tuple[float, ...]
+    """[R] weights >= 0, one per row."""
     is_universal: bool
+    """Whether the target was given as "universal" (Algorithm 1)."""
 
     @classmethod
     def of(cls, domains: Sequence[str], target: Target = UNIVERSAL) -> "Objective":
@@ -43,14 +40,25 @@ class Objective:
         Raises:
             ValueError: a name or weight is not allowed.
         """
-        names = _checked_domains(domains)
-        tau = _checked_target(target, names)
-        rows = names + tuple(name for name in tau if name not in names)
+        names = _checked_names(domains, "domains")
+        is_universal = isinstance(target, str) and target == UNIVERSAL
+        if is_universal:
+            target = names
+        elif isinstance(target, str):
+            target = [target]
+        targets = _checked_names(target, "target")
+        tau = dict(target) if isinstance(target, Mapping) else dict.fromkeys(targets, 1.0)
+        for name, value in tau.items():
+            if not simplex.is_number(value) or not 0 <= value < float("inf"):
+                raise ValueError(f"target weights must be finite and >= 0; {name!r} has {value!r}.")
+        if not any(value > 0 for value in tau.values()):
+            raise ValueError(f"a target must have a positive weight; got {target!r}.")
+        rows = names + tuple(name for name in targets if name not in names)
         return cls(
             domains=names,
             rows=rows,
-            tau=tuple(tau.get(name, 0.0) for name in rows),
-            is_universal=isinstance(target, str) and target == UNIVERSAL,
+            tau=tuple(float(tau.get(name, 0.0)) for name in rows),
+            is_universal=is_universal,
         )
 
     @property
@@ -73,62 +81,24 @@ class Objective:
         return {name: tau for name, tau in zip(self.rows, self.tau, strict=True) if tau > 0}
 
 
-def _checked_domains(domains: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(domains, str):
-        raise ValueError(f"domains must be a sequence of names; got the string {domains!r}.")
-    if isinstance(domains, set | frozenset):
+def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
+    # A set has no order, and the letters of a string are no names.
+    if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable):
+        raise ValueError(f"{what} must be a list of names; got {names!r}.")
+    if isinstance(names, Mapping):
         raise ValueError(
-            f"domains must have an order, that of the simplex; got the set {domains!r}. "
-            "Pass a list."
+            f"{what} must be a list of names; got {names!r}. If its values are domain weights to "
+            f"start from, pass {list(names)} and initial={{name: weight}}."
         )
-    if not isinstance(domains, Iterable):
-        raise ValueError(f"domains must be a sequence of names; got {domains!r}.")
-    names = tuple(domains)
-    if not names:
-        raise ValueError("domains must name at least one training domain; got none.")
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"a domain name must be a non-empty string; got {name!r} in {names}.")
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise ValueError(f"domain names must be distinct; {duplicates} occur more than once.")
-    if UNIVERSAL in names:
-        raise ValueError(
-            f"{UNIVERSAL!r} means all training domains and cannot name one; rename the domain."
-        )
-    return names
-
-
-def _checked_target(target: Target, domains: tuple[str, ...]) -> dict[str, float]:
-    """{name: tau}, tau >= 0, some tau > 0."""
-    tau: dict[str, float]
-    if isinstance(target, str):
-        tau = dict.fromkeys(domains, 1.0) if target == UNIVERSAL else {target: 1.0}
-    elif isinstance(target, Mapping):
-        tau = dict(target)
-    elif isinstance(target, Sequence):
-        _check_target_names(target)
-        tau = dict.fromkeys(target, 1.0)
-        if len(tau) != len(target):
-            raise ValueError(f"target names must be distinct; got {list(target)}.")
-    else:
-        raise ValueError(
-            "target must be 'universal', a name, a list of names or {name: weight}; "
-            f"got {target!r}."
-        )
-    _check_target_names(tau)
-    for name, value in tau.items():
-        if not simplex.is_number(value) or not 0 <= value < float("inf"):
-            raise ValueError(f"target weights must be finite and >= 0; {name!r} has {value!r}.")
-    if not any(value > 0 for value in tau.values()):
-        raise ValueError(f"target needs at least one name with a positive weight; got {target!r}.")
-    return {name: float(value) for name, value in tau.items()}
-
-
-def _check_target_names(names: Iterable[str]) -> None:
-    for name in names:
+    checked = tuple(names)
+    if not checked:
+        raise ValueError(f"{what} must be at least one name; got none.")
+    for name in checked:
         if not isinstance(name, str) or not name or name == UNIVERSAL:
             raise ValueError(
-                f"a target must be a non-empty name, and {UNIVERSAL!r} stands alone; "
-                f"got {name!r} in {names!r}."
+                f"{what} must be non-empty names, and {UNIVERSAL!r} stands alone: it means all "
+                f"training domains. Got {name!r} in {checked}."
             )
+    if len(set(checked)) < len(checked):
+        raise ValueError(f"{what} must be distinct names; got {list(checked)}.")
+    return checked

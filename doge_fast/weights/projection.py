@@ -38,26 +38,19 @@ def project(
     (The mirror step uses KL(q || w).)
 
     A weight of zero stays zero, as in the mirror step, unless it has a floor: then it gets the
-    floor, the limit for small weights.
-
-    c is exact: the sum of the clipped weights is piecewise linear and non-decreasing in c, with
-    kinks at floor_j / w_j and cap_j / w_j, and it is solved for 1 between two neighbouring kinks.
+    floor, the limit for small weights. c is exact: the sum of the clipped weights is piecewise
+    linear and non-decreasing in c, and is solved for 1 between two neighbouring kinks.
 
     Args:
         weights: K numbers >= 0 with a positive sum, which need not be 1.
-        floors: K numbers, each in [0, cap_j].
-        caps: K numbers, each in [floor_j, 1]; 1 for no cap.
+        floors: K numbers, each in [0, cap_j], that sum to at most 1.
+        caps: K numbers, each in [floor_j, 1]; 1 for no cap. Those of domains with a weight or a
+            floor sum to at least 1.
 
     Returns:
-        K numbers, exactly within their bounds; they sum to 1 within K ulp (within 1e-6 if the
-        bounds leave a single point).
-
-    Raises:
-        ValueError: the lengths differ; a number is negative, not finite or out of its range; the
-            floors sum to more than 1; or the caps sum to less than 1, not counting domains of
-            weight zero without a floor.
+        K numbers, exactly within their bounds; they sum to 1 within K ulp (within
+        `BOUNDS_TOLERANCE` if the bounds leave a single point).
     """
-    _check(weights, floors, caps)
     domains = [_Domain(*each) for each in zip(weights, floors, caps, strict=True)]
     kinks = sorted(kink for each in domains if each.weight for kink in (each.low, each.high))
     first = bisect_left(kinks, 1.0, key=lambda c: math.fsum(each.clipped(c) for each in domains))
@@ -98,36 +91,3 @@ class _Domain(NamedTuple):
     def held(self, above: float) -> float:
         """The bound of a domain that is not free: its floor if it is there up to `above`."""
         return self.floor if self.low >= above else self.cap
-
-
-def _check(weights: Sequence[float], floors: Sequence[float], caps: Sequence[float]) -> None:
-    if not len(weights) == len(floors) == len(caps):
-        raise ValueError(
-            "weights, floors and caps must be of one length; got "
-            f"{len(weights)}, {len(floors)} and {len(caps)}."
-        )
-    if not all(0 <= w < math.inf for w in weights) or not sum(weights) > 0:
-        raise ValueError(
-            f"weights to project must be finite, >= 0 and not all zero; got {list(weights)}."
-        )
-    for j, (floor, cap) in enumerate(zip(floors, caps, strict=True)):
-        if not 0 <= floor <= cap <= 1:
-            raise ValueError(
-                f"bounds of a weight must satisfy 0 <= floor <= cap <= 1; got floor {floor:g} and "
-                f"cap {cap:g} at position {j}."
-            )
-    least = math.fsum(floors)
-    if least > 1 + BOUNDS_TOLERANCE:
-        raise ValueError(
-            f"floors must leave room on the simplex; they sum to {least:.6g}, {least - 1:.3g} too "
-            "much. Lower them."
-        )
-    most = math.fsum(
-        cap if w > 0 else floor for w, floor, cap in zip(weights, floors, caps, strict=True)
-    )
-    if most < 1 - BOUNDS_TOLERANCE:
-        raise ValueError(
-            "caps must leave room on the simplex; domains with a weight or a floor may hold "
-            f"{most:.6g} in all, {1 - most:.3g} is missing. Raise caps, or give a floor to a "
-            "domain of weight zero."
-        )

@@ -285,23 +285,22 @@ def check_arguments(
 ) -> None:
     """Raise ValueError unless the shapes, dtypes and devices belong together."""
     num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
-    if state_S.shape != (3 * num_domains + 2,) or not 1 <= num_domains <= num_rows:
-        raise ValueError(
-            "reweight() keeps 3 K + 2 numbers for K domains, K at least 1 and at most the "
-            f"{num_rows} rows of tau_R; state_S has shape {list(state_S.shape)}. "
-            "Make it with new_state(alpha_K)."
-        )
-    if not num_rows - num_domains < num_slots <= num_rows:
-        raise ValueError(
-            f"reweight() needs a row in gram_BB for each of {num_rows - num_domains} targets and "
-            f"for 1 to {num_domains} training domains; it has shape {list(gram_BB.shape)}."
-        )
     if score not in NAMED_SCORES:
         raise ValueError(f"reweight() knows the scores {[*NAMED_SCORES]}; got {score!r}.")
+    if not (
+        state_S.shape == (3 * num_domains + 2,)
+        and 1 <= num_domains <= num_rows
+        and num_rows - num_domains < num_slots <= num_rows
+    ):
+        raise ValueError(
+            f"reweight() needs state_S of new_state(alpha_K) for K domains, 1 <= K <= R, and "
+            f"gram_BB with R - K < B <= R; got R {num_rows}, K {num_domains}, B {num_slots} and "
+            f"state_S of shape {list(state_S.shape)}."
+        )
     expected = {
         "gram_BB": (gram_BB, (num_slots, num_slots), torch.float64),
         "full_BB": (full_BB, (num_slots, num_slots), torch.float64),
-        "state_S": (state_S, tuple(state_S.shape), torch.float64),
+        "state_S": (state_S, state_S.shape, torch.float64),
         "tau_R": (tau_R, (num_rows,), torch.float64),
         "slot_R": (slot_R, (num_rows,), torch.int32),
         "settings_C": (settings_C, (len(StepSettings._fields),), torch.float64),
@@ -311,8 +310,8 @@ def check_arguments(
         if not is_right or tensor.device != gram_BB.device:
             raise ValueError(
                 f"reweight() needs {name} contiguous, of shape {list(shape)} and {dtype} on "
-                f"{gram_BB.device}; it has shape {list(tensor.shape)}, strides "
-                f"{list(tensor.stride())} and {tensor.dtype} on {tensor.device}."
+                f"{gram_BB.device}; it has shape {list(tensor.shape)}, strides {tensor.stride()} "
+                f"and {tensor.dtype} on {tensor.device}."
             )
 
 

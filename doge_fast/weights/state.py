@@ -31,6 +31,9 @@ COLLAPSED = 0.1
 
 COUNTS = ("num_steps", "num_skipped")
 
+# A learning rate may still be warming up before.
+_STEPS_OF_A_RATE = 50
+
 # Weights that were printed or read from a file are rounded.
 _SUM_TOLERANCE = 1e-5
 
@@ -39,22 +42,20 @@ _SUM_TOLERANCE = 1e-5
 class UpdateRule:
     """How domain weights move: the settings of Algorithms 1 and 2, constant over a run.
 
-    Args:
-        mu: > 0, Bregman coefficient.
-        score: what moves the weights; `PAPER` is W.
-        domain_max_grad_norm: > 0, norm to which every row is clipped first; None: not clipped.
-        max_grad_norm: > 0, norm to which the combined gradient is clipped; None: not clipped.
-        smoothing: in [0, 1), mixture with uniform.
-
     Raises:
-        ValueError: an argument outside its range.
+        ValueError: one is outside its range.
     """
 
     mu: float
+    """> 0, Bregman coefficient."""
     score: Score = PAPER
+    """What moves the weights; `PAPER` is W."""
     domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
+    """> 0, norm to which every row is clipped first; None: not clipped."""
     max_grad_norm: float | None = None
+    """> 0, norm to which the combined gradient is clipped; None: not clipped."""
     smoothing: float = 0.0
+    """In [0, 1), mixture with uniform."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -72,13 +73,8 @@ class DomainWeights:
     """The domain weights of a run, their mean, and the step that moves them.
 
     They keep their memory from step to step, so a step can be captured in a CUDA graph. Methods
-    return copies. Nothing waits for the device, unless a docstring says so.
-
-    Args:
-        objective: the domains and the targets.
-        rule: how the weights move.
-        device: of the first weights; they follow the gradients to another.
-        initial: {domain: weight} to start from; None: uniform, as in Algorithm 1.
+    return copies. Nothing waits for the device, unless a docstring says so. `device` is that of the
+    first weights; they follow the gradients to another. `initial` is that of `DoGEOptimizer`.
 
     Raises:
         ValueError: `initial` does not have a weight for exactly these domains.
@@ -98,6 +94,10 @@ class DomainWeights:
         """The record of the last step."""
         self._start_K = _start(objective.domains, initial)
         self._warned: set[str] = set()
+        self.assumed_lr: float | None = None
+        """The largest learning rate that the default mu was computed from; None: mu was given."""
+        # The largest learning rate of a step so far, where the host knows it.
+        self._largest_lr = 0.0
         self._state_S: Tensor = new_state(self._start_K.to(device))
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # Whether the state is a checkpoint's: loaded, and not moved since.
@@ -132,9 +132,8 @@ class DomainWeights:
     def settings(self, *, with_values: bool) -> dict[str, object]:
         """{name for messages: value that must be the same on all ranks}.
 
-        Args:
-            with_values: whether to include the weights; reading them waits for the device. Needed
-                until rank 0 has broadcast them once.
+        `with_values` reads the weights too, and waits for the device: needed until rank 0 has
+        broadcast them once.
         """
         return {
             "the domains or the target": [self.objective.domains, self.objective.target],
@@ -147,6 +146,8 @@ class DomainWeights:
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self._are_loaded = True
+        # Steps that this object has not seen had rates of their own.
+        self._largest_lr = math.inf
         for name, view in state_views(self._state_S)._asdict().items():
             view.copy_(parts[name])
 
@@ -165,10 +166,8 @@ class DomainWeights:
         Args:
             gram_BB: [B, B] inner products of scaled gradients over the columns that enter W.
             full_BB: [B, B] over all columns; may be `gram_BB`.
-            rows_B: names of the rows of the buffer.
-            present: names of the rows that have a gradient.
-            lr: eta of this step.
-            grad_scale: the factor that multiplied the losses.
+            rows_B: names of the rows of the buffer; `present` are those with a gradient.
+            lr: eta of this step; `grad_scale` is the factor that multiplied the losses.
 
         Raises:
             ValueError: `lr` < 0 or NaN.
@@ -176,6 +175,7 @@ class DomainWeights:
         rule, device = self.rule, gram_BB.device
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
+        self._largest_lr = max(self._largest_lr, math.inf if isinstance(lr, Tensor) else lr)
         # The model may have moved to another device since they were made.
         self._state_S, self._tau_R = self._state_S.to(device), self._tau_R.to(device)
         self._are_loaded = False
@@ -205,15 +205,55 @@ class DomainWeights:
         self.rule = replace(self.rule, mu=mu)
 
     def warn_of_failure(self) -> None:
-        """Warn, once each, if all scores are zero or the weights have collapsed.
+        """Warn, once each, of weights that mean nothing.
 
-        Waits for the device.
+        These are: all steps were skipped, all scores are zero, the default mu does not fit the
+        learning rate, or the weights have collapsed. Waits for the device.
         """
         state = state_views(self._state_S.cpu())
-        for kind, message in (("unmoved", self._unmoved(state)), ("few", self._collapsed(state))):
+        messages = {
+            "skipped": self._all_skipped(state),
+            "unmoved": self._unmoved(state),
+            "few": self._collapsed(state),
+            "rate": self._other_rate(state),
+        }
+        for kind, message in messages.items():
             if message and kind not in self._warned:
                 self._warned.add(kind)
                 warnings.warn(message, stacklevel=3)
+
+    def _all_skipped(self, state: WeightsState) -> str | None:
+        steps, skipped = int(state.num_steps), int(state.num_skipped)
+        if skipped <= steps:
+            return None
+        return (
+            f"{skipped} of {steps + skipped} steps were skipped because a gradient was not finite; "
+            "the domain weights come from the others alone. Lower the learning rate, or look for "
+            "the domain whose loss is not finite."
+        )
+
+    def _other_rate(self, state: WeightsState) -> str | None:
+        steps, largest, assumed = int(state.num_steps), self._largest_lr, self.assumed_lr
+        is_settled = steps >= _STEPS_OF_A_RATE
+        if is_settled and largest == 0:
+            return (
+                "the learning rate of the first parameter group, by which the domain weights move, "
+                f"was 0 in all {steps} steps. Put a group with a learning rate first."
+            )
+        if assumed is None or math.isinf(largest):
+            return None
+        if largest > 10 * assumed:
+            side = "move too fast"
+        elif is_settled and largest < assumed / 100:
+            side = "hardly move"
+        else:
+            return None
+        return (
+            f"mu={self.rule.mu:g} was computed from a learning rate of {assumed:g}, and the "
+            f"largest of {steps} steps was {largest:g}, so the domain weights {side}. Pass mu=: "
+            "the default is 20 times the largest learning rate of the run, times (T + 1) / 2 for T "
+            "targets (all domains for the universal target)."
+        )
 
     def _unmoved(self, state: WeightsState) -> str | None:
         count = int(state.num_steps)
@@ -280,25 +320,18 @@ def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tenso
     """[K] float64 on the simplex: the first weights."""
     if initial is None:
         return simplex.uniform(len(domains))
-    if not isinstance(initial, Mapping):
+    if not isinstance(initial, Mapping) or set(initial) != set(domains):
         raise ValueError(
-            f"initial must be a dict {{domain: weight}} of {list(domains)}; got {initial!r}."
+            f"initial must be a dict {{domain: weight}} of exactly {list(domains)}; "
+            f"got {initial!r}."
         )
-    missing = [name for name in domains if name not in initial]
-    extra = [name for name in initial if name not in domains]
-    if missing or extra:
-        raise ValueError(
-            f"initial must have a weight for each of {list(domains)} and no other; it lacks "
-            f"{missing} and has {extra} besides."
-        )
-    for name in domains:
-        if not simplex.is_number(initial[name]) or initial[name] < 0:
-            raise ValueError(f"initial must be weights >= 0; {name!r} has {initial[name]!r}.")
-    alpha_K = torch.tensor([initial[name] for name in domains], dtype=torch.float64)
+    weights = [initial[name] for name in domains]
+    are_weights = all(simplex.is_number(weight) and weight >= 0 for weight in weights)
     # A NaN fails the comparison as well.
-    if not abs(float(alpha_K.sum()) - 1) <= _SUM_TOLERANCE:
+    if not are_weights or not abs(float(sum(weights)) - 1) <= _SUM_TOLERANCE:
         raise ValueError(
             f"initial must be weights >= 0 that sum to 1 (within {_SUM_TOLERANCE:g}); got "
             f"{dict(initial)}. Divide each by the sum."
         )
+    alpha_K = torch.tensor(weights, dtype=torch.float64)
     return alpha_K / alpha_K.sum()

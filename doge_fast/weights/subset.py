@@ -23,10 +23,7 @@ from doge_fast.weights.simplex import is_integer
 class Subset:
     """The domains of a step, and the buffer's row of each.
 
-    Args:
-        objective: the training domains and the targets.
-        num_domains: S, the number of training domains of a step; None: all.
-        seed: seed of the draws.
+    `num_domains` is S, the number of training domains of a step; None: all.
 
     Raises:
         ValueError: S is no integer in [2, K] (in [1, K] if no training domain is a target); or the
@@ -54,7 +51,8 @@ class Subset:
         """The S training domains of the step."""
         self.rows: tuple[str, ...] = names + self._objective.measured
         """Names of the buffer's rows."""
-        self._slots = {name: slot for slot, name in enumerate(self.rows)}
+        self.slots = {name: slot for slot, name in enumerate(self.rows)}
+        """{name: its row of the buffer}."""
 
     @property
     def all_rows(self) -> tuple[str, ...]:
@@ -66,26 +64,16 @@ class Subset:
         """The number of rows of the buffer: S + M."""
         return len(self.rows)
 
-    def holds(self, name: str) -> bool:
-        """Whether `name` has a row in this step."""
-        return name in self._slots
-
-    def slot_of(self, name: str) -> int:
-        """The row of the buffer of `name`, one of `rows`."""
-        return self._slots[name]
-
 
 def _checked_number(objective: Objective, num_domains: int | None) -> int:
     names = objective.domains
-    if num_domains is None or num_domains == len(names):
+    if num_domains is None:
         return len(names)
     # With one domain alone its effect on the others cannot be measured.
-    least = 2 if any(objective.tau[: len(names)]) else 1
+    least = min(2, len(names)) if any(objective.tau[: len(names)]) else 1
     if not is_integer(num_domains) or not least <= num_domains <= len(names):
         raise ValueError(
             f"domains_per_step must be an integer between {least} and the {len(names)} training "
             f"domains; got {num_domains!r}."
-            + " With one domain alone its effect on the others cannot be measured."
-            * (num_domains == 1)
         )
     return num_domains

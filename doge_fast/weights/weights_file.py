@@ -16,14 +16,12 @@ from doge_fast import atomic_file
 
 SCHEMA_VERSION = 1
 
+LAST_WITH_REMOVED = "before-the-card"
+"""The git tag of the last commit with methods that were removed since."""
+
 
 def write(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Write a record of domain weights; `schema_version` is added where it is missing.
-
-    Args:
-        path: the file.
-        record: {"method", "domains": [{"name", "weight", ...}], ...}.
-    """
+    """Write a record {"method", "domains": [{"name", "weight", ...}], ...} of domain weights."""
     write_json(Path(path), {"schema_version": SCHEMA_VERSION, **record})
 
 
@@ -63,3 +61,11 @@ def write_json(path: Path, value: Any) -> None:
             f"{path} must be in UTF-8, and its line {line!a} cannot be. Rename what it names."
         ) from None
     atomic_file.write(path, data)
+
+
+def refusal_of_removed(what: str) -> str:
+    """The message that refuses a file of a removed method; `what` is its place and its name."""
+    return (
+        f"{what} belongs to a method that was removed. Learn new weights, or read it with the "
+        f"commit that is tagged {LAST_WITH_REMOVED!r}."
+    )

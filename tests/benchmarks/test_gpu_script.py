@@ -16,7 +16,7 @@ import torch
 from benchmarks import cases, optimizer_step, protocol
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import bars, job, report, sanitizer, session, times
-from benchmarks.gpu.__main__ import Section
+from benchmarks.gpu.__main__ import ScriptSection
 from benchmarks.gpu.session import Row, Session
 from doge_fast.kernels import build
 from tests.processes import printed_by
@@ -120,7 +120,7 @@ def test_what_should_be_there_and_is_not_is_said_and_fails(
     reasons = {"cpp": REASON, "cuda": "no GPU", "triton": "no GPU", "torch": None}
     monkeypatch.setattr(session, "implementations", lambda device: reasons)
     monkeypatch.setattr(session, "expected", lambda device: ("cpp",))
-    monkeypatch.setitem(gpu.PARTS, "correctness", {"determinism": Section(right_rows)})
+    monkeypatch.setitem(gpu.PARTS, "correctness", {"determinism": ScriptSection(right_rows)})
     assert gpu.main([*QUICK, "--out", str(tmp_path), "correctness"]) == bars.WRONG
     record, text = record_in(tmp_path)
     # Every row was right: what is missing has none.
@@ -170,7 +170,7 @@ def test_a_failing_section_is_recorded_and_a_slow_one_is_cut() -> None:
 
 
 def test_no_section_starves(monkeypatch: pytest.MonkeyPatch) -> None:
-    sections = {name: Section(endless, share) for name, share in (("a", 3.0), ("b", 1.0))}
+    sections = {name: ScriptSection(endless, share) for name, share in (("a", 3.0), ("b", 1.0))}
     monkeypatch.setitem(gpu.PARTS, "endless", sections)
     found = gpu.run_part("endless", CPU, 0.4 / 60)
     assert all(each["cut"] and each["rows"] for each in found.values())

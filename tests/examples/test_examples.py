@@ -12,7 +12,7 @@ import runpy
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +173,11 @@ def test_every_example_is_run_and_says_what_to_copy() -> None:
 # The text about loops of others: its code runs on stand-ins that have what theirs have.
 
 
-def programs() -> list[str]:
-    page = ROOT / "docs/how-to/torchtitan.md"
-    return [block.text for block in blocks_of(page) if block.language == "python"]
+def program(name: str) -> str:
+    """The block of the page on other trainers that defines a class."""
+    page = ROOT / "docs/how-to/other-trainers.md"
+    (found,) = [block.text for block in blocks_of(page) if f"\nclass {name}(" in block.text]
+    return found
 
 
 class Head(torch.nn.Module):
@@ -244,7 +246,7 @@ def titan_text(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
     patch.chdir(folder)
     patch.setattr(installed("datasets").config, "HF_DATASETS_CACHE", folder / "cache")
     namespace: dict[str, Any] = {"__name__": "my_train"}
-    exec(programs()[0], namespace)
+    exec(program("DoGETitan"), namespace)
     return namespace
 
 
@@ -333,16 +335,47 @@ def test_the_loader_for_torchtitan_takes_turns_and_goes_on_after_a_checkpoint(
         assert torch.equal(labels, rows[:, 1:])
 
 
+def with_masked_labels(domain: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a domain; the two rows have three and four targets."""
+    tokens = tokens_of(domain)
+    labels = tokens.clone()
+    labels[0, 2] = -100
+    return tokens, labels
+
+
+def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, **how: Any) -> torch.Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **how)
+
+
+def expected_of_masked(domains: list[str], lrs: list[float]) -> dict[str, float]:
+    """What a step at each rate learns from means over a domain's own targets."""
+    torch.manual_seed(0)
+    model = Head()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DoGEOptimizer(inner, domains=domains, max_grad_norm=1.0)
+    for lr in lrs:
+        inner.param_groups[0]["lr"] = lr
+        for name in domains:
+            tokens, labels = with_masked_labels(name)
+            with optimizer.domain(name):
+                shifted_loss(model(tokens), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.weights
+
+
 class Tune:
     """What torchtune's recipe has when its setup is done, as far as training needs it."""
 
-    def __init__(self, dataloader: Any) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self._model, self._device = Head(), torch.device("cpu")
         self._loss_fn = torch.nn.CrossEntropyLoss()
         self._optimizer = self._setup_optimizer({"lr": 0.1})
-        self._dataloader, self._lr_scheduler = dataloader, None
-        self._gradient_accumulation_steps = 6
+        names = {name: name for name in ("arxiv", "book", "code")}
+        self._dataloader = self._setup_data(cfg_dataset=names, shuffle=True)
+        self._gradient_accumulation_steps = len(self._dataloader)
+        self._lr_scheduler = None
         self.epochs_run, self.total_epochs, self.global_step = 0, 2, 0
         self.logged: list[Any] = []
         self._metric_logger = types.SimpleNamespace(
@@ -352,38 +385,82 @@ class Tune:
     def _setup_optimizer(self, cfg_optimizer: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(self._model.parameters(), **cfg_optimizer)
 
+    def _setup_data(self, cfg_dataset: str, shuffle: bool) -> Any:
+        class Loader(list[dict[str, torch.Tensor]]):
+            sampler = types.SimpleNamespace(set_epoch=lambda epoch: None)
+
+        rows = zip(*with_masked_labels(cfg_dataset), strict=True)
+        return Loader({"tokens": row[None], "labels": labels[None]} for row, labels in rows)
+
     def _loss_step(self, batch: Any) -> torch.Tensor:
         labels = batch.pop("labels")
-        loss: torch.Tensor = self._loss_fn(self._model(**batch).flatten(0, 1), labels.flatten())
-        return loss
+        return shifted_loss(self._model(**batch), labels)
 
     def save_checkpoint(self, epoch: int) -> None:
         self.logged.append(epoch)
 
 
 def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, expected: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stand_in(monkeypatch, "torchtune", config=types.SimpleNamespace(parse=lambda main: main))
     stand_in(monkeypatch, "full_finetune_single_device", FullFinetuneRecipeSingleDevice=Tune)
     namespace: dict[str, Any] = {"__name__": "my_recipe"}
-    exec(programs()[1], namespace)
-
-    class Loader:
-        sampler = types.SimpleNamespace(set_epoch=lambda epoch: None)
-
-        def __iter__(self) -> Iterator[Any]:
-            for name in ("arxiv", "book", "code"):
-                for row in tokens_of(name).split(1):
-                    yield {"tokens": row[:, :-1], "labels": row[:, 1:], "domain": name}
-
-    recipe = namespace["DoGERecipe"](Loader())
+    exec(program("DoGERecipe"), namespace)
+    recipe = namespace["DoGERecipe"]()
     recipe.train()
+    expected = expected_of_masked(["arxiv", "book", "code"], [0.1, 0.1])
     assert weights_in(tmp_path) == pytest.approx(expected, rel=1e-6)
     assert [step for step, _ in recipe.logged[0::2]] == [1, 2]
     with pytest.raises(ValueError, match="set it False"):
         recipe._setup_optimizer({"lr": 0.1}, optimizer_in_bwd=True)
+
+
+class OLMo:
+    """What the train module of OLMo-core does with a batch and at the end of a step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Head()
+        self.optim: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
+        tokens, labels = batch["input_ids"], batch["labels"]
+        num_tokens = (labels[:, 1:] != -100).sum()
+        for rows, targets in zip(tokens.split(1), labels.split(1), strict=True):
+            (shifted_loss(self.model(rows), targets, reduction="sum") / num_tokens).backward()
+
+    def optim_step(self, lr: float) -> None:
+        for group in self.optim.param_groups:
+            group["lr"] = lr
+        self.optim.step()
+
+    def zero_grads(self) -> None:
+        self.optim.zero_grad(set_to_none=True)
+
+
+def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(monkeypatch, "olmo_core")
+    stand_in(monkeypatch, "olmo_core.train")
+    stand_in(monkeypatch, "olmo_core.train.train_module", TransformerTrainModule=OLMo)
+    namespace: dict[str, Any] = {"__name__": "my_train"}
+    exec(program("DoGETrainModule").replace('"web"', '"arxiv"'), namespace)
+    module = namespace["DoGETrainModule"]()
+    domains = ["arxiv", "code"]
+    tokens, labels = map(torch.cat, zip(*map(with_masked_labels, domains), strict=True))
+    names = [{"label": name} for name in domains for _ in range(2)]
+    order = [2, 0, 3, 1]
+    batch = {"input_ids": tokens[order], "labels": labels[order]}
+    module.train_batch(dict(batch), dry_run=True)
+    module.zero_grads()
+    for lr in (0.2, 0.1):
+        module.train_batch(batch | {"metadata": [names[row] for row in order]})
+        module.optim_step(lr)
+        module.zero_grads()
+    assert module.optim.weights == pytest.approx(expected_of_masked(domains, [0.2, 0.1]), rel=1e-6)
 
 
 def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[str, float]:

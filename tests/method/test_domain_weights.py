@@ -111,14 +111,12 @@ def test_few_of_many_domains_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("initial", "message"),
     [
-        ({"a": 0.5, "b": 0.5}, r"lacks \['c'\]"),
-        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, r"has \['d'\] besides"),
-        ({"a": 0.5, "b": 0.3, "c": 0.1}, "sum to 1 .* got .*'c': 0.1}"),
-        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0; 'b' has -0.5"),
-        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0; 'b' has '0.5'"),
+        ({"a": 0.5, "b": 0.5}, "exactly .*'c'"),
+        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, "exactly .*'d': 0.0"),
+        ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0 .*'b': -0.5"),
+        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0 .*'b': '0.5'"),
         ([0.2, 0.3, 0.5], "a dict {domain: weight}"),
         ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
-        ({"a": math.inf, "b": 0.0, "c": 0.0}, "weights >= 0 that sum to 1"),
         ({"a": 0.5, "b": 0.5, "c": 1.1e-5}, r"sum to 1 \(within 1e-05\)"),
     ],
 )
@@ -162,16 +160,6 @@ def test_no_rate_below_zero_moves_the_weights(lr: float) -> None:
     assert weights.read("alpha").tolist() == [0.5, 0.5]
 
 
-def test_another_mu_holds_from_the_next_step_on() -> None:
-    gram_RR = rows(2) @ rows(2).T
-    first, second = weights_of(), weights_of()
-    second.set_mu(2 * UNCLIPPED.mu)
-    moves = [move(first, gram_RR, 0.01).alpha, move(second, gram_RR, 0.02).alpha]
-    torch.testing.assert_close(*moves, rtol=1e-12, atol=0)
-    assert second.rule.mu == 1.0
-    assert moves[0][0] != 0.5
-
-
 def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be a kernel of its own on a GPU."""
     weights, gram_RR = weights_of(), rows(2) @ rows(2).T
@@ -181,7 +169,9 @@ def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Tensor, "fill_", lambda t, v: written.append(v) or fill(t, v))
     for lr in (0.1, 0.1, 0.2, 0.2):
         move(weights, gram_RR, lr)
-    assert written == [0.2]
+    weights.set_mu(0.75)
+    move(weights, gram_RR, 0.2)
+    assert written == [0.2, 0.75]
 
 
 def test_settings_move_to_where_the_gradients_are() -> None:

@@ -3,14 +3,12 @@
 import json
 import pickle
 from collections import Counter
-from itertools import chain, islice
-from pathlib import Path
-from types import SimpleNamespace
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from doge_fast.mixture import DomainMixture
 
@@ -22,38 +20,8 @@ THEN = {"web": 0.1, "code": 0.2, "books": 0.7}
 SHARDED = [(1, 0), (1, 1), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2)]
 
 
-class Counting:
-    """A stream of numbers, the same in every process."""
-
-    def __init__(self, first: int, size: int) -> None:
-        self.first, self.size, self.epoch = first, size, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self):
-        rows = range(self.first, self.first + self.size)
-        # Backwards in odd epochs.
-        return iter(rows[::-1] if self.epoch % 2 else rows)
-
-
-class Divided(Counting, IterableDataset[int]):
-    """Every worker of a loader reads other rows of it, as torch advises."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        return islice(
-            super().__iter__(), info.id if info else 0, None, info.num_workers if info else 1
-        )
-
-
 def sized(**changed) -> DomainMixture:
     domains = {name: range(FIRST[name], FIRST[name] + size) for name, size in SIZES.items()}
-    return DomainMixture(domains, **{"weights": START, "batch_size": 12, "seed": 5, **changed})
-
-
-def streamed(**changed) -> DomainMixture:
-    domains = {name: Counting(FIRST[name], size) for name, size in SIZES.items()}
     return DomainMixture(domains, **{"weights": START, "batch_size": 12, "seed": 5, **changed})
 
 
@@ -67,12 +35,9 @@ def by_sampler(mixture: DomainMixture, rank: int, world: int, workers: int) -> D
     return DataLoader(mixture, batch_sampler=mixture.batches(rank, world), num_workers=workers)
 
 
-def by_stream(mixture: DomainMixture, rank: int, world: int, workers: int) -> DataLoader:
+def by_stream(mixture: DomainMixture, rank: int, world: int) -> DataLoader:
     stream = mixture.stream(rank, world)
-    return DataLoader(stream, batch_size=stream.batch_size, num_workers=workers)
-
-
-LOADERS = [by_sampler, by_stream]
+    return DataLoader(stream, batch_size=stream.batch_size)
 
 
 def united(loaders: list[DataLoader]) -> list[list[int]]:
@@ -80,25 +45,27 @@ def united(loaders: list[DataLoader]) -> list[list[int]]:
     return [torch.cat(parts).tolist() for parts in zip(*loaders, strict=True)]
 
 
-@pytest.mark.parametrize("make", [sized, streamed])
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(("world", "workers"), SHARDED)
-def test_ranks_and_workers_together_see_the_batches_of_one_process(make, loader, world, workers):
-    mixtures = [make(steps=7) for _ in range(world)]
+def test_ranks_and_workers_together_see_the_batches_of_one_process(world, workers):
+    mixtures = [sized(steps=7) for _ in range(world)]
     for mixture in mixtures:
         mixture.set_weights(THEN, from_step=4)
-    loaders = [loader(mixtures[rank], rank, world, workers) for rank in range(world)]
-    expected = make()
+    loaders = [by_sampler(mixtures[rank], rank, world, workers) for rank in range(world)]
+    expected = sized()
     expected.set_weights(THEN, from_step=4)
     assert united(loaders) == plain(expected, 7)
+    for mixture in mixtures:
+        mixture.seek(0)
+    assert united([by_stream(mixtures[rank], rank, world) for rank in range(world)]) == plain(
+        expected, 7
+    )
 
 
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_change_holds_from_the_step_it_names_whatever_the_workers(loader, workers):
+def test_a_change_holds_from_the_step_it_names_whatever_the_workers(workers):
     mixture = sized(steps=14)
     seen = []
-    for step, batch in enumerate(loader(mixture, 0, 1, workers)):
+    for step, batch in enumerate(by_sampler(mixture, 0, 1, workers)):
         seen.append(batch.tolist())
         weights = {"web": 0.1 + 0.05 * step, "code": 0.2, "books": 0.7 - 0.05 * step}
         # Two workers take two batches each ahead of the loop.
@@ -119,43 +86,43 @@ def test_new_weights_hold_from_the_first_batch_that_no_loader_has_taken():
         assert [step for step, _ in mixture.history] == [0, 4 + ahead]
 
 
-def test_new_weights_reach_the_workers_of_a_stream():
-    """Without from_step they hold as soon as possible, and the history records the step."""
-    mixture = streamed(steps=16)
-    seen, firsts = [], []
-    for step, batch in enumerate(by_stream(mixture, 0, 1, 2)):
+def test_new_weights_reach_a_stream_at_its_next_batch():
+    mixture = sized(steps=16)
+    seen = []
+    for step, batch in enumerate(by_stream(mixture, 0, 1)):
         seen.append(batch.tolist())
         if step in (2, 5, 6):
             weights = {"web": 0.0, "code": 1 - step / 10, "books": step / 10}
-            firsts.append(mixture.set_weights(weights))
-            assert step < firsts[-1] <= step + 6
-    # Two changes that no worker has read yet may begin at one step; the later holds.
-    assert [step for step, _ in mixture.history] == [0, *dict.fromkeys(firsts)]
-    assert mixture.history[-1][1]["books"] == 0.6
-    again = streamed()
+            assert mixture.set_weights(weights) == step + 1
+    assert [step for step, _ in mixture.history] == [0, 3, 6, 7]
+    again = sized()
     for step, weights in mixture.history:
         again.set_weights(weights, from_step=step)
     assert seen == plain(again, 16)
 
 
-@pytest.mark.parametrize("make", [sized, streamed])
-@pytest.mark.parametrize("loader", LOADERS)
+def test_a_stream_has_no_workers():
+    loader = DataLoader(sized(steps=2).stream(), batch_size=12, num_workers=1)
+    with pytest.raises(RuntimeError, match=r"mixture\.batches\(\)"):
+        list(loader)
+
+
 @pytest.mark.parametrize("step", [1, 5, 11])
-def test_a_run_goes_on_where_it_stopped_with_other_workers(make, loader, step):
-    whole = make(seed=9)
+def test_a_run_goes_on_where_it_stopped_with_other_workers(step):
+    whole = sized(seed=9)
     changes = {3: THEN, 9: {"web": 0.0, "code": 0.5, "books": 0.5}}
     for first, weights in changes.items():
         whole.set_weights(weights, from_step=first)
-    stopped = make(seed=9)
+    stopped = sized(seed=9)
     for first, weights in changes.items():
         # Those of later steps are planned when the run stops.
         stopped.set_weights(weights, from_step=first)
     state = json.loads(json.dumps(stopped.state_dict(step)))
-    mixtures = [make(seed=0, steps=step + 4) for _ in range(2)]
+    mixtures = [sized(seed=0, steps=step + 4) for _ in range(2)]
     for mixture in mixtures:
         mixture.load_state_dict(state)
         assert mixture.state_dict() == state
-    loaders = [loader(mixtures[rank], rank, 2, rank) for rank in range(2)]
+    loaders = [by_sampler(mixtures[rank], rank, 2, rank) for rank in range(2)]
     assert united(loaders) == plain(whole, 4, first=step)
     assert mixtures[0].drawn(step + 4) == whole.drawn(step + 4)
 
@@ -232,7 +199,6 @@ def test_every_epoch_of_a_domain_shows_each_row_once_through_all_changes():
         assert counts.min() >= whole
         assert counts.max() <= whole + 1
         assert mixture.drawn(300)[name] == len(seen)
-        assert mixture.epochs(300)[name] == len(seen) / size
 
 
 def test_what_was_drawn_follows_weights_that_move():
@@ -246,69 +212,6 @@ def test_what_was_drawn_follows_weights_that_move():
     drawn = np.array(list(mixture.drawn(400).values()))
     # The limit of four, and the batch that reached it.
     assert np.abs(drawn - asked).max() < 5
-    assert list(mixture.shares(400).values()) == pytest.approx(drawn / (400 * 64))
-    assert list(mixture.shares(0).values()) == [0, 0, 0]
-
-
-def test_streams_are_read_in_their_order_and_begun_again():
-    mixture = DomainMixture({"a": Counting(0, 5), "b": [9]}, batch_size=4, seed=1)
-    rows = np.concatenate(plain(mixture, 6))
-    # Epochs know their number: the second one is read backwards.
-    assert rows[rows != 9].tolist() == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 0, 1]
-    # Asked for an earlier batch, the stream is read again.
-    assert [row for row in plain(mixture, 1)[0] if row != 9] == [0, 1]
-    assert np.isnan(mixture.epochs(6)["a"])
-
-
-class Lines:
-    """A stream from a file; processes that share it open share the place in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __iter__(self):
-        with open(self.path, "rb", buffering=0) as file:
-            while line := file.readline():
-                yield int(line)
-
-
-def test_workers_do_not_share_an_open_file(tmp_path):
-    path = tmp_path / "lines.txt"
-    path.write_text("".join(f"{line}\n" for line in range(50)))
-    mixture = DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4, steps=6)
-    expected = plain(DomainMixture({"a": Lines(path), "b": [99]}, batch_size=4), 6)
-    # The workers begin at the second batch, when this process has the file open at that place.
-    assert plain(mixture, 1) == expected[:1]
-    mixture.seek(1)
-    assert united([by_stream(mixture, 0, 1, 2)]) == expected[1:]
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_workers_refuse_a_stream_that_may_divide_its_rows_among_them(loader):
-    def mixture() -> DomainMixture:
-        return DomainMixture({"a": Divided(0, 50), "b": [99]}, batch_size=4, steps=6)
-
-    assert united([loader(mixture(), 0, 1, 0)]) == plain(mixture(), 6)
-    with pytest.raises(
-        ValueError, match=r"a is an IterableDataset of torch \(Divided\), which may"
-    ):
-        list(loader(mixture(), 0, 1, 1))
-
-
-def test_a_stream_that_failed_is_read_anew():
-    class Failing(Counting):
-        def __iter__(self):
-            yield from range(2)
-            if not self.epoch and fails:
-                raise OSError("the disk is gone")
-            yield from range(2, 5)
-
-    fails = [True]
-    mixture = DomainMixture({"a": Failing(0, 5)}, batch_size=3)
-    with pytest.raises(OSError, match="the disk is gone"):
-        plain(mixture, 1)
-    fails.clear()
-    assert plain(mixture, 2) == [[0, 1, 2], [3, 4, 0]]
 
 
 def test_a_domain_of_weight_zero_is_never_drawn_and_may_be_empty():
@@ -337,16 +240,13 @@ def test_rows_learn_the_number_of_their_domain():
         DomainMixture({"a": [1]}, batch_size=1, domain_key="domain")[0, 0]
 
 
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("format", [None, "torch", "numpy"])
-def test_data_sets_of_hugging_face_are_domains(loader, format):
+def test_data_sets_of_hugging_face_are_domains(format):
     datasets = pytest.importorskip("datasets", reason="datasets is an optional dependency")
     table = datasets.Dataset.from_dict({"x": list(range(8))}).with_format(format)
-    # Its __iter__ gives every worker one shard; a mixture needs both in each.
-    stream = table.to_iterable_dataset(num_shards=2).with_format(format)
-    mixture = DomainMixture({"table": table, "stream": stream}, batch_size=4, steps=4)
-    assert mixture.sizes == {"table": 8, "stream": None}
-    batches = [batch["x"].tolist() for batch in loader(mixture, 0, 1, 2)]
+    mixture = DomainMixture({"one": table, "other": table}, batch_size=4, steps=4)
+    assert mixture.sizes == {"one": 8, "other": 8}
+    batches = [batch["x"].tolist() for batch in by_sampler(mixture, 0, 1, 2)]
     expected = [[int(row["x"]) for row in batch] for batch in plain(mixture, 4)]
     assert batches == expected
     # Two epochs of both.
@@ -391,7 +291,8 @@ def test_a_loader_with_a_state_of_its_own_needs_only_ours():
     assert [batch.tolist() for batch in loader] == plain(mixture, 6, first=3)
 
 
-def test_the_trainer_takes_a_stream_as_its_training_data(tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_trainer_takes_a_stream_or_the_loader_of_a_subclass(tmp_path, workers):
     transformers = pytest.importorskip("transformers", reason="an optional dependency")
     seen: list[list[int]] = []
 
@@ -404,6 +305,10 @@ def test_the_trainer_takes_a_stream_as_its_training_data(tmp_path):
             seen.append(x.tolist())
             return {"loss": (self.weight * x).mean()}
 
+    class WithWorkers(transformers.Trainer):
+        def get_train_dataloader(self):
+            return by_sampler(self.train_dataset.mixture, 0, 1, workers)
+
     def trained(mixture: DomainMixture, steps: int) -> None:
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path),
@@ -414,7 +319,8 @@ def test_the_trainer_takes_a_stream_as_its_training_data(tmp_path):
             disable_tqdm=True,
             use_cpu=True,
         )
-        transformers.Trainer(Model(), arguments, train_dataset=mixture.stream()).train()
+        kind = WithWorkers if workers else transformers.Trainer
+        kind(Model(), arguments, train_dataset=mixture.stream()).train()
 
     def mixture() -> DomainMixture:
         domains = {"a": [{"x": float(i)} for i in range(9)], "b": [{"x": -1.0}] * 9}
@@ -429,11 +335,14 @@ def test_the_trainer_takes_a_stream_as_its_training_data(tmp_path):
     assert seen == expected
 
 
-def test_spawned_workers_get_the_mixture_and_its_changes():
+def test_spawned_workers_get_the_mixture():
     mixture = sized(steps=8)
-    stream = mixture.stream()
     loader = DataLoader(
-        stream, batch_size=12, num_workers=1, multiprocessing_context="spawn", prefetch_factor=1
+        mixture,
+        batch_sampler=mixture.batches(),
+        num_workers=1,
+        multiprocessing_context="spawn",
+        prefetch_factor=1,
     )
     seen = []
     for step, batch in enumerate(loader):
@@ -444,30 +353,18 @@ def test_spawned_workers_get_the_mixture_and_its_changes():
 
 
 def test_a_mixture_can_be_copied_while_its_stream_is_open():
-    mixture = streamed(steps=3)
+    mixture = sized(steps=3)
     rows = iter(mixture.stream())
     first = [next(rows) for _ in range(5)]
     copied = pickle.loads(pickle.dumps(mixture))
-    assert plain(copied, 3) == plain(streamed(), 3)
-    assert first + [next(rows) for _ in range(31)] == list(chain(*plain(streamed(), 3)))
+    assert plain(copied, 3) == plain(sized(), 3)
+    assert first + [next(rows) for _ in range(31)] == list(chain(*plain(sized(), 3)))
 
 
-def test_the_file_of_a_stream_goes_with_it():
-    mixture = sized(steps=2)
-    stream = mixture.stream()
-    path = Path(stream.worker_file.path)
-    list(DataLoader(stream, batch_size=12, num_workers=2))
-    assert path.exists()
-    del stream
-    assert not path.exists()
-    assert mixture.set_weights(THEN, from_step=5) == 5
-
-
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(loader, workers):
+def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(workers):
     mixture = sized(steps=9)
-    batches = loader(mixture, 0, 1, workers)
+    batches = by_sampler(mixture, 0, 1, workers)
     seen = []
     for batch in batches:
         seen.append(batch.tolist())
@@ -481,42 +378,28 @@ def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(loader, workers)
 
 
 def test_only_the_loop_knows_what_it_has_finished_where_workers_run_ahead():
-    for loader in LOADERS:
-        mixture = sized(steps=9)
-        for step, _ in enumerate(loader(mixture, 0, 1, 1)):
-            if step == 2:
-                with pytest.raises(ValueError, match=r"state_dict\(step=...\)"):
-                    mixture.state_dict()
-                assert mixture.state_dict(3)["step"] == 3
-        mixture = sized(steps=9)
-        for step, _ in enumerate(loader(mixture, 0, 1, 0)):
-            assert mixture.state_dict()["step"] == step + 1
-
-
-def test_running_workers_do_not_follow_a_seek(monkeypatch):
-    """As persistent workers would have to, whose copies of the stream outlive a pass."""
-    mixture = sized(steps=2)
-    stream = mixture.stream()
-    worker = SimpleNamespace(id=0, num_workers=1, seed=1)
-    monkeypatch.setattr("doge_fast.mixture.samplers.get_worker_info", lambda: worker)
-    copied = pickle.loads(pickle.dumps(stream))
-    assert len(list(copied)) == 24
-    with pytest.raises(RuntimeError, match=r"up to step 2 .* Call mixture.seek\(step\)"):
-        list(copied)
-    mixture.seek(0)
-    with pytest.raises(RuntimeError, match="leave persistent_workers off"):
-        list(copied)
-    assert len(list(pickle.loads(pickle.dumps(stream)))) == 24
-
-
-def with_worker_taking(mixture: DomainMixture) -> DomainMixture:
-    mixture.kept = mixture.stream(0, 2)
-    mixture.kept.worker_file.take(3, num_workers=1, pass_seed=1)
-    return mixture
+    mixture = sized(steps=9)
+    for step, _ in enumerate(by_sampler(mixture, 0, 1, 1)):
+        if step == 2:
+            with pytest.raises(ValueError, match=r"state_dict\(step=...\)"):
+                mixture.state_dict()
+            assert mixture.state_dict(3)["step"] == 3
+    alone = sized(steps=9)
+    for step, _ in enumerate(by_stream(alone, 0, 1)):
+        assert alone.state_dict()["step"] == step + 1
+    alone.seek(0)
+    for step, _ in enumerate(by_sampler(alone, 0, 1, 0)):
+        assert alone.state_dict()["step"] == step + 1
 
 
 def state(**changed) -> dict:
     return {**sized().state_dict(2), **changed}
+
+
+def resumed_at(step: int) -> DomainMixture:
+    mixture = sized()
+    mixture.seek(step)
+    return mixture
 
 
 @pytest.mark.parametrize(
@@ -531,27 +414,16 @@ def state(**changed) -> dict:
         ),
         (lambda: sized(weights={**START, "web": 0.4}), "sum to 1; they are .*the sum 0.9"),
         (lambda: sized().set_weights({**START, "web": float("nan")}), "must be >= 0"),
-        (
-            lambda: DomainMixture({"a": iter([1])}, batch_size=1),
-            "not an iterator\\); a is a list_iterator",
-        ),
+        (lambda: DomainMixture({"a": iter([1])}, batch_size=1), "a is a list_iterator"),
         (lambda: DomainMixture({"a": {"x": 1}}, batch_size=1), "a is a dict"),
         (lambda: DomainMixture({"a": 3}, batch_size=1), "a is a int"),
-        (
-            lambda: DomainMixture({"a": Counting(0, 0)}, batch_size=1)[0, 0],
-            "a yields none in epoch 0",
-        ),
         (lambda: sized().batches(2, 2), r"rank must be in \[0, world_size\); got 2 of 2"),
         (lambda: sized().stream(0, 5), "multiple of world_size; got 12 and 5"),
         (lambda: sized().counts(-1), "step >= 0; got -1"),
         (lambda: sized().seek(-3), "step >= 0; got -3"),
         (
-            lambda: with_worker_taking(sized()).set_weights(THEN, from_step=3),
+            lambda: resumed_at(4).set_weights(THEN, from_step=3),
             "from step 4 on; got from_step=3",
-        ),
-        (
-            lambda: with_worker_taking(sized()).set_weights(THEN),
-            "from_step .*4",
         ),
         (lambda: sized().load_state_dict({}), "lacks 'version'"),
         (lambda: sized().load_state_dict(state(version=9)), "version 9"),
@@ -562,10 +434,8 @@ def state(**changed) -> dict:
         (lambda: sized().load_state_dict(state(history=[[0, [1, 0]]])), "history must hold 3"),
         (lambda: sized().load_state_dict(state(history=[3])), "state_dict"),
         (lambda: sized().load_state_dict(state(history=[[0, "abc"]])), "state_dict"),
-        (lambda: sized().load_state_dict(state(drawn=[8, 8, 8.0])), "8.0 .* integer"),
-        (lambda: sized().load_state_dict(state(drawn=[12, 12])), "2 numbers"),
-        (lambda: sized().load_state_dict(state(surplus=[2**63, 0, 0])), "integer"),
-        (lambda: sized().load_state_dict(state(step=True)), "True .* integer"),
+        (lambda: sized().load_state_dict(state(drawn=[12, 12])), "3 numbers"),
+        (lambda: sized().load_state_dict(state(surplus=[2**63, 0, 0])), "state_dict"),
         (lambda: sized().load_state_dict(state(step=-2)), "step -2"),
         (lambda: sized().load_state_dict(state(step=3)), "24 rows .* 3 times 12"),
     ],

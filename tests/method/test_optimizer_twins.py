@@ -53,7 +53,6 @@ class Mode:
 
 MODES = [
     Mode("universal"),
-    Mode("mix", {"target": "mix"}, tau=(0, 0, 0, 0, 1), rows=(*DOMAINS, "mix")),
     Mode("out_of_domain", {"target": "x"}, tau=(0, 0, 0, 0, 1), rows=(*DOMAINS, "x")),
     Mode(
         "several_targets",
@@ -71,7 +70,6 @@ MODES = [
         {"score": Bounded(-0.1, 0.45), "domain_max_grad_norm": 0.5, "smoothing": 0.1},
         {"bounds": (-0.1, 0.45), "domain_max_grad_norm": 0.5, "smoothing": 0.1},
     ),
-    Mode("max_grad_norm", {"max_grad_norm": 0.1}, {"max_grad_norm": 0.1}),
     Mode(
         "published_all",
         {
@@ -93,12 +91,6 @@ MODES = [
     ),
     Mode("accumulation", micro_batches=3),
     Mode("selection", selected=("layers.0.qkv.weight", "embedding.weight")),
-    Mode(
-        "selection_clipped",
-        {"max_grad_norm": 0.1},
-        {"max_grad_norm": 0.1},
-        selected=("layers.0.qkv.weight", "norm.bias"),
-    ),
     Mode(
         "selection_clipped_rows",
         {"max_grad_norm": 0.1, "domain_max_grad_norm": 0.3, "score": "published"},
@@ -133,7 +125,7 @@ MODES = [
 # Between them they use every argument: with AdamW, and the first with both, they stand for all.
 SOME = (
     "universal",
-    "mix",
+    "out_of_domain",
     "several_targets",
     "published_all",
     "accumulation",
@@ -170,14 +162,24 @@ def batches(mode: Mode, step: int) -> dict[str, list[Tensor]]:
 
 
 def run_ours(mode: Mode, inner: str) -> tuple[torch.nn.Module, DoGEOptimizer]:
-    model = tied_transformer()
-    optimizer = DoGEOptimizer(
-        INNER[inner](groups(model)),
-        selection=mode.selected or None,
-        micro_batches=mode.micro_batches,
-        **(AS_IN_THE_PAPER | mode.ours),
-    )
+    """Through a save and a load at half of the steps."""
+
+    def build() -> tuple[torch.nn.Module, DoGEOptimizer]:
+        model = tied_transformer()
+        return model, DoGEOptimizer(
+            INNER[inner](groups(model)),
+            selection=mode.selected or None,
+            micro_batches=mode.micro_batches,
+            **(AS_IN_THE_PAPER | mode.ours),
+        )
+
+    model, optimizer = build()
     for step in range(STEPS):
+        if step == STEPS // 2:
+            states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model, optimizer = build()
+            model.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
         for name, micro_batches in batches(mode, step).items():
             for tokens in micro_batches:
                 with optimizer.domain(name):
@@ -243,38 +245,6 @@ def test_optimizer_equals_the_reference(mode: Mode, inner: str) -> None:
         scale = other.abs().max()
         error = ((param - other).abs().max() / scale).item()
         assert error <= TOLERANCE, f"{name}: {error}"
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_save_and_load_continue_bit_for_bit(inner: str, tmp_path: Any) -> None:
-    mode = MODES[0]
-
-    def steps(model: torch.nn.Module, optimizer: DoGEOptimizer, first: int, last: int) -> None:
-        for step in range(first, last):
-            for name, micro_batches in batches(mode, step).items():
-                with optimizer.domain(name):
-                    model(micro_batches[0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def build() -> tuple[torch.nn.Module, DoGEOptimizer]:
-        model = tied_transformer()
-        return model, DoGEOptimizer(INNER[inner](groups(model)), **AS_IN_THE_PAPER)
-
-    model, optimizer = build()
-    steps(model, optimizer, 0, 10)
-    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "half.pt")
-    steps(model, optimizer, 10, 20)
-
-    again, resumed = build()
-    model_state, optimizer_state = torch.load(tmp_path / "half.pt", weights_only=True)
-    again.load_state_dict(model_state)
-    resumed.load_state_dict(optimizer_state)
-    steps(again, resumed, 10, 20)
-    assert torch.equal(optimizer.alpha, resumed.alpha)
-    assert torch.equal(optimizer.alpha_mean, resumed.alpha_mean)
-    for param, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(param, other)
 
 
 def test_one_hot_weights_equal_plain_training_on_that_domain() -> None:

@@ -65,7 +65,7 @@ def test_a_half_of_the_model_is_warned_of_once(is_stacked: bool) -> None:
     whole = nn.ModuleDict({"model": small_model(), "unused": nn.Linear(2, 2)})
     model = whole["model"]
     optimizer = wrapped(*model[2].parameters())
-    with pytest.warns(UserWarning, match=r"0\.weight, (model\.)?0\.bias\.") as caught:
+    with pytest.warns(UserWarning, match=r"0\.weight, (model\.)?0\.bias ") as caught:
         step(model, optimizer, is_stacked=is_stacked)
     assert len(caught) == 1
     assert ("model.0.weight" in str(caught[0].message)) is not is_stacked
@@ -76,7 +76,7 @@ def test_a_half_of_the_model_is_warned_of_once(is_stacked: bool) -> None:
 
 def test_of_many_parameters_some_are_named() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    with pytest.warns(UserWarning, match=r"0\.weight, 0\.bias, 1\.weight and 3 more"):
+    with pytest.warns(UserWarning, match=r"0\.weight, 0\.bias, 1\.weight .6 in all"):
         step(model, wrapped(*model[3].parameters()))
 
 

@@ -22,10 +22,7 @@ def param(*shape: int, **options: Any) -> nn.Parameter:
 
 
 def test_eta_is_the_rate_of_the_first_group() -> None:
-    groups = [{"params": [param(2)], "lr": 0.25}, {"params": [param(2)], "lr": 4.0}]
-    ours = tracked(groups)
-    assert ours.lr == 0.25
-    ours.groups[1]["lr"] = 9.0
+    ours = tracked([{"params": [param(2)], "lr": 0.25}, {"params": [param(2)], "lr": 4.0}])
     assert ours.lr == 0.25
     ours.groups[0]["lr"] = 0.5
     assert ours.lr == 0.5
@@ -35,16 +32,16 @@ def test_eta_is_the_rate_of_the_first_group() -> None:
 def test_a_selection_is_found_again_where_a_host_replaces_parameters(kind: str) -> None:
     one, other, later = param(2), param(3), param(3)
     groups: Any = [one, other] if kind == "tensors" else [("one", one), ("other", other)]
-    assert tracked(groups).selected_ids() is None
+    assert tracked(groups).selected_ids is None
     ours = tracked(groups, selection=["other"] if kind == "names" else [other])
-    assert ours.selected_ids() == {id(other)}
+    assert ours.selected_ids == {id(other)}
     ours.groups[0]["params"] = [one, later]
     if kind == "tensors":
         with pytest.raises(RuntimeError, match="none of the parameters of the selection any more"):
             ours.scan()
     else:
         ours.scan()
-        assert ours.selected_ids() == {id(later)}
+        assert ours.selected_ids == {id(later)}
 
 
 def test_a_selection_waits_where_nothing_is_trained_yet() -> None:
@@ -54,24 +51,15 @@ def test_a_selection_waits_where_nothing_is_trained_yet() -> None:
     ours.scan()
     ours.groups[0]["params"] = []
     assert ours.scan() == []
-    assert ours.selected_ids() == set()
+    assert ours.selected_ids == set()
     ours.groups[0]["params"] = [one]
     ours.scan()
-    assert ours.selected_ids() == {id(one)}
+    assert ours.selected_ids == {id(one)}
 
 
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        (None, None),
-        (0.5, 0.5),
-        (torch.tensor(0.5), 0.5),
-        (torch.empty((), device="meta"), None),
-    ],
-    ids=str,
-)
-def test_a_number_on_a_device_is_not_waited_for(value: Any, found: float | None) -> None:
-    assert parameters.on_host(value) == found
+def test_a_number_on_a_device_is_not_waited_for() -> None:
+    values = (None, 0.5, torch.tensor(0.5), torch.empty((), device="meta"))
+    assert list(map(parameters.on_host, values)) == [None, 0.5, 0.5, None]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +86,7 @@ def test_complex_parameters_are_refused() -> None:
     assert tracked(params).params == params[:1]
 
 
-@pytest.mark.parametrize("lr", [True, None, "0.1", [0.1], torch.ones(2)], ids=repr)
+@pytest.mark.parametrize("lr", [True, None, torch.ones(2)], ids=repr)
 def test_a_rate_is_a_number(lr: Any) -> None:
     inner = torch.optim.SGD([param(2)], lr=0.1)
     inner.param_groups[0]["lr"] = lr
@@ -159,17 +147,17 @@ def test_a_selection_names_what_is_trained() -> None:
     assert resolve(["trained"], [trained], by_name) == [trained]
     assert resolve([trained], [trained], {}) == [trained]
     for item, said in (
-        ("frozen", r"'frozen', which is not .* It knows \['frozen', 'trained'\] \.\.\."),
-        ("nobody", r"'nobody', which is not"),
-        (frozen, r"'a tensor', which is not"),
-        (None, r"'a tensor', which is not"),
+        ("frozen", r"'frozen', .* knows \['frozen', 'trained'\]"),
+        ("nobody", "'nobody', "),
+        (frozen, "'a tensor', "),
+        (None, "'a tensor', "),
     ):
         with pytest.raises(ValueError, match=said):
             resolve([item], [trained], by_name)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"It knows no names: build the wrapped optimizer"):
+    with pytest.raises(ValueError, match=r"named_parameters\(\) .* knows \[\]"):
         resolve([frozen], [trained], {})
     many = {f"p{i}": param(1) for i in range(10)}
-    with pytest.raises(ValueError, match=r"It knows \['p0', .*'p7'\] \.\.\.$"):
+    with pytest.raises(ValueError, match=r"knows \['p0', .*'p7'\] \.\.\.$"):
         resolve(["p"], list(many.values()), many)
 
 
@@ -190,7 +178,9 @@ def test_each_tracked_parameter_has_one_hook_and_no_other_has() -> None:
     assert (hooks_of(one), hooks_of(other)) == (1, 0)
     one.sum().backward()
     assert received == [one]
+    ours.note(one)
     ours.release()
+    assert not ours.has_noted
     assert (hooks_of(one), hooks_of(other)) == (0, 0)
     # They come back with the next look.
     other.requires_grad_(True)
@@ -228,17 +218,6 @@ def test_only_parameters_with_a_gradient_are_taken() -> None:
     assert params == [one, third]
     assert [grad.tolist() for grad in grads] == [[0.0, 0.0], [1.0] * 4]
     assert one.grad is other.grad is third.grad is None
-
-
-def test_what_was_noted_can_be_forgotten() -> None:
-    ours = tracked([param(2)])
-    ours.note(param(2))
-    assert ours.has_noted
-    ours.forget()
-    assert not ours.has_noted
-    ours.note(param(2))
-    ours.release()
-    assert not ours.has_noted
 
 
 def test_a_copy_has_no_hooks_until_it_looks() -> None:

@@ -2,14 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from doge_fast.weights import projection
 from tests.laws import assert_simplex
-from tests.packages import installed
 
 
 def project(alpha_K: Tensor, *, floor_K: Tensor, cap_K: Tensor) -> Tensor:
@@ -54,7 +52,10 @@ def bounded_problem(seed: int, num_domains: int) -> tuple[Tensor, Tensor, Tensor
 
 @pytest.mark.parametrize("num_domains", [1, 2, 3, 7, 40, 512])
 def test_projection_satisfies_the_optimality_conditions(num_domains: int) -> None:
-    """Free domains share one ratio; those at a floor would have less, those at a cap more."""
+    """Free domains share one ratio; those at a floor would have less, those at a cap more.
+
+    The nearest point in either direction of KL, which no other point satisfies.
+    """
     for seed in range(40):
         alpha_K, floor_K, cap_K = bounded_problem(seed, num_domains)
         moved_K = project(alpha_K, floor_K=floor_K, cap_K=cap_K)
@@ -77,58 +78,9 @@ def test_projection_satisfies_the_optimality_conditions(num_domains: int) -> Non
             assert (ratio_K[at_cap] <= lowest * slack).all()
 
 
-@pytest.mark.parametrize("is_reversed", [False, True], ids=["q-from-p", "p-from-q"])
-@pytest.mark.parametrize("seed", range(6))
-def test_projection_is_what_a_solver_finds_in_either_direction(
-    seed: int, is_reversed: bool
-) -> None:
-    optimize = installed("scipy.optimize")
-    alpha_K, floor_K, cap_K = bounded_problem(seed, 6)
-    # Where a weight is zero one direction is infinite, so the solver sees none.
-    alpha_K = (alpha_K + 0.02) / (alpha_K + 0.02).sum()
-    moved_K = project(alpha_K, floor_K=floor_K, cap_K=cap_K)
-
-    def divergence(point_K: np.ndarray) -> float:
-        pair = (torch.from_numpy(point_K).clamp(min=1e-12), alpha_K)
-        first_K, second_K = pair[::-1] if is_reversed else pair
-        return projection.kl(first_K.tolist(), second_K.tolist())
-
-    room = optimize.LinearConstraint(np.ones((1, 6)), 1, 1)
-    start = project(torch.ones(6), floor_K=floor_K, cap_K=cap_K)
-    found = optimize.minimize(
-        divergence,
-        start.numpy(),
-        method="SLSQP",
-        bounds=list(zip(floor_K.tolist(), cap_K.tolist(), strict=True)),
-        constraints=[room],
-        options={"ftol": 1e-14, "maxiter": 500},
-    )
-    assert found.success
-    # SLSQP differentiates by differences of 1.5e-8; it may not beat us by more than that is worth.
-    assert divergence(moved_K.numpy()) <= found.fun + 1e-10
-    np.testing.assert_allclose(found.x, moved_K.numpy(), atol=1e-5)
-
-
-def test_projection_moves_nothing_that_is_within_bounds_and_repeats_itself() -> None:
-    alpha_K = on_simplex()
-    none_K, all_K = torch.zeros(7), torch.ones(7)
-    kept_K = project(alpha_K, floor_K=none_K, cap_K=all_K)
-    torch.testing.assert_close(kept_K, alpha_K, rtol=1e-15, atol=0)
-    for seed in range(20):
-        alpha_K, floor_K, cap_K = bounded_problem(seed, 7)
-        once_K = project(alpha_K, floor_K=floor_K, cap_K=cap_K)
-        twice_K = project(once_K, floor_K=floor_K, cap_K=cap_K)
-        torch.testing.assert_close(twice_K, once_K, rtol=1e-14, atol=0)
-        scaled_K = project(7 * alpha_K, floor_K=floor_K, cap_K=cap_K)
-        torch.testing.assert_close(scaled_K, once_K, rtol=1e-13, atol=0)
-
-
-def test_projection_takes_domains_in_any_order() -> None:
-    alpha_K, floor_K, cap_K = bounded_problem(3, 7)
-    order = torch.tensor([3, 1, 0, 2, 6, 5, 4])
-    moved_K = project(alpha_K, floor_K=floor_K, cap_K=cap_K)
-    permuted_K = project(alpha_K[order], floor_K=floor_K[order], cap_K=cap_K[order])
-    torch.testing.assert_close(permuted_K, moved_K[order], rtol=1e-14, atol=0)
+def test_what_is_within_bounds_is_normalised_and_no_more() -> None:
+    kept_K = project(7 * on_simplex(), floor_K=torch.zeros(7), cap_K=torch.ones(7))
+    torch.testing.assert_close(kept_K, on_simplex(), rtol=1e-14, atol=0)
 
 
 def test_bounds_that_leave_no_room_are_the_answer() -> None:
@@ -152,27 +104,3 @@ def test_a_zero_is_lifted_to_its_floor_and_no_higher() -> None:
     tiny_K = torch.tensor([1e-300, 5e-324, 0.25, 0.75], dtype=torch.float64)
     near_K = project(tiny_K, floor_K=floor_K, cap_K=torch.ones(4))
     torch.testing.assert_close(near_K, moved_K, atol=1e-15, rtol=1e-15)
-    with pytest.raises(ValueError, match=r"sum to 0.4, 0.6 is missing"):
-        project(alpha_K, floor_K=torch.zeros(4), cap_K=torch.full((4,), 0.2))
-
-
-@pytest.mark.parametrize(
-    ("alpha", "floor", "cap", "message"),
-    [
-        ([0.5, 0.5], [0.6, 0.6], [1.0, 1.0], "floors must leave room .* sum to 1.2, 0.2 too much"),
-        ([0.5, 0.5], [0.0, 0.0], [0.3, 0.3], "caps must .* 0.6, 0.4 is missing"),
-        ([0.5, 0.5], [0.0, 0.5], [1.0, 0.4], "got floor 0.5 and cap 0.4 at position 1"),
-        ([0.5, 0.5], [-0.1, 0.0], [1.0, 1.0], "0 <= floor <= cap <= 1; got floor -0.1"),
-        ([0.5, 0.5], [0.0, 0.0], [1.0, 1.5], "cap 1.5 at position 1"),
-        ([0.5, 0.5], [0.0, math.nan], [1.0, 1.0], "got floor nan"),
-        ([0.5, -0.5], [0.0, 0.0], [1.0, 1.0], "finite, >= 0 and not all zero"),
-        ([0.5, math.inf], [0.0, 0.0], [1.0, 1.0], "finite, >= 0 and not all zero"),
-        ([0.0, 0.0], [0.0, 0.0], [1.0, 1.0], "finite, >= 0 and not all zero"),
-        ([0.5, 0.5], [0.0], [1.0, 1.0], "of one length; got 2, 1 and 2"),
-    ],
-)
-def test_projection_refuses(
-    alpha: list[float], floor: list[float], cap: list[float], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        project(torch.tensor(alpha), floor_K=torch.tensor(floor), cap_K=torch.tensor(cap))

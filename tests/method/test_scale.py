@@ -1,4 +1,4 @@
-"""The formulas of `doge_fast.scale` where one process can count."""
+"""The formulas of docs/scale.md where one process can count."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks.models import PAPER, num_parameters
-from doge_fast import DoGEOptimizer, scale
+from doge_fast import DoGEOptimizer
 from doge_fast.sampling import pieces
+from tests import scale
 
 ROOT = Path(__file__).resolve().parents[2]
 

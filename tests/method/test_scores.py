@@ -20,20 +20,6 @@ TAU = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 EVERY = torch.ones(3, dtype=torch.bool)
 
 
-def test_gain_is_influence_and_difficulty() -> None:
-    grads_RN = rows()
-    gram_RR = grads_RN @ grads_RN.T
-    gain_K = scores.gain(gram_RR, TAU, 3)
-    torch.testing.assert_close(gain_K, grads_RN[:3] @ (TAU @ grads_RN), rtol=1e-13, atol=1e-13)
-    difficulty_K = scores.difficulty(gram_RR, TAU, 3)
-    own_K = (grads_RN[:3] ** 2).sum(1) * TAU[:3]
-    torch.testing.assert_close(difficulty_K, own_K, rtol=1e-13, atol=0)
-    others_K = torch.stack(
-        [sum(TAU[r] * grads_RN[j] @ grads_RN[r] for r in range(5) if r != j) for j in range(3)]
-    )
-    torch.testing.assert_close(gain_K - difficulty_K, others_K, rtol=1e-12, atol=1e-12)
-
-
 def test_gain_is_the_loss_decrease_of_a_step() -> None:
     """The estimate's meaning: minus the derivative of the objective along domain j's step."""
     theta = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -63,8 +49,6 @@ def test_clip_factors_make_the_gram_matrix_of_clipped_rows() -> None:
         torch.nn.utils.clip_grad_norm_([param], 6.0)
     ours = factors_R[:, None] * gram_RR * factors_R
     torch.testing.assert_close(ours, clipped_RN @ clipped_RN.T, rtol=1e-12, atol=1e-12)
-    norms_R = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
-    assert torch.equal(scores.clip_factors(norms_R, math.inf), torch.ones_like(norms_R))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
@@ -99,15 +83,6 @@ def test_scores_of_both_texts() -> None:
         expected_K = (gain_K / (mean + 1e-6)).clamp(0, 5)
         found_K = PUBLISHED.gain(gram_RR, TAU, present_K)
         torch.testing.assert_close(found_K, expected_K, rtol=1e-12, atol=0)
-
-
-def test_the_published_score_is_linear_in_the_scale_of_the_gradients() -> None:
-    grads_RN = 1e-3 * rows()
-    both = [scale**2 * grads_RN @ grads_RN.T for scale in (1.0, 10.0)]
-    for score, power in ((PAPER, 2), (PUBLISHED, 1)):
-        small_K, large_K = (score.gain(gram_RR, TAU, EVERY) for gram_RR in both)
-        assert (small_K > 0).any()
-        torch.testing.assert_close(large_K, 10**power * small_K, rtol=1e-3, atol=0)
 
 
 def test_scores_have_names() -> None:

@@ -1,4 +1,4 @@
-"""Laws of the mirror step, smoothing and the running average; test_properties.py has more."""
+"""What the mirror step and its helpers refuse; test_properties.py has their laws."""
 
 import math
 from typing import Any
@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from doge_fast import reference
 from doge_fast.weights import simplex
-from tests.laws import assert_simplex
 
 
 def on_simplex(seed: int = 0, num_domains: int = 7) -> Tensor:
@@ -27,59 +25,20 @@ def moved(gain_K: Tensor, **rates: Any) -> Tensor:
     return simplex.mirror_step(on_simplex(), gain_K, **{"lr": 0.1, "mu": 0.5} | rates)
 
 
-def test_a_mirror_step_is_the_equation() -> None:
-    moved_K = moved(gains())
-    theirs_K = reference.mirror_step(on_simplex(), gains(), 0.1, 0.5)
-    torch.testing.assert_close(moved_K, theirs_K, rtol=1e-14, atol=0)
-    order = torch.tensor([3, 1, 0, 2, 6, 5, 4])
-    permuted_K = simplex.mirror_step(on_simplex()[order], gains()[order], lr=0.1, mu=0.5)
-    torch.testing.assert_close(permuted_K, moved_K[order], rtol=1e-14, atol=0)
-    on_device_K = moved(gains(), lr=torch.tensor(0.1, dtype=torch.float64))
-    torch.testing.assert_close(on_device_K, moved_K, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e-10, 1.0, 1e3, 1e10])
-def test_a_mirror_step_stays_on_the_simplex(scale: float) -> None:
-    assert_simplex(moved(scale * gains(), mu=0.01))
-
-
-def test_what_moves_nothing() -> None:
-    for still_K in (moved(torch.full((7,), 3.0).double()), moved(gains(), lr=0.0)):
-        torch.testing.assert_close(still_K, on_simplex(), rtol=1e-13, atol=0)
-    moves = [(moved(gains(), lr=1.0, mu=mu) - on_simplex()).abs().sum() for mu in (1, 10, 100, 1e6)]
-    assert moves == sorted(moves, reverse=True)
-    assert moves[-1] < 1e-5
-
-
-def test_a_larger_gain_means_a_larger_weight() -> None:
-    gain_K = gains()
-    weights = []
-    for extra in (0.0, 0.5, 1.0):
-        gain_K[2] = extra
-        weights.append(moved(gain_K, lr=1.0, mu=1.0)[2].item())
-    assert weights == sorted(weights)
-    assert weights[0] < weights[-1]
-
-
-def test_a_weight_of_zero_stays_zero() -> None:
-    alpha_K = torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64)
-    moved_K = simplex.mirror_step(alpha_K, gains(num_domains=3).abs() * 1e3, lr=1.0, mu=0.01)
-    assert moved_K[0] == 0
-
-
 @pytest.mark.parametrize(
     ("rates", "message"),
     [
-        ({"lr": -0.1}, "learning rate of a mirror step must be >= 0; got -0.1"),
-        ({"lr": math.nan}, "must be >= 0; got nan"),
-        ({"mu": 0.0}, "must be positive and finite; got 0.0"),
-        ({"mu": math.inf}, "must be positive and finite; got inf"),
-        ({"mu": True}, "must be positive and finite; got True"),
+        ({"lr": -0.1}, "learning rate .* >= 0; got -0.1"),
+        ({"lr": math.nan}, ">= 0; got nan"),
+        ({"mu": 0.0}, "positive and finite; got 0.0"),
+        ({"mu": math.inf}, "positive and finite; got inf"),
+        ({"mu": True}, "positive and finite; got True"),
     ],
 )
 def test_a_mirror_step_refuses(rates: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         moved(gains(), **rates)
+    simplex.check_mu(math.ulp(0.0))
 
 
 @pytest.mark.parametrize("shapes", [((1, 7), (1, 7)), ((7,), (3,))])
@@ -99,16 +58,12 @@ def test_what_lives_on_a_device_is_not_looked_at() -> None:
     torch.testing.assert_close(wide_K, 2 / 7 - on_simplex(), rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("smoothing", [1.0, 1.5, -1e-9, math.nan, True, False, "0", None])
+@pytest.mark.parametrize("smoothing", [1.0, -1e-9, math.nan, False, "0"])
 def test_smoothing_is_at_least_zero_and_less_than_one(smoothing: Any) -> None:
     with pytest.raises(ValueError, match=r"must be in \[0, 1\); got "):
         simplex.check_smoothing(smoothing)
-
-
-def test_ends_of_ranges_are_allowed() -> None:
     simplex.check_smoothing(0)
     simplex.check_smoothing(math.nextafter(1.0, 0.0))
-    simplex.check_mu(math.ulp(0.0))
 
 
 @pytest.mark.parametrize(

@@ -188,30 +188,6 @@ def test_compiled_as_one_graph(kind: str, backend: str, own_rules: None) -> None
         assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL, sizes))
 
 
-def test_steps_are_the_same_in_both_modes() -> None:
-    models = [Tiny(tied=True).double(), Tiny(tied=True).double()]
-    models[1].load_state_dict(models[0].state_dict())
-    sizes = {"a": 1, "b": 3, "absent": 1, "c": 2}
-    optimizers = [
-        DoGEOptimizer(
-            torch.optim.AdamW(model.named_parameters(), lr=1e-2),
-            domains=["a", "b", "c"],
-            target={"absent": 1.0},
-            mu=0.5,
-            max_grad_norm=1.0,
-        )
-        for model in models
-    ]
-    for step in range(5):
-        for way, optimizer, model in zip((run, sequential), optimizers, models, strict=True):
-            way(optimizer, model, ids_of(sizes, step), sizes)
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(optimizers[0].alpha, optimizers[1].alpha, rtol=1e-12, atol=0)
-    for param, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-10, atol=1e-12)
-
-
 def test_under_autocast_rows_are_what_was_computed() -> None:
     """Products of bfloat16 are stored in bfloat16, without loss; norms and sums in float32."""
     model = Tiny().double()
@@ -398,8 +374,8 @@ def test_sizes_are_checked() -> None:
     wrong: list[tuple[Any, str]] = [
         ({"nobody": 3}, "nobody"),
         ([3, 2], r"dict .* \[3, 2\]"),
-        ({"a": 1.5, "b": 1}, "'a' has 1.5"),
-        ({"a": -1, "b": 2}, "'a' has -1"),
+        ({"a": 1.5, "b": 1}, "'a': 1.5"),
+        ({"a": -1, "b": 2}, "'a': -1"),
         ({"a": 0}, "at least one example"),
     ]
     for sizes, message in wrong:

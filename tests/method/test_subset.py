@@ -1,7 +1,5 @@
 """Few of many domains in a step: what is drawn, what is estimated, what is kept."""
 
-import copy
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -66,9 +64,7 @@ def test_draws_are_a_function_of_seed_and_number_and_even() -> None:
     again.draw(41)
     assert again.domains == drawn[41]
     assert len(Counter(drawn)) == 10
-    # Of 3000 draws every domain is in 1800, every triple is 300; five standard deviations.
-    for count in Counter(itertools.chain(*drawn)).values():
-        assert abs(count - 1800) < 5 * (3000 * 0.6 * 0.4) ** 0.5
+    # Of 3000 draws every triple is 300; five standard deviations.
     for count in Counter(drawn).values():
         assert abs(count - 300) < 5 * (3000 * 0.1 * 0.9) ** 0.5
     other = Subset(Objective.of(NAMES), S, 8)
@@ -123,29 +119,6 @@ def test_all_domains_in_every_step_is_the_ordinary_optimizer() -> None:
     assert torch.equal(*alphas)
 
 
-def test_a_run_goes_on_with_the_draws_it_would_have_had() -> None:
-    model = model_of()
-    optimizer = optimizer_of(model)
-    for _ in range(4):
-        run_step(optimizer, model)
-    state, parameters = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    expected = []
-    for _ in range(6):
-        expected.append(optimizer.domains_of_step)
-        run_step(optimizer, model)
-    other = model_of(seed=1)
-    other.load_state_dict(parameters)
-    resumed = optimizer_of(other)
-    resumed.load_state_dict(state)
-    found = []
-    for _ in range(6):
-        found.append(resumed.domains_of_step)
-        run_step(resumed, other)
-    assert found == expected
-    assert torch.equal(resumed.alpha, optimizer.alpha)
-    assert torch.equal(other.weight, model.weight)
-
-
 def test_the_draw_stays_until_the_step_is_taken() -> None:
     model = model_of()
     optimizer = optimizer_of(model)
@@ -165,17 +138,17 @@ def test_the_draw_stays_until_the_step_is_taken() -> None:
 
 
 def test_memory_is_that_of_the_domains_in_the_step() -> None:
-    """512 domains, 8 of them in a step, and one measured target: nine rows."""
+    """512 domains, one of them in a step, and one measured target: two rows."""
     names = [f"d{j}" for j in range(512)]
     model = model_of()
-    optimizer = optimizer_of(model, names, domains_per_step=8, target={"d512": 1.0})
+    optimizer = optimizer_of(model, names, domains_per_step=1, target={"d512": 1.0})
     for _ in range(3):
         run_step(optimizer, model, ("d512",))
     padded = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in model.parameters()]
-    assert optimizer.buffer.num_bytes == 9 * 8 * sum(padded)
+    assert optimizer.buffer.num_bytes == 2 * 8 * sum(padded)
     assert optimizer.last is not None
     assert optimizer.last.gram.shape == (513, 513)
-    assert int(optimizer.last.gram.diagonal().count_nonzero()) == 9
+    assert int(optimizer.last.gram.diagonal().count_nonzero()) == 2
     assert float(optimizer.alpha.sum()) == pytest.approx(1)
     assert optimizer.num_steps == 3
 
@@ -206,7 +179,7 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
     left_out = next(name for name in NAMES if name not in optimizer.domains_of_step)
     sizes = {left_out: 2, optimizer.domains_of_step[0]: 1}
     for entered in (optimizer.domain(left_out), optimizer.stacked(model, sizes)):
-        with pytest.raises(ValueError, match=f"{left_out}.* is not one of this step's"), entered:
+        with pytest.raises(ValueError, match=f"{left_out}.* none of this step's"), entered:
             pass
     with pytest.raises(RuntimeError, match="missing"):
         optimizer.step()
@@ -215,14 +188,11 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"domains_per_step": 0}, "between 2 and the 5"),
-        ({"domains_per_step": 1}, "got 1. With one domain alone"),
+        ({"domains_per_step": 1}, "between 2 and the 5"),
         ({"domains_per_step": 6}, "between 2 and the 5"),
         ({"domains_per_step": 0, "target": "far"}, "between 1 and the 5"),
-        ({"domains_per_step": "2"}, "an integer .* got '2'"),
         ({"domains_per_step": 2.0}, "an integer .* got 2.0"),
-        ({"seed": -1}, "seed must be an integer, at least 0"),
-        ({"seed": "x"}, "at least 0"),
+        ({"seed": -1}, "seed .* at least 0"),
         ({"seed": 1.5, "domains_per_step": None}, "at least 0"),
     ],
     ids=str,
@@ -230,14 +200,6 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_of(model_of(), **options)
-
-
-def test_one_domain_at_a_time_is_enough_for_a_measured_target() -> None:
-    model = model_of()
-    optimizer = optimizer_of(model, domains_per_step=1, target={"d7": 1.0})
-    for _ in range(3):
-        run_step(optimizer, model, ("d7",))
-    assert optimizer.num_steps == 3
 
 
 def test_a_checkpoint_of_a_version_without_draws_starts_at_the_first() -> None:

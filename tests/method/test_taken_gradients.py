@@ -50,20 +50,6 @@ def test_on_a_cpu_gradients_are_taken_one_by_one_and_elsewhere_together() -> Non
     assert all(block.written == 3 for block in optimizer.buffer.blocks)
 
 
-def test_a_model_that_moves_has_one_hook_on_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tied_transformer()
-    optimizer = optimizer_of(model)
-    for at_once in (False, True, False):
-        monkeypatch.setattr(parameters, "takes_at_once", lambda param, at=at_once: at)
-        for row, name in enumerate("ab"):
-            with optimizer.domain(name):
-                model(domain_tokens(row, 0)).backward()
-                assert (next(model.parameters()).grad is None) == at_once
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]
-
-
 def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     after = []
     for at_once in (True, False):
@@ -117,30 +103,6 @@ def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch()
     assert all(param.grad is None for param in model.parameters())
     run(is_outside=False)
     optimizer.step()
-
-
-@pytest.mark.usefixtures("taken")
-def test_a_domain_that_comes_again_with_other_parameters() -> None:
-    params = biases(3, "cpu")
-    optimizer = optimizer_of(params)
-    for first, name in ((0, "a"), (1, "a"), (2, "b")):
-        with optimizer.domain(name):
-            sum(param.sum() for param in params[first : first + 2]).backward()
-    rows = [block.rows_BN.tolist() for block in optimizer.buffer.touched(list(params))]
-    one, two, none = [1.0] * 3, [2.0] * 3, [0.0] * 3
-    assert rows == [[one, none], [two, none], [one, one]]
-
-
-@pytest.mark.usefixtures("taken")
-def test_gradients_of_any_strides() -> None:
-    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
-    optimizer = optimizer_of(nn.ParameterList([weight]))
-    factor = torch.randn(4, 3, 2, 2)
-    for name in "ab":
-        with optimizer.domain(name):
-            (factor * weight).sum().backward()
-    (block,) = optimizer.buffer.touched([weight])
-    assert all(torch.equal(row, factor) for row in block.rows)
 
 
 def test_what_has_no_memory_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -443,7 +443,7 @@ def test_a_toolkit_must_be_of_torchs_major_version(nvidia, monkeypatch):
     recipe = build.recipe_of(build.CUDA)
     assert recipe.architectures == "9.0"
     toolkit(nvidia, "release 13.0, V13.0.1")
-    with pytest.raises(BuildError, match=r"torch, which is of 12\.8; set CUDA_HOME"):
+    with pytest.raises(BuildError, match=r"major version .*12\.8; set CUDA_HOME"):
         build.recipe_of(build.CUDA)
     toolkit(nvidia, "broken", status=1)
     with pytest.raises(BuildError, match="nvcc does not work"):

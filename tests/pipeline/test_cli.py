@@ -200,7 +200,7 @@ def test_fields_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
         preset_of("ood", "smoke"), {"proxy": {"steps": 3}, "base": {"steps": 5}, "seeds": [4]}
     )
     assert experiment == expected
-    assert cli.parse(["experiment", "early", "--config", str(file)]).name == "early"
+    assert cli.parse(["experiment", "scales", "--config", str(file)]).name == "scales"
     file.write_text("run: runs/x\nblocks: 4\n")
     assert cli.parse(["evaluate", "--config", str(file)]) == EvaluateConfig(
         Path("runs/x"), blocks=4

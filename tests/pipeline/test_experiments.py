@@ -64,7 +64,9 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     for column in ("uniform", "natural", "DoGE", "DoReMi, 4 steps", "DoReMi, 6 steps"):
         assert column in table
     assert ", 2 seeds" in table
-    assert max(map(len, table.splitlines())) <= tables.PIPE_WIDTH
+    # Commands to copy stay whole, however long the paths in them are.
+    lines = [line for line in table.splitlines() if not line.startswith("  doge-fast")]
+    assert max(map(len, lines)) <= tables.PIPE_WIDTH
     source = (config.out / "report.html").read_text(encoding="utf-8")
     assert "What learning the weights costs" in source
     assert list((config.out / "report-figures").glob("*perplexity-against-uniform*.svg"))
@@ -123,19 +125,7 @@ class StopAfter:
             ["K = 10", "global average"],
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
-            "early",
-            {"base": {"steps": 8}},
-            ["After a quarter of the steps", "At the end"],
-            marks=pytest.mark.soak,
-        ),
         pytest.param("proxy_vs_base", {}, ["DoGE proxy", "DoGE base"], marks=pytest.mark.soak),
-        pytest.param(
-            "sensitivity",
-            {"proxy": {"steps": 3}},
-            ["mu x 16", "DoGE, average from 1/3", "score published", "learning rate and mu / 2"],
-            marks=pytest.mark.soak,
-        ),
         pytest.param("selection", {}, ["low5", "high10"], marks=pytest.mark.exhaustive),
     ],
 )
@@ -167,49 +157,29 @@ def begun(config: ExperimentConfig) -> Path:
     return config.out
 
 
-def test_another_experiment_in_the_directory_is_refused(experiment: Make) -> None:
-    config = experiment("scales")
-    begun(config)
-    with pytest.raises(ValueError, match="holds the experiment scales with other settings"):
-        run_experiment(filled(config, {"proxy": {"mu": 0.5}}))
-    with pytest.raises(ValueError, match="holds the experiment scales with another name"):
-        run_experiment(replace(config, name="early"))
-
-
-def test_seeds_may_be_added_and_not_taken_away(experiment: Make) -> None:
+def test_what_may_change_while_an_experiment_is_under_way(experiment: Make) -> None:
+    """Seeds may be added; before there is a run, anything may be corrected."""
     config = experiment("scales", seeds=(0, 1))
     out = begun(config)
+    for name, other in {
+        "mu": filled(config, {"proxy": {"mu": 0.5}}),
+        "name": replace(config, name="curriculum"),
+        "further runs": replace(config, seeds=(0,)),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            run_experiment(other)
     begun(replace(config, seeds=(0, 1, 2)))
-    assert records.read_experiment(out)["settings"]["seeds"] == [0, 1, 2]
     assert len(records.read_experiment(out)["runs"]) == 9
-    with pytest.raises(ValueError, match="other runs"):
-        begun(replace(config, seeds=(0,)))
-
-
-def test_an_experiment_of_an_earlier_version_goes_on(experiment: Make) -> None:
-    config = experiment("scales")
-    out = begun(config)
-    record = records.read_experiment(out)
-    settings = {**record["settings"], "language_data": "x"}
-    settings.pop("strategies")
-    records.write_json(out / records.EXPERIMENT, {**record, "settings": settings})
-    begun(replace(config, seeds=(0, 1)))
-    assert records.read_experiment(out)["settings"]["seeds"] == [0, 1]
-
-
-def test_what_was_refused_before_any_run_may_be_corrected(experiment: Make) -> None:
-    config = experiment("scales")
-    out = begun(config)
     (out / "runs").rmdir()
     begun(filled(config, {"proxy": {"mu": 0.5}}))
-    assert records.read_experiment(out)["settings"]["mu"] == 0.5
+    assert records.read_experiment(out)["config"]["proxy"]["mu"] == 0.5
 
 
 def test_an_arm_of_another_corpus_is_refused(
     experiment: Make, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = shutil.copytree(small_corpus, tmp_path / "data")
-    config = experiment("early", corpus={"data": str(data)})
+    config = experiment("proxy_vs_base", corpus={"data": str(data)})
     stop = StopAfter(1, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run_experiment(config)

@@ -25,6 +25,7 @@ from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
 from doge_fast.pipeline.experiments.presets import check, demo_of, known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
+from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.weights.weights_file import write_json
 
@@ -47,7 +48,7 @@ def test_any_name_makes_one_directory() -> None:
 
 @pytest.mark.parametrize("off", [0.0, None])
 def test_the_clip_can_be_switched_off(off: float | None) -> None:
-    config = preset_of("early", data="x")
+    config = preset_of("scales", data="x")
     for asked, clip in (
         (config, 1.0),
         (filled(config, {"proxy": {"domain_max_grad_norm": off}}), None),
@@ -60,7 +61,6 @@ def test_the_clip_can_be_switched_off(off: float | None) -> None:
     ("name", "preset", "changes", "mu"),
     [
         ("universal", "small", {}, 0.08),
-        ("universal", "small", {"proxy": {"target_batch": "mix"}}, 0.02),
         ("universal", "small", {"rates": {"learning_rate": 5e-4}}, 0.04),
         ("universal", "small", {"corpus": {"domains": tuple("abc")}}, 0.04),
         ("universal", "small", {"proxy": {"mu": 0.5}}, 0.5),
@@ -77,24 +77,6 @@ def test_mu_follows_target_domains_and_learning_rate(
     assert with_mu(config, tuple("abcdefg")).proxy.mu == pytest.approx(mu, rel=1e-12)
 
 
-def test_another_target_has_a_pace_of_its_own() -> None:
-    """W towards one target spreads less than towards all; a mu that was asked for is kept."""
-    names = tuple("abcdefg")
-    for changes, mus in (
-        ({}, {"as-set": 0.08, "target-mix": 0.02}),
-        ({"proxy": {"target_batch": "mix"}}, {"as-set": 0.02, "target-same-batch": 0.08}),
-        ({"proxy": {"mu": 0.03}}, {"as-set": 0.03, "target-mix": 0.03}),
-    ):
-        plan = planned(filled(preset_of("sensitivity", data="x"), changes), names)
-        found = {
-            job.config.out.name: job.config.mu
-            for job in plan.jobs
-            if isinstance(job.config, ProxyConfig)
-        }
-        for name, mu in mus.items():
-            assert found[f"proxy-{name}-seed0"] == pytest.approx(mu)
-
-
 def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     entries = [{"name": name, "weight": 1 / 3} for name in "abc"]
@@ -102,8 +84,10 @@ def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:
     config = replace(preset_of("universal", data="x"), weights=(f"mine={file}",))
     plan = planned(config, tuple("abc"))
     (model,) = config.base.models
-    arms = {arm["label"]: arm["runs"] for arm in plan.groups[0]["arms"]}
-    assert arms["mine"] == [f"base-given-mine-{model}-seed{seed}" for seed in config.seeds]
+    table = plan.groups[0]
+    assert isinstance(table, PerplexityGroup)
+    arms = {arm.label: arm.runs for arm in table.arms}
+    assert arms["mine"] == tuple(f"base-given-mine-{model}-seed{seed}" for seed in config.seeds)
     given = [job.config for job in plan.jobs if job.name in arms["mine"]]
     assert {each.weights for each in given if isinstance(each, BaseConfig)} == {str(file)}
     with pytest.raises(ValueError, match="universal"):
@@ -152,7 +136,7 @@ def test_commands_of_a_file_that_asks_for_the_plan_run(
 
 
 def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
-    config = experiment("early")
+    config = experiment("proxy_vs_base")
     assert config.out is not None
     with pytest.raises(ValueError, match="reads proxy-doge-seed0"):
         run_experiment(replace(config, only=("base-doge-seed0",)))
@@ -164,7 +148,7 @@ def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
     assert not (config.out / "report.html").exists()
     models = {file: file.stat().st_mtime_ns for file in config.out.rglob("*.safetensors")}
     table, _ = run_experiment(config)
-    assert "At the end" in table
+    assert "DoGE proxy" in table
     # A run that is complete is skipped.
     run_experiment(replace(config, only=("proxy-doge-seed0",)))
     assert {file: file.stat().st_mtime_ns for file in models} == models

@@ -294,9 +294,7 @@ def test_targets_have_a_table_of_their_own(tmp_path: Path, is_planned: bool) -> 
         write_experiment(tmp_path, (-0.02, -0.021, -0.019))
         record = records.read_experiment(tmp_path)
         rows = [{"target": "tests", "domains": [], "arms": record["groups"][0]["arms"]}]
-        groups = [{"kind": "targets", "title": "On the target", "paper": None, "rows": rows}]
-        # A kind of an earlier release.
-        groups.append({"kind": "swarm", "title": "Swarm"})
+        groups = [{"kind": "targets", "title": "On the target", "rows": rows}]
         records.write_json(tmp_path / records.EXPERIMENT, record | {"groups": groups})
         title, own = "Against uniform, seed by seed: On the target", "<b>−2.0"
     else:

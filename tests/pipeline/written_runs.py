@@ -16,8 +16,6 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     TrainingConfig,
 )
-from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.experiments import presets
 
 
 def by_name(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
@@ -250,7 +248,7 @@ def write_experiment(folder: Path, changes: Sequence[float], *, doge: str = "DoG
         | {"runs": [f"uniform-seed{seed}" for seed in seeds]},
         {"label": doge, "about": "learned", "runs": [f"doge-seed{seed}" for seed in seeds]},
     ]
-    group = {"kind": "perplexity", "title": "Base models", "paper": None, "arms": arms}
+    group = {"kind": "perplexity", "title": "Base models", "arms": arms}
     records.write_experiment(
         folder,
         {
@@ -258,12 +256,8 @@ def write_experiment(folder: Path, changes: Sequence[float], *, doge: str = "DoG
             "preset": "small",
             "title": "Universal generalization",
             "question": "Which?",
-            "settings": presets.settings_of(
-                filled(
-                    presets.preset_of("universal"),
-                    {"seeds": seeds, "proxy": {"mu": 0.08}, "rates": {"eval_blocks": BLOCKS}},
-                )
-            ),
+            "settings": {"seeds": list(seeds), "eval_blocks": BLOCKS},
+            "config": {},
             "data": "installed",
             "runs": [
                 f"{name}-seed{seed}" for name in ("uniform", "proxy", "doge") for seed in seeds

@@ -23,9 +23,7 @@ Experiment = Literal[
     "scales",
     "selection",
     "curriculum",
-    "early",
     "proxy_vs_base",
-    "sensitivity",
 ]
 Preset = Literal["smoke", "demo", "tiny", "small", "paper"]
 
@@ -64,9 +62,6 @@ class ProxyArmsConfig:
     """The score of the paper or of its published code, as for `doge-fast proxy`."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring; 0 or None: do not clip."""
-    target_batch: Literal["same", "mix"] = "same"
-    """universal: compute W against the batches that train the proxy (same), or against held-out
-    batches of all domains (mix)."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,7 @@ class ExperimentConfig:
     DoReMi beside DoGE, with their costs. ood: each domain in turn as the target of the others.
     wiki40b: languages as targets of other languages. scales: weights from proxies of three sizes.
     selection: scores from the gradients of some parameters only. curriculum: weights that change as
-    the proxy's did. early: the first quarter of training. proxy_vs_base: the proxy evaluated as a
-    model. sensitivity: one setting of the proxy changed at a time. demo: universal and ood in
+    the proxy's did. proxy_vs_base: the proxy evaluated as a model. demo: universal and ood in
     minutes."""
     out: Path | None = None
     """Directory of the runs and the report; None: experiments/NAME."""

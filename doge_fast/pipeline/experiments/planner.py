@@ -24,9 +24,8 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
 )
 from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of, with_mu
-from doge_fast.weights.defaults import default_mu
+from doge_fast.pipeline.records.shapes import ArmRecord, CostGroup, Group, Method, PerplexityGroup
 
-Json = dict[str, Any]
 Make = Callable[[int], Path]
 """Puts the run of a seed in the plan, where it is not there, and says where it will be."""
 Source = str | Path | Make
@@ -56,7 +55,7 @@ def _verb_of(config: type) -> str:
     return config.__name__.removesuffix("Config").lower()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
     """Runs in an order in which each finds what it needs, and the tables they end in."""
 
@@ -65,7 +64,7 @@ class Plan:
     config: ExperimentConfig
     """What was asked for, mu a number."""
     jobs: list[Job]
-    groups: list[Json]
+    groups: list[Group]
 
     def needed_by(self, job: Job) -> list[str]:
         """Names of the runs that a run reads."""
@@ -96,7 +95,7 @@ class Planner:
     """
 
     def __init__(self, config: ExperimentConfig, names: Sequence[str], out: Path) -> None:
-        self.asked, self.config = config, with_mu(config, names)
+        self.config = with_mu(config, names)
         self.names, self.out = tuple(names), out
         self.jobs: dict[Path, Job] = {}
 
@@ -105,49 +104,37 @@ class Planner:
         """Training domains: those asked for, or all."""
         return self.config.corpus.domains or self.names
 
-    def finish(self, title: str, question: str, groups: list[Json]) -> Plan:
-        """All that was asked for so far, as a plan."""
-        return Plan(title, question, self.config, list(self.jobs.values()), groups)
+    def plan(self, title: str, question: str, *groups: Group) -> Plan:
+        """All that was asked for so far."""
+        return Plan(title, question, self.config, list(self.jobs.values()), list(groups))
 
-    def over_seeds(self, make: Make) -> list[str]:
+    def over_seeds(self, make: Make) -> tuple[str, ...]:
         """Names of a run for every seed."""
-        return [make(seed).name for seed in self.config.seeds]
+        return tuple(make(seed).name for seed in self.config.seeds)
 
-    def arm(self, label: str, about: str, make: Make, **more: Any) -> Json:
+    def arm(self, label: str, about: str, make: Make, **more: Any) -> ArmRecord:
         """An arm of a table."""
-        return {"label": label, "about": about, "runs": self.over_seeds(make), **more}
+        return ArmRecord(label, about, self.over_seeds(make), **more)
 
-    def uniform(self, name: str = "uniform", **more: Any) -> Json:
+    def uniform(self, name: str = "uniform", **more: Any) -> ArmRecord:
         """The arm that others are compared with; `more` as for `base`."""
         base = self.base(name, "uniform", **more)
         return self.arm("uniform", "baseline", base, is_baseline=True)
 
-    def natural(self, name: str = "natural", **more: Any) -> Json:
+    def natural(self, name: str = "natural", **more: Any) -> ArmRecord:
         """The arm at weights by tokens."""
         return self.arm("natural", "by tokens", self.base(name, "natural", **more))
 
-    def doge(self, name: str = "doge", **more: Any) -> Json:
+    def doge(self, name: str = "doge", **more: Any) -> ArmRecord:
         """The arm at learned weights."""
         return self.arm("DoGE", "learned", self.base(name, self.proxy(), **more))
 
     def perplexities(
-        self, arms: list[Json], paper: str | None, *, title: str | None = None, **more: Any
-    ) -> Json:
+        self, arms: Sequence[ArmRecord], title: str = "", **more: Any
+    ) -> PerplexityGroup:
         """The table of what base models reach on every domain."""
-        return {
-            "kind": "perplexity",
-            "title": title or f"Base models of size {self.config.base.models[0]}",
-            "paper": paper,
-            "aim": list(self.domains),
-            "arms": arms,
-            **more,
-        }
-
-    def weights(
-        self, arms: list[Json], paper: str | None, *, title: str = "Domain weights", **more: Any
-    ) -> Json:
-        """The table of what proxies learned."""
-        return {"kind": "weights", "title": title, "paper": paper, "arms": arms, **more}
+        title = title or f"Base models of size {self.config.base.models[0]}"
+        return PerplexityGroup(title, tuple(arms), self.domains, **more)
 
     def proxy(self, name: str = "doge", **more: Any) -> Make:
         """Learn weights; `more` are fields of `ProxyConfig`, or as for `_add`."""
@@ -156,19 +143,12 @@ class Planner:
             "model": told.model,
             "steps": told.steps,
             "eval_points": 1,
-            "target": ("mix" if told.target_batch == "mix" else "universal",),
             "sequences_per_domain": told.sequences_per_domain,
             "mu": told.mu,
             "score": told.score,
             "domain_max_grad_norm": told.domain_max_grad_norm or None,
         }
-        own |= more
-        return partial(self._add, ProxyConfig, name, **own)
-
-    def mu_towards(self, number: int) -> float:
-        """mu of a proxy with so many targets, unless one was asked for."""
-        peak, _ = rates_of(self.asked, self.asked.proxy.model)
-        return self.asked.proxy.mu or default_mu(peak, number)
+        return partial(self._add, ProxyConfig, name, **(own | more))
 
     def base(self, name: str, source: Source, **more: Any) -> Make:
         """Train at weights; `more` are fields of `BaseConfig`, or as for `_add`."""
@@ -247,19 +227,14 @@ class Planner:
         )
         return self.proxy(name, selection=lambda seed: select(seed) / f"selection-{name}.json")
 
-    def cost(self) -> Json:
+    def cost(self) -> CostGroup:
         """What it takes to learn weights: tab:robust's last row."""
-        methods = [{"label": "DoGE", "runs": [[name] for name in self.over_seeds(self.proxy())]}]
-        methods += [
-            {"label": label, "runs": self.with_reference(steps, make)}
-            for steps, label, make in self.doremis()
-        ]
-        return {"kind": "cost", "title": "What learning the weights costs", "methods": methods}
-
-    def with_reference(self, steps: int, doremi: Make) -> list[list[str]]:
-        """Names of DoReMi's two runs for every seed."""
-        references = self.over_seeds(self.reference(steps))
-        return [list(pair) for pair in zip(references, self.over_seeds(doremi), strict=True)]
+        methods = [Method("DoGE", tuple((name,) for name in self.over_seeds(self.proxy())))]
+        for steps, label, make in self.doremis():
+            references = self.over_seeds(self.reference(steps))
+            pairs = zip(references, self.over_seeds(make), strict=True)
+            methods.append(Method(label, tuple(pairs)))
+        return CostGroup("What learning the weights costs", tuple(methods))
 
     def check_known(self, what: str, names: Sequence[str]) -> None:
         """Raise ValueError where the corpus lacks a domain that is asked for."""

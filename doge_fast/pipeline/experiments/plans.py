@@ -1,24 +1,31 @@
-"""The paper's experiments and ours: which runs each needs, and which tables they end in.
+"""The paper's experiments: which runs each needs, and which tables they end in.
 
 A plan is data: jobs, each a stage's configuration, a later one reading what an earlier one has
 left; and groups, each the runs behind a table.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline.config import ExperimentConfig
-from doge_fast.pipeline.experiments.planner import Json, Plan, Planner
+from doge_fast.pipeline.experiments.planner import Plan, Planner
 from doge_fast.pipeline.experiments.presets import (
     PAPER_LANGUAGE_TARGETS,
     PAPER_LANGUAGES,
     doremi_steps,
-    rates_of,
 )
-from doge_fast.pipeline.records.weights import read_named
+from doge_fast.pipeline.records.shapes import (
+    ArmRecord,
+    Group,
+    PerplexityGroup,
+    TargetRow,
+    TargetsGroup,
+    TasksGroup,
+    WeightsGroup,
+)
+from doge_fast.pipeline.records.weights import read_weights
 
 # Stages of the paper's curricula; one stage is the global average.
 CURRICULA = (2, 3, 10)
@@ -27,7 +34,10 @@ DEMO_TARGET = "reference"
 
 
 def plan_of(
-    config: ExperimentConfig, names: Sequence[str], out: Path, tasks: Json | None = None
+    config: ExperimentConfig,
+    names: Sequence[str],
+    out: Path,
+    tasks: dict[str, Any] | None = None,
 ) -> Plan:
     """The runs and tables of an experiment.
 
@@ -48,24 +58,21 @@ def plan_of(
     return _with_tasks(plan, tasks) if tasks else plan
 
 
-def _with_tasks(plan: Plan, tasks: Json) -> Plan:
+def _with_tasks(plan: Plan, tasks: dict[str, Any]) -> Plan:
     """A table of accuracies after each of perplexities."""
-    groups = []
+    asked = plan.config.tasks
+    groups: list[Group] = []
     for group in plan.groups:
         groups.append(group)
-        if group["kind"] == "perplexity" and "until" not in group:
-            groups.append(
-                {
-                    "kind": "tasks",
-                    "title": f"Tasks: {group['title']}",
-                    "arms": group["arms"],
-                    "focus": group.get("focus"),
-                    **tasks,
-                    "shots": plan.config.tasks.shots,
-                    "task_limit": plan.config.tasks.task_limit,
-                    "task_data": plan.config.tasks.task_data,
-                }
+        if isinstance(group, PerplexityGroup):
+            scored = TasksGroup(
+                f"Tasks: {group.title}",
+                group.arms,
+                shots=asked.shots,
+                task_limit=asked.task_limit,
+                **tasks,
             )
+            groups.append(scored)
     if len(groups) == len(plan.groups):
         raise ValueError(
             "tasks are scored where base models are compared on all domains; "
@@ -80,28 +87,31 @@ def _demo(plan: Planner) -> Plan:
     arms = [plan.uniform(), plan.natural(), plan.doge()]
     table, learned = _targeted(plan, targets, plan.domains, is_short=True)
     learned = [plan.arm("DoGE", "for all domains", plan.proxy()), *learned]
-    return plan.finish(
+    return plan.plan(
         "Domain weights, learned and tried out",
         "Which mixture of the domains lowers the held-out loss, over all of them and on one that "
         "nobody trains on?",
-        [plan.perplexities(arms, None), table, plan.weights(learned, None)],
+        plan.perplexities(arms),
+        table,
+        WeightsGroup("Domain weights", tuple(learned)),
     )
 
 
 def _universal(plan: Planner) -> Plan:
     """tab:universal_ppl, tab:124M_ppl, tab:dw."""
-    groups = [_universal_perplexity(plan, model) for model in plan.config.base.models]
     learned = [plan.arm("DoGE", "average weights", plan.proxy())]
     learned += [plan.arm(label, "average weights", each) for _, label, each in plan.doremis()]
-    return plan.finish(
+    return plan.plan(
         "Universal generalization",
         "Which mixture of the domains lowers the mean held-out loss over all of them, at equal "
         "tokens, model and settings?",
-        [*groups, plan.weights(learned, "tab:dw"), plan.cost()],
+        *(_universal_perplexity(plan, model) for model in plan.config.base.models),
+        WeightsGroup("Domain weights", tuple(learned)),
+        plan.cost(),
     )
 
 
-def _universal_perplexity(plan: Planner, model: str) -> Json:
+def _universal_perplexity(plan: Planner, model: str) -> Group:
     arms = [
         plan.uniform(f"uniform-{model}", model=model),
         plan.natural(f"natural-{model}", model=model),
@@ -111,63 +121,58 @@ def _universal_perplexity(plan: Planner, model: str) -> Json:
         plan.arm(label, "learned", plan.base(f"doremi-{steps}-{model}", each, model=model))
         for steps, label, each in plan.doremis()
     ]
-    arms += _given_arms(plan, [arm["label"] for arm in arms], model)
-    return plan.perplexities(
-        arms, _paper_table(model), title=f"Base models of size {model}", pairs=_against_doge(arms)
-    )
+    arms += _given_arms(plan, [arm.label for arm in arms], model)
+    title = f"Base models of size {model}"
+    return plan.perplexities(arms, title, pairs=_against_doge(arms))
 
 
-def _given_arms(plan: Planner, taken: Sequence[str], model: str) -> list[Json]:
+def _given_arms(plan: Planner, taken: Sequence[str], model: str) -> list[ArmRecord]:
     """Those of `--weights NAME=FILE`; `taken` are the labels of the arms beside them."""
-    named = read_named(plan.config.weights, domains=plan.domains, taken=taken)
-    return [
-        plan.arm(label, "given", plan.base(f"given-{label}-{model}", file, model=model))
-        for label, file in named.items()
-    ]
+    arms: dict[str, ArmRecord] = {}
+    for word in plan.config.weights:
+        label, _, file = word.partition("=")
+        if not label or not file or label in arms or label in taken:
+            raise ValueError(
+                "weights (--weights) must be NAME=FILE, each with a name of its own beside "
+                f"{', '.join(taken)}; got {word!r}. Choose another NAME."
+            )
+        read_weights(Path(file), domains=plan.domains)
+        base = plan.base(f"given-{label}-{model}", file, model=model)
+        arms[label] = plan.arm(label, "given", base)
+    return list(arms.values())
 
 
-def _paper_table(model: str) -> str:
-    """Where the paper prints what base models of a size reach; of other sizes its main table."""
-    tables = {"124M": "tab:124M_ppl", "210M": "tab:210M_ppl"}
-    return tables.get(model, "tab:universal_ppl")
-
-
-def _against_doge(arms: Sequence[Json]) -> list[list[str]]:
+def _against_doge(arms: Sequence[ArmRecord]) -> tuple[tuple[str, str], ...]:
     """DoGE against the other ways of learning weights."""
-    return [["DoGE", arm["label"]] for arm in arms if arm["label"].startswith("DoReMi")]
+    return tuple(("DoGE", arm.label) for arm in arms if arm.label.startswith("DoReMi"))
 
 
 def _doremi(plan: Planner) -> Plan:
     """DoReMi in both readings, beside DoGE; tab:robust's last row."""
     steps = doremi_steps(plan.config)[0]
     sources = {
-        "DoReMi": plan.doremi(steps),
-        "DoReMi, DoGE authors' variant": plan.doremi(steps, "doge"),
+        "DoReMi": ("doremi", plan.doremi(steps)),
+        "DoReMi, DoGE authors' variant": ("doremi-doge", plan.doremi(steps, "doge")),
     }
     learned = [plan.arm("DoGE", "average weights", plan.proxy())]
-    learned += [plan.arm(label, "average weights", each) for label, each in sources.items()]
+    learned += [plan.arm(label, "average weights", each) for label, (_, each) in sources.items()]
     arms = [plan.uniform(), plan.doge()]
     arms += [
-        plan.arm(label, "learned", plan.base(name, each))
-        for name, (label, each) in zip(("doremi", "doremi-doge"), sources.items(), strict=True)
+        plan.arm(label, "learned", plan.base(name, each)) for label, (name, each) in sources.items()
     ]
-    paper = _paper_table(plan.config.base.models[0])
-    return plan.finish(
+    return plan.plan(
         "DoReMi beside DoGE",
         "Do weights from excess loss over a reference help as much as weights from generalization "
         "estimation, and what does each cost?",
-        [
-            plan.perplexities(arms, paper, pairs=_against_doge(arms)),
-            plan.weights(learned, None),
-            plan.cost(),
-        ],
+        plan.perplexities(arms, pairs=_against_doge(arms)),
+        WeightsGroup("Domain weights", tuple(learned)),
+        plan.cost(),
     )
 
 
 def _ood(plan: Planner) -> Plan:
     """tab:ppl-ood, tab:ood-dw."""
-    targets = plan.config.targets or plan.domains
-    return _out_of_domain(plan, targets, plan.domains, paper=("tab:ppl-ood", "tab:ood-dw"))
+    return _out_of_domain(plan, plan.config.targets or plan.domains, plan.domains)
 
 
 def _wiki40b(plan: Planner) -> Plan:
@@ -175,37 +180,23 @@ def _wiki40b(plan: Planner) -> Plan:
     targets = plan.config.targets or PAPER_LANGUAGE_TARGETS
     found = tuple(name for name in PAPER_LANGUAGES if name in plan.names)
     chosen = plan.config.corpus.domains or found or plan.names
-    domains = [name for name in chosen if name not in targets]
-    return _out_of_domain(plan, targets, domains, paper=(None, "tab:ood-wiki-dw"))
+    return _out_of_domain(plan, targets, [name for name in chosen if name not in targets])
 
 
-def _out_of_domain(
-    plan: Planner,
-    targets: Sequence[str],
-    domains: Sequence[str],
-    *,
-    paper: tuple[str | None, str],
-) -> Plan:
-    table, learned = _targeted(plan, targets, domains, paper=paper[0])
-    return plan.finish(
+def _out_of_domain(plan: Planner, targets: Sequence[str], domains: Sequence[str]) -> Plan:
+    table, learned = _targeted(plan, targets, domains)
+    return plan.plan(
         "Out-of-domain generalization",
         "Which mixture of the other domains lowers the loss on a target that nobody trains on, and "
         "does it still help when training goes on with the target alone?",
-        [
-            table,
-            plan.weights(learned, paper[1], title="Domain weights by target", is_affinity=True),
-        ],
+        table,
+        WeightsGroup("Domain weights by target", tuple(learned)),
     )
 
 
 def _targeted(
-    plan: Planner,
-    targets: Sequence[str],
-    domains: Sequence[str],
-    *,
-    paper: str | None = None,
-    is_short: bool = False,
-) -> tuple[Json, list[Json]]:
+    plan: Planner, targets: Sequence[str], domains: Sequence[str], *, is_short: bool = False
+) -> tuple[TargetsGroup, list[ArmRecord]]:
     """The table of every target against the same arms, and what `domains` but for it teach.
 
     `is_short`: no model that goes on with the target, nor one that was trained on it too.
@@ -237,10 +228,9 @@ def _targeted(
                 plan.arm("DoGE, fine-tuned", then, plan.finetuned(doge, target), baseline=tuned),
                 plan.arm("oracle", "uniform, target included", oracle),
             ]
-        rows.append({"target": target, "domains": list(others), "arms": arms})
-        learned.append(plan.arm(f"for {target}", "average weights", proxy, target=target))
-    table = {"kind": "targets", "title": "Perplexity on the target", "paper": paper, "rows": rows}
-    return table, learned
+        rows.append(TargetRow(target, tuple(arms)))
+        learned.append(plan.arm(f"for {target}", "average weights", proxy))
+    return TargetsGroup("Perplexity on the target", tuple(rows)), learned
 
 
 def _scales(plan: Planner) -> Plan:
@@ -249,11 +239,10 @@ def _scales(plan: Planner) -> Plan:
     if len(models) != 3:
         raise ValueError(f"proxy.models must name three sizes; got {', '.join(models)}.")
     arms = [plan.arm(model, "proxy", plan.proxy(model, model=model)) for model in models]
-    title = "Domain weights by the size of the proxy"
-    return plan.finish(
+    return plan.plan(
         "The size of the proxy",
         "Does a smaller or larger proxy find the same weights?",
-        [plan.weights(arms, "tab:robust", title=title, reference=models[1])],
+        WeightsGroup("Domain weights by the size of the proxy", tuple(arms), models[1]),
     )
 
 
@@ -265,15 +254,12 @@ def _selection(plan: Planner) -> Plan:
     arms = [plan.arm(name, about[name], each) for name, each in sources.items()]
     bases = [plan.uniform()]
     bases += [plan.arm(name, about[name], plan.base(name, each)) for name, each in sources.items()]
-    pairs = [[name, "full"] for name in strategies]
-    title = "Domain weights by selection"
-    return plan.finish(
+    pairs = tuple((name, "full") for name in strategies)
+    return plan.plan(
         "Selection by the cancellation effect",
         "Are the gradients of a few parameters enough to learn the weights?",
-        [
-            plan.perplexities(bases, "tab:cc-ppl", focus="full", pairs=pairs),
-            plan.weights(arms, "tab:cc-dw", title=title, has_columns=True),
-        ],
+        plan.perplexities(bases, focus="full", pairs=pairs),
+        WeightsGroup("Domain weights by selection", tuple(arms)),
     )
 
 
@@ -292,25 +278,12 @@ def _curriculum(plan: Planner) -> Plan:
         for n in CURRICULA
         if n <= shortest
     ]
-    learned = [plan.arm("DoGE", "average weights", proxy)]
-    return plan.finish(
+    learned = plan.arm("DoGE", "average weights", proxy)
+    return plan.plan(
         "Stage-wise curriculum",
         "Is it better to let the weights follow the proxy's stages than to take their average?",
-        [
-            plan.perplexities(arms, None),
-            plan.weights(learned, "tab:dw", title="The average weights"),
-        ],
-    )
-
-
-def _early(plan: Planner) -> Plan:
-    """fig:early_stage."""
-    arms = [plan.uniform(), plan.natural(), plan.doge()]
-    quarter = plan.perplexities(arms, None, title="After a quarter of the steps", until=0.25)
-    return plan.finish(
-        "The first quarter of training",
-        "Do learned weights pay early, on every domain?",
-        [quarter, plan.perplexities(arms, None, title="At the end")],
+        plan.perplexities(arms),
+        WeightsGroup("The average weights", (learned,)),
     )
 
 
@@ -330,68 +303,12 @@ def _proxy_vs_base(plan: Planner) -> Plan:
         plan.arm("DoGE proxy", "reweighted gradients", proxy),
     ]
     title = f"Models of size {told.proxy.model}"
-    return plan.finish(
+    return plan.plan(
         "The proxy as a model",
         "Is the proxy, whose gradients were reweighted, as good as a model of its size that was "
         "trained on the resampled corpus with as many tokens?",
-        [plan.perplexities(arms, None, title=title, pairs=[["DoGE proxy", "DoGE base"]])],
+        plan.perplexities(arms, title, pairs=(("DoGE proxy", "DoGE base"),)),
     )
-
-
-def _sensitivity(plan: Planner) -> Plan:
-    """The proxy with one setting changed at a time, and base models at what each learns."""
-    sources = {label: plan.proxy(_slug(label), **each) for label, each in _changes(plan).items()}
-    # Each base model follows its proxy, so that an experiment that is stopped has whole arms.
-    arms = [plan.uniform(), plan.natural()]
-    arms += [
-        plan.arm(f"DoGE, {label}", "learned", plan.base(_slug(label), each))
-        for label, each in sources.items()
-    ]
-    learned = [plan.arm(label, "proxy", each) for label, each in sources.items()]
-    return plan.finish(
-        "Settings of the proxy",
-        "Which settings of the proxy decide whether its weights help?",
-        [plan.perplexities(arms, None), plan.weights(learned, "tab:dw")],
-    )
-
-
-def _changes(plan: Planner) -> dict[str, dict[str, Any]]:
-    """{label: what differs from the proxy as it is set}."""
-    told = plan.config.proxy
-    mu, clip = told.mu, None if told.domain_max_grad_norm else 1.0
-    assert mu is not None
-    is_mix = told.target_batch == "mix"
-    peak, end = rates_of(plan.config, told.model)
-    target, name = ("target same batch", ("universal",)) if is_mix else ("target mix", ("mix",))
-    # W towards one target spreads less than towards all, so the target has a mu of its own.
-    own = plan.mu_towards(len(plan.domains) if is_mix else 1)
-    other: dict[str, Any] = {"target": name, "mu": own}
-    pace, factor = ("mu x 16", 16) if clip is None else ("mu / 16", 1 / 16)
-    changes: dict[str, dict[str, Any]] = {
-        "as set": {},
-        target: other,
-        f"{target}, domain clip {clip}": {**other, "domain_max_grad_norm": clip},
-        f"domain clip {clip}": {"domain_max_grad_norm": clip},
-        # W grows with the square of the gradients, which are two to four times as long uncut.
-        f"domain clip {clip}, {pace}": {"domain_max_grad_norm": clip, "mu": mu * factor},
-        "mu x 4": {"mu": mu * 4},
-        "mu / 4": {"mu": mu / 4},
-        "average from 1/3": {"average_from": 1 / 3},
-        "steps x 3": {"steps": 3 * told.steps},
-        "batch x 2": {"sequences_per_domain": 2 * told.sequences_per_domain},
-        "mu x 16": {"mu": mu * 16},
-    }
-    other_score = "paper" if told.score == "published" else "published"
-    changes[f"score {other_score}"] = {"score": other_score}
-    for times, factor in {"x 2": 2.0, "/ 2": 0.5}.items():
-        # The weights move by lr W / mu: at the same pace, so that it is the proxy that differs.
-        rates = (peak * factor, end * factor)
-        changes[f"learning rate and mu {times}"] = {"mu": mu * factor, "rates": rates}
-    return changes
-
-
-def _slug(label: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
 
 
 _PLANS: dict[str, Callable[[Planner], Plan]] = {
@@ -403,7 +320,5 @@ _PLANS: dict[str, Callable[[Planner], Plan]] = {
     "scales": _scales,
     "selection": _selection,
     "curriculum": _curriculum,
-    "early": _early,
     "proxy_vs_base": _proxy_vs_base,
-    "sensitivity": _sensitivity,
 }

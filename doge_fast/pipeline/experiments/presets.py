@@ -4,7 +4,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,7 +11,6 @@ from doge_fast.pipeline.config import DemoConfig, Experiment, ExperimentConfig, 
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.weights.defaults import default_mu
-from doge_fast.weights.weights_file import plain
 
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
 PAPER_LANGUAGE_TARGETS = ("ca", "nl")
@@ -88,8 +86,7 @@ def with_mu(config: ExperimentConfig, names: Sequence[str]) -> ExperimentConfig:
     """The experiment with the proxies' mu as a number; `names` are those of the corpus."""
     if config.proxy.mu is not None:
         return config
-    is_universal = config.name not in _TARGETED and config.proxy.target_batch == "same"
-    total = len(config.corpus.domains or names) if is_universal else 1
+    total = 1 if config.name in _TARGETED else len(config.corpus.domains or names)
     rate, _ = rates_of(config, config.proxy.model)
     return replace(config, proxy=replace(config.proxy, mu=default_mu(rate, total)))
 
@@ -122,40 +119,3 @@ def demo_of(config: DemoConfig) -> ExperimentConfig:
         proxy=replace(preset.proxy, steps=config.steps),
         base=replace(preset.base, steps=config.steps),
     )
-
-
-def settings_of(config: ExperimentConfig) -> dict[str, Any]:
-    """What experiment.json lists, and what may not change while an experiment is under way."""
-    corpus, rates, proxy, base = config.corpus, config.rates, config.proxy, config.base
-    settings = {
-        "data": corpus.data,
-        "domain_column": corpus.domain_column,
-        "domains": corpus.domains,
-        "tokenizer": corpus.tokenizer,
-        "vocab_size": corpus.vocab_size,
-        "block_size": corpus.block_size,
-        "max_tokens_per_domain": corpus.max_tokens_per_domain,
-        "proxy_model": proxy.model,
-        "proxy_models": proxy.models,
-        "base_models": base.models,
-        "proxy_steps": proxy.steps,
-        "doremi_steps": doremi_steps(config),
-        "base_steps": base.steps,
-        "finetune_steps": base.finetune_steps,
-        "selection_steps": config.selection.steps,
-        "sequences_per_domain": proxy.sequences_per_domain,
-        "batch_size": base.batch_size,
-        "learning_rate": rates.learning_rate,
-        "min_learning_rate": rates.min_learning_rate,
-        "finetune_learning_rate": base.finetune_learning_rate,
-        "mu": proxy.mu,
-        "score": proxy.score,
-        "domain_max_grad_norm": proxy.domain_max_grad_norm or None,
-        "seeds": config.seeds,
-        "eval_blocks": rates.eval_blocks,
-        "eval_points": base.eval_points,
-        "strategies": config.selection.strategies,
-        "dtype": rates.dtype,
-    }
-    recorded: dict[str, Any] = plain(settings)
-    return recorded

@@ -26,7 +26,7 @@ from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
-from doge_fast.pipeline.experiments.presets import check, known_domains, settings_of
+from doge_fast.pipeline.experiments.presets import check, known_domains
 from doge_fast.pipeline.failures import one_line
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.records.shapes import TasksGroup
@@ -176,8 +176,7 @@ def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
     if job.is_measured and not records.is_measured(out, config.rates.eval_blocks):
         asked = EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=device)
         yield functools.partial(evaluate, asked)
-    groups = [records.group_of(records.plain(group), out) for group in plan.groups]
-    tasks = [group for group in groups if isinstance(group, TasksGroup)]
+    tasks = [group for group in plan.groups if isinstance(group, TasksGroup)]
     own = [group for group in tasks if any(job.name in arm.runs for arm in group.arms)]
     if not all(records.is_scored(out, group) for group in own):
         from doge_fast.pipeline.fewshot import few_shot
@@ -209,8 +208,8 @@ def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
     from doge_fast.pipeline.fewshot import document_hashes, load_tasks, task_names
 
     if config.plan:
-        return {"tasks": list(task_names(config.tasks.tasks)), "task_data_sha256": None}
-    tasks = list(load_tasks(config.tasks))
+        return {"tasks": tuple(task_names(config.tasks.tasks)), "task_data_sha256": None}
+    tasks = tuple(load_tasks(config.tasks))
     return {"tasks": tasks, "task_data_sha256": document_hashes(config.tasks)}
 
 
@@ -258,8 +257,7 @@ def _record(plan: Plan) -> dict[str, Any]:
         "preset": config.preset,
         "title": plan.title,
         "question": plan.question,
-        "settings": settings_of(config),
-        "target_batch": config.proxy.target_batch,
+        "settings": {"seeds": config.seeds, "eval_blocks": config.rates.eval_blocks},
         "data": config.corpus.data,
         "config": config,
         "runs": [job.name for job in plan.jobs],

@@ -2,5 +2,11 @@
 # mypy: implicit-reexport
 """Domain weights -> what each training framework takes."""
 
-from doge_fast.pipeline.exports.blend import Blend, Settings, Target, by_document, largest_remainder
+from doge_fast.pipeline.exports.blend import (
+    Blend,
+    ExportSettings,
+    Target,
+    by_document,
+    largest_remainder,
+)
 from doge_fast.pipeline.exports.registry import Exported, export, listing, targets

@@ -88,7 +88,7 @@ def by_document(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str,
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExportSettings:
     """What an export is asked for, beyond the weights and the paths."""
 
     decimals: int = 6
@@ -128,7 +128,7 @@ class Blend:
     """{split: {domain: {path: its part of the domain, or None where unknown}}}."""
     rows: Rows
     """What the shares count."""
-    settings: Settings
+    settings: ExportSettings
     mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
     """{domain: tokens of a document}, where the shares count documents."""
 

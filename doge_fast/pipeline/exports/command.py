@@ -96,7 +96,7 @@ def _text(file: Path) -> str:
 
 
 def _settings(config: ExportConfig) -> dict[str, Any]:
-    """Fields of `Settings`."""
+    """Fields of `ExportSettings`."""
     same = ("decimals", "rows", "seq_length", "batch_size", "seed", "local_dir")
     return {name: getattr(config, name) for name in same} | {
         "mean_doc_tokens": named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),

@@ -16,10 +16,10 @@ import yaml
 from doge_fast.pipeline.exports import configs, loaders, megatron
 from doge_fast.pipeline.exports.blend import (
     Blend,
+    ExportSettings,
     Parts,
     Paths,
     Rows,
-    Settings,
     Split,
     Target,
     by_document,
@@ -95,7 +95,7 @@ def export(
         paths: {domain: path, list of paths, or {path: its relative part}}.
         valid_paths: likewise of validation data, for the targets that take it.
         test_paths: likewise of test data.
-        settings: fields of `Settings`: what else the target is told.
+        settings: fields of `ExportSettings`: what else the target is told.
 
     Returns:
         The text, what was left out, and what the numbers mean.
@@ -104,7 +104,7 @@ def export(
         ValueError: there is no such target, a domain has no path, a path no domain, or the target
             would not take what it was given; the text says what to do.
     """
-    target, asked, record = _find(to), Settings(**settings), _record(weights)
+    target, asked, record = _find(to), ExportSettings(**settings), _record(weights)
     rows = _rows(target, asked)
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
@@ -162,7 +162,7 @@ def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
     return record
 
 
-def _rows(target: Target, settings: Settings) -> Rows:
+def _rows(target: Target, settings: ExportSettings) -> Rows:
     """What the target's numbers count: as asked, or its default; ValueError where it cannot."""
     asked = settings.rows
     if asked is not None and asked not in target.rows:
@@ -188,7 +188,7 @@ def _left_out(blend: Blend) -> list[str]:
 
 
 def _lengths(
-    parts: Parts, entries: Mapping[str, Mapping[str, Any]], settings: Settings
+    parts: Parts, entries: Mapping[str, Mapping[str, Any]], settings: ExportSettings
 ) -> dict[str, float]:
     """{domain with a share: mean tokens of a document}: as given, else as the record says."""
     check_known(settings.mean_doc_tokens, entries, "mean_doc_tokens names")

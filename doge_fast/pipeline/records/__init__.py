@@ -73,7 +73,6 @@ from doge_fast.pipeline.records.shapes import (
     CancellationRecord,
     Stage,
     check_shape,
-    group_of,
 )
 from doge_fast.pipeline.records.weights import (
     check_out,

@@ -12,6 +12,7 @@ from doge_fast.pipeline.records.runs import (
     FEWSHOT,
     Json,
     check_empty,
+    check_same,
     load_config,
     read_record,
 )
@@ -148,8 +149,7 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
 
     Args:
         out: the directory.
-        record: name, preset, title, question, settings, data, runs (names, in the order in which
-            they are made), groups (the runs behind each table) and versions.
+        record: the fields of `ExperimentRecord`, and `config`, all settings.
 
     Raises:
         ValueError: as `check_experiment`.
@@ -157,6 +157,13 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
     check_experiment(out, record)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **record})
+
+
+# How an experiment is run; seeds and targets may be added, which its runs show.
+_FREE = (
+    *("out", "plan", "only", "seeds", "targets", "weights", "corpus.cache_dir", "rates.device"),
+    *("tasks.tasks", "tasks.shots", "tasks.task_limit", "tasks.task_data"),
+)
 
 
 def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
@@ -170,22 +177,12 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
     if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
     known, asked = read_experiment(out), plain(record)
-    # Groups follow from the rest.
-    for key in ("name", "preset", "title", "question", "settings", "data", "runs"):
-        was, now, told = known[key], asked[key], key
-        if key == "settings":
-            # Of an earlier version a setting may be gone or not have been there.
-            shared = (was.keys() & now.keys()) - {"seeds"}
-            changed = sorted(name for name in shared if was[name] != now[name])
-            is_same, told = not changed, f"settings ({', '.join(changed)})"
-        else:
-            is_same = set(was) <= set(now) if key == "runs" else was == now
-        if not is_same:
-            raise ValueError(
-                f"{out} holds the experiment {known['name']} with "
-                f"{'other' if key.endswith('s') else 'another'} {told}. Name another directory "
-                f"with out, or repeat the command that began it; seeds may be added."
-            )
+    check_same("configuration", out, known.get("config", {}), asked["config"], _FREE)
+    if missing := [name for name in known["runs"] if name not in asked["runs"]]:
+        raise ValueError(
+            f"{out} holds an experiment with further runs, as {missing[0]}. Name another "
+            "directory, or ask for its seeds and targets too."
+        )
 
 
 def read_experiment(path: Path) -> Json:

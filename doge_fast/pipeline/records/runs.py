@@ -78,13 +78,13 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
             "Name another directory."
         )
     before = _kept(recorded["config"])
-    _check_same("configuration", out, before, _kept(config), _NOT_COMPARED)
+    check_same("configuration", out, before, _kept(config), _NOT_COMPARED)
     return recorded
 
 
 def check_corpus(out: Path, recorded: Json, corpus: Mapping[str, Any]) -> None:
     """Raise ValueError where a run, by its config.json, began with another corpus than this."""
-    _check_same("corpus", out, recorded["corpus"], plain(corpus), ())
+    check_same("corpus", out, recorded["corpus"], plain(corpus), ())
 
 
 def _kept(config: Any) -> Any:
@@ -169,8 +169,15 @@ def _over(defaults: Json, recorded: Json) -> Json:
     return defaults | both
 
 
-def _check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
-    """The recorded object equals the one asked for, outside `ignored` dotted names."""
+def check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
+    """Raise ValueError where a recorded object is another than the one asked for.
+
+    Args:
+        what: the object is.
+        out: the directory that holds it.
+        recorded, asked: as JSON holds them.
+        ignored: dotted names of what may differ.
+    """
     before, now = _flat(recorded), _flat(asked)
     pairs = {name: (before.get(name, "absent"), now.get(name, "absent")) for name in before | now}
     differing = [

@@ -234,8 +234,7 @@ class PerplexityGroup:
     """How the label begins of the arm that the question is about; None: DoGE's."""
     pairs: tuple[tuple[str, str], ...] = ()
     """Labels of arms that are set against each other too."""
-    until: float = 1.0
-    """Share of the steps after which losses are compared."""
+    kind: Literal["perplexity"] = "perplexity"
 
 
 @dataclass(frozen=True)
@@ -252,6 +251,7 @@ class TargetsGroup:
 
     title: str
     rows: tuple[TargetRow, ...]
+    kind: Literal["targets"] = "targets"
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,7 @@ class WeightsGroup:
     arms: tuple[ArmRecord, ...]
     reference: str | None = None
     """Label of the arm that the others' distance is measured from."""
+    kind: Literal["weights"] = "weights"
 
 
 @dataclass(frozen=True)
@@ -278,11 +279,12 @@ class CostGroup:
 
     title: str
     methods: tuple[Method, ...]
+    kind: Literal["cost"] = "cost"
 
 
 @dataclass(frozen=True)
 class TasksGroup:
-    """Base models scored on the tasks of lm-eval."""
+    """Base models compared on the tasks of lm-eval."""
 
     title: str
     arms: tuple[ArmRecord, ...]
@@ -290,31 +292,15 @@ class TasksGroup:
     shots: CountOrZero | None = None
     task_limit: Count | None = None
     task_data_sha256: dict[str, Any] | None = None
+    kind: Literal["tasks"] = "tasks"
 
 
 Group = PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
-GROUPS: Mapping[str, type[Group]] = {
-    "perplexity": PerplexityGroup,
-    "targets": TargetsGroup,
-    "weights": WeightsGroup,
-    "cost": CostGroup,
-    "tasks": TasksGroup,
-}
-"""{the kind that experiment.json says: its class}."""
-
-
-def group_of(record: dict[str, Any], where: str | Path) -> Group | None:
-    """A table of experiment.json; None: of a kind that an earlier release had.
-
-    Raises:
-        FileFailure: it lacks what a table of its kind has.
-    """
-    kind = GROUPS.get(str(record.get("kind")))
-    return None if kind is None else check_shape(record, kind, where)
+"""A table that an experiment ends in."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExperimentSettings:
     """The settings in experiment.json that a report is made of."""
 
     seeds: tuple[int, ...]
@@ -329,10 +315,10 @@ class ExperimentRecord:
     preset: str
     title: str
     question: str
-    settings: Settings
+    settings: ExperimentSettings
     data: str
     runs: tuple[str, ...]
-    groups: tuple[dict[str, Any], ...]
+    groups: tuple[Group, ...]
     versions: dict[str, str]
 
 

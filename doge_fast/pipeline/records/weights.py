@@ -29,8 +29,8 @@ from doge_fast.pipeline.records.shapes import (
     WeightsRecord,
     check_shape,
 )
-from doge_fast.weights import removed, weights_file
-from doge_fast.weights.weights_file import SCHEMA_VERSION
+from doge_fast.weights import weights_file
+from doge_fast.weights.weights_file import SCHEMA_VERSION, refusal_of_removed
 
 _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} at least.'
@@ -121,37 +121,6 @@ def read_weights(path: Path, *, domains: Sequence[str] | None = None) -> Json:
     return record | {"domains": [by_name[name] for name in domains]}
 
 
-def read_named(
-    items: Sequence[str], *, domains: Sequence[str], taken: Sequence[str]
-) -> dict[str, Path]:
-    """{name: file} of NAME=FILE, each file one that `read_weights` reads.
-
-    Args:
-        items: as they were typed.
-        domains: as for `read_weights`.
-        taken: names that the experiment has given to arms of its own.
-
-    Raises:
-        ValueError: one is written otherwise, a name stands twice or is taken, or as `read_weights`.
-    """
-    found: dict[str, Path] = {}
-    for item in items:
-        name, _, file = item.partition("=")
-        if not name or not file or name in found:
-            raise ValueError(
-                "weights must be NAME=FILE, each with a name of its own, the file a weights.json "
-                f"or a run directory that holds one; got {item!r}."
-            )
-        if name in taken:
-            raise ValueError(
-                f"weights (--weights) need names that the experiment has not given; {name} is one "
-                f"of {', '.join(taken)}. Choose another NAME."
-            )
-        found[name] = Path(file)
-        read_weights(found[name], domains=domains)
-    return found
-
-
 def weights_by_name(record: Mapping[str, Any]) -> dict[str, float]:
     """{name: weight} of a record that `read_weights` returned, in its order."""
     return {entry["name"]: float(entry["weight"]) for entry in record["domains"]}
@@ -209,9 +178,9 @@ def _refuse_removed(record: Mapping[str, Any], where: str) -> None:
     """Refuse weights of a score or target that there is none of any more."""
     for field, value in (("score", "unbiased"), ("target", "worst")):
         if record.get(field) == value:
-            raise FileFailure(removed.refusal(f"{where}: {field} {value!r}"))
+            raise FileFailure(refusal_of_removed(f"{where}: {field} {value!r}"))
     if record.get("target_mu") is not None:
-        raise FileFailure(removed.refusal(f"{where}: target_mu"))
+        raise FileFailure(refusal_of_removed(f"{where}: target_mu"))
 
 
 def _check_schedule(phases: Sequence[PhaseRecord], names: Sequence[str], where: str) -> None:

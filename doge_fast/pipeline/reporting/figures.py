@@ -12,7 +12,7 @@ from doge_fast.pipeline.reporting import plotting as plot
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import INK, MUTED, PAGE, PALETTE
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.statistics import Difference, change_of
+from doge_fast.pipeline.reporting.statistics import PairedDifference, change_of
 from doge_fast.pipeline.reporting.wording import Stat
 
 _DOTTED: Any = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}
@@ -94,7 +94,7 @@ def course(proxy: Proxy) -> Figure:
 
 
 def change_figure(
-    rows: Mapping[str, Sequence[Difference]], labels: Sequence[str], baseline: str
+    rows: Mapping[str, Sequence[PairedDifference]], labels: Sequence[str], baseline: str
 ) -> Figure:
     """A mark an arm beside each label: its change of perplexity and the interval."""
     figure, axes = plot.canvas(max(2.2, 1.0 + (0.2 + 0.09 * len(rows)) * len(labels)))

@@ -11,7 +11,7 @@ import numpy as np
 from doge_fast.pipeline import health
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.mixtures import effective_domains
-from doge_fast.pipeline.reporting.runs import Run, open_runs
+from doge_fast.pipeline.reporting.runs import RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import stat_of
 from doge_fast.pipeline.reporting.wording import (
     Stat,
@@ -41,10 +41,10 @@ class Proxy:
     """Proxy runs that differ in nothing but their seed."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[RecordedRun, ...]
 
     @property
-    def first(self) -> Run:
+    def first(self) -> RecordedRun:
         """Stands for all seeds in what they share."""
         return self.runs[0]
 
@@ -196,7 +196,7 @@ class Proxy:
             remedy = "smaller step_size" if self.is_doremi else "larger mu"
             yield (
                 f"in {len(found)} of {plural(len(lines), 'logged step')} "
-                f"{health.domains_told(names)} {told}. A {remedy} or more smoothing keeps weights "
+                f"{health.domains_text(names)} {told}. A {remedy} or more smoothing keeps weights "
                 "apart from their limits."
             )
 
@@ -213,7 +213,7 @@ def _target_word(item: str, *, alone: bool) -> str:
     return word if alone or not weight else f"{word} ({weight})"
 
 
-def known_weights(runs: Sequence[Run]) -> list[dict[str, float]]:
+def known_weights(runs: Sequence[RecordedRun]) -> list[dict[str, float]]:
     """The weights that each run found or used; where none is finished, their averages so far."""
     files = [run.weights for run in runs if run.weights is not None]
     found = [{entry.name: float(entry.weight) for entry in each.domains} for each in files]

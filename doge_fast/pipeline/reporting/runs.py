@@ -34,7 +34,7 @@ LEARNING = ("proxy", "doremi")
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run directory, as its records tell it."""
 
     path: Path
@@ -148,25 +148,17 @@ class Run:
         corpus = records.plain(self.record.corpus)
         return json.dumps((self.record.stage, free, training, corpus), sort_keys=True)
 
-    def losses(self, until: float = 1.0) -> dict[str, float] | None:
-        """Held-out loss per domain at the end, or as measured last before a share of the steps.
-
-        None where it was not measured.
-        """
-        if until == 1 and self.evaluation is not None:
+    def losses(self) -> dict[str, float] | None:
+        """Held-out loss per domain at the end; None where it was not measured."""
+        if self.evaluation is not None:
             return to_floats(self.evaluation.loss)
-        measured = [(step, each) for step, each in self.evals if step <= until * self.steps]
-        is_known = measured and (until < 1 or measured[-1][0] == self.steps)
-        return measured[-1][1] if is_known else None
-
-    @property
-    def evals(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, held-out loss per domain) as measured during the training."""
-        lines = (line for line in self.lines if line.kind == "eval")
-        return [(line.step, to_floats(line.loss)) for line in lines if isinstance(line.loss, dict)]
+        for line in reversed(self.lines):
+            if line.kind == "eval" and line.step == self.steps and isinstance(line.loss, dict):
+                return to_floats(line.loss)
+        return None
 
 
-def open_runs(runs: Sequence[Path]) -> list[Run]:
+def open_runs(runs: Sequence[Path]) -> list[RecordedRun]:
     """Every run that `runs` names or holds, once, in order."""
     if not runs:
         raise ValueError("A report needs at least one run directory; none was named.")
@@ -201,7 +193,7 @@ def _is_run(folder: Path) -> bool:
     return records.CONFIG in names and "stage" in records.read_json(folder / records.CONFIG)
 
 
-def _read_run(path: Path) -> Run:
+def _read_run(path: Path) -> RecordedRun:
     record, asked = records.load_config(path)
 
     def optional(file: str, read: Callable[[Path], Any], kind: type) -> Any:
@@ -210,7 +202,7 @@ def _read_run(path: Path) -> Run:
         return check_shape(read(path), kind, path / file) if is_there else None
 
     has_lines = os.path.lexists(path / records.METRICS)
-    run = Run(
+    run = RecordedRun(
         # A run named `.` has its name all the same.
         path=path.resolve(),
         record=record,
@@ -224,7 +216,7 @@ def _read_run(path: Path) -> Run:
     return run
 
 
-def _check_one_run(run: Run, path: Path) -> None:
+def _check_one_run(run: RecordedRun, path: Path) -> None:
     """The records of a directory are of one run: they name the domains that config.json does."""
     domains, odd = set(run.domains), {}
     if run.weights is not None:

@@ -29,11 +29,11 @@ from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of, style
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.runs import LEARNING, Run, open_runs
+from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
-    Difference,
     Line,
+    PairedDifference,
     change_of,
     change_text,
     stat_of,
@@ -182,7 +182,7 @@ def _gap_texts(
         yield "/" if own is reference else f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
 
 
-def _export(runs: Sequence[Run]) -> Iterator[str]:
+def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
     """The commands that write weights as another program reads them; of seeds their mean."""
     paths = [min(str(run.path), os.path.relpath(run.path), key=len) for run in runs]
     source = paths[0]
@@ -258,7 +258,7 @@ def _headline(line: Line, own: str, other: str) -> str:
     return headline(own, f"{other}{where}", line.difference(own, other))
 
 
-def headline(own: str, other: str, difference: Difference) -> str:
+def headline(own: str, other: str, difference: PairedDifference) -> str:
     """DoGE: perplexity 0.6 % higher than uniform, undecided, one seed."""
     if not difference.pairs:
         return f"{own} and {other} have no seed in common"
@@ -414,7 +414,7 @@ def cost_section(study: Study, group: CostGroup) -> Section | None:
     return Section(group.title, tables=[Table(group.title, note, "", heads, rows)])
 
 
-def _cost_of(runs: Sequence[Run]) -> tuple[float, float, float]:
+def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
     """(tokens, FLOPs, seconds) of one seed's runs together."""
     flops = 0.0
     for run in runs:
@@ -451,7 +451,7 @@ def provenance_section(study: Study) -> Section:
     return Section("Where this comes from", tables=[table, _corpus_table(study)], remarks=remarks)
 
 
-def _what(run: Run) -> str:
+def _what(run: RecordedRun) -> str:
     if run.record.stage == "base":
         weights = Path(run.asked.weights)
         return f"weights {weights.parent.name if weights.name == 'weights.json' else weights.name}"
@@ -513,7 +513,7 @@ def _warnings(study: Study) -> Iterator[str]:
             yield "Base models were measured on different numbers of held-out blocks."
 
 
-def _run_warnings(run: Run) -> Iterator[str]:
+def _run_warnings(run: RecordedRun) -> Iterator[str]:
     if not run.is_complete:
         yield (
             f"not complete, its records end at step {run.last_step} of {run.steps}. The command "

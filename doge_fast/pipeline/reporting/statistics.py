@@ -25,7 +25,7 @@ def stat_of(values: Iterable[float]) -> Stat:
     return Stat(float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array))))
 
 
-class Difference(NamedTuple):
+class PairedDifference(NamedTuple):
     """Mean of paired differences with its interval: none for one pair, and no mean for none."""
 
     mean: float
@@ -54,10 +54,10 @@ class Difference(NamedTuple):
         return self.is_decided and self.mean > 0
 
 
-NO_PAIR = Difference(math.nan, None, None, 0)
+NO_PAIR = PairedDifference(math.nan, None, None, 0)
 
 
-def paired_difference(own: Sequence[float], other: Sequence[float]) -> Difference:
+def paired_difference(own: Sequence[float], other: Sequence[float]) -> PairedDifference:
     """Mean of own_s - other_s over seeds s, with Student's interval for it.
 
     d  =  mean_s d_s,     d ± t_{n-1} * sd(d_s) / sqrt(n)
@@ -74,15 +74,15 @@ def paired_difference(own: Sequence[float], other: Sequence[float]) -> Differenc
         return NO_PAIR
     mean = float(np.mean(np.subtract(own, other)))
     if len(own) == 1 or not math.isfinite(mean):
-        return Difference(mean, None, None, len(own))
+        return PairedDifference(mean, None, None, len(own))
     with warnings.catch_warnings():
         # Seeds that differ by the same to the last digit: their interval has no width.
         warnings.filterwarnings("ignore", "Precision loss occurred", RuntimeWarning)
         interval = stats.ttest_rel(own, other).confidence_interval(CONFIDENCE)
-    return Difference(mean, float(interval.low), float(interval.high), len(own))
+    return PairedDifference(mean, float(interval.low), float(interval.high), len(own))
 
 
-def change_text(difference: Difference) -> str:
+def change_text(difference: PairedDifference) -> str:
     """A difference of losses as a change of perplexity: -2.1 % [-3.0, -1.2]."""
     if not difference.pairs:
         return "–"
@@ -93,7 +93,7 @@ def change_text(difference: Difference) -> str:
     return f"{text} [{100 * low:+.1f}, {100 * high:+.1f}]".replace("-", "−")
 
 
-def change_of(difference: Difference) -> tuple[float, float, float]:
+def change_of(difference: PairedDifference) -> tuple[float, float, float]:
     """(mean, low, high) of a difference of losses as relative changes of perplexity."""
     ends = (difference.mean, difference.low, difference.high)
     mean, low, high = (exp_or_inf(difference.mean if end is None else end) - 1 for end in ends)
@@ -125,7 +125,7 @@ class Arm:
         """The highest perplexity of a domain of `names`; nan where one has diverged."""
         return float(np.max([self.perplexity([name]).mean for name in names]))
 
-    def against(self, other: "Arm", names: Sequence[str]) -> Difference:
+    def against(self, other: "Arm", names: Sequence[str]) -> PairedDifference:
         """Difference of the mean loss over `names`, over the seeds that both have."""
         seeds = [seed for seed in self.losses if seed in other.losses]
         return paired_difference(
@@ -144,7 +144,7 @@ class Line:
     names: Sequence[str]
     is_total: bool = False
 
-    def difference(self, own: str, other: str) -> Difference:
+    def difference(self, own: str, other: str) -> PairedDifference:
         """Of two arms, seed by seed."""
         return self.arms[own].against(self.arms[other], self.names)
 

@@ -24,7 +24,7 @@ from doge_fast.pipeline.records.shapes import (
     check_shape,
 )
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights, mean_weights
-from doge_fast.pipeline.reporting.runs import LEARNING, Run, open_runs
+from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Arm, Line, lines_of
 from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
 
@@ -39,7 +39,7 @@ class Study:
 
     title: str
     question: str
-    runs: Mapping[str, Run] = field(repr=False)
+    runs: Mapping[str, RecordedRun] = field(repr=False)
     """By their names."""
     proxies: tuple[Proxy, ...]
     groups: tuple[Group, ...]
@@ -48,7 +48,7 @@ class Study:
     """Of an experiment, which knows which runs are missing."""
 
     @property
-    def shown(self) -> list[Run]:
+    def shown(self) -> list[RecordedRun]:
         """Runs that learn weights or train at them."""
         return [run for run in self.runs.values() if run.record.stage != "select"]
 
@@ -73,24 +73,23 @@ class Study:
             or (name in needed and not records.is_measured(self.runs[name].path, blocks))
         ]
 
-    def runs_of(self, names: Iterable[str]) -> list[Run]:
+    def runs_of(self, names: Iterable[str]) -> list[RecordedRun]:
         """Those that are there."""
         return [self.runs[name] for name in names if name in self.runs]
 
-    def arm(self, arm: ArmRecord, until: float = 1.0) -> Arm:
-        """An arm with its losses at the end, or as measured last before a share of the steps."""
+    def arm(self, arm: ArmRecord) -> Arm:
+        """An arm with its losses at the end."""
         losses = {
             run.seed: found
             for run in self.runs_of(arm.runs)
-            if (until < 1 or run.name not in self.unmeasured)
-            and (found := run.losses(until)) is not None
+            if run.name not in self.unmeasured and (found := run.losses()) is not None
         }
         return Arm(arm.label, arm.about, losses, arm.is_baseline, arm.baseline)
 
     def lines(self, group: PerplexityGroup | TargetsGroup) -> list[Line]:
         """The lines of a table of perplexities, as far as they are known."""
         if isinstance(group, PerplexityGroup):
-            return lines_of(group.aim, [self.arm(arm, group.until) for arm in group.arms])
+            return lines_of(group.aim, [self.arm(arm) for arm in group.arms])
         return [
             Line(row.target, {arm.label: self.arm(arm) for arm in row.arms}, [row.target])
             for row in group.rows
@@ -129,12 +128,7 @@ def open_study(runs: Sequence[Path]) -> Study:
     if path is not None:
         file = path / records.EXPERIMENT
         plan = check_shape(records.read_experiment(path), ExperimentRecord, file)
-        planned = (
-            records.group_of(group, f"{file}, groups.{place},")
-            for place, group in enumerate(plan.groups)
-        )
-        groups = tuple(group for group in planned if group is not None)
-        return Study(plan.title, plan.question, opened, proxies, groups, plan)
+        return Study(plan.title, plan.question, opened, proxies, plan.groups, plan)
     bases = _comparable(found)
     if len(proxies) == 1:
         proxies = (Proxy("learned weights", proxies[0].runs),)
@@ -143,7 +137,7 @@ def open_study(runs: Sequence[Path]) -> Study:
     return Study("Domain weights", question, opened, proxies, tuple(_groups(bases, proxies)))
 
 
-def _proxies_of(runs: Iterable[Run]) -> tuple[Proxy, ...]:
+def _proxies_of(runs: Iterable[RecordedRun]) -> tuple[Proxy, ...]:
     """Runs that learned weights, the seeds of each together."""
     groups = _alike(run for run in runs if run.record.stage in LEARNING)
     # What is asked of all domains comes before what is asked of one, the baseline after both.
@@ -155,9 +149,9 @@ def _proxies_of(runs: Iterable[Run]) -> tuple[Proxy, ...]:
     )
 
 
-def _alike(runs: Iterable[Run]) -> list[list[Run]]:
+def _alike(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
     """Such as differ in nothing but their seed, or in their weights."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
         groups.setdefault(run.settings(), []).append(run)
     return list(groups.values())
@@ -166,7 +160,7 @@ def _alike(runs: Iterable[Run]) -> list[list[Run]]:
 # The tables of runs that no experiment has planned.
 
 
-def _groups(bases: Sequence[Run], proxies: Sequence[Proxy]) -> Iterator[Group]:
+def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[Group]:
     learned = {
         proxy.label: ArmRecord(proxy.label, proxy.about, tuple(run.name for run in proxy.runs))
         for proxy in proxies
@@ -201,7 +195,7 @@ def _groups(bases: Sequence[Run], proxies: Sequence[Proxy]) -> Iterator[Group]:
     yield CostGroup("Cost", (*methods, *trained))
 
 
-def _comparable(runs: Sequence[Run]) -> list[Run]:
+def _comparable(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Base models that differ in weights and seed alone; references of DoReMi beside."""
     references = {Path(run.asked.reference).name for run in runs if run.asked.reference}
     alike = [
@@ -223,7 +217,7 @@ def _takes(proxy: Proxy) -> tuple[tuple[str, ...], ...]:
     return tuple(pair[not pair[0] :] for pair in names)
 
 
-def _source(run: Run, proxies: Sequence[Proxy]) -> str:
+def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:
     """Label of what a base run took its weights from: a word, a proxy run, or a file's path."""
     weights = Path(run.asked.weights)
     folder = (weights.parent if weights.name == records.WEIGHTS else weights).resolve()

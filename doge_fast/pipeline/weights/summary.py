@@ -201,7 +201,7 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
 
 
 @dataclass(frozen=True)
-class Difference:
+class WeightsDifference:
     """How far two mixtures are apart; a domain that one lacks counts as weight zero there."""
 
     before: Mapping[str, float]
@@ -253,13 +253,13 @@ def story(record: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> WeightsDifference:
     """The difference of two records, by name; domains in the order of the first, then new ones."""
     old, new = records.weights_by_name(before), records.weights_by_name(after)
     names = tuple(old | new)
     change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in names}
     distance = math.fsum(map(abs, change.values()))
-    return Difference(
+    return WeightsDifference(
         before=old,
         after=new,
         change=change,

@@ -21,7 +21,7 @@ class Segment(NamedTuple):
     last: int
 
 
-class Run:
+class DomainRun:
     """Neighbouring domains with neighbouring rows, whose rows are filled together.
 
     Args:
@@ -40,13 +40,13 @@ class Run:
         """Whether all domains have the same number of examples: then one product fills all rows."""
         self._borders_on: dict[tuple[torch.device, int], Tensor] = {}
 
-    def _split_where_sizes_change(self) -> list[tuple[slice, "Run"]]:
+    def _split_where_sizes_change(self) -> list[tuple[slice, "DomainRun"]]:
         sizes = [last - first for first, last in itertools.pairwise(self.borders)]
         changes = [i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]]
         if not changes:
             return [(slice(None), self)]
         return [
-            (slice(i, j), Run(self.rows[i], self.borders[i : j + 1], self.num_examples))
+            (slice(i, j), DomainRun(self.rows[i], self.borders[i : j + 1], self.num_examples))
             for i, j in itertools.pairwise([0, *changes, len(sizes)])
         ]
 
@@ -79,17 +79,17 @@ class Run:
 
 
 def on_device(
-    numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+    numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """A tensor of (lists of) numbers on `device`; the host does not wait for the copy."""
-    values = torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
+    """The numbers as a tensor on `device`; the host does not wait for the copy."""
+    values = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == "cuda" and values.device.type == "cpu":
         # Pinned, or the copy would make the host wait for the device.
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
-def runs_of(segments: Sequence[Segment]) -> list[Run]:
+def runs_of(segments: Sequence[Segment]) -> list[DomainRun]:
     """The consecutive segments of a batch, in as few runs as possible."""
     starts = [
         index
@@ -99,7 +99,7 @@ def runs_of(segments: Sequence[Segment]) -> list[Run]:
     runs = []
     for start, end in itertools.pairwise([*starts, len(segments)]):
         borders = [segments[start].first, *(each.last for each in segments[start:end])]
-        runs.append(Run(segments[start].row, borders, segments[-1].last))
+        runs.append(DomainRun(segments[start].row, borders, segments[-1].last))
     return runs
 
 
@@ -174,16 +174,12 @@ def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def refuse_coupled_examples(model: nn.Module) -> None:
-    """Refuse a model in which no example of a batch has a gradient of its own.
-
-    Raises:
-        ValueError: a module mixes the examples of a batch.
-    """
+    """Raise ValueError where a module mixes the examples of a batch."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
-                "examples of a batch, so neither an example nor a domain has a gradient of its "
-                "own. Put it in eval mode. Or train with one domain after another: "
-                "optimizer.domain(name) instead of optimizer.stacked()."
+                "examples of a batch, so no domain has a gradient of its own. Put it in eval mode. "
+                "Or train with one domain after another: optimizer.domain(name) instead of "
+                "optimizer.stacked()."
             )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doge_fast.kernels import segment_sum
-from doge_fast.stacked.layers.batch import Run
+from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.stacked.layers.token_sums import TokenSum, put, sums_one_by_one
 
@@ -49,7 +49,7 @@ class Lookup(NamedTuple):
         """The dtype that the gradient is computed in."""
         return self.right.dtype
 
-    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+    def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         """As `TokenSum.write`; bitwise reproducible."""
         if not sums_one_by_one(self.right):
             self._write_sorted(run, out, adds)
@@ -65,7 +65,7 @@ class Lookup(NamedTuple):
                     value_RC = torch.zeros_like(row_RC, dtype=right_TC.dtype)
                     put(row_RC, value_RC.index_add_(0, index_T, right_TC), adds)
 
-    def _write_sorted(self, run: Run, out: Tensor, adds: bool) -> None:
+    def _write_sorted(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         """Sum by `segment_sum`, over tokens sorted by domain and row."""
         # Not index_add_: on a GPU its atomic additions have no fixed order.
         num_domains, num_rows, width = out.shape

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from doge_fast.stacked.layers.batch import Run
+from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.stacked.layers.token_sums import Sum, TokenSum, put
 
@@ -76,7 +76,7 @@ class Outer(NamedTuple):
         """The dtype that the gradient is computed in."""
         return self.right.dtype
 
-    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+    def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         """As `TokenSum.write`."""
         for domains, part in run.equal_parts:
             left_GTR = part.by_domain(self.left, self.left.shape[-1])

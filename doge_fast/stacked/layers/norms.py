@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doge_fast.kernels import segment_sum
-from doge_fast.stacked.layers.batch import Run
+from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.linear import autocast_dtype
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.stacked.layers.token_sums import Sum, TokenSum, exact, put, sums_one_by_one
@@ -60,7 +60,7 @@ class _Gain(NamedTuple):
     norm: tuple[Tensor, ...] = ()
     """A LayerNorm's mean and reciprocal deviation of each token, and its gain; else empty."""
 
-    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+    def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         if not sums_one_by_one(self.grad):
             self._write_at_once(run, out, adds)
         elif not self.norm:
@@ -69,7 +69,7 @@ class _Gain(NamedTuple):
             for domains, part in run.equal_parts:
                 self._write_by_torch(part, out[domains], adds)
 
-    def _write_at_once(self, run: Run, out: Tensor, adds: bool) -> None:
+    def _write_at_once(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         grad_TN, x_TN = (run.tokens(values, out[0].numel()) for values in (self.grad, self.x))
         mean_T, rstd_T = [run.tokens(values) for values in self.norm[:2]] or (None, None)
         segment_sum(
@@ -81,7 +81,7 @@ class _Gain(NamedTuple):
             rstd_T=rstd_T,
         )
 
-    def _write_by_torch(self, part: Run, out: Tensor, adds: bool) -> None:
+    def _write_by_torch(self, part: DomainRun, out: Tensor, adds: bool) -> None:
         """One domain after another, by torch's kernel, which is fastest on a CPU."""
         *statistics, weight = self.norm
         ones = [1] * weight.dim()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels import segment_sum
-from doge_fast.stacked.layers.batch import Run
+from doge_fast.stacked.layers.batch import DomainRun
 
 # Devices that sum over tokens domain by domain: on a CPU torch's own kernels are the fastest.
 # Elsewhere launches cost more, and torch's atomic additions have no fixed order.
@@ -28,7 +28,7 @@ class TokenSum(Protocol):
     def dtype(self) -> torch.dtype:
         """The dtype that the gradient is computed in."""
 
-    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+    def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         """Write the gradients of the run's domains into `out`, or add them.
 
         Args:
@@ -49,7 +49,7 @@ class Sum(NamedTuple):
         """The dtype that the gradient is computed in."""
         return self.values.dtype
 
-    def write(self, run: Run, out: Tensor, adds: bool) -> None:
+    def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         """As `TokenSum.write`."""
         num_columns = out[0].numel()
         if not run.is_equal and not sums_one_by_one(self.values):

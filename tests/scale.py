@@ -1,8 +1,7 @@
-"""Formulas for what a step costs on n ranks: memory, and bytes sent.
+"""The formulas of docs/scale.md: what a step costs on n ranks, in memory and in bytes sent.
 
-docs/scale.md and the dry run of a stage show their results. Each formula names the test that
-compares it with counted bytes. K is the number of rows of a step (with `domains_per_step`, of the
-drawn domains and the targets), N the number of parameters.
+K is the number of rows of a step (with `domains_per_step`, of the drawn domains and the targets),
+N the number of parameters.
 """
 
 import math
@@ -20,10 +19,7 @@ def num_pieces(num_rows: int, num_ranks: int) -> int:
 
 
 def most_rows(num_rows: int, num_ranks: int) -> int:
-    """The largest number of domains with a piece on one rank.
-
-    Checked by tests/method/test_scale.py against `sampling.pieces`.
-    """
+    """The largest number of domains with a piece on one rank."""
     return max(
         -(-(rank + 1) * num_rows // num_ranks) - rank * num_rows // num_ranks
         for rank in range(num_ranks)
@@ -43,19 +39,12 @@ def training_bytes(num_params: int, num_ranks: int = 1) -> dict[str, int]:
 
 
 def rows_bytes(num_params: int, num_rows: int, itemsize: int) -> int:
-    """Stored gradients, without their padding.
-
-    Checked by tests/integrations/test_traffic.py against the buffer, and by
-    tests/method/test_scale.py in one process.
-    """
+    """Stored gradients, without their padding."""
     return num_rows * num_params * itemsize
 
 
 def exchanged_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: int) -> int:
-    """What a data-parallel rank holds during the all-to-all: the rows sent and received.
-
-    Checked by tests/integrations/test_traffic.py against the tensors that are exchanged.
-    """
+    """What a data-parallel rank holds during the all-to-all: the rows sent and received."""
     if num_ranks == 1:
         return 0
     received = num_pieces(num_rows, num_ranks) * num_params // num_ranks
@@ -63,10 +52,7 @@ def exchanged_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: in
 
 
 def gathered_gram_bytes(num_rows: int, num_ranks: int) -> int:
-    """The Gram matrices of all ranks, which each rank gathers and adds.
-
-    Checked by tests/integrations/test_traffic.py.
-    """
+    """The Gram matrices of all ranks, which each rank gathers and adds."""
     return num_ranks * FLOAT64 * num_rows**2 if num_ranks > 1 else 0
 
 
@@ -76,8 +62,7 @@ def gathered_gram_bytes(num_rows: int, num_ranks: int) -> int:
 def data_parallel_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: int) -> float:
     """The all-to-all of the rows, the all-gather of the sums and that of the Gram matrices.
 
-    (n - 1) / n N (F / n b + 4) + 8 (n - 1) K^2, averaged over ranks; b is `itemsize`. Checked by
-    tests/integrations/test_traffic.py.
+    (n - 1) / n N (F / n b + 4) + 8 (n - 1) K^2, averaged over ranks; b is `itemsize`.
     """
     share = (num_ranks - 1) / num_ranks * num_params
     rows = num_pieces(num_rows, num_ranks) / num_ranks * itemsize
@@ -96,7 +81,7 @@ def sharded_bytes(
 
     A pass gathers before forward and before backward, and reduces once. If gathered parameters are
     kept (`are_kept`), all passes share one gather. A plain step is one pass, not kept, without
-    rows. Checked by tests/integrations/test_traffic.py.
+    rows.
     """
     units = passes + 1 if are_kept else 3 * passes
     share = (num_ranks - 1) / num_ranks * num_params * FLOAT32

@@ -1,0 +1,154 @@
+"""Runs that train and learn nothing, or something else than they seem to: each says so once."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler
+
+from doge_fast import DoGEOptimizer
+
+Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
+
+
+def run(
+    inner: torch.optim.Optimizer,
+    steps: int,
+    schedule: Schedule = lambda inner: None,
+    value: float = 1.0,
+    **options: Any,
+) -> DoGEOptimizer:
+    """Steps of two domains on one matrix, the first with a gradient twice as long."""
+    (weight,) = inner.param_groups[0]["params"]
+    scheduler = schedule(inner)
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], domain_max_grad_norm=None, **options)
+    for _ in range(steps):
+        for factor, name in ((2.0, "a"), (1.0, "b")):
+            with optimizer.domain(name):
+                (factor * value * weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return optimizer
+
+
+def sgd(lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=lr)
+
+
+def messages(optimizer: DoGEOptimizer) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert sum(optimizer.weights.values()) == pytest.approx(1)
+        # Once each.
+        assert sum(optimizer.weights.values()) == pytest.approx(1)
+    return [str(each.message) for each in caught]
+
+
+def test_steps_that_were_all_skipped_are_counted() -> None:
+    (message,) = messages(run(sgd(0.1), 30, value=math.nan))
+    assert "30 of 30 steps" in message
+
+
+def test_saved_weights_say_it_too(tmp_path: Any) -> None:
+    optimizer = run(sgd(0.1), 3, value=math.nan)
+    with pytest.warns(UserWarning, match="3 of 3 steps"):
+        optimizer.save_weights(tmp_path / "weights.json")
+
+
+@pytest.mark.parametrize(
+    ("lr", "schedule", "word"),
+    [
+        # The largest rate stands in the scheduler alone.
+        (1e-6, lambda inner: CyclicLR(inner, 1e-6, 1e-2, step_size_up=20), "too fast"),
+        # A rate of one times the function's.
+        (1.0, lambda inner: LambdaLR(inner, lambda step: 1e-4), "hardly move"),
+        (0.01, lambda inner: None, None),
+        (0.01, lambda inner: LambdaLR(inner, lambda step: min(1, step / 30)), None),
+    ],
+)
+def test_a_default_mu_of_another_rate_is_told(
+    lr: float, schedule: Schedule, word: str | None
+) -> None:
+    inner = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=lr, momentum=0.9)
+    found = [message for message in messages(run(inner, 60, schedule)) if "mu=" in message]
+    assert len(found) == (word is not None)
+    assert word is None or word in found[0]
+
+
+def test_a_first_group_without_a_rate_is_told() -> None:
+    optimizer = run(sgd(0.0), 60, mu=1.0)
+    assert any("was 0 in all 60 steps" in message for message in messages(optimizer))
+
+
+def test_a_mu_that_was_given_is_nobodys_mistake() -> None:
+    inner = sgd(1.0)
+    assert not messages(run(inner, 60, lambda inner: LambdaLR(inner, lambda step: 1e-4), mu=20.0))
+
+
+def test_a_schedule_runs_dry_as_with_any_optimizer() -> None:
+    inner = sgd(0.1)
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"])
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.1 / 4]
+    assert optimizer.num_steps == 0
+
+
+def test_weights_as_domains_are_refused() -> None:
+    with pytest.raises(ValueError, match="initial="):
+        DoGEOptimizer(sgd(0.1), domains={"a": 0.7, "b": 0.3})
+
+
+def moments(optimizer: DoGEOptimizer) -> torch.Tensor:
+    (weight,) = optimizer.param_groups[0]["params"]
+    return optimizer.state[weight]["exp_avg"]
+
+
+def adamw() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.ones(4, requires_grad=True)], lr=0.1)
+
+
+def test_a_state_that_was_loaded_in_its_place_is_told() -> None:
+    optimizer = DoGEOptimizer(adamw(), domains=["a", "b"])
+    (weight,) = optimizer.param_groups[0]["params"]
+    # As torch.distributed.checkpoint does: a step without a rate makes the state, then numbers are
+    # written into it.
+    optimizer.param_groups[0]["lr"] = 0.0
+    weight.grad = torch.zeros(4)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.1
+    moments(optimizer).fill_(1.0)
+    with pytest.warns(UserWarning, match="in its place"), optimizer.domain("a"):
+        weight.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["before wrapping", "whole", "apart", "trained without domains"])
+def test_a_state_that_came_another_way_is_not(way: str) -> None:
+    saved = run(adamw(), 2)
+    inner = adamw()
+    if way == "before wrapping":
+        inner.load_state_dict(saved.inner.state_dict())
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], domain_max_grad_norm=None)
+    (weight,) = optimizer.param_groups[0]["params"]
+    if way == "whole":
+        optimizer.load_state_dict(saved.state_dict())
+    elif way == "apart":
+        optimizer.inner.load_state_dict(saved.inner.state_dict())
+        optimizer.doge.load_state_dict(saved.doge.state_dict())
+    elif way == "trained without domains":
+        weight.grad = torch.ones(4)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert way == "before wrapping" or moments(optimizer).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with optimizer.domain("a"):
+            weight.sum().backward()
