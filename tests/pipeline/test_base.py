@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
 from doge_fast.pipeline import base as stage_two
-from doge_fast.pipeline import records
+from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.failures import FileFailure
@@ -220,6 +221,35 @@ def test_what_a_launch_leaves_that_is_killed_before_it_begins_is_an_empty_direct
     (config.out / "config.json").unlink()
     with pytest.raises(ValueError, match=r"no config\.json"):
         train_base(config)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, failures.Terminated)],
+)
+def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
+    base: Make, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[BaseException]
+) -> None:
+    step, config = RecordedTrainer.training_step, base("cut", save_every=0)
+
+    def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 3:
+            signal.raise_signal(number)
+        return step(self, *args, **kwargs)
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, failures.raise_terminated)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(RecordedTrainer, "training_step", signalled)
+            with pytest.raises(kind, match="A checkpoint holds step 4"):
+                train_base(config)
+        assert signal.getsignal(signal.SIGINT) is handlers[signal.SIGINT]
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    train_base(config)
+    assert_same_run(config.out, train_base(base("whole", save_every=0)).path)
 
 
 def test_dropout_goes_on_where_it_stood(

@@ -82,7 +82,7 @@ def _strict_loader() -> Any:
     number that begins with a zero as an octal one."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         pass
 
     def mapping(loader: Any, node: Any) -> Any:
@@ -115,7 +115,7 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
         ValueError: a key is no field, or a value is not of its field's type.
     """
     hints = get_type_hints(type(default))
-    hints = {field.name: hints[field.name] for field in dataclasses.fields(type(default))}
+    hints = {field.name: hints[field.name] for field in dataclasses.fields(default)}  # type: ignore[arg-type]
     changes = {}
     for said, value in given.items():
         # As a flag spells it; `from_` is a field because `from` is a word of Python.
