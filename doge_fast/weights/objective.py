@@ -40,6 +40,11 @@ class Objective:
         Raises:
             ValueError: a name or weight is not allowed.
         """
+        if isinstance(domains, Mapping):
+            raise ValueError(
+                f"domains must be a list of names; got {domains!r}. If its values are weights to "
+                f"start from, pass domains={list(domains)} and initial={{name: weight}}."
+            )
         names = _checked_names(domains, "domains")
         is_universal = isinstance(target, str) and target == UNIVERSAL
         if is_universal:
@@ -85,11 +90,6 @@ def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
     # A set has no order, and the letters of a string are no names.
     if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable):
         raise ValueError(f"{what} must be a list of names; got {names!r}.")
-    if isinstance(names, Mapping):
-        raise ValueError(
-            f"{what} must be a list of names; got {names!r}. If its values are domain weights to "
-            f"start from, pass {list(names)} and initial={{name: weight}}."
-        )
     checked = tuple(names)
     if not checked:
         raise ValueError(f"{what} must be at least one name; got none.")
