@@ -8,6 +8,7 @@ pipeline's dependencies can say which are missing.
 import difflib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -266,7 +267,14 @@ def _base(config: configs.BaseConfig) -> list[str]:
 
     if config.dry_run:
         return _rehearsed(config)
-    return [f"model: {train_base(config).path / 'model'}"]
+    run = train_base(config)
+    losses = run.metrics("eval")[-1]["loss"].values()
+    perplexity = math.exp(sum(losses) / len(losses))
+    return [
+        f"held-out perplexity: {perplexity:.2f}, the exponential of the domains' mean loss",
+        f"model: {run.path / 'model'}",
+        f"for each domain: doge-fast evaluate {shlex.quote(str(run.path))}",
+    ]
 
 
 def _rehearsed(config: configs.ProxyConfig | configs.BaseConfig) -> list[str]:

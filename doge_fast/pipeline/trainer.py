@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -41,6 +41,7 @@ from doge_fast.pipeline import domains, failures, health, progress, ranks, recor
 from doge_fast.pipeline.config import StageConfig
 from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import Json
 from doge_fast.weights import weights_file
 
@@ -154,10 +155,11 @@ class RecordedTrainer(Trainer):
             _log.info("%s: resuming at step %d of %d", out, start, self.args.max_steps)
         self.train_dataset = Batches(self.batch, start)
         stop = StopOnSignal(out)
+        recorder = Recorder(self)
         self.add_callback(stop)
-        self.add_callback(Recorder(self))
+        self.add_callback(recorder)
         set_seed(self.args.seed)
-        with stop.watching():
+        with closing(recorder), stop.watching():
             self.train(resume_from_checkpoint=self._checkpoint)
 
     # What a stage says of itself.
@@ -401,11 +403,18 @@ class Recorder(TrainerCallback):
         patience = trainer.config.training.max_skipped_steps
         self.lost = health.LostSteps(patience, trainer.args.device)
         self.warned: set[str] = set()
-        self.bar: Any = None
+        self._bar: Any = None
+        # What stands behind the bar: the domain that has most of the weight.
+        self._largest: dict[str, str] = {}
         # Lines for metrics.jsonl, whose tensors are read at the next flush.
         self._pending: list[dict[str, Any]] = []
         self._last_flush = self._last_line = time.monotonic()
         self._last_step = 0
+
+    def close(self) -> None:
+        """No bar any more, so that what is said next has a line of its own."""
+        if self._bar is not None:
+            self._bar.close()
 
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
@@ -421,6 +430,9 @@ class Recorder(TrainerCallback):
             }
             if "alpha" in plain and plain["step"] > 0:
                 self._look_at_weights(plain)
+                mean = plain["alpha_mean"]
+                largest = max(mean, key=mean.__getitem__)
+                self._largest = {visible(largest): f"{mean[largest]:.3f}"}
             records.append_metrics(self.run, plain)
             if trainer.args.report_to:
                 told = weights_file.plain(plain)
@@ -449,7 +461,7 @@ class Recorder(TrainerCallback):
             self._pending.append({"step": 0, "kind": "train", **both})
             self.flush()
         self._last_line, self._last_step = time.monotonic(), state.global_step
-        self.bar = progress.bar(state.max_steps, self.run.name, "step", initial=state.global_step)
+        self._bar = progress.bar(state.max_steps, self.run.name, "step", initial=state.global_step)
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
@@ -475,8 +487,9 @@ class Recorder(TrainerCallback):
         if is_last or trainer.args.device.type == "cpu" or waited > FLUSH_SECONDS:
             self.flush()
             assert trainer.step_loss is not None
-            self.bar.set_postfix(loss=f"{float(trainer.step_loss):.3f}", refresh=False)
-        self.bar.update()
+            loss = {"loss": f"{float(trainer.step_loss):.3f}"}
+            self._bar.set_postfix(loss | self._largest, refresh=False)
+        self._bar.update()
 
     def on_save(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """The checkpoint becomes one, whole, with the lines that it remembers."""
@@ -486,8 +499,7 @@ class Recorder(TrainerCallback):
         from_first(functools.partial(records.complete_checkpoint, self.run, state.global_step))
 
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """No bar any more; a result that would mean nothing is none."""
-        self.bar.close()
+        """A result that would mean nothing is none."""
         lost = self.trainer.num_lost()
         if state.global_step >= state.max_steps and lost > health.MOST_LOST * state.max_steps:
             raise health.diverged(
@@ -510,7 +522,6 @@ class Recorder(TrainerCallback):
     def _end_as_lost(self, what: str) -> None:
         """Keep the lines up to here, and raise `Diverged`; every rank does."""
         self.flush()
-        self.bar.close()
         # A launcher ends the others as soon as one has ended.
         self.trainer.accelerator.wait_for_everyone()
         raise health.diverged(self.run, what)

@@ -46,7 +46,9 @@ def test_the_verbs_run_one_after_the_other(
     assert records.read_weights(learned.out)["target"] == {"verse": 1.0}
     words = ["--weights", str(learned.out), "--targets", "verse", "--batch-size", "8"]
     assert cli.main(["base", *words_of(trained), *words]) == 0
-    assert capsys.readouterr().out == f"model: {trained.out / 'model'}\n"
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == f"model: {trained.out / 'model'}"
+    assert told[2].endswith(f"doge-fast evaluate {trained.out}")
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()] == [
@@ -55,6 +57,8 @@ def test_the_verbs_run_one_after_the_other(
     ]
     average = records.read_evaluation(trained.out)["average_perplexity"]
     assert f"{average:.2f}" in printed
+    # On 8 of the held-out blocks of each.
+    assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)
 
 
 def test_flags_are_the_fields(tmp_path: Path) -> None:

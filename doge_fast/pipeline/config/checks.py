@@ -120,7 +120,9 @@ def _check_proxy(config: configs.ProxyConfig) -> None:
     parse_target(config.target)
     if config.selection is not None and not config.selection.is_file():
         raise ValueError(f"selection must be a JSON file; {config.selection} is not there.")
-    if config.init_weights is not None and not config.init_weights.exists():
+    # A run that has begun keeps its start, whatever becomes of the file.
+    is_new = not (config.out / "config.json").exists()
+    if is_new and config.init_weights is not None and not config.init_weights.exists():
         raise ValueError(f"init_weights: {config.init_weights} does not exist.")
 
 

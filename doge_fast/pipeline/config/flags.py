@@ -143,10 +143,9 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     if config is configs.ExperimentConfig:
         unsaid = _preset(unsaid, said, given)
     result = _with(filled(unsaid, given, str(file)), said)
-    if missing := [o.flag for o in options if _value(result, o.path) is _UNSAID]:
-        raise ValueError(
-            f"{verb} needs {' and '.join(missing)}; doge-fast {verb} --help says what that is."
-        )
+    if missing := [option for option in options if _value(result, option.path) is _UNSAID]:
+        needs = "; ".join(f"{o.flag}: {re.split(r'[.;] ', o.text)[0].rstrip('.')}" for o in missing)
+        raise ValueError(f"{verb} needs {needs}. See doge-fast {verb} --help.")
     return result
 
 
