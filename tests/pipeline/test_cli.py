@@ -128,6 +128,7 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(
         ("proxy --mode stackd", "Did you mean stacked?"),
         ("proxy --steps", "one value"),
         ("proxy --steps x", "whole number"),
+        ("proxy --steps 1.0005k", "whole number"),
         ("proxy runs/x", "without an option"),
         ("base --dry-run=yes", "--dry-run"),
         ("proxy --config", "--config"),

@@ -113,7 +113,10 @@ def _read(word: str, kind: Any, flag: str) -> Any:
         if word[-1:] in _FACTORS:
             number, factor = word[:-1], _FACTORS[word[-1]]
         try:
-            return int(word) if kind is int and factor == 1 else kind(float(number) * factor)
+            value = int(word) if kind is int and factor == 1 else float(number) * factor
+            if kind is int and value != int(value):
+                raise ValueError(word)
+            return kind(value)
         except (ValueError, OverflowError):
             what = "a whole number" if kind is int else "a number"
             raise ValueError(f"{flag} must be {what}, 10k or 1B too; got {word!r}.") from None
